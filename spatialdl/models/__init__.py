@@ -1,0 +1,8 @@
+"""Vision networks in plain PyTorch: nothing in here knows that an image can be split."""
+
+from __future__ import annotations
+
+from spatialdl.models.resnet import ResNet, resnet18, resnet50
+from spatialdl.models.resnet_v2 import ResNetV2, resnet110_v2, resnet_v2
+
+__all__ = ["ResNet", "ResNetV2", "resnet18", "resnet50", "resnet110_v2", "resnet_v2"]
