@@ -1,0 +1,304 @@
+"""What a data set folder holds: the manifest, the names in it, and the shape of its chunks.
+
+A folder is one `manifest.json` and its shards, plain HDF5 files. The manifest is written last,
+so a folder that has one is whole; it says how long every shard is and its SHA-256, so a cut or
+swapped shard is noticed when the folder is opened, before a training step meets it.
+
+::
+
+    manifest.json
+        format_version, kind, classes, splits, channels, tile_size, mpp, masks, made_with
+        shards:   [{file, bytes, sha256, samples}, ...]
+        samples:  [{shard, index, label, split, slide, x, y}, ...]                     tiles
+                  [{id, height, width, mpp, bands, label, split, slide, x, y}, ...]    regions
+    shard-00000.h5
+        images (N, rows, cols, channels) uint8, coords (N, 2), labels (N,), slides (N,)
+        [masks (N, rows, cols) uint8]                                                  tiles
+        regions/<id>/image            or, striped,  regions/<id>/image/00000 ...       regions
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from spatialdl.errors import ShardError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+CHUNK = 512
+NO_LABEL = -1
+
+Kind = Literal["tiles", "regions"]
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.h5")
+_USUAL_SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One shard file: its name inside the folder, length in bytes, SHA-256, samples in it."""
+
+    file: str
+    bytes: int
+    sha256: str
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileSample:
+    """Where a tile lies (`shard`, row `index` of its datasets) and what is known of it.
+
+    `label` is an index into the classes or None; `x`, `y` are level-0 pixels of `slide`.
+    """
+
+    shard: int
+    index: int
+    label: int | None
+    split: str | None
+    slide: str
+    x: int
+    y: int
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Rows `row0` to `row0 + rows` of a region, in one shard."""
+
+    shard: int
+    row0: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSample:
+    """A region of any size: one band where it lies whole in a shard, several where striped."""
+
+    id: str
+    height: int
+    width: int
+    mpp: float | None
+    striped: bool
+    bands: tuple[Band, ...]
+    label: int | None
+    split: str | None
+    slide: str
+    x: int
+    y: int
+
+
+Sample = TileSample | RegionSample
+
+
+@dataclass(slots=True)
+class Manifest:
+    """The table of contents of a data set folder.
+
+    `tile_size` is (rows, cols) for tiles and None for regions; `made_with` is free-form
+    (settings of the program that wrote the folder), never read back.
+    """
+
+    kind: Kind
+    classes: list[str]
+    channels: int
+    tile_size: tuple[int, int] | None = None
+    mpp: float | None = None
+    masks: bool = False
+    shards: list[ShardInfo] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    made_with: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def splits(self) -> list[str]:
+        """Splits that occur, train, val and test first."""
+        return order_splits(s.split for s in self.samples if s.split is not None)
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json` into `folder`: temporary name, fsync, rename."""
+        head: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "kind": self.kind,
+            "classes": self.classes,
+            "splits": self.splits,
+            "channels": self.channels,
+            "tile_size": self.tile_size,
+            "mpp": self.mpp,
+            "masks": self.masks,
+            "made_with": self.made_with,
+        }
+        temporary = folder / (MANIFEST + ".tmp")
+        with temporary.open("w", encoding="utf-8") as out:
+            # one sample a line: readable by eye and by grep at any length
+            out.write(json.dumps(head, indent=1)[:-2])
+            for name, rows in (("shards", self.shards), ("samples", self.samples)):
+                lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+                out.write(f',\n "{name}": [\n  {lines}\n ]')
+            out.write("\n}\n")
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(folder / MANIFEST)
+        fsync_folder(folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Read and check the manifest of `folder`.
+
+        Raises:
+            ShardError: there is no such folder or manifest, it is damaged, or of a newer version.
+        """
+        path = folder / MANIFEST
+        if not folder.is_dir():
+            what = "it is a file" if folder.exists() else "there is no such folder"
+            raise ShardError(f"cannot open data set {folder}: {what}; give the folder itself")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ShardError(
+                f"cannot open data set {folder}: it has no {MANIFEST}, so it is not a data set "
+                "or was not finished; write it again"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ShardError(f"cannot read {path}: {error}") from error
+        try:
+            return _parse(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, ShardError):
+                raise ShardError(f"{path}: {error}") from None
+            detail = f"no {error}" if isinstance(error, KeyError) else error
+            raise ShardError(
+                f"{path} is damaged: {detail}; copy or write the data set again"
+            ) from error
+
+
+def order_splits(splits: Iterable[str]) -> list[str]:
+    """Distinct splits: train, val, test, then others by name."""
+    found = set(splits)
+    usual = [split for split in _USUAL_SPLITS if split in found]
+    return usual + sorted(found.difference(_USUAL_SPLITS))
+
+
+def chunk_size(rows: int, cols: int) -> tuple[int, int]:
+    """Rows and columns of a chunk of an image: the whole image if small, else 512 x 512."""
+    if rows <= CHUNK and cols <= CHUNK:
+        return rows, cols
+    return min(rows, CHUNK), min(cols, CHUNK)
+
+
+def stored_bytes(rows: int, cols: int, channels: int) -> int:
+    """Bytes that an image takes in a shard, where chunks at its edges are stored full."""
+    chunk_rows, chunk_cols = chunk_size(rows, cols)
+    return -(-rows // chunk_rows) * -(-cols // chunk_cols) * chunk_rows * chunk_cols * channels
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard: `shard-00000.h5`."""
+    return f"shard-{number:05d}.h5"
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parse(raw: dict[str, Any]) -> Manifest:
+    version = raw["format_version"]
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"format_version is {version!r}")
+    if version > FORMAT_VERSION:
+        raise ShardError(
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this "
+            "spatialdl reads; upgrade spatialdl"
+        )
+    if raw["kind"] not in ("tiles", "regions"):
+        raise ValueError(f"kind is {raw['kind']!r}, expected 'tiles' or 'regions'")
+    size = raw["tile_size"]
+    manifest = Manifest(
+        kind=raw["kind"],
+        classes=[str(name) for name in raw["classes"]],
+        channels=int(raw["channels"]),
+        tile_size=None if size is None else (int(size[0]), int(size[1])),
+        mpp=None if raw["mpp"] is None else float(raw["mpp"]),
+        masks=bool(raw["masks"]),
+        shards=[_parse_shard(row) for row in raw["shards"]],
+        made_with=dict(raw["made_with"]),
+    )
+    if (manifest.kind == "tiles") != (manifest.tile_size is not None):
+        raise ValueError(f"tile_size is {size!r} where kind is {manifest.kind!r}")
+    parse = _parse_tile if manifest.kind == "tiles" else _parse_region
+    manifest.samples = [parse(row) for row in raw["samples"]]
+    for number, sample in enumerate(manifest.samples):
+        _check_sample(manifest, number, sample)
+    return manifest
+
+
+def _parse_shard(row: dict[str, Any]) -> ShardInfo:
+    shard = ShardInfo(str(row["file"]), int(row["bytes"]), str(row["sha256"]), int(row["samples"]))
+    if not _SHARD_NAME.fullmatch(shard.file):
+        raise ValueError(f"shard file {shard.file!r} is not a plain name ending in .h5")
+    return shard
+
+
+def _parse_tile(row: dict[str, Any]) -> TileSample:
+    return TileSample(shard=int(row["shard"]), index=int(row["index"]), **_common(row))
+
+
+def _parse_region(row: dict[str, Any]) -> RegionSample:
+    return RegionSample(
+        id=str(row["id"]),
+        height=int(row["height"]),
+        width=int(row["width"]),
+        mpp=None if row["mpp"] is None else float(row["mpp"]),
+        striped=bool(row["striped"]),
+        bands=tuple(Band(int(b["shard"]), int(b["row0"]), int(b["rows"])) for b in row["bands"]),
+        **_common(row),
+    )
+
+
+def _common(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "label": None if row["label"] is None else int(row["label"]),
+        # few distinct names over many samples: keep one copy of each
+        "split": None if row["split"] is None else sys.intern(str(row["split"])),
+        "slide": sys.intern(str(row["slide"])),
+        "x": int(row["x"]),
+        "y": int(row["y"]),
+    }
+
+
+def _check_sample(manifest: Manifest, number: int, sample: Sample) -> None:
+    if sample.label is not None and not 0 <= sample.label < len(manifest.classes):
+        raise ValueError(
+            f"sample {number} has label {sample.label} of {len(manifest.classes)} classes"
+        )
+    if isinstance(sample, TileSample):
+        inside = 0 <= sample.shard < len(manifest.shards)
+        if not inside or not 0 <= sample.index < manifest.shards[sample.shard].samples:
+            raise ValueError(
+                f"sample {number} lies in shard {sample.shard} at {sample.index}, where nothing is"
+            )
+        return
+    row = 0
+    for band in sample.bands:
+        if band.row0 != row or band.rows < 1 or not 0 <= band.shard < len(manifest.shards):
+            raise ValueError(
+                f"sample {number} (region {sample.id!r}) has a wrong band at row {row}"
+            )
+        row += band.rows
+    if row != sample.height or not re.fullmatch(r"[A-Za-z0-9_-]+", sample.id):
+        raise ValueError(f"sample {number} (region {sample.id!r}) is not covered by its bands")

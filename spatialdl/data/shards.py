@@ -1,0 +1,256 @@
+"""Reading a data set folder: any box of any sample, and of the files only the chunks under it."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from spatialdl.errors import ShardError
+from .format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
+from .region_shard import region_path
+
+Box = tuple[int, int, int, int]
+Pixels = npt.NDArray[np.uint8]
+_OPEN_FILES = 64
+
+
+class ShardDataset(Dataset[tuple[Pixels, int]]):
+    """The samples of a data set folder, or of one split of it.
+
+    Files are opened when they are first read, once a process: the data set may be pickled, and
+    used after a fork.
+
+    Args:
+        path: the folder, with `manifest.json` in it.
+        split: keep the samples of this split only; None keeps all.
+
+    Raises:
+        ShardError: the folder is missing, not whole, or not of a version that is known.
+        ValueError: no sample is of that split.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], split: str | None = None) -> None:
+        self.path = Path(path).absolute()
+        self.split = split
+        self._manifest = Manifest.load(self.path)
+        _check_sizes(self.path, self._manifest)
+        samples = self._manifest.samples
+        if split is not None:
+            samples = [sample for sample in samples if sample.split == split]
+            if not samples:
+                known = ", ".join(self._manifest.splits) or "none"
+                raise ValueError(f"data set {path} has no split {split!r}; its splits: {known}")
+        self._samples = samples
+        self.labels: npt.NDArray[np.int64] = np.array(
+            [NO_LABEL if sample.label is None else sample.label for sample in samples], np.int64
+        )
+        self._files = _OpenFiles(self.path)
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes; a label is an index into them, -1 where there is none."""
+        return list(self._manifest.classes)
+
+    @property
+    def splits(self) -> list[str]:
+        """Splits of the whole folder."""
+        return self._manifest.splits
+
+    @property
+    def kind(self) -> str:
+        """ "tiles" (all of one size) or "regions"."""
+        return self._manifest.kind
+
+    @property
+    def channels(self) -> int:
+        """Channels of every image."""
+        return self._manifest.channels
+
+    @property
+    def mpp(self) -> float | None:
+        """Micrometres per pixel of the tiles, if known."""
+        return self._manifest.mpp
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether every sample has a mask."""
+        return self._manifest.masks
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._samples)
+
+    def __getitem__(self, sample: int) -> tuple[Pixels, int]:
+        """The whole image (rows, cols, channels) and its label."""
+        return self.read(sample), int(self.labels[self._number(sample)])
+
+    def __iter__(self) -> Iterator[tuple[Pixels, int]]:
+        """All samples in order."""
+        return (self[sample] for sample in range(len(self)))
+
+    def sample(self, sample: int) -> Sample:
+        """What the manifest says of a sample: slide, coordinates, split, where it lies."""
+        return self._samples[self._number(sample)]
+
+    def image_size(self, sample: int) -> tuple[int, int]:
+        """Rows and columns of a sample."""
+        found = self.sample(sample)
+        if isinstance(found, TileSample):
+            assert self._manifest.tile_size is not None  # the manifest was checked for it
+            return self._manifest.tile_size
+        return found.height, found.width
+
+    def read(self, sample: int, box: Box | None = None) -> Pixels:
+        """Read a box of an image.
+
+        Args:
+            sample: its index; negative ones count from the end.
+            box: half-open (row0, row1, col0, col1), may be empty; None is the whole image.
+
+        Returns:
+            uint8 (row1 - row0, col1 - col0, channels). Only the chunks that the box touches
+            are read.
+
+        Raises:
+            IndexError: there is no such sample.
+            ValueError: the box is not inside the image.
+            ShardError: the shard is missing or damaged.
+        """
+        row0, row1, col0, col1 = self._checked_box(sample, box)
+        out = np.empty((row1 - row0, col1 - col0, self.channels), np.uint8)
+        self._fill(out, self.sample(sample), "image", (row0, row1, col0, col1))
+        return out
+
+    def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
+        """Read a box of a mask, uint8 (row1 - row0, col1 - col0); as `read` otherwise.
+
+        Raises:
+            ValueError: the data set has no masks.
+        """
+        if not self.has_masks:
+            raise ValueError(f"data set {self.path} has no masks")
+        row0, row1, col0, col1 = self._checked_box(sample, box)
+        out = np.empty((row1 - row0, col1 - col0), np.uint8)
+        self._fill(out, self.sample(sample), "mask", (row0, row1, col0, col1))
+        return out
+
+    def verify(self) -> None:
+        """Read every shard and compare its SHA-256 with the manifest.
+
+        Raises:
+            ShardError: names every shard that is not what was written.
+        """
+        _check_sizes(self.path, self._manifest)
+        wrong = [
+            info.file
+            for info in self._manifest.shards
+            if sha256_of(self.path / info.file) != info.sha256
+        ]
+        if wrong:
+            raise ShardError(
+                f"data set {self.path}: contents changed since it was written (SHA-256) in "
+                f"{', '.join(wrong)}; copy or write the data set again"
+            )
+
+    def close(self) -> None:
+        """Close the shards; they are opened again when needed."""
+        self._files.close()
+
+    def _number(self, sample: int) -> int:
+        if not -len(self) <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        return sample % len(self)
+
+    def _checked_box(self, sample: int, box: Box | None) -> Box:
+        height, width = self.image_size(sample)
+        if box is None:
+            return 0, height, 0, width
+        row0, row1, col0, col1 = box
+        if not (0 <= row0 <= row1 <= height and 0 <= col0 <= col1 <= width):
+            raise ValueError(
+                f"box rows {row0}:{row1}, columns {col0}:{col1} is not inside sample {sample} "
+                f"of {height} x {width}"
+            )
+        return box
+
+    def _fill(self, out: Pixels, found: Sample, what: str, box: Box) -> None:
+        if out.size == 0:
+            return
+        row0, row1, col0, col1 = box
+        if isinstance(found, TileSample):
+            where = (found.index, slice(row0, row1), slice(col0, col1))
+            self._read_into(out, found.shard, what + "s", where)
+            return
+        for number, band in enumerate(found.bands):
+            first, last = max(row0, band.row0), min(row1, band.row0 + band.rows)
+            if first < last:
+                rows = slice(first - band.row0, last - band.row0)
+                part = out[first - row0 : last - row0]
+                name = region_path(found, number, what)
+                self._read_into(part, band.shard, name, (rows, slice(col0, col1)))
+
+    def _read_into(self, out: Pixels, shard: int, name: str, where: tuple[Any, ...]) -> None:
+        file = self._manifest.shards[shard].file
+        try:
+            dataset = self._files.get(file)[name]
+            dataset.read_direct(out, where)
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, ShardError):
+                raise
+            raise ShardError(
+                f"cannot read {name} from {self.path / file}: {error}; "
+                "the shard is damaged or not of this data set, copy or write it again"
+            ) from error
+
+
+class _OpenFiles:
+    """Shards open in this process, the longest unused closed first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process = os.getpid()
+        self._files: OrderedDict[str, h5py.File] = OrderedDict()
+
+    def get(self, name: str) -> h5py.File:
+        if self._process != os.getpid():  # forked: the parent's handles are not ours
+            self._process, self._files = os.getpid(), OrderedDict()
+        file = self._files.get(name)
+        if file is None:
+            if len(self._files) >= _OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+            # locks are slow or missing on parallel file systems, and nobody writes here
+            file = self._files[name] = h5py.File(self._folder / name, "r", locking=False)
+        self._files.move_to_end(name)
+        return file
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __reduce__(self) -> tuple[type[_OpenFiles], tuple[Path]]:
+        return _OpenFiles, (self._folder,)
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    for info in manifest.shards:
+        path = folder / info.file
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ShardError(
+                f"data set {folder}: cannot find {info.file} ({error.strerror}); "
+                "copy or write the data set again"
+            ) from error
+        if size != info.bytes:
+            raise ShardError(
+                f"data set {folder}: {info.file} has {size} bytes, the manifest says "
+                f"{info.bytes}; it was cut or replaced, copy or write the data set again"
+            )
