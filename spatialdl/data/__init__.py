@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .shards import ShardDataset
-from .writer import ShardWriter
+from spatialdl.data.shards import ShardDataset
+from spatialdl.data.writer import ShardWriter
 
 __all__ = ["ShardDataset", "ShardWriter"]

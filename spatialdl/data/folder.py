@@ -13,8 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from spatialdl.data.format import MANIFEST, fsync_folder
 from spatialdl.errors import ShardError
-from .format import MANIFEST, fsync_folder
 
 _OURS = re.compile(r"manifest\.json|shard-\d{5}\.h5|pictures|slides\.csv")
 

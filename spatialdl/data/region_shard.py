@@ -13,8 +13,16 @@ from typing import Any
 import h5py
 import numpy as np
 
-from .format import CHUNK, NO_LABEL, Band, RegionSample, ShardInfo, chunk_size, stored_bytes
-from .shard_file import ImageRows, ShardFile, as_image, as_mask
+from spatialdl.data.format import (
+    CHUNK,
+    NO_LABEL,
+    Band,
+    RegionSample,
+    ShardInfo,
+    chunk_size,
+    stored_bytes,
+)
+from spatialdl.data.shard_file import ImageRows, ShardFile, as_image, as_mask
 
 
 class RegionShards:

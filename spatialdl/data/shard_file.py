@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from .format import ShardInfo, sha256_of, shard_name
+from spatialdl.data.format import ShardInfo, sha256_of, shard_name
 
 
 class ImageRows(Protocol):

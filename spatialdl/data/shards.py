@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from spatialdl.data.format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
+from spatialdl.data.region_shard import region_path
 from spatialdl.errors import ShardError
-from .format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
-from .region_shard import region_path
 
 Box = tuple[int, int, int, int]
 Pixels = npt.NDArray[np.uint8]

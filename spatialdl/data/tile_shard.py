@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from .format import NO_LABEL, ShardInfo, TileSample, chunk_size, stored_bytes
-from .shard_file import ShardFile, as_image, as_mask
+from spatialdl.data.format import NO_LABEL, ShardInfo, TileSample, chunk_size, stored_bytes
+from spatialdl.data.shard_file import ShardFile, as_image, as_mask
 
 
 class TileShards:

@@ -11,12 +11,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.folder import FolderInProgress
+from spatialdl.data.format import Kind, Manifest
+from spatialdl.data.region_shard import RegionShards
+from spatialdl.data.shard_file import ImageRows
+from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import ShardError
-from .folder import FolderInProgress
-from .format import Kind, Manifest
-from .region_shard import RegionShards
-from .shard_file import ImageRows
-from .tile_shard import TileShards
 
 DEFAULT_SHARD_SIZE = 512 * 2**20
 
