@@ -1,0 +1,67 @@
+"""One rank's uncaught error ends the whole job, and says which rank it was and why.
+
+Without this the other ranks wait for ever in their next exchange. A user's mistake is told in one
+sentence, everything else with its traceback. Most mistakes are met by all ranks at once; so that
+the sentence appears once, ranks other than 0 give rank 0 a second to print it and end the job.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from spatialdl.comm.launch import launched
+from spatialdl.errors import UnsupportedSpatialOp
+
+USER_MISTAKES = (
+    ValueError,
+    UnsupportedSpatialOp,
+    FileNotFoundError,
+    HydraException,
+    OmegaConfBaseException,
+)
+_HEAD_START_S = 1.0
+
+
+def describe_error(error: BaseException) -> str:
+    """One sentence for a user's mistake, the traceback for anything else.
+
+    ``HYDRA_FULL_ERROR=1`` in the environment asks for the traceback always, as in Hydra.
+    """
+    if isinstance(error, USER_MISTAKES) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
+        return " ".join(str(error).split()) or type(error).__name__
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def install_abort_hook() -> None:
+    """From now on an uncaught exception in the main thread ends the job on all ranks."""
+    sys.excepthook = _hook
+
+
+def end_job(code: int) -> None:
+    """End this process, and all ranks of its MPI world if there are others, at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _hook(kind: type[BaseException], error: BaseException, where: TracebackType | None, /) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        end_job(130)
+    info = launched()
+    rank = info.rank if info else 0
+    if rank != 0:
+        time.sleep(_HEAD_START_S)
+    who = f"rank {rank} on {socket.gethostname()}" if info else "error"
+    print(f"{who}: {describe_error(error)}", file=sys.stderr)
+    end_job(1)

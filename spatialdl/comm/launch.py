@@ -1,0 +1,261 @@
+"""Ranks: who started this process, and starting several of it.
+
+Whether to start ranks is decided from the launcher's environment, because importing ``mpi4py.MPI``
+would already make this process a world of its own. Nothing in this file imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+GRACE_S = 10.0
+"""Ranks that were told to stop and have not after this long are killed."""
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """What the launcher said about this process.
+
+    Attributes:
+        rank: number of this process, from 0.
+        size: number of processes that were started together.
+        local_rank: number of this process among those on its machine.
+        launcher: ``mpiexec``, ``srun`` or ``torchrun``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    launcher: str
+
+
+# Launcher, and its variables for rank, size and local rank (of several the first that is set).
+# Innermost first: inside a Slurm step may run an mpiexec or a torchrun, never the other way round.
+_VARIABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        "mpiexec",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ),
+    (
+        "mpiexec",
+        ("MV2_COMM_WORLD_RANK",),
+        ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+    ),
+    ("mpiexec", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID", "PMI_RANK")),
+    ("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",)),
+    ("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+)
+
+
+def launched(environment: Mapping[str, str] | None = None) -> LaunchInfo | None:
+    """Rank, size and local rank, or None if no launcher started this process.
+
+    Args:
+        environment: where to look; ``os.environ`` by default.
+    """
+    environment = os.environ if environment is None else environment
+    for launcher, *variables in _VARIABLES:
+        if launcher == "srun" and not _in_slurm_step(environment):
+            continue
+        rank, size, local_rank = (_first_integer(environment, names) for names in variables)
+        if rank is not None and size is not None and local_rank is not None:
+            return LaunchInfo(rank, size, local_rank, launcher)
+    return None
+
+
+def check_world_size(size: int, needed: int, arithmetic: str, parallel: str) -> None:
+    """Say the arithmetic if the world is not what the layout needs.
+
+    Args:
+        size: ranks in the world.
+        needed: ranks that the layout needs.
+        arithmetic: how that number comes about, such as ``1 replica x (2x1 + 1x1)``.
+        parallel: name of the layout, such as ``sp+pp``.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if size != needed:
+        raise ValueError(
+            f"parallel={parallel} needs {_ranks(needed)} = {arithmetic}, but this world has "
+            f"{size}: start it with `mpiexec -n {needed}`, or set parallel.grid or parallel.data"
+        )
+
+
+def check_mpi_world(size: int, environment: Mapping[str, str] | None = None) -> None:
+    """Find out that every process is a world of its own, though several were started together.
+
+    Args:
+        size: of ``MPI.COMM_WORLD``.
+        environment: of the launcher; ``os.environ`` by default.
+
+    Raises:
+        ValueError: if the launcher started another number of ranks than MPI sees.
+    """
+    environment = os.environ if environment is None else environment
+    info = launched(environment)
+    if info is None or info.size == size:
+        return
+    found = f"{info.launcher} started {_ranks(info.size)}, but MPI sees a world of {size}: "
+    if info.launcher == "torchrun":
+        advice = "start it with mpiexec or srun, torchrun does not set up MPI"
+    elif _in_slurm_step(environment):
+        advice = (
+            "srun and this MPI do not speak the same protocol, "
+            "take `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH"
+        )
+    else:
+        advice = (
+            "mpiexec belongs to another MPI than the one mpi4py has loaded, take the mpiexec "
+            f"of {Path(sys.executable).parent} or of the module that mpi4py was built with"
+        )
+    raise ValueError(found + advice)
+
+
+def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
+    """Run ``python -m module arguments...`` on several ranks and wait for them.
+
+    By ``srun`` inside a Slurm allocation, else by the ``mpiexec`` beside this Python, else by the
+    one on the path. Signals are passed on, and the ranks end when this process does.
+
+    Args:
+        world_size: number of ranks.
+        module: the module to run.
+        arguments: its command line.
+
+    Returns:
+        The exit code of the job: 0 only if all ranks ended well.
+
+    Raises:
+        FileNotFoundError: if there is no launcher.
+    """
+    if "SLURM_JOB_ID" in os.environ and not _in_slurm_step(os.environ):
+        launcher = _srun(world_size)
+        threads = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+        crowded = False
+    else:
+        launcher = _mpiexec(world_size)
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        threads = max(1, cores // world_size)
+        crowded = world_size > cores
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    if crowded:
+        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    return _supervise([*launcher, sys.executable, "-m", module, *arguments], environment)
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this rank if its launcher dies, which then cannot do so itself."""
+    end = _end_with_parent(signal.SIGKILL)
+    if end is not None:
+        end()
+
+
+def _end_with_parent(number: signal.Signals) -> Callable[[], object] | None:
+    """What a process calls to get a signal when its parent ends; None where there is no way."""
+    if sys.platform != "linux":
+        return None
+    pr_set_pdeathsig = 1
+    return functools.partial(ctypes.CDLL(None).prctl, pr_set_pdeathsig, int(number))
+
+
+def _srun(world_size: int) -> list[str]:
+    if shutil.which("srun") is None:
+        raise FileNotFoundError(
+            f"job {os.environ['SLURM_JOB_ID']} is a Slurm allocation, but there is no srun on "
+            "the path: add Slurm's bin folder to PATH"
+        )
+    # without the second option the other ranks of an MPICH job wait for a dead one
+    command = ["srun", "-n", str(world_size), "--kill-on-bad-exit=1"]
+    if "SLURM_CPUS_PER_TASK" in os.environ:  # srun no longer takes it from the allocation
+        command.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
+    return command
+
+
+def _mpiexec(world_size: int) -> list[str]:
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise FileNotFoundError(
+            f"{world_size} ranks need mpiexec, but there is none in {beside.parent} nor on the "
+            'path: pip install "spatialdl[mpi]", or load the MPI module of this site'
+        )
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False)
+    options = []
+    if "Open MPI" in version.stdout or "Open MPI" in version.stderr:
+        # it would bind a rank with all its threads to one core
+        options = ["--oversubscribe", "--bind-to", "none"]
+        if os.geteuid() == 0:
+            options.append("--allow-run-as-root")
+    return [mpiexec, *options, "-n", str(world_size)]
+
+
+def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a launcher, hand every signal on to it, and leave nothing of it behind."""
+    child: subprocess.Popen[bytes] | None = None
+    received: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        if child is not None:
+            _tell(child, number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        # a session of its own, or Ctrl-C would reach the launcher twice
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (one system call)
+        )
+        for number in received:
+            _tell(child, number)
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ending = [number for number in received if number in _ENDING]
+    if ending:
+        return 128 + ending[0]
+    return code if code >= 0 else 128 - code
+
+
+def _tell(child: subprocess.Popen[bytes], number: int) -> None:
+    child.send_signal(number)
+    if number in _ENDING:
+        killer = threading.Timer(GRACE_S, child.kill)
+        killer.daemon = True
+        killer.start()
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script has no step, or one with a name."""
+    return environment.get("SLURM_STEP_ID", "").isdigit()
+
+
+def _first_integer(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
+    return next((int(environment[n]) for n in names if environment.get(n, "").isdigit()), None)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
