@@ -1,0 +1,61 @@
+"""Averaging gradients over the ranks of a mesh.
+
+The objective is the mean over the ranks of each rank's loss. Backward works out the gradient of
+their sum (the backward of an all-reduce is an all-reduce), so the average over the ranks is right
+for spatial and data parallelism alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from spatialdl.comm.reduce import sum_over_ranks
+from spatialdl.mesh import Mesh
+
+BUCKET_BYTES = 32 * 2**20
+
+
+def average_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Average the gradients of all parameters over all ranks of the mesh, after backward.
+
+    Every rank must call it. A parameter without a gradient on every rank keeps none; without one
+    on some ranks only, it counts as zero there.
+    """
+    average(model.parameters(), mesh)
+
+
+def average(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """`average_gradients` for a list of parameters, the same on every rank."""
+    if mesh.size == 1:
+        return
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    present = torch.tensor([parameter.grad is not None for parameter in trained])
+    anywhere = sum_over_ranks(mesh.comm, present.to(torch.int32), "gradients present")
+    used = [parameter for parameter, count in zip(trained, anywhere, strict=True) if count > 0]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([parameter.grad for parameter in used if parameter.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        mean = sum_over_ranks(mesh.comm, flat, "average_gradients") / mesh.size
+        for grad, part in zip(bucket, mean.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one type, in order, in portions of about `BUCKET_BYTES`."""
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in grads:
+        if bucket and (grad.dtype != bucket[0].dtype or size >= BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.numel() * grad.element_size()
+    if bucket:
+        yield bucket

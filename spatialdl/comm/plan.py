@@ -1,0 +1,78 @@
+"""Who sends what to whom: the intersection of the boxes owned with the boxes needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from spatialdl.layout import Box
+
+
+class Piece(NamedTuple):
+    """A part of the global image that goes to, or comes from, a peer."""
+
+    peer: int
+    box: Box
+
+
+class Plan:
+    """How one rank takes part in moving a tensor from the boxes owned to the boxes needed.
+
+    Args:
+        owned: per rank of the communicator the box it holds; boxes do not overlap.
+        needed: per rank the box it wants; boxes may overlap, be empty, lie outside the image.
+        rank: this rank.
+
+    Attributes:
+        sends: what goes to other ranks, in their order.
+        receives: what comes from other ranks, in their order.
+        kept: the part of the own box that the rank itself needs; may be empty.
+    """
+
+    def __init__(self, owned: Sequence[Box], needed: Sequence[Box], rank: int) -> None:
+        self.owned = tuple(owned)
+        self.needed = tuple(needed)
+        self.rank = rank
+        self.own = self.owned[rank]
+        self.need = self.needed[rank]
+        self.kept = self.own.intersect(self.need)
+        self.sends = self._pieces(self.own, self.needed)
+        self.receives = self._pieces(self.need, self.owned)
+
+    def _pieces(self, mine: Box, theirs: Sequence[Box]) -> tuple[Piece, ...]:
+        common = ((peer, mine.intersect(box)) for peer, box in enumerate(theirs))
+        return tuple(Piece(p, box) for p, box in common if p != self.rank and not box.is_empty)
+
+    @cached_property
+    def links(self) -> np.ndarray:
+        """Boolean (ranks, ranks): does row i send to column j? The same on every rank."""
+        owned = np.asarray(self.owned, dtype=np.int64)
+        needed = np.asarray(self.needed, dtype=np.int64)
+        start = np.maximum(owned[:, None, 0::2], needed[None, :, 0::2])
+        stop = np.minimum(owned[:, None, 1::2], needed[None, :, 1::2])
+        links: np.ndarray = (stop > start).all(axis=2)
+        np.fill_diagonal(links, False)
+        return links
+
+    @cached_property
+    def talks(self) -> bool:
+        """Whether any rank at all sends something: decided from the whole plan, alike on all."""
+        return bool(self.links.any())
+
+    @cached_property
+    def graph(self) -> bytes:
+        """A key that is the same for all plans with the same neighbours on all ranks."""
+        return np.packbits(self.links).tobytes()
+
+    def describe(self) -> str:
+        """Short text for messages; the same on every rank."""
+        return f"plan {hash((self.owned, self.needed)) & 0xFFFFFFFF:08x}"
+
+
+@lru_cache(maxsize=4096)
+def plan_for(owned: tuple[Box, ...], needed: tuple[Box, ...], rank: int) -> Plan:
+    """The plan, computed once for each (boxes owned, boxes needed)."""
+    return Plan(owned, needed, rank)

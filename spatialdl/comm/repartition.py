@@ -1,0 +1,107 @@
+"""Repartition: the one primitive that moves activations, and its adjoint.
+
+A tensor goes from the boxes that ranks own to the boxes that ranks need. Backward is the adjoint:
+the same plan backwards, overlapping parts added.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.plan import Plan
+from spatialdl.layout import Box
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def view_of(tensor: Tensor, held: Box, box: Box) -> Tensor:
+    """The part `box` of a tensor (N, ..., H, W) that holds the box `held`."""
+    batch, rows, cols = box.slices_in(held)
+    return tensor[batch, ..., rows, cols]
+
+
+def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
+    """The shape that a tensor such as `like` has over `box`."""
+    batch, rows, cols = box.shape
+    return (batch, *like.shape[1:-2], rows, cols)
+
+
+def move(
+    comm: MPI.Comm, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
+) -> Tensor:
+    """The box that this rank needs, from the tile (N, ..., H, W) that it owns.
+
+    Pixels that nobody owns (outside the image) are set to `fill`.
+    """
+    out = tile.new_full(shape_of(tile, plan.need), fill)
+    exchange = start_exchange(
+        comm,
+        plan,
+        [view_of(tile, plan.own, piece.box) for piece in plan.sends],
+        [view_of(out, plan.need, piece.box) for piece in plan.receives],
+        device=tile.device,
+        name=name,
+    )
+    if not plan.kept.is_empty:
+        view_of(out, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
+    exchange.wait()
+    return out
+
+
+def move_back(comm: MPI.Comm, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
+    """The adjoint of `move`: what every rank holds of this rank's box, added up."""
+    out = grad.new_zeros(shape_of(grad, plan.own))
+    arrivals = [grad.new_empty(shape_of(grad, piece.box)) for piece in plan.sends]
+    exchange = start_exchange(
+        comm,
+        plan,
+        [view_of(grad, plan.need, piece.box) for piece in plan.receives],
+        arrivals,
+        device=grad.device,
+        adjoint=True,
+        name=name,
+    )
+    if not plan.kept.is_empty:
+        view_of(out, plan.own, plan.kept).copy_(view_of(grad, plan.need, plan.kept))
+    exchange.wait()
+    for piece, arrival in zip(plan.sends, arrivals, strict=True):
+        view_of(out, plan.own, piece.box).add_(arrival)
+    return out
+
+
+class _Repartition(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tile: Tensor, comm: MPI.Comm, plan: Plan, fill: float, name: str
+    ) -> Tensor:
+        ctx.comm, ctx.plan, ctx.name = comm, plan, name
+        return move(comm, plan, tile, fill, name)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return move_back(ctx.comm, ctx.plan, grad, ctx.name), None, None, None, None
+
+
+def repartition(
+    tile: Tensor, comm: MPI.Comm, plan: Plan, fill: float = 0.0, name: str = "repartition"
+) -> Tensor:
+    """Move a tile to the box that this rank needs; differentiable.
+
+    Args:
+        tile: (N, ..., H, W), this rank's own box ``plan.own``.
+        comm: the ranks of the plan; all must call it.
+        plan: who owns and who needs what.
+        fill: value of the pixels outside the image.
+        name: of the operation that asks, for error messages.
+
+    Returns:
+        (n, ..., h, w): the box ``plan.need``.
+    """
+    moved: Tensor = _Repartition.apply(tile, comm, plan, fill, name)  # type: ignore[no-untyped-call]
+    return moved

@@ -1,0 +1,341 @@
+"""Convolution on a split image.
+
+The convolution of the tile runs while the halos travel; see `edges` for how the two are put
+together. Where tiles are too odd for that (no pixels, no outputs), the tile is copied together
+with its halo first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.plan import Piece, Plan
+from spatialdl.comm.repartition import repartition, shape_of, view_of
+from spatialdl.layout import Box, Layout, Window
+from spatialdl.mesh import Mesh
+from spatialdl.spatial.edges import Cut, Strip, cut_dim
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
+from spatialdl.spatial.window import check_image, check_output, nothing, pair, window_move
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What does not depend on the rank: strides, dilations, groups."""
+
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]
+    ) -> Tensor:
+        return torch.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        padding: tuple[int, int],
+        mask: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of input, weight and bias, as `mask` asks for."""
+        grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
+            grad,
+            x,
+            weight,
+            [weight.shape[0]],
+            self.stride,
+            padding,
+            self.dilation,
+            False,
+            (0, 0),
+            self.groups,
+            mask,
+        )
+        return grads
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A halo strip of the tile: its pixels, and the outputs and taps of the kernel it meets."""
+
+    box: Box
+    rows: Strip
+    cols: Strip
+
+    def outputs_of(self, y: Tensor) -> Tensor:
+        return y[..., self.rows.outputs, self.cols.outputs]
+
+    def taps_of(self, weight: Tensor) -> Tensor:
+        return weight[..., self.rows.taps, self.cols.taps]
+
+    def read_from(self, strip: Tensor) -> Tensor:
+        """The part of the strip's buffer where the taps lie."""
+        return strip[..., self.rows.first :, self.cols.first :]
+
+
+@dataclass(frozen=True)
+class TileGeometry:
+    """One rank's tile: how to convolve it alone, and its halo strips."""
+
+    rows: Cut
+    cols: Cut
+    edges: tuple[Edge | None, ...]  # before and after in rows, before and after in columns
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        return self.rows.padding, self.cols.padding
+
+    def wanted(self, y: Tensor) -> Tensor:
+        """The outputs that are this rank's, of those that the tile alone gives."""
+        return y[
+            ...,
+            self.rows.skip : self.rows.skip + self.rows.outputs,
+            self.cols.skip : self.cols.skip + self.cols.outputs,
+        ]
+
+    def strips(self, like: Tensor) -> list[Tensor]:
+        """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
+        return [
+            like.new_zeros(shape_of(like, edge.box) if edge else (0,)) for edge in self.edges
+        ]
+
+    def arrivals(self, strips: list[Tensor], pieces: tuple[Piece, ...], own: Box) -> list[Tensor]:
+        """Where in the strips each piece of the halo lies."""
+        views = []
+        for piece in pieces:
+            side = _side(piece.box, own)
+            edge = self.edges[side]
+            if edge is None:
+                raise RuntimeError(f"no strip for halo {piece.box} of tile {own}")
+            views.append(view_of(strips[side], edge.box, piece.box))
+        return views
+
+
+def _side(box: Box, own: Box) -> int:
+    """Corners belong to the strips above and below, which span the whole width."""
+    if box.row0 < own.row0:
+        return 0
+    if box.row0 >= own.row1:
+        return 1
+    return 2 if box.col0 < own.col0 else 3
+
+
+@lru_cache(maxsize=4096)
+def tile_geometry(
+    layout: Layout, output: Layout, rows: Window, cols: Window, part: int
+) -> TileGeometry | None:
+    """This rank's geometry; None, on all ranks alike, if any tile is too odd."""
+    row_cuts = cut_dim(layout.rows, output.rows, rows)
+    col_cuts = cut_dim(layout.cols, output.cols, cols)
+    if row_cuts is None or col_cuts is None:
+        return None
+    row_part, col_part = divmod(part, layout.grid[1])
+    row, col = row_cuts[row_part], col_cuts[col_part]
+    sides = (
+        (row.before, col.full),
+        (row.after, col.full),
+        (row.full, col.before),
+        (row.full, col.after),
+    )
+    samples = layout.batch[-1]
+    edges = tuple(
+        Edge(Box(0, samples, r.start, r.stop, c.start, c.stop), r, c) if r and c else None
+        for r, c in sides
+    )
+    return TileGeometry(row, col, edges)
+
+
+class _TileConvolution(torch.autograd.Function):
+    """Keeps the tile, which the network keeps anyhow, and the thin halo strips."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tile: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv: Convolution,
+        geometry: TileGeometry,
+        plan: Plan,
+        mesh: Mesh,
+    ) -> Tensor:
+        strips = geometry.strips(tile)
+        exchange = start_exchange(
+            mesh.grid_comm,
+            plan,
+            [view_of(tile, plan.own, piece.box) for piece in plan.sends],
+            geometry.arrivals(strips, plan.receives, plan.own),
+            device=tile.device,
+            name="conv2d",
+        )
+        alone = conv.forward(tile, weight, bias, geometry.padding)
+        y = geometry.wanted(alone)
+        if y.shape != alone.shape:
+            y = y.clone(memory_format=torch.contiguous_format)
+        exchange.wait()
+        for edge, strip in _present(geometry, strips):
+            part = conv.forward(edge.read_from(strip), edge.taps_of(weight), None, (0, 0))
+            edge.outputs_of(y).add_(part)
+        ctx.save_for_backward(tile, weight, *strips)
+        ctx.conv, ctx.geometry, ctx.plan, ctx.mesh = conv, geometry, plan, mesh
+        ctx.alone_shape = alone.shape
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tile, weight, *strips = ctx.saved_tensors
+        conv, geometry, plan = ctx.conv, ctx.geometry, ctx.plan
+        needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_strips, weight_parts = _strip_gradients(
+            conv, geometry, grad, weight, strips, needs_tile, needs_weight
+        )
+        arrivals = [grad.new_empty(shape_of(tile, piece.box)) for piece in plan.sends]
+        exchange = None
+        if needs_tile:
+            exchange = start_exchange(
+                ctx.mesh.grid_comm,
+                plan,
+                geometry.arrivals(grad_strips, plan.receives, plan.own),
+                arrivals,
+                device=tile.device,
+                adjoint=True,
+                name="conv2d",
+            )
+        if grad.shape != ctx.alone_shape:
+            padded = grad.new_zeros(ctx.alone_shape)
+            geometry.wanted(padded).copy_(grad)
+            grad = padded
+        grad_tile, grad_weight, grad_bias = conv.backward(
+            grad, tile, weight, geometry.padding, (needs_tile, needs_weight, needs_bias)
+        )
+        if grad_weight is not None:
+            for edge, part in weight_parts:
+                edge.taps_of(grad_weight).add_(part)
+        if exchange is not None and grad_tile is not None:
+            exchange.wait()
+            for piece, arrival in zip(plan.sends, arrivals, strict=True):
+                view_of(grad_tile, plan.own, piece.box).add_(arrival)
+        return grad_tile, grad_weight, grad_bias, None, None, None, None
+
+
+def _present(geometry: TileGeometry, strips: list[Tensor]) -> Iterator[tuple[Edge, Tensor]]:
+    for edge, strip in zip(geometry.edges, strips, strict=True):
+        if edge is not None:
+            yield edge, strip
+
+
+def _strip_gradients(
+    conv: Convolution,
+    geometry: TileGeometry,
+    grad: Tensor,
+    weight: Tensor,
+    strips: list[Tensor],
+    needs_tile: bool,
+    needs_weight: bool,
+) -> tuple[list[Tensor], list[tuple[Edge, Tensor]]]:
+    """Gradients of the halo strips, and what the strips add to the weight's gradient."""
+    grad_strips = [torch.zeros_like(strip) for strip in strips]
+    weight_parts = []
+    for (edge, strip), (_, grad_strip) in zip(
+        _present(geometry, strips), _present(geometry, grad_strips), strict=True
+    ):
+        grad_read, grad_taps, _ = conv.backward(
+            edge.outputs_of(grad),
+            edge.read_from(strip),
+            edge.taps_of(weight),
+            (0, 0),
+            (needs_tile, needs_weight, False),
+        )
+        if grad_read is not None:
+            edge.read_from(grad_strip).copy_(grad_read)
+        if grad_taps is not None:
+            weight_parts.append((edge, grad_taps))
+    return grad_strips, weight_parts
+
+
+def _windows(
+    x: SpatialTensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
+) -> tuple[tuple[Window, Window], tuple[int, int]]:
+    """The windows, and the size (H, W) of the output."""
+    steps, spread = pair(stride), pair(dilation)
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ValueError(f"conv2d: padding must be 'same', 'valid' or numbers, got {padding!r}")
+        if padding == "same" and steps != (1, 1):
+            raise ValueError("conv2d: padding='same' needs stride 1")
+        same = padding == "same"
+        before = [d * (k - 1) // 2 if same else 0 for k, d in zip(weight.shape[2:], spread, strict=True)]
+    else:
+        same, before = False, list(pair(padding))
+    rows, cols = (
+        Window(int(k), s, p, d)
+        for k, s, p, d in zip(weight.shape[2:], steps, before, spread, strict=True)
+    )
+    height, width = x.shape[-2:]
+    size = (height, width) if same else (rows.output_size(height), cols.output_size(width))
+    return (rows, cols), size
+
+
+@register_op(torch.conv2d)
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
+        raise refusal(torch.conv2d, [], "a split tensor cannot be the kernel of a convolution")
+    check_image("conv2d", input)
+    if input.shape[1] != weight.shape[1] * groups:
+        raise ValueError(
+            f"conv2d: the image has {input.shape[1]} channels, but the weight "
+            f"{tuple(weight.shape)} with groups={groups} takes {weight.shape[1] * groups}"
+        )
+    (rows, cols), size = _windows(input, weight, stride, padding, dilation)
+    check_output("conv2d", input, size)
+    output, plan = window_move(input.spatial_layout, rows, cols, size, input.mesh.part)
+    conv = Convolution(
+        (rows.stride, cols.stride), (rows.dilation, cols.dilation), groups
+    )
+    geometry = tile_geometry(input.spatial_layout, output, rows, cols, input.mesh.part)
+    tile, mesh = to_tile(input), input.mesh
+    if geometry is None:
+        y = _with_copied_halo(tile, weight, bias, conv, output, plan, mesh)
+    elif not plan.talks and geometry.rows.skip == geometry.cols.skip == 0:
+        y = geometry.wanted(conv.forward(tile, weight, bias, geometry.padding))
+    else:
+        y = _TileConvolution.apply(tile, weight, bias, conv, geometry, plan, mesh)  # type: ignore[no-untyped-call]
+    return from_tile(y, output, mesh)
+
+
+def _with_copied_halo(
+    tile: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Convolution,
+    output: Layout,
+    plan: Plan,
+    mesh: Mesh,
+) -> Tensor:
+    window = repartition(tile, mesh.grid_comm, plan, name="conv2d")
+    box = mesh.own_box(output)
+    if box.is_empty:
+        inputs = (window, weight) if bias is None else (window, weight, bias)
+        samples, height, width = box.shape
+        return nothing((samples, weight.shape[0], height, width), *inputs)
+    return conv.forward(window, weight, bias, (0, 0))

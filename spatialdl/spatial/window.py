@@ -1,0 +1,78 @@
+"""What operations with a window share: the output layout, and a tile with its halo."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.layout import Layout, Window, needed_boxes
+from spatialdl.spatial.tensor import SpatialTensor
+
+
+class WindowMove(NamedTuple):
+    """The layout of an operation's output, and the plan that brings what it reads."""
+
+    output: Layout
+    plan: Plan
+
+
+@lru_cache(maxsize=4096)
+def window_move(
+    layout: Layout, rows: Window, cols: Window, size: tuple[int, int], part: int
+) -> WindowMove:
+    """How an operation with a window turns an image on `layout` into one of `size` (H, W)."""
+    output = layout.strided((rows.stride, cols.stride), size)
+    return WindowMove(output, plan_for(layout.boxes, needed_boxes(output, rows, cols), part))
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """PyTorch's `int or (int, int)`."""
+    if isinstance(value, int):
+        return value, value
+    first, second = (value[0], value[0]) if len(value) == 1 else value
+    return int(first), int(second)
+
+
+def check_image(name: str, x: SpatialTensor) -> None:
+    """Refuse what is no (N, C, H, W)."""
+    if x.dim() != 4:
+        raise UnsupportedSpatialOp(
+            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)}: add the missing "
+            "dim before the image is split"
+        )
+
+
+def check_output(name: str, x: SpatialTensor, size: tuple[int, int]) -> None:
+    """Refuse a window larger than the image, as PyTorch does."""
+    if min(size) < 1:
+        raise ValueError(
+            f"{name}: the window is larger than the image: input {tuple(x.shape)} gives an "
+            f"output of {size[0]}x{size[1]} pixels; use larger images or fewer strides"
+        )
+
+
+class _Nothing(torch.autograd.Function):
+    """An output without pixels, kept in the graph so that all ranks walk the same graph."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        ctx.inputs = [(value.shape, value.dtype, value.device) for value in inputs]
+        return inputs[0].new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (
+            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs
+        )
+        return None, *zeros
+
+
+def nothing(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    """An empty tensor of `shape`; its backward gives zeros to all `inputs`."""
+    empty: Tensor = _Nothing.apply(shape, *inputs)  # type: ignore[no-untyped-call]
+    return empty
