@@ -1,0 +1,1 @@
+"""The Hydra configuration of `python -m spatialdl.train`, one folder a group."""
