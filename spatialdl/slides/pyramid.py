@@ -1,0 +1,148 @@
+"""Writing a pyramidal, tiled JPEG TIFF from bands of rows, in memory that does not grow."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import imagecodecs
+import numpy as np
+import numpy.typing as npt
+import tifffile
+from PIL import Image
+
+Bytes = npt.NDArray[np.uint8]
+
+TILE = 256
+_QUALITY = 85
+_SMALLEST = 512
+
+
+def write_pyramid(path: Path, bands: Iterable[Bytes], size: tuple[int, int], mpp: float) -> None:
+    """Write `path`: level 0 from `bands`, every further level half of the one before.
+
+    Args:
+        path: the TIFF; written under a temporary name, then renamed.
+        bands: from top to bottom, uint8 (rows, columns, 3); rows a multiple of `TILE`, except
+            in the last.
+        size: rows and columns of level 0.
+        mpp: micrometres per pixel, kept as the resolution of the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    sizes = level_sizes(size)
+    try:
+        with tempfile.TemporaryFile() as spool, tifffile.TiffWriter(temporary) as tiff:
+            levels = [_Level(spool) for _ in sizes[1:]]
+            _write_level(tiff, _level0(bands, levels, size[0]), size, mpp, 0)
+            for number, level in enumerate(levels, 1):
+                _write_level(tiff, level.tiles(), sizes[number], mpp, number)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def level_sizes(size: tuple[int, int]) -> list[tuple[int, int]]:
+    """Sizes of all levels: halved until the longer side is at most 512."""
+    sizes = [size]
+    while max(sizes[-1]) > _SMALLEST and min(sizes[-1]) > 1:
+        sizes.append((sizes[-1][0] // 2, sizes[-1][1] // 2))
+    return sizes
+
+
+class _Level:
+    """A reduced level in progress: rows still to be tiled, and tiles waiting for their turn."""
+
+    def __init__(self, spool: IO[bytes]) -> None:
+        self._spool = spool
+        self._places: list[tuple[int, int]] = []
+        self._rows: list[Bytes] = []
+
+    def add(self, rows: Bytes, *, last: bool) -> Bytes | None:
+        """Take rows; returns those that are now tiled, for the next level."""
+        self._rows.append(rows)
+        held = sum(len(part) for part in self._rows)
+        if not last and held % (2 * TILE):
+            return None
+        whole = np.concatenate(self._rows)
+        self._rows = []
+        for tile in _encoded(whole):
+            self._spool.seek(0, 2)
+            self._places.append((self._spool.tell(), len(tile)))
+            self._spool.write(tile)
+        return whole
+
+    def tiles(self) -> Iterator[bytes]:
+        for place, length in self._places:
+            self._spool.seek(place)
+            yield self._spool.read(length)
+
+
+def _level0(bands: Iterable[Bytes], levels: list[_Level], height: int) -> Iterator[bytes]:
+    row = 0
+    for band in bands:
+        row += len(band)
+        # before the tiles go out: nobody asks for more after the last one
+        _reduce_into(levels, band, last=row == height)
+        yield from _encoded(band)
+
+
+def _reduce_into(levels: list[_Level], band: Bytes, *, last: bool) -> None:
+    rows: Bytes | None = band
+    for level in levels:
+        if rows is None:
+            return
+        rows = level.add(_halved(rows), last=last)
+
+
+def _halved(rows: Bytes) -> Bytes:
+    """Means of 2 x 2 pixels; an odd row or column at the end is dropped."""
+    even = rows[: len(rows) // 2 * 2, : rows.shape[1] // 2 * 2]
+    if even.size == 0:
+        return even[:0, : rows.shape[1] // 2]
+    return np.asarray(Image.fromarray(even).reduce(2))
+
+
+def _encoded(rows: Bytes) -> Iterator[bytes]:
+    """JPEG tiles in reading order; those at the edges are filled by repeating it."""
+    height, width = rows.shape[:2]
+    fill = ((0, -height % TILE), (0, -width % TILE), (0, 0))
+    padded = np.pad(rows, fill, mode="edge") if any(map(any, fill)) else rows
+    for row in range(0, height, TILE):
+        for col in range(0, width, TILE):
+            tile = np.ascontiguousarray(padded[row : row + TILE, col : col + TILE])
+            yield bytes(
+                imagecodecs.jpeg8_encode(
+                    tile,
+                    level=_QUALITY,
+                    colorspace="RGB",
+                    outcolorspace="YCBCR",
+                    subsampling="420",
+                )
+            )
+
+
+def _write_level(
+    tiff: tifffile.TiffWriter,
+    tiles: Iterator[bytes],
+    size: tuple[int, int],
+    mpp: float,
+    number: int,
+) -> None:
+    per_cm = 1e4 / (mpp * 2**number)
+    tiff.write(
+        tiles,
+        shape=(*size, 3),
+        dtype=np.uint8,
+        tile=(TILE, TILE),
+        photometric="ycbcr",
+        compression="jpeg",
+        subsampling=(2, 2),
+        subfiletype=1 if number else 0,
+        resolution=(per_cm, per_cm),
+        resolutionunit="CENTIMETER",
+        metadata=None,
+        software="spatialdl",
+    )
