@@ -36,7 +36,8 @@ def describe_error(error: BaseException) -> str:
     ``HYDRA_FULL_ERROR=1`` in the environment asks for the traceback always, as in Hydra.
     """
     if isinstance(error, USER_MISTAKES) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
-        return " ".join(str(error).split()) or type(error).__name__
+        text = str(error).partition("\nConfig search path:")[0]
+        return " ".join(text.split()) or type(error).__name__
     return "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -1,0 +1,246 @@
+"""The training command: ``python -m spatialdl.train key=value ...``.
+
+Started as one process, it is an ordinary Hydra application that counts the ranks its layout needs.
+One rank is this process; for several it starts itself again under a launcher. Started by a
+launcher, every rank composes the configuration, and all take rank 0's run directory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
+from spatialdl.comm.launch import (
+    LaunchInfo,
+    check_mpi_world,
+    check_world_size,
+    end_with_launcher,
+    launched,
+    start_ranks,
+)
+from spatialdl.mesh import Placement
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PRECISIONS = ("float32", "float64")
+DEVICES = ("auto", "cpu", "cuda")
+
+log = logging.getLogger("spatialdl.train")
+
+
+def main() -> None:
+    """Train, on as many ranks as the configuration asks for."""
+    arguments = sys.argv[1:] = [_open_model(argument) for argument in sys.argv[1:]]
+    info = launched()
+    if info is None:
+        _hydra_main()
+        return
+    install_abort_hook()
+    end_with_launcher()
+    try:
+        _run_rank(info, arguments)
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        if stop.code:
+            end_job(stop.code if isinstance(stop.code, int) else 1)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="train")
+def _hydra_main(config: DictConfig) -> None:
+    """One job of Hydra, in a process that no launcher has started."""
+    job = HydraConfig.get()
+    overrides = list(job.overrides.task)
+    run_dir = Path(job.runtime.output_dir)
+    try:
+        placement = _plan(config)
+        if placement.world_size > 1:
+            log.info("%s: starting %s", run_dir, placement.describe())
+            code = start_ranks(
+                placement.world_size, "spatialdl.train", [*_sources(), *overrides, *_into(run_dir)]
+            )
+            if code:
+                sys.exit(code)
+        else:
+            _train(config, overrides, run_dir)
+    except Exception as error:
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
+    """What one of several ranks does: agree on configuration and run directory, then train."""
+    flags = get_args_parser().parse_args(arguments)
+    if flags.help or flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
+        if info.rank == 0:
+            _hydra_main()
+        return
+    if flags.multirun:
+        raise ValueError(
+            f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
+            "itself: leave the launcher out"
+        )
+    composed = _compose(flags)
+    config = _without_hydra(composed)
+    placement = _plan(config)
+    arithmetic = placement.describe().rpartition(" = ")[0]
+    check_world_size(info.size, placement.world_size, arithmetic, str(config.parallel.name))
+    _choose_gpu(config, info)
+
+    from mpi4py import MPI  # from here on this process is a rank
+
+    check_mpi_world(MPI.COMM_WORLD.size)
+    config, run_dir = _agree(MPI.COMM_WORLD, composed, config)
+    _start_log(run_dir, info.rank)
+    _train(config, flags.overrides, run_dir)
+
+
+def _agree(world: MPI.Comm, composed: DictConfig, config: DictConfig) -> tuple[DictConfig, Path]:
+    """Rank 0's configuration and its run directory, which is there when this returns."""
+    run_dir = Path(composed.hydra.run.dir).absolute()
+    if world.rank == 0:
+        _write_records(composed, config, run_dir)
+    text, run_dir = world.bcast((OmegaConf.to_yaml(config), run_dir))
+    with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
+        composed.hydra.runtime.output_dir = str(run_dir)
+    HydraConfig.instance().set_config(composed)
+    agreed = OmegaConf.create(text)
+    OmegaConf.set_struct(agreed, True)
+    return agreed, run_dir
+
+
+def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
+    """Train in this process, which is the only rank or one of several."""
+    from spatialdl.training import trainer
+
+    _fit_model_keys(config, overrides)
+    trainer.run(config, run_dir)
+
+
+def _plan(config: DictConfig) -> Placement:
+    """Which ranks this configuration needs, after a look at what would fail on all of them."""
+    from spatialdl.training.settings import placement_of
+
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    for key, known in (("trainer.precision", PRECISIONS), ("device", DEVICES)):
+        value = OmegaConf.select(config, key)
+        if value not in known:
+            raise ValueError(f"{key}={value} is not supported: take one of {', '.join(known)}")
+    return placement_of(config.parallel)
+
+
+def _open_model(argument: str) -> str:
+    """Let a network of the user's have keys that the group's file does not know."""
+    return f"++{argument}" if re.match(r"model\.[\w.]+=", argument) else argument
+
+
+def _fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:
+    """Where the user names a network, leave out what the group's file says and it does not take.
+
+    Raises:
+        ValueError: if there is no such network.
+    """
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if "model._target_" not in given:
+        return
+    target = config.model["_target_"]
+    try:
+        taken = inspect.signature(resolve_name(target)).parameters
+    except Exception as error:
+        raise ValueError(f"model._target_={target} cannot be imported: {error}") from error
+    with open_dict(config.model):
+        for key in list(config.model):
+            if key != "_target_" and key not in taken and f"model.{key}" not in given:
+                del config.model[key]
+
+
+def _choose_gpu(config: DictConfig, info: LaunchInfo) -> None:
+    """Each rank of a machine takes another GPU, before MPI looks which one is current."""
+    if config.device == "cpu":
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+
+
+def _sources() -> list[str]:
+    """The flags that say where this job's configuration came from."""
+    job = HydraConfig.get()
+    flags = ["--config-name", str(job.job.config_name)]
+    for source in job.runtime.config_sources:
+        if source.provider == "command-line":
+            flags += ["--config-dir", str(source.path)]
+    return [*flags, *(o for o in job.overrides.hydra if o.startswith("hydra.searchpath="))]
+
+
+def _into(run_dir: Path) -> list[str]:
+    """Overrides that send ranks to a directory whose records are already written."""
+    quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.run.dir='{quoted}'", "hydra.output_subdir=null"]
+
+
+def _compose(flags: Namespace) -> DictConfig:
+    """The configuration with Hydra's own part, as ``hydra.main`` would make it."""
+    if flags.config_path is not None:
+        raise ValueError("--config-path is not known here: name the folder with --config-dir")
+    overrides = list(flags.overrides)
+    if flags.config_dir is not None:
+        overrides.append(f"hydra.searchpath=['file://{os.path.abspath(flags.config_dir)}']")
+    with initialize_config_module("spatialdl.conf", job_name="train", version_base="1.3"):
+        return compose(flags.config_name or "train", overrides, return_hydra_config=True)
+
+
+def _without_hydra(composed: DictConfig) -> DictConfig:
+    config = composed.copy()
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _write_records(composed: DictConfig, config: DictConfig, run_dir: Path) -> None:
+    """What Hydra writes into a run directory, unless the process before this one did."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if composed.hydra.output_subdir is None:
+        return
+    records = run_dir / str(composed.hydra.output_subdir)
+    records.mkdir(exist_ok=True)
+    OmegaConf.save(config, records / "config.yaml")
+    OmegaConf.save(OmegaConf.create({"hydra": composed.hydra}), records / "hydra.yaml")
+    OmegaConf.save(composed.hydra.overrides.task, records / "overrides.yaml")
+
+
+def _start_log(run_dir: Path, rank: int) -> None:
+    """Rank 0 logs as Hydra does, to the terminal and a file; the others only what is wrong."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if rank == 0:
+        handlers.append(logging.FileHandler(run_dir / "train.log"))
+    who = "" if rank == 0 else f"[rank {rank}]"
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format=f"[%(asctime)s]{who}[%(name)s][%(levelname)s] - %(message)s",
+        handlers=handlers,
+        force=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
