@@ -22,6 +22,9 @@ from types import FrameType
 GRACE_S = 10.0
 """Ranks that were told to stop and have not after this long are killed."""
 
+TERMINAL = "SPATIALDL_TERMINAL"
+"""Set for ranks whose output, though it goes through a launcher, ends in a terminal."""
+
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -146,19 +149,19 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
     Raises:
         FileNotFoundError: if there is no launcher.
     """
-    if "SLURM_JOB_ID" in os.environ and not _in_slurm_step(os.environ):
+    environment = dict(os.environ)
+    if "SLURM_JOB_ID" in environment and not _in_slurm_step(environment):
         launcher = _srun(world_size)
-        threads = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))
-        crowded = False
+        environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
     else:
         launcher = _mpiexec(world_size)
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        threads = max(1, cores // world_size)
-        crowded = world_size > cores
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
-    if crowded:
-        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+        if world_size > cores:
+            environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        if sys.stderr.isatty():  # not under srun, which passes on whole lines only
+            environment[TERMINAL] = "1"
+            environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
     return _supervise([*launcher, sys.executable, "-m", module, *arguments], environment)
 
 

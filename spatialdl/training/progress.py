@@ -1,0 +1,110 @@
+"""How far a run is: a bar in a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from spatialdl.comm.launch import TERMINAL
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+log = logging.getLogger("spatialdl.progress")
+
+_LINES = 10  # in a log file, over the whole run ...
+_LINE_EVERY_S = 60.0  # ... and one when nothing was said for so long
+
+
+class Progress:
+    """Show the steps of a run; for rank 0 only.
+
+    Example::
+
+        with Progress(steps=100) as progress:
+            for ...:
+                progress.update(loss=0.3, images_per_second=12.0, data_wait=0.05)
+
+    While it is open in a terminal, log messages appear above the bar.
+
+    Args:
+        steps: optimizer steps of the whole run.
+        done: steps that an earlier run has made.
+        terminal: whether to draw a bar; by default if this process, or the one that started its
+            rank, has a terminal.
+    """
+
+    def __init__(self, steps: int, done: int = 0, terminal: bool | None = None) -> None:
+        self._steps = steps
+        self._step = self._done = done
+        self._terminal = _has_terminal() if terminal is None else terminal
+        self._open = ExitStack()
+        self._bar: tqdm[None] | None = None
+        self._started = self._last_line = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self._terminal:
+            from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
+            self._open.enter_context(logging_redirect_tqdm())
+            self._bar = self._open.enter_context(
+                tqdm(
+                    total=self._steps,
+                    initial=self._done,
+                    desc="steps",
+                    unit="step",
+                    file=sys.stderr,
+                    dynamic_ncols=True,
+                )
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    def update(self, *, loss: float, images_per_second: float, data_wait: float) -> None:
+        """One more step is done.
+
+        Args:
+            loss: of this step.
+            images_per_second: over all ranks.
+            data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
+        """
+        self._step += 1
+        if self._bar is not None:
+            text = f"loss {loss:.4g}, {images_per_second:.3g} images/s, data wait {data_wait:.0%}"
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif self._is_worth_a_line():
+            self._last_line = time.monotonic()
+            log.info(
+                "step %d of %d: loss %.4g, %.3g images/s, data wait %.0f%%, %s left",
+                *(self._step, self._steps, loss, images_per_second, 100 * data_wait, self._left()),
+            )
+
+    def _is_worth_a_line(self) -> bool:
+        if self._step - self._done == 1 or self._step == self._steps:
+            return True
+        if time.monotonic() - self._last_line > _LINE_EVERY_S:
+            return True
+        return self._step * _LINES // self._steps > (self._step - 1) * _LINES // self._steps
+
+    def _left(self) -> timedelta:
+        per_step = (time.monotonic() - self._started) / (self._step - self._done)
+        return timedelta(seconds=round(per_step * max(0, self._steps - self._step)))
+
+
+def _has_terminal() -> bool:
+    return sys.stderr.isatty() or TERMINAL in os.environ

@@ -1,0 +1,220 @@
+"""What a run leaves behind: the numbers of every step, a summary, and a picture of the loss.
+
+metrics.csv      a row a step
+validation.csv   a row a validation, if there was any
+summary.json     written at the end, whole or not at all
+loss.png         loss and validation over the steps
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METRICS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "data_wait")
+VALIDATION = ("step", "loss", "accuracy", "samples")
+
+_SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
+_POINTS_UP_TO = 40  # so few steps are drawn as points, too
+_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1701f", "#8a8a8a"
+
+
+class RunDirectory:
+    """The files of one run; for rank 0 only.
+
+    Files of an earlier run in the same directory are replaced.
+
+    Args:
+        path: the directory; it is made if it is not there.
+        config: the configuration of the run, as ``spatialdl.train`` composes it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config: DictConfig) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._config = config
+        self._steps: list[dict[str, float]] = []
+        self._validations: list[dict[str, float]] = []
+        self._open = ExitStack()
+        for name in ("validation.csv", "summary.json", "loss.png"):
+            (self.path / name).unlink(missing_ok=True)
+        self._metrics_file = self._table("metrics.csv", METRICS)
+        self._validation_file: IO[str] | None = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    def log_step(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        loss: float,
+        learning_rate: float,
+        images_per_second: float,
+        data_wait: float,
+    ) -> None:
+        """Append a row to ``metrics.csv``; it is on disk when this returns.
+
+        Args:
+            step: number of the optimizer step.
+            epoch: number of the pass over the samples.
+            loss: of the whole batch.
+            learning_rate: with which the step was made.
+            images_per_second: over all ranks.
+            data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
+        """
+        values = (step, epoch, loss, learning_rate, images_per_second, data_wait)
+        row = dict(zip(METRICS, values, strict=True))
+        self._steps.append(row)
+        _append(self._metrics_file, row)
+
+    def log_validation(self, *, step: int, loss: float, accuracy: float, samples: int) -> None:
+        """Append a row to ``validation.csv``.
+
+        Args:
+            step: number of optimizer steps made so far.
+            loss: mean over the samples.
+            accuracy: share of the samples, 0 to 1, that was told right.
+            samples: number of samples.
+        """
+        row = dict(zip(VALIDATION, (step, loss, accuracy, samples), strict=True))
+        self._validations.append(row)
+        if self._validation_file is None:
+            self._validation_file = self._table("validation.csv", VALIDATION)
+        _append(self._validation_file, row)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json`` and ``loss.png``, and close the files.
+
+        Args:
+            summary: ``world_size``, ``peak_memory_mb`` (a list, one a rank) and whatever else is
+                worth keeping. The losses, the validations, the name of the layout and the images
+                per second, the first step left out, are added unless they are in it.
+        """
+        self._open.close()
+        found = {
+            "loss": [row["loss"] for row in self._steps],
+            "images_per_second": self._images_per_second(),
+            "parallel": str(self._config.parallel.name),
+            "validation": self._validations,
+        }
+        text = json.dumps({**found, **summary}, indent=2) + "\n"
+        unfinished = self.path / "summary.json.part"
+        unfinished.write_text(text)
+        unfinished.replace(self.path / "summary.json")
+        if self._steps:
+            _draw(self.path / "loss.png", self._title(summary), self._steps, self._validations)
+
+    def _table(self, name: str, columns: Sequence[str]) -> IO[str]:
+        file = self._open.enter_context((self.path / name).open("w", newline=""))
+        csv.writer(file).writerow(columns)
+        file.flush()
+        return file
+
+    def _images_per_second(self) -> float | None:
+        """Over all steps but the first, which also warms up."""
+        rates = [row["images_per_second"] for row in self._steps]
+        rates = rates[1:] or rates
+        return len(rates) / sum(1 / rate for rate in rates) if rates and min(rates) > 0 else None
+
+    def _title(self, summary: Mapping[str, Any]) -> str:
+        network = str(self._config.model["_target_"]).rpartition(".")[2]
+        ranks = int(summary.get("world_size", 1))
+        counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        return f"{network}, parallel={self._config.parallel.name}, {counted}"
+
+
+def _append(file: IO[str], row: Mapping[str, float]) -> None:
+    csv.writer(file).writerow(row.values())
+    file.flush()
+
+
+def _draw(
+    path: Path,
+    title: str,
+    steps: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, float]],
+) -> None:
+    """The loss and, in a panel of its own below, the accuracy on the validation samples."""
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+
+    figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
+    if validations:
+        panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        _draw_accuracy(panels[1], validations)
+    else:
+        panels = [figure.subplots()]
+    _draw_loss(panels[0], steps, validations)
+    panels[0].set_title(title, loc="left")
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    for panel in panels:
+        panel.grid(color="0.9")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _draw_loss(
+    panel: Axes,
+    steps: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, float]],
+) -> None:
+    x = np.array([row["step"] for row in steps])
+    loss = np.array([row["loss"] for row in steps])
+    marker = "o" if len(steps) <= _POINTS_UP_TO else None
+    panel.plot(x, loss, color=_GREY, linewidth=0.8, marker=marker, markersize=3, label="training")
+    width = round(len(steps) * _SMOOTH_OVER)
+    if width > 1:
+        panel.plot(x, _smoothed(loss, width), color=_BLUE, label=f"training, mean of {width} steps")
+    if validations:
+        panel.plot(
+            [row["step"] for row in validations],
+            [row["loss"] for row in validations],
+            color=_ORANGE,
+            marker="o",
+            markersize=4,
+            label="validation",
+        )
+    panel.set_ylabel("loss")
+    panel.legend(frameon=False)
+
+
+def _draw_accuracy(panel: Axes, validations: Sequence[Mapping[str, float]]) -> None:
+    panel.plot(
+        [row["step"] for row in validations],
+        [100 * row["accuracy"] for row in validations],
+        color=_ORANGE,
+        marker="o",
+        markersize=4,
+    )
+    panel.set_ylim(0, 100)
+    panel.set_ylabel("validation accuracy, %")
+
+
+def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    """Running mean around each value, over fewer values at both ends."""
+    window = np.ones(width)
+    weights = np.convolve(np.ones(len(values)), window, mode="same")
+    return np.asarray(np.convolve(values, window, mode="same") / weights)
