@@ -1,0 +1,80 @@
+"""What a tiling run did, slide by slide: as a table, as warnings, as a file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+
+@dataclass
+class Report:
+    """What one slide gave.
+
+    `in_grid` tiles fit into it, `with_tissue` of them were wanted, of which some `unreadable`
+    and the others `written`; `note` says why there are none, or what failed.
+    """
+
+    slide: str
+    in_grid: int = 0
+    with_tissue: int = 0
+    unreadable: int = 0
+    written: int = 0
+    failed: bool = False
+    note: str = ""
+
+    @property
+    def status(self) -> str:
+        """In a word or two."""
+        if self.failed:
+            return "damaged" if self.written else "failed"
+        return "ok" if self.written else "no tiles"
+
+
+def table(reports: Sequence[Report]) -> str:
+    """The reports as lines of text, a slide a line."""
+    rows = [("slide", "grid", "tissue", "unreadable", "written", "")]
+    rows += [
+        (r.slide, f"{r.in_grid}", f"{r.with_tissue}", f"{r.unreadable}", f"{r.written}", r.status)
+        for r in reports
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *numbers, status in rows:
+        cells = [f"{n:>{width}}" for n, width in zip(numbers, widths[1:], strict=False)]
+        lines.append("  ".join([f"{name:<{widths[0]}}", *cells, status]).rstrip())
+    return "\n".join(lines)
+
+
+def warnings(reports: Sequence[Report]) -> list[str]:
+    """A sentence for every slide that gave less than all its tiles with tissue, or none."""
+    lines = []
+    for report in reports:
+        if report.failed and report.unreadable:
+            left_out = f"{report.unreadable} of {report.with_tissue} tiles could not be read"
+            lines.append(f"{report.slide}: {left_out}; the last: {report.note}")
+        elif report.failed:
+            lines.append(f"skipped: {report.note}")
+        elif not report.written:
+            lines.append(f"{report.slide} gave no tiles: {report.note}")
+    return lines
+
+
+def why_nothing(reports: Sequence[Report]) -> str:
+    """Why no slide gave a tile."""
+    failed = sum(report.failed for report in reports)
+    if failed == len(reports):
+        return f"none of {failed} slides could be read, so nothing was written (see above)"
+    return (
+        f"no tissue: none of {len(reports)} slides gave a tile ({failed} could not be read), so "
+        "nothing was written (see above)"
+    )
+
+
+def save_reports(path: Path, reports: Sequence[Report]) -> None:
+    """Write the reports as a CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(field.name for field in fields(Report))
+        writer.writerows(astuple(report) for report in reports)
