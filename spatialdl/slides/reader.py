@@ -93,6 +93,15 @@ class Slide:
             return self._given_mpp
         return self._mpp_of_file()
 
+    def scale(self, mpp: float) -> float:
+        """Level-0 pixels per pixel at a resolution; that of a level within 1 % of it.
+
+        So tiles wanted at 0.5 of a slide that has 0.499 are its own pixels, not resampled ones.
+        """
+        scale = mpp / self.mpp
+        nearest = min(self._downsamples, key=lambda down: abs(down - scale))
+        return nearest if abs(nearest / scale - 1) < _SAME else scale
+
     def read(self, x: int, y: int, size: tuple[int, int], mpp: float) -> Bytes:
         """Read a region at a wanted resolution.
 
@@ -111,7 +120,7 @@ class Slide:
         Raises:
             SlideError: the file is damaged there; other regions can still be read.
         """
-        return self.read_scaled(x, y, size, mpp / self.mpp)
+        return self.read_scaled(x, y, size, self.scale(mpp))
 
     def read_scaled(self, x: int, y: int, size: tuple[int, int], scale: float) -> Bytes:
         """As `read`, at `scale` level-0 pixels per pixel, whatever the slide's resolution."""
@@ -205,17 +214,20 @@ class Slide:
 
     def _mpp_of_file(self) -> float:
         says = [self._properties.get(f"openslide.mpp-{axis}") for axis in "xy"]
-        advice = f"between {PLAUSIBLE_MPP[0]} and {PLAUSIBLE_MPP[1]}; give it with --slide-mpp"
         if None in says:
-            raise SlideError(f"slide {self.path} does not say its micrometres per pixel, {advice}")
+            raise SlideError(
+                f"slide {self.path} does not say its micrometres per pixel; "
+                "give them with --slide-mpp"
+            )
         try:
             x, y = (float(str(value)) for value in says)
         except ValueError:
             x, y = 0.0, 0.0
         if not (_plausible(x) and _plausible(y)):
             raise SlideError(
-                f"slide {self.path} says {says[0]} x {says[1]} micrometres per pixel, which is "
-                f"not {advice}"
+                f"slide {self.path} says {_short(says[0])} x {_short(says[1])} micrometres per "
+                f"pixel, which is not between {PLAUSIBLE_MPP[0]:g} and {PLAUSIBLE_MPP[1]:g}; "
+                "give the right value with --slide-mpp"
             )
         if abs(x - y) > _SAME * max(x, y):
             raise SlideError(
@@ -224,6 +236,13 @@ class Slide:
                 "right value with --slide-mpp"
             )
         return (x + y) / 2
+
+
+def _short(number: str | None) -> str:
+    try:
+        return f"{float(str(number)):.4g}"
+    except ValueError:
+        return repr(number)
 
 
 def _plausible(mpp: float) -> bool:

@@ -25,7 +25,8 @@ class TilePlan:
     """The tiles of one slide.
 
     Attributes:
-        tile_size, mpp, min_tissue: what was asked for.
+        tile_size, min_tissue: what was asked for.
+        scale: level-0 pixels per pixel of a tile.
         step: level-0 pixels that a tile spans, along one dim.
         grid: rows and columns of tiles that fit into the slide.
         places: level-0 (x, y) of the top-left corners of the tiles that are kept.
@@ -36,8 +37,8 @@ class TilePlan:
     """
 
     tile_size: int
-    mpp: float
     min_tissue: float
+    scale: float
     step: float
     grid: tuple[int, int]
     places: list[tuple[int, int]]
@@ -71,7 +72,8 @@ def plan_tiles(slide: Slide, tile_size: int, mpp: float, min_tissue: float = 0.5
             f"ask for an mpp of {own:g} or more"
         )
     height, width = slide.size
-    step = tile_size * mpp / own
+    scale = slide.scale(mpp)
+    step = tile_size * scale
     grid = int(height / step + _SLACK), int(width / step + _SLACK)
     thumbnail = slide.thumbnail(_thumbnail_scale(slide, step))
     tissue = find_tissue(thumbnail)
@@ -85,8 +87,8 @@ def plan_tiles(slide: Slide, tile_size: int, mpp: float, min_tissue: float = 0.5
     reason = "" if places else _why_none(slide, step, possible, min_tissue)
     return TilePlan(
         tile_size,
-        mpp,
         min_tissue,
+        scale,
         step,
         grid,
         places,
@@ -115,7 +117,7 @@ def cut_tiles(slide: Slide, plan: TilePlan) -> Iterator[CutTile]:
     size = (plan.tile_size, plan.tile_size)
     for x, y in plan.places:
         try:
-            image = slide.read(x, y, size, plan.mpp)
+            image = slide.read_scaled(x, y, size, plan.scale)
         except SlideError as error:
             yield CutTile(x, y, None, str(error))
             continue
