@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -201,14 +202,22 @@ def _mpiexec(world_size: int) -> list[str]:
             f"{world_size} ranks need mpiexec, but there is none in {beside.parent} nor on the "
             'path: pip install "spatialdl[mpi]", or load the MPI module of this site'
         )
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False)
-    options = []
-    if "Open MPI" in version.stdout or "Open MPI" in version.stderr:
-        # it would bind a rank with all its threads to one core
-        options = ["--oversubscribe", "--bind-to", "none"]
-        if os.geteuid() == 0:
-            options.append("--allow-run-as-root")
-    return [mpiexec, *options, "-n", str(world_size)]
+    return [mpiexec, *_vendor_options(mpiexec), "-n", str(world_size)]
+
+
+def _vendor_options(mpiexec: str) -> list[str]:
+    """What Open MPI needs to be told; MPICH and its kin need nothing."""
+    answer = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"Open MPI\D*(\d+)", answer.stdout + answer.stderr)
+    if version is None:
+        return []
+    # it would bind a rank with all its threads to one core
+    options = ["--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    if sys.stderr.isatty() and int(version[1]) >= 5:
+        options += ["--stream-buffering", "0"]  # or a progress bar comes when it is over
+    return options
 
 
 def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
