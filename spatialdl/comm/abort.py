@@ -64,5 +64,5 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
     if rank != 0:
         time.sleep(_HEAD_START_S)
     who = f"rank {rank} on {socket.gethostname()}" if info else "error"
-    print(f"{who}: {describe_error(error)}", file=sys.stderr)
+    sys.stderr.write(f"{who}: {describe_error(error)}\n")  # at once, or launchers mix lines
     end_job(1)

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spatialdl.comm.abort import describe_error
+from spatialdl.comm.launch import (
+    LaunchInfo,
+    check_mpi_world,
+    check_world_size,
+    launched,
+    start_ranks,
+)
+from spatialdl.errors import UnsupportedSpatialOp
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SLURM_STEP = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (OPEN_MPI, LaunchInfo(2, 4, 1, "mpiexec")),
+        ({**PMI, "MPI_LOCALRANKID": "0"}, LaunchInfo(3, 4, 0, "mpiexec")),
+        (PMI, LaunchInfo(3, 4, 3, "mpiexec")),
+        (
+            {f"MV2_COMM_WORLD_{k}": v for k, v in (("RANK", "1"), ("SIZE", "2"))}
+            | {"MV2_COMM_WORLD_LOCAL_RANK": "0"},
+            LaunchInfo(1, 2, 0, "mpiexec"),
+        ),
+        (SLURM_STEP, LaunchInfo(5, 8, 1, "srun")),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "6"}, LaunchInfo(5, 6, 1, "srun")),
+        (SLURM_JOB, None),  # a batch script
+        ({**SLURM_JOB, "SLURM_STEP_ID": "batch"}, None),
+        ({**SLURM_JOB, "SLURM_STEP_ID": "interactive"}, None),
+        (TORCHRUN, LaunchInfo(3, 4, 1, "torchrun")),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, None),
+        ({"RANK": "me", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
+        ({**SLURM_STEP, **OPEN_MPI}, LaunchInfo(2, 4, 1, "mpiexec")),  # mpiexec within a step
+        ({**SLURM_STEP, **TORCHRUN}, LaunchInfo(3, 4, 1, "torchrun")),
+    ],
+)
+def test_launched_reads_what_the_launcher_says(environment, expected):
+    assert launched(environment) == expected
+
+
+def test_launched_does_not_start_mpi():
+    code = "import sys; from spatialdl.comm.launch import launched; launched()\n"
+    code += "import spatialdl.comm.abort; assert 'mpi4py.MPI' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_wrong_world_size_is_told_with_the_arithmetic():
+    check_world_size(3, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
+    with pytest.raises(ValueError, match="needs") as error:
+        check_world_size(4, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
+    assert str(error.value) == (
+        "parallel=sp+pp needs 3 ranks = 1 replica x (2x1 + 1x1), but this world has 4: "
+        "start it with `mpiexec -n 3`, or set parallel.grid or parallel.data"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "advice"),
+    [
+        (SLURM_STEP, r"srun started 8 ranks.*world of 1: .*--mpi=pmix.*--mpi=pmi2"),
+        (OPEN_MPI, "mpiexec started 4 ranks.*world of 1: mpiexec belongs to another MPI"),
+        (TORCHRUN, "torchrun started 4 ranks.*world of 1: start it with mpiexec or srun"),
+    ],
+)
+def test_many_worlds_of_one_are_told_with_advice(environment, advice):
+    with pytest.raises(ValueError, match=advice):
+        check_mpi_world(1, environment)
+    info = launched(environment)
+    check_mpi_world(info.size, environment)
+    check_mpi_world(1, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("a grid of\n  2x1"), "a grid of 2x1"),
+        (UnsupportedSpatialOp("aten.sort on a split image"), "aten.sort on a split image"),
+        (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(error, text, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert describe_error(error) == text
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert type(error).__name__ in describe_error(error)
+
+
+# --- the command line of the launcher, seen by a script in its place
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A bin folder for stand-ins, with Python in it, and no launcher's environment around."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "PMI", "OMP_", "SPATIALDL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return tmp_path
+
+
+def stand_in(folder: Path, name: str, version: str = "", code: int = 0) -> None:
+    """A launcher that writes down its arguments and environment instead of starting ranks."""
+    script = folder / name
+    script.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = --version ]; then echo "{version}"; exit; fi\n'
+        f'printf "%s\\n" "$@" > {folder}/arguments; env > {folder}/environment; exit {code}\n'
+    )
+    script.chmod(0o755)
+
+
+def seen(folder: Path) -> tuple[list[str], dict[str, str]]:
+    lines = (folder / "environment").read_text().splitlines()
+    environment = dict(line.split("=", 1) for line in lines if "=" in line)
+    return (folder / "arguments").read_text().splitlines(), environment
+
+
+@pytest.mark.parametrize("version", ["mpiexec (Open MPI) 5.0.11", "mpirun (Open MPI) 4.1.6"])
+def test_open_mpi_gets_its_options(place, version, monkeypatch):
+    stand_in(place, "mpiexec", version)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert start_ranks(3, "package.job", ["a=1", "b='x y'"]) == 0
+    arguments, environment = seen(place)
+    options = ["--oversubscribe", "--bind-to", "none", "--allow-run-as-root", "-n", "3"]
+    assert arguments == [*options, sys.executable, "-m", "package.job", "a=1", "b='x y'"]
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert "OMPI_MCA_mpi_yield_when_idle" not in environment
+
+
+def test_mpich_gets_no_options(place, monkeypatch):
+    stand_in(place, "mpiexec", "HYDRA build details:")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    start_ranks(5, "job", [])
+    arguments, environment = seen(place)
+    assert arguments == ["-n", "5", sys.executable, "-m", "job"]
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_what_the_user_has_set_is_kept(place, monkeypatch):
+    stand_in(place, "mpiexec")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    start_ranks(2, "job", [])
+    assert seen(place)[1]["OMP_NUM_THREADS"] == "7"
+
+
+def test_mpiexec_is_taken_from_the_path_if_there_is_none_beside_python(place, monkeypatch):
+    (place / "elsewhere").mkdir()
+    stand_in(place / "elsewhere", "mpiexec", code=9)
+    monkeypatch.setenv("PATH", f"{place / 'elsewhere'}:/usr/bin:/bin")
+    assert start_ranks(2, "job", []) == 9
+
+
+def test_no_mpiexec_is_told_with_what_to_install(place, monkeypatch):
+    monkeypatch.setenv("PATH", str(place))
+    with pytest.raises(FileNotFoundError, match=r'2 ranks need mpiexec.*"spatialdl\[mpi\]"'):
+        start_ranks(2, "job", [])
+
+
+def test_srun_is_taken_inside_an_allocation(place, monkeypatch):
+    stand_in(place, "srun")
+    stand_in(place, "mpiexec", code=9)
+    monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
+    for name, value in SLURM_JOB.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    assert start_ranks(3, "job", ["a=1"]) == 0
+    arguments, environment = seen(place)
+    options = ["-n", "3", "--kill-on-bad-exit=1", "--cpus-per-task=6"]
+    assert arguments == [*options, sys.executable, "-m", "job", "a=1"]
+    assert environment["OMP_NUM_THREADS"] == "6"
+    (place / "srun").unlink()
+    with pytest.raises(FileNotFoundError, match=r"job 7 is a Slurm allocation.*no srun"):
+        start_ranks(3, "job", [])
+
+
+# --- real ranks
+
+JOB = """
+import os, signal, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+if sys.argv[1] == "exit":
+    sys.exit(int(sys.argv[2]) if world.rank == 1 else 0)
+pids = world.allgather(os.getpid())
+if world.rank == 0:
+    print(*pids, flush=True)
+signal.pause()
+"""
+PARENT = "import sys; from spatialdl.comm.launch import start_ranks\n"
+PARENT += "sys.exit(start_ranks(2, 'job', sys.argv[1:]))"
+
+
+def parent(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A process that starts two ranks of the job above."""
+    (folder / "job.py").write_text(JOB)
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_exit_code_of_a_rank_is_the_jobs(tmp_path):
+    with parent(tmp_path, "exit", "7") as process:
+        assert process.wait(timeout=60) == 7
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
+    with parent(tmp_path, "wait") as process:
+        ranks = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(ranks) == 2
+        process.send_signal(number)
+        assert process.wait(timeout=20) == code
+        for rank in ranks:
+            assert select.select([rank], [], [], 5)[0], "a rank is still there"
+            os.close(rank)
+
+
+FAIL = """
+import sys
+from spatialdl.comm.abort import install_abort_hook
+from mpi4py import MPI
+install_abort_hook()
+who, error = sys.argv[1:]
+world = MPI.COMM_WORLD
+world.Barrier()
+if world.rank == 0:
+    print("now", flush=True)
+world.Barrier()
+if who in ("all", str(world.rank)):
+    raise ValueError("the grid is\\ntoo fine") if error == "mistake" else ZeroDivisionError("oops")
+world.recv()
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "error", "first"),
+    [
+        ("all", "mistake", "rank 0 on {host}: the grid is too fine\n"),
+        ("1", "mistake", "rank 1 on {host}: the grid is too fine\n"),
+        ("1", "defect", "rank 1 on {host}: Traceback (most recent call last):\n"),
+    ],
+)
+def test_an_error_on_one_rank_ends_the_job_at_once(tmp_path, who, error, first):
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside this Python")
+    (tmp_path / "fail.py").write_text(FAIL)
+    command = [mpiexec, "--oversubscribe", "--allow-run-as-root", "-n", "2", sys.executable]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "fail.py", who, error],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "now\n"
+        begin = time.monotonic()
+        errors = process.communicate(timeout=30)[1]
+        assert time.monotonic() - begin < 5
+    assert process.returncode != 0
+    assert errors.count(first.format(host=os.uname().nodename)) == 1
+    assert errors.count("\nrank ") + errors.startswith("rank ") == 1
+    assert ("ZeroDivisionError: oops" in errors) == (error == "defect")
