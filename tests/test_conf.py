@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from spatialdl.models import ResNet, ResNetV2
+
+CONF = Path(str(files("spatialdl.conf")))
+RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3}
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def test_the_groups_have_the_promised_options():
+    assert options("parallel") == sorted(RANKS)
+    assert options("model") == ["resnet110_v2", "resnet18", "resnet50"]
+    assert options("data") == ["shards", "synthetic"]
+    assert options("optimizer") == ["adamw", "sgd"]
+    assert options("scheduler") == ["constant", "cosine"]
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_every_model_takes_classes_and_channels_from_the_data(model):
+    cfg = config(f"model={model}", "data.num_classes=4", "data.channels=1", "model.width=2")
+    network = instantiate(cfg.model)
+    assert isinstance(network, ResNet | ResNetV2)
+    assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("scheduler", options("scheduler"))
+@pytest.mark.parametrize("optimizer", options("optimizer"))
+def test_every_optimizer_and_scheduler_can_be_made(optimizer, scheduler):
+    cfg = config(f"optimizer={optimizer}", f"scheduler={scheduler}")
+    if scheduler == "cosine":
+        assert cfg.scheduler.T_max is None  # filled in by who knows the number of steps
+        cfg.scheduler.T_max = 4
+    made = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.ones(1))])
+    rule = instantiate(cfg.scheduler)(made)
+    rates = []
+    for _ in range(4):
+        rates.append(made.param_groups[0]["lr"])
+        made.step()
+        rule.step()
+    assert rates[0] == cfg.optimizer.lr
+    assert (rates[-1] < rates[0]) == (scheduler == "cosine")
+
+
+@pytest.mark.parametrize(("parallel", "ranks"), RANKS.items())
+def test_every_layout_has_all_keys_its_name_and_its_number_of_ranks(parallel, ranks):
+    cfg = config(f"parallel={parallel}").parallel
+    assert cfg.name == parallel
+    assert list(cfg) == list(config().parallel)
+    tiles = cfg.grid[0] * cfg.grid[1]
+    assert cfg.data * (cfg.spatial_stages * tiles + cfg.stages - cfg.spatial_stages) == ranks
+    assert cfg.microbatches == (4 if "pp" in parallel else 1)
+
+
+@pytest.mark.parametrize("data", options("data"))
+def test_every_data_config_is_whole(data):
+    cfg = config(f"data={data}", *(["data.path=somewhere"] if data == "shards" else []))
+    assert not OmegaConf.missing_keys(cfg)
+    assert {"image_size", "channels", "num_classes", "batch_size"} <= set(cfg.data)
+
+
+def test_a_key_that_does_not_exist_is_refused():
+    with pytest.raises(HydraException, match=r"data\.bach_size"):
+        config("data.bach_size=3")
+
+
+def test_the_default_run_directory_is_new_every_time():
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        cfg = compose("train", return_hydra_config=True)
+    assert cfg.hydra.run.dir.startswith("outputs/20")
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda f: f.stem)
+def test_a_comment_stands_beside_every_key(file):
+    explained = (CONF / "parallel/none.yaml").read_text() if file.parent.name == "parallel" else ""
+    for line in file.read_text().splitlines():
+        key = line.partition(":")[0]
+        top_level = key and not key.startswith((" ", "#")) and key not in ("defaults", "hydra")
+        if top_level:
+            assert "  # " in line or f"{key}: " in explained, line

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import pytest
+from omegaconf import OmegaConf
+from PIL import Image
+
+from spatialdl.training.run_directory import RunDirectory
+
+CONFIG = OmegaConf.create(
+    {"model": {"_target_": "spatialdl.models.resnet18"}, "parallel": {"name": "sp+pp"}}
+)
+WORLD = {"world_size": 3, "peak_memory_mb": [1.0, 2.0, 3.0]}
+
+
+def log(run: RunDirectory, steps: int, loss: float = 1 / 3) -> None:
+    for step in range(1, steps + 1):
+        run.log_step(
+            step=step,
+            epoch=1,
+            loss=loss / step,
+            learning_rate=0.1,
+            images_per_second=1.0 if step == 1 else 8.0,
+            data_wait=0.25,
+        )
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_step_is_on_disk_at_once_with_all_its_digits(tmp_path):
+    run = RunDirectory(tmp_path / "new", CONFIG)
+    log(run, 2)
+    found = rows(tmp_path / "new" / "metrics.csv")
+    assert [float(row["loss"]) for row in found] == [1 / 3, 1 / 6]
+    assert found[0] == {
+        "step": "1",
+        "epoch": "1",
+        "loss": repr(1 / 3),
+        "learning_rate": "0.1",
+        "images_per_second": "1.0",
+        "data_wait": "0.25",
+    }
+
+
+def test_summary_has_what_others_read(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        log(run, 3)
+        run.log_validation(step=3, loss=0.5, accuracy=0.75, samples=8)
+        run.finish({**WORLD, "extra": "kept"})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {
+        "loss": [1 / 3, 1 / 6, 1 / 9],
+        "images_per_second": 8.0,
+        "parallel": "sp+pp",
+        "validation": [{"step": 3, "loss": 0.5, "accuracy": 0.75, "samples": 8}],
+        **WORLD,
+        "extra": "kept",
+    }
+    assert rows(tmp_path / "validation.csv") == [
+        {"step": "3", "loss": "0.5", "accuracy": "0.75", "samples": "8"}
+    ]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_number_in_the_summary_wins_over_the_measured_one(tmp_path):
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 3)
+    run.finish({**WORLD, "images_per_second": 5.0})
+    assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] == 5.0
+
+
+def test_a_summary_that_cannot_be_written_leaves_none(tmp_path):
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 1)
+    with pytest.raises(TypeError):
+        run.finish({**WORLD, "extra": object()})
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_files_of_an_earlier_run_are_replaced(tmp_path):
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 3)
+    run.log_validation(step=3, loss=0.5, accuracy=0.75, samples=8)
+    run.finish(WORLD)
+    RunDirectory(tmp_path, CONFIG)
+    assert rows(tmp_path / "metrics.csv") == []
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 50])
+@pytest.mark.parametrize("validated", [False, True])
+def test_picture_of_the_loss(tmp_path, steps, validated):
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, steps)
+    if validated:
+        run.log_validation(step=steps, loss=0.5, accuracy=0.75, samples=8)
+    run.finish(WORLD)
+    with Image.open(tmp_path / "loss.png") as picture:
+        assert picture.size == (1200, 900 if validated else 600)
+        assert len(picture.convert("RGB").getcolors(100_000)) > 5
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_diverged_run_is_written_too(tmp_path, loss):
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 50, loss)
+    run.finish(WORLD)
+    assert not math.isfinite(json.loads((tmp_path / "summary.json").read_text())["loss"][0])
+
+
+def test_a_run_without_a_step_has_no_picture(tmp_path):
+    RunDirectory(tmp_path, CONFIG).finish(WORLD)
+    assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] is None
+    assert not (tmp_path / "loss.png").exists()
