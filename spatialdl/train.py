@@ -158,8 +158,8 @@ def _fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:
     Raises:
         ValueError: if there is no such network.
     """
-    given = {override.lstrip("+").partition("=")[0] for override in overrides}
-    if "model._target_" not in given:
+    given = {key[1] for o in overrides if (key := re.match(r"\+*model\.(\w+)", o))}
+    if "_target_" not in given:
         return
     target = config.model["_target_"]
     try:
@@ -168,7 +168,7 @@ def _fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:
         raise ValueError(f"model._target_={target} cannot be imported: {error}") from error
     with open_dict(config.model):
         for key in list(config.model):
-            if key != "_target_" and key not in taken and f"model.{key}" not in given:
+            if key not in taken and key not in given:
                 del config.model[key]
 
 

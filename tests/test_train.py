@@ -1,0 +1,240 @@
+"""The command with a stand-in for the training: who runs it, where, and with which numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from spatialdl import train
+
+# found by every Python below; takes the place of the real trainer before anything imports it
+STAND_IN = """
+import json, sys, types
+def run(config, run_dir):
+    from mpi4py import MPI
+    from omegaconf import OmegaConf
+    world = MPI.COMM_WORLD
+    text = {"config": OmegaConf.to_container(config, resolve=True), "size": world.size}
+    (run_dir / f"rank{world.rank}.json").write_text(json.dumps(text))
+    if config.seed == 1000 + world.rank:
+        raise ValueError("seed 1001 is not to my liking")
+    world.Barrier()
+trainer = types.ModuleType("spatialdl.training.trainer")
+trainer.run = run
+sys.modules[trainer.__name__] = trainer
+"""
+NETWORK = """
+import torch
+class Network(torch.nn.Module):
+    def __init__(self, num_classes, depth=2): ...
+def keyword_only(**anything): ...
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs `python -m spatialdl.train` in an empty folder, maybe under a launcher."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(STAND_IN)
+    path = os.pathsep.join([str(tmp_path / "path"), *os.environ.get("PYTHONPATH", "").split()])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+        mpiexec = str(Path(sys.executable).parent / "mpiexec")
+        launcher = [mpiexec, "--oversubscribe", "--allow-run-as-root", "-n", str(ranks)]
+        return subprocess.run(
+            [*(launcher if ranks else []), sys.executable, "-m", "spatialdl.train", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    return run
+
+
+def seen(run_dir: Path, rank: int) -> dict:
+    return json.loads((run_dir / f"rank{rank}.json").read_text())
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process; what it would train or start is written down."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "networks.py").write_text(NETWORK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls: list[tuple] = []
+    trainer = types.ModuleType("spatialdl.training.trainer")
+    trainer.run = lambda config, run_dir: calls.append((config, run_dir))
+    monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
+    monkeypatch.setattr("spatialdl.training.trainer", trainer, raising=False)
+    monkeypatch.setattr(train, "start_ranks", lambda *call: calls.append(call) or 0)
+    handlers, level = logging.root.handlers[:], logging.root.level
+
+    def run(*arguments: str) -> tuple[int, str, list[tuple]]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        code = 0
+        try:
+            train.main()
+        except SystemExit as stop:
+            code = stop.code
+        finally:
+            logging.root.handlers[:], logging.root.level = handlers, level
+        return code, capsys.readouterr().err, calls
+
+    return run
+
+
+def test_one_rank_trains_in_this_process(inside, tmp_path):
+    code, errors, [(config, run_dir)] = inside("seed=7", "hydra.run.dir=out")
+    assert (code, errors) == (0, "")
+    assert run_dir == tmp_path / "out"
+    assert config.seed == 7
+    assert "hydra" not in config
+    assert (run_dir / ".hydra" / "config.yaml").exists()
+    assert OmegaConf.is_struct(config)
+
+
+def test_several_ranks_are_started_with_this_jobs_configuration(inside, tmp_path):
+    code, _, [(ranks, module, arguments)] = inside(
+        "parallel=sp+pp", "data.image_size=[33,47]", "hydra.run.dir='it\\'s, here'"
+    )
+    assert (code, ranks, module) == (0, 3, "spatialdl.train")
+    quoted = str(tmp_path / "it's, here").replace("'", "\\'")
+    assert arguments == [
+        *("--config-name", "train", "parallel=sp+pp", "data.image_size=[33,47]"),
+        *(f"hydra.run.dir='{quoted}'", "hydra.output_subdir=null"),
+    ]
+
+
+def test_a_sweep_starts_the_ranks_of_each_job(inside, tmp_path):
+    _, _, calls = inside("--multirun", "parallel=dp,none", "seed=1,2", "hydra.sweep.dir=sweep")
+    started = [call for call in calls if len(call) == 3]
+    assert [call[2][2:4] for call in started] == [
+        ["parallel=dp", "seed=1"],
+        ["parallel=dp", "seed=2"],
+    ]
+    assert [call[2][4] for call in started] == [
+        f"hydra.run.dir='{tmp_path}/sweep/{job}'" for job in (0, 1)
+    ]
+    trained = [call for call in calls if len(call) == 2]
+    assert [run_dir.name for _, run_dir in trained] == ["2", "3"]
+
+
+def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
+    monkeypatch.setattr(train, "start_ranks", lambda *_: 137)
+    assert inside("parallel=dp")[0] == 137
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["parallel=gems"], "Could not find 'parallel/gems'"),
+        (["data.bach_size=3"], "Could not override 'data.bach_size'"),
+        (["data=shards"], "error: data.path has no value: add data.path=..."),
+        (
+            ["trainer.precision=bf16-mixed"],
+            "error: trainer.precision=bf16-mixed is not supported: take one of float32, float64",
+        ),
+        (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
+        (["parallel.data=0"], "data=0"),
+        (
+            ["model._target_=networks.Nothing"],
+            "error: model._target_=networks.Nothing cannot be imported: module 'networks' has "
+            "no attribute 'Nothing'",
+        ),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(inside, arguments, text):
+    code, errors, calls = inside(*arguments)
+    assert code == 1
+    assert text in errors
+    assert "Traceback" not in errors
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["model._target_=networks.Network"], {"num_classes": 10}),
+        (["model._target_=networks.Network", "model.depth=4"], {"num_classes": 10, "depth": 4}),
+        (["model._target_=networks.keyword_only"], {}),
+        (
+            ["model._target_=networks.keyword_only", "model.num_classes=3", "model.sub.key=1"],
+            {"num_classes": 3, "sub": {"key": 1}},
+        ),
+        (["model.width=8"], {"num_classes": 10, "in_channels": 3, "width": 8}),
+    ],
+)
+def test_a_network_of_the_users_gets_the_keys_it_takes(inside, arguments, expected):
+    config = inside(*arguments)[2][0][0]
+    found = OmegaConf.to_container(config.model, resolve=True)
+    del found["_target_"]
+    assert found == expected
+
+
+def test_configurations_of_the_users_are_found_on_the_ranks(inside, tmp_path):
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "net.yaml").write_text("_target_: networks.keyword_only\na: 1\n")
+    _, _, [(_, _, arguments)] = inside("--config-dir", "mine", "model=net", "parallel=dp")
+    assert arguments[2:5] == ["--config-dir", f"{tmp_path}/mine", "model=net"]
+
+
+def test_help_is_hydras(inside, capsys):
+    assert inside("--help")[0] == 0
+
+
+# --- real processes
+
+
+def test_one_process_starts_its_ranks_in_one_run_directory(command, tmp_path):
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "net.yaml").write_text("_target_: mine.Net\nwidth: 5\n")
+    done = command("-cd", "mine", "model=net", "parallel=sp", "model.width=8")
+    assert done.returncode == 0, done.stderr
+    [run_dir] = (tmp_path / "outputs").iterdir()
+    assert {file.name for file in run_dir.iterdir()} == {
+        *(".hydra", "train.log", "rank0.json", "rank1.json")
+    }
+    ranks = [seen(run_dir, rank) for rank in (0, 1)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["size"] == 2
+    assert ranks[0]["config"]["model"] == {"_target_": "mine.Net", "width": 8}
+    overrides = OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")
+    assert overrides == ["model=net", "parallel=sp", "++model.width=8"]
+
+
+def test_ranks_of_a_launcher_share_rank_0s_run_directory(command, tmp_path):
+    done = command("parallel=sp", "hydra.run.dir=out/${now:%f}", ranks=2)
+    assert done.returncode == 0, done.stderr
+    [run_dir] = (tmp_path / "out").iterdir()  # the ranks were not started in the same microsecond
+    assert {file.name for file in (run_dir / ".hydra").iterdir()} == {
+        *("config.yaml", "hydra.yaml", "overrides.yaml")
+    }
+    assert OmegaConf.load(run_dir / ".hydra" / "config.yaml").parallel.name == "sp"
+    assert [seen(run_dir, rank)["size"] for rank in (0, 1)] == [2, 2]
+
+
+def test_a_launcher_with_the_wrong_number_of_ranks_is_told_the_arithmetic(command, tmp_path):
+    done = command("parallel=sp+pp", ranks=2)
+    assert done.returncode != 0
+    sentence = "needs 3 ranks = 1 replica x (2x1 + 1x1), but this world has 2: start it with "
+    assert done.stderr.count(f"parallel=sp+pp {sentence}`mpiexec -n 3`") == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_an_error_on_one_rank_reaches_the_exit_code(command):
+    done = command("parallel=sp", "seed=1001", "hydra.run.dir=out")
+    assert done.returncode == 1
+    assert f"rank 1 on {os.uname().nodename}: seed 1001 is not to my liking\n" in done.stderr
