@@ -31,9 +31,9 @@ def stain_tables() -> tuple[Bytes, Bytes]:
 
 def colour_table(random: np.random.Generator) -> npt.NDArray[np.uint32]:
     """Packed RGB for every (hematoxylin, eosin) pair of bytes: light absorbed by both stains."""
-    absorbs_h = np.array([0.65, 0.72, 0.29]) + random.normal(0, 0.025, 3)
-    absorbs_e = np.array([0.14, 0.92, 0.38]) + random.normal(0, 0.025, 3)
-    strength_h, strength_e = 1.75 * random.uniform(0.85, 1.15), 1.15 * random.uniform(0.8, 1.2)
+    absorbs_h = np.array([0.65, 0.72, 0.29]) + random.normal(0, 0.01, 3)
+    absorbs_e = np.array([0.14, 0.92, 0.38]) + random.normal(0, 0.01, 3)
+    strength_h, strength_e = 1.75 * random.uniform(0.94, 1.06), 1.15 * random.uniform(0.94, 1.06)
     glass = np.array([244, 243, 245]) + random.normal(0, 1.0, 3)
     byte = np.arange(256)[:, None] / 160
     light_h = np.exp(-byte * absorbs_h * strength_h)
@@ -41,12 +41,6 @@ def colour_table(random: np.random.Generator) -> npt.NDArray[np.uint32]:
     rgb = np.zeros((256, 256, 4), np.uint8)
     rgb[..., :3] = np.round(glass * light_h[:, None] * light_e[None, :])
     return rgb.reshape(-1).view(np.uint32)
-
-
-@lru_cache(maxsize=1)
-def present_table() -> Bytes:
-    """For each byte of the outline: 0 on glass, 128 in tissue, with a soft edge."""
-    return to_byte(128 * _step(np.arange(256.0), 128, 5))
 
 
 def rgb(packed: npt.NDArray[np.uint32]) -> Bytes:

@@ -39,7 +39,6 @@ from spatialdl.slides.staining import (
     cut,
     multiply,
     nucleus_sprites,
-    present_table,
     rgb,
     stain_tables,
     stamp,
@@ -56,7 +55,7 @@ _COARSE = 4  # tissue and distances are computed at a quarter of the resolution
 # a lumen is what is nearer than this to its core: a disc in a ring, a line in a strand
 _AROUND_CORE = 37.0
 _RING_SPACING, _RING_CORE = 396.0, 65.0
-_STRAND_WAVELENGTH = 684.0
+_STRAND_WAVELENGTH = 704.0
 _NUCLEUS_SPACING = 16
 _BEND = 80.0  # how far fibres are shifted, in pixels
 
@@ -139,6 +138,7 @@ class _Picture:
         self._warp = Waves(random, 300.0, 0.3, 12), Waves(random, 300.0, 0.3, 12)
         self._bend = Waves(random, 760.0, 0.4, 12)
         self._inflamed = Waves(random, 900.0, 0.4, 12)
+        self._thickness = Waves(random, 1500.0, 0.5, 12)
         self._fibres, self._grain = textures(int(random.integers(1 << 31)))
         self._edge = self._outline_at_coverage(float(random.uniform(0.58, 0.68)))
 
@@ -165,7 +165,9 @@ class _Picture:
             _BEND * self._bend(rows, cols),
             np.clip(self._inflamed(rows, cols) - np.float32(0.9), 0, 1),
         )
-        present = present_table()[block.fine(to_byte(128 + 24 * tissue))]
+        # the section is thicker here and thinner there, so stains are never of one strength
+        thickness = np.clip(5 * tissue + 0.5, 0, 1) * (1 + 0.1 * self._thickness(rows, cols))
+        present = np.asarray(block.fine(to_byte(128 * thickness)), np.uint8)
         distance = block.fine(to_byte(DISTANCE_ZERO + DISTANCE_UNIT * coarse.distance))
         hematoxylin, eosin = (table[distance] for table in stain_tables())
         multiply(eosin, self._bent_fibres(block, block.fine(coarse.bend)))
