@@ -90,6 +90,8 @@ class Mesh:
     Attributes:
         grid: (rows, columns) into which an image is cut.
         data: data replicas.
+        part: this rank's part of the layout, row by row.
+        replica: this rank's data replica.
         comm: all ``data * rows * columns`` ranks, replica by replica.
         grid_comm: the ranks of this replica, in the order of the layout's parts.
         data_comm: the ranks with the same part of the other replicas.
@@ -97,22 +99,16 @@ class Mesh:
 
     grid: tuple[int, int]
     data: int
+    part: int
+    replica: int
     comm: MPI.Comm
     grid_comm: MPI.Comm
     data_comm: MPI.Comm
 
-    @cached_property
+    @property
     def size(self) -> int:
-        return self.comm.size
-
-    @cached_property
-    def part(self) -> int:
-        """This rank's part of the layout."""
-        return self.grid_comm.rank
-
-    @cached_property
-    def replica(self) -> int:
-        return self.data_comm.rank
+        """All ranks of the mesh."""
+        return self.data * self.grid[0] * self.grid[1]
 
     def layout(self, size: tuple[int, int, int]) -> Layout:
         """The default layout of images of (samples, rows, columns) on this mesh."""
@@ -128,9 +124,7 @@ class Mesh:
         return own.row0, own.row1, own.col0, own.col1
 
 
-def init_mesh(
-    grid: tuple[int, int] = (1, 1), data: int = 1, comm: MPI.Comm | None = None
-) -> Mesh:
+def init_mesh(grid: tuple[int, int] = (1, 1), data: int = 1, comm: MPI.Comm | None = None) -> Mesh:
     """Arrange the ranks of `comm` (the world if not given) as data replicas x grid.
 
     Every rank of `comm` must call it.
@@ -162,7 +156,17 @@ def split_mesh(placement: Placement, stage: int, stage_comm: MPI.Comm) -> Mesh:
     return Mesh(
         grid=placement.grids[stage],
         data=placement.data,
+        part=part,
+        replica=replica,
         comm=stage_comm.Dup(),
         grid_comm=stage_comm.Split(replica, part),
         data_comm=stage_comm.Split(part, replica),
     )
+
+
+def dry_mesh(grid: tuple[int, int]) -> Mesh:
+    """A mesh on which nobody talks, to find out shapes and layouts on the ``meta`` device."""
+    from mpi4py import MPI
+
+    alone = MPI.COMM_SELF
+    return Mesh(grid, 1, 0, 0, alone, alone, alone)

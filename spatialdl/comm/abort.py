@@ -51,7 +51,8 @@ def end_job(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    if mpi is not None and running and mpi.COMM_WORLD.size > 1:
         mpi.COMM_WORLD.Abort(code)
     os._exit(code)
 

@@ -23,9 +23,7 @@ def mpi_type(view: Tensor) -> MPI.Datatype:
 
 
 @lru_cache(maxsize=4096)
-def _strided_type(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> MPI.Datatype:
+def _strided_type(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
     from mpi4py import MPI
 
     datatype = MPI.BYTE.Create_contiguous(itemsize)

@@ -65,7 +65,9 @@ def start_exchange(
     check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
     on_host = device.type == "cpu"
     outgoing = sends if on_host else [view.cpu() for view in sends]
-    incoming = receives if on_host else [view.new_empty(view.shape, device="cpu") for view in receives]
+    incoming = (
+        receives if on_host else [view.new_empty(view.shape, device="cpu") for view in receives]
+    )
     request = _graph_comm(comm, plan, adjoint).Ineighbor_alltoallw(
         _message(outgoing), _message(incoming)
     )

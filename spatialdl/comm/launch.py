@@ -62,7 +62,7 @@ _VARIABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         ("MV2_COMM_WORLD_SIZE",),
         ("MV2_COMM_WORLD_LOCAL_RANK",),
     ),
-    ("mpiexec", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID", "PMI_RANK")),
+    ("pmi", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID", "PMI_RANK")),
     ("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",)),
     ("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
 )
@@ -80,6 +80,8 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchInfo | None:
             continue
         rank, size, local_rank = (_first_integer(environment, names) for names in variables)
         if rank is not None and size is not None and local_rank is not None:
+            if launcher == "pmi":  # both speak it
+                launcher = "srun" if _in_slurm_step(environment) else "mpiexec"
             return LaunchInfo(rank, size, local_rank, launcher)
     return None
 
@@ -188,10 +190,22 @@ def _srun(world_size: int) -> list[str]:
             "the path: add Slurm's bin folder to PATH"
         )
     # without the second option the other ranks of an MPICH job wait for a dead one
-    command = ["srun", "-n", str(world_size), "--kill-on-bad-exit=1"]
+    command = ["srun", "-n", str(world_size), "--kill-on-bad-exit=1", *_slurm_mpi_type()]
     if "SLURM_CPUS_PER_TASK" in os.environ:  # srun no longer takes it from the allocation
         command.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
     return command
+
+
+def _slurm_mpi_type() -> list[str]:
+    """How srun is to introduce the ranks to each other, where neither site nor user says it."""
+    if "SLURM_MPI_TYPE" in os.environ:
+        return []
+    if not re.search(r"MpiDefault\s*=\s*none", _answer("scontrol", "show", "config")):
+        return []
+    ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    library = _answer(sys.executable, "-c", ask + "print(MPI.Get_library_version())")
+    wanted = "pmix" if "Open MPI" in library else "pmi2"
+    return [f"--mpi={wanted}"] if wanted in _answer("srun", "--mpi=list").split() else []
 
 
 def _mpiexec(world_size: int) -> list[str]:
@@ -207,8 +221,7 @@ def _mpiexec(world_size: int) -> list[str]:
 
 def _vendor_options(mpiexec: str) -> list[str]:
     """What Open MPI needs to be told; MPICH and its kin need nothing."""
-    answer = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False)
-    version = re.search(r"Open MPI\D*(\d+)", answer.stdout + answer.stderr)
+    version = re.search(r"Open MPI\D*(\d+)", _answer(mpiexec, "--version"))
     if version is None:
         return []
     # it would bind a rank with all its threads to one core
@@ -218,6 +231,15 @@ def _vendor_options(mpiexec: str) -> list[str]:
     if sys.stderr.isatty() and int(version[1]) >= 5:
         options += ["--stream-buffering", "0"]  # or a progress bar comes when it is over
     return options
+
+
+def _answer(*command: str) -> str:
+    """What a program prints, nothing if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout + done.stderr
 
 
 def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -106,9 +106,7 @@ class TileGeometry:
 
     def strips(self, like: Tensor) -> list[Tensor]:
         """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
-        return [
-            like.new_zeros(shape_of(like, edge.box) if edge else (0,)) for edge in self.edges
-        ]
+        return [like.new_zeros(shape_of(like, edge.box) if edge else (0,)) for edge in self.edges]
 
     def arrivals(self, strips: list[Tensor], pieces: tuple[Piece, ...], own: Box) -> list[Tensor]:
         """Where in the strips each piece of the halo lies."""
@@ -276,7 +274,9 @@ def _windows(
         if padding == "same" and steps != (1, 1):
             raise ValueError("conv2d: padding='same' needs stride 1")
         same = padding == "same"
-        before = [d * (k - 1) // 2 if same else 0 for k, d in zip(weight.shape[2:], spread, strict=True)]
+        before = [
+            d * (k - 1) // 2 if same else 0 for k, d in zip(weight.shape[2:], spread, strict=True)
+        ]
     else:
         same, before = False, list(pair(padding))
     rows, cols = (
@@ -309,9 +309,7 @@ def conv2d(
     (rows, cols), size = _windows(input, weight, stride, padding, dilation)
     check_output("conv2d", input, size)
     output, plan = window_move(input.spatial_layout, rows, cols, size, input.mesh.part)
-    conv = Convolution(
-        (rows.stride, cols.stride), (rows.dilation, cols.dilation), groups
-    )
+    conv = Convolution((rows.stride, cols.stride), (rows.dilation, cols.dilation), groups)
     geometry = tile_geometry(input.spatial_layout, output, rows, cols, input.mesh.part)
     tile, mesh = to_tile(input), input.mesh
     if geometry is None:

@@ -32,8 +32,7 @@ def _windows(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tupl
     for window in (rows, cols):
         if window.padding > window.kernel // 2:
             raise ValueError(
-                f"pooling: padding {window.padding} is more than half of the kernel "
-                f"{window.kernel}"
+                f"pooling: padding {window.padding} is more than half of the kernel {window.kernel}"
             )
     return rows, cols
 

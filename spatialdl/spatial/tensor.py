@@ -103,9 +103,7 @@ class SpatialTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
         if handler is not None:
@@ -116,9 +114,7 @@ class SpatialTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags = func.tags
         pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
         if pointwise or func in _PER_TILE or _sums_channels(func, args):
@@ -187,9 +183,11 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.is_mutable:
         return args[0]
     return tree_map(
-        lambda value: SpatialTensor(value, first.spatial_layout, first.mesh)
-        if isinstance(value, Tensor)
-        else value,
+        lambda value: (
+            SpatialTensor(value, first.spatial_layout, first.mesh)
+            if isinstance(value, Tensor)
+            else value
+        ),
         result,
     )
 
@@ -204,9 +202,7 @@ def _on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     mixed = any(
         isinstance(value, Tensor)
         and value.dim() > 0
-        and not (
-            isinstance(value, SpatialTensor) and value.spatial_layout == first.spatial_layout
-        )
+        and not (isinstance(value, SpatialTensor) and value.spatial_layout == first.spatial_layout)
         for value in flat
     )
     if not mixed:

@@ -1,0 +1,211 @@
+"""Hand-over between pipeline stages: a repartition from N ranks to M other ranks.
+
+Messages are point-to-point and nonblocking, tagged by stage and micro-batch, because the two sides
+come to them at different times. Backward is the adjoint, times (ranks of the sender / ranks of the
+receiver): each stage's objective is the mean over its own ranks, and both must learn at one rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm import check
+from spatialdl.comm.datatypes import mpi_type
+from spatialdl.comm.plan import Plan
+from spatialdl.comm.repartition import shape_of, view_of
+from spatialdl.errors import CommMismatch
+from spatialdl.layout import EMPTY_BOX, Box, Layout
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class HandoverShape:
+    """What passes between two stages for a micro-batch: known to both sides beforehand.
+
+    Attributes:
+        shape: global shape.
+        sender: layout of an image on the sending stage; None for a tensor of which every sending
+            rank holds the same copy.
+        receiver: layout on the receiving stage; None: every receiving rank gets all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sender: Layout | None
+    receiver: Layout | None
+
+    def local_shape(self, layout: Layout | None, part: int) -> tuple[int, ...]:
+        """The shape of what one rank holds."""
+        if layout is None:
+            return self.shape
+        samples, height, width = layout.boxes[part].shape
+        return (samples, *self.shape[1:-2], height, width)
+
+    def boxes(self, layout: Layout | None, ranks: int, copies: bool) -> tuple[Box, ...]:
+        """Boxes per rank; of equal copies, the first one is sent."""
+        if layout is not None:
+            return layout.boxes
+        whole = self.flat_box
+        return (whole,) * ranks if copies else (whole, *(EMPTY_BOX,) * (ranks - 1))
+
+    @property
+    def is_image(self) -> bool:
+        return self.sender is not None or self.receiver is not None
+
+    @property
+    def flat_box(self) -> Box:
+        """The box of everything: of the image, or of the tensor seen as one row."""
+        if self.is_image:
+            return Box(0, self.shape[0], 0, self.shape[-2], 0, self.shape[-1])
+        return Box(0, 1, 0, 1, 0, torch.Size(self.shape).numel())
+
+
+@dataclass
+class Handover:
+    """One rank's side of the border between a stage and the next.
+
+    Args:
+        comm: contains both stages.
+        senders: ranks of the sending stage, in the order of its parts.
+        receivers: ranks of the receiving stage.
+        me: index of this rank in ``[*senders, *receivers]``.
+        tag: a number for this border; borders differ.
+    """
+
+    comm: MPI.Comm
+    senders: range
+    receivers: range
+    me: int
+    tag: int
+    _pending: list[tuple[MPI.Request, Tensor]] = field(default_factory=list)
+    _plans: dict[HandoverShape, Plan] = field(default_factory=dict)
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        return (*self.senders, *self.receivers)
+
+    def _plan(self, what: HandoverShape) -> Plan:
+        if what not in self._plans:
+            n, m = len(self.senders), len(self.receivers)
+            owned = what.boxes(what.sender, n, copies=False) + (EMPTY_BOX,) * m
+            needed = (EMPTY_BOX,) * n + what.boxes(what.receiver, m, copies=True)
+            self._plans[what] = Plan(owned, needed, self.me)
+        return self._plans[what]
+
+    def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
+        """Sender, forward: start to send this rank's tile; returns at once."""
+        plan, tile = self._plan(what), _as_boxed(tile.detach(), what)
+        for piece in plan.sends:
+            self._send(view_of(tile, plan.own, piece.box), piece.peer, microbatch, "forward")
+
+    def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
+        """Receiver, forward: this rank's part of what the stage before made."""
+        plan = self._plan(what)
+        part = self.me - len(self.senders)
+        tile = torch.empty(what.local_shape(what.receiver, part), dtype=what.dtype, device=device)
+        boxed = _as_boxed(tile, what)
+        views = [view_of(boxed, plan.need, piece.box) for piece in plan.receives]
+        self._receive(views, [piece.peer for piece in plan.receives], microbatch, "forward")
+        return tile
+
+    def send_back(self, grad: Tensor, what: HandoverShape, microbatch: int) -> None:
+        """Receiver, backward: start to send the gradient of its part."""
+        plan, grad = self._plan(what), _as_boxed(grad, what)
+        for piece in plan.receives:
+            self._send(view_of(grad, plan.need, piece.box), piece.peer, microbatch, "backward")
+
+    def receive_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
+        """Sender, backward: the gradient of its tile."""
+        plan = self._plan(what)
+        shape = what.local_shape(what.sender, self.me)
+        grad = torch.zeros(shape, dtype=what.dtype, device=device)
+        boxed = _as_boxed(grad, what)
+        arrivals = [boxed.new_empty(shape_of(boxed, piece.box)) for piece in plan.sends]
+        self._receive(arrivals, [piece.peer for piece in plan.sends], microbatch, "backward")
+        for piece, arrival in zip(plan.sends, arrivals, strict=True):
+            view_of(boxed, plan.own, piece.box).add_(arrival)
+        if len(self.senders) != len(self.receivers):
+            grad.mul_(len(self.senders) / len(self.receivers))
+        return grad
+
+    def wait_sent(self) -> None:
+        """Wait until all that was sent has left; the end of a step."""
+        for request, _ in self._pending:
+            request.Wait()
+        self._pending.clear()
+
+    def _send(self, view: Tensor, peer: int, microbatch: int, direction: str) -> None:
+        tag = self._tag(microbatch, direction)
+        rank = self._ranks[peer]
+        view = view.cpu()
+        if check.enabled():
+            header = torch.frombuffer(
+                bytearray(self._text(microbatch, direction)), dtype=torch.uint8
+            )
+            self._post(header, rank, tag)
+        self._post(view, rank, tag)
+
+    def _post(self, view: Tensor, rank: int, tag: int) -> None:
+        request = self.comm.Isend(_message(view), dest=rank, tag=tag)
+        self._pending.append((request, view))  # the buffer must outlive the message
+
+    def _receive(
+        self, views: list[Tensor], peers: list[int], microbatch: int, direction: str
+    ) -> None:
+        tag = self._tag(microbatch, direction)
+        landed = [view if view.device.type == "cpu" else view.cpu() for view in views]
+        for view, peer in zip(landed, peers, strict=True):
+            rank = self._ranks[peer]
+            if check.enabled():
+                self._compare(rank, tag, microbatch, direction)
+            self.comm.Recv(_message(view), source=rank, tag=tag)
+        for view, arrival in zip(views, landed, strict=True):
+            if view is not arrival:
+                view.copy_(arrival)
+
+    def _compare(self, rank: int, tag: int, microbatch: int, direction: str) -> None:
+        theirs = bytearray(check.TEXT_BYTES)
+        self.comm.Recv(theirs, source=rank, tag=tag)
+        mine = self._text(microbatch, direction)
+        if bytes(theirs) != mine:
+            raise CommMismatch(
+                f"ranks do different things: rank {self.comm.rank} expects "
+                f"'{check.decode(mine)}', rank {rank} sends '{check.decode(bytes(theirs))}'"
+            )
+
+    def _text(self, microbatch: int, direction: str) -> bytes:
+        return check.encode(f"hand-over {self.tag} {direction} micro-batch {microbatch}")
+
+    def _tag(self, microbatch: int, direction: str) -> int:
+        return (microbatch * 2 + (direction == "backward")) * 64 + self.tag
+
+
+def _as_boxed(tensor: Tensor, what: HandoverShape) -> Tensor:
+    """(N, ..., H, W) as it is; anything else as one row, so that boxes apply to it."""
+    return tensor if what.is_image else tensor.contiguous().view(1, 1, -1)
+
+
+def _message(view: Tensor) -> list[object]:
+    from mpi4py import MPI
+
+    address = MPI.buffer.fromaddress(view.data_ptr(), 0) if view.numel() == 0 else None
+    if address is not None:
+        return [address, 0, MPI.BYTE]
+    return [_span(view), 1, mpi_type(view)]
+
+
+def _span(view: Tensor) -> MPI.buffer:
+    """The memory from the first to the last element of a strided view."""
+    from mpi4py import MPI
+
+    last = sum(
+        (count - 1) * stride for count, stride in zip(view.shape, view.stride(), strict=True)
+    )
+    return MPI.buffer.fromaddress(view.data_ptr(), (last + 1) * view.element_size())

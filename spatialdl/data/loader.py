@@ -1,0 +1,124 @@
+"""Batches for one rank: of every sample its own box, and nothing else.
+
+The order of the samples follows from (seed, epoch); all ranks know it without asking. A batch is
+cut into contiguous micro-batches, each of them into contiguous slices of the data replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spatialdl.layout import even_bounds
+
+CENTRE, SPREAD = 0.5, 0.25
+"""Pixels, scaled to [0, 1], are normalised with these."""
+
+
+class ImageSource(Protocol):
+    """What a data set must offer: `ShardDataset` and `SyntheticDataset` do."""
+
+    labels: npt.NDArray[np.int64]
+
+    @property
+    def channels(self) -> int: ...
+    @property
+    def classes(self) -> Sequence[str]: ...
+    def __len__(self) -> int: ...
+    def image_size(self, sample: int) -> tuple[int, int]: ...
+    def read(
+        self, sample: int, box: tuple[int, int, int, int] | None = None
+    ) -> npt.NDArray[np.uint8]: ...
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part of a micro-batch.
+
+    Attributes:
+        labels: (N,) of the samples of this replica.
+        share: of the whole batch's samples that are in this slice.
+        tiles: uint8 (N, h, w, C), this rank's box of each; None where no images are wanted.
+    """
+
+    labels: npt.NDArray[np.int64]
+    share: float
+    tiles: npt.NDArray[np.uint8] | None
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How batches are cut, and which part is this rank's.
+
+    Attributes:
+        size: samples of a global batch.
+        microbatches: into which a batch is cut.
+        replicas: data replicas, into which a micro-batch is cut.
+        replica: this rank's.
+        box: this rank's (row0, row1, col0, col1) of an image; None if it needs no images.
+    """
+
+    size: int
+    microbatches: int
+    replicas: int
+    replica: int
+    box: tuple[int, int, int, int] | None
+
+
+def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The samples of an epoch, shuffled."""
+    return np.random.default_rng([seed, epoch]).permutation(samples)
+
+
+class Loader:
+    """Reads batches, one ahead of the training."""
+
+    def __init__(self, source: ImageSource, batching: Batching) -> None:
+        self.source, self.batching = source, batching
+
+    def __len__(self) -> int:
+        """Batches an epoch; the last may be smaller."""
+        return -(-len(self.source) // self.batching.size)
+
+    def batches(self, order: npt.NDArray[np.int64]) -> Iterator[list[Slice]]:
+        """This rank's slices of all batches over `order`, one a micro-batch."""
+        starts = range(0, len(order), self.batching.size)
+        if not starts:
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
+            pending: Future[list[Slice]] | None = None
+            for start in starts:
+                following = reader.submit(self._read, order[start : start + self.batching.size])
+                if pending is not None:
+                    yield pending.result()
+                pending = following
+            if pending is not None:
+                yield pending.result()
+
+    def _read(self, batch: npt.NDArray[np.int64]) -> list[Slice]:
+        slices = []
+        bounds = even_bounds(len(batch), self.batching.microbatches)
+        for microbatch in range(self.batching.microbatches):
+            samples = batch[bounds[microbatch] : bounds[microbatch + 1]]
+            cuts = even_bounds(len(samples), self.batching.replicas)
+            own = samples[cuts[self.batching.replica] : cuts[self.batching.replica + 1]]
+            slices.append(Slice(self.source.labels[own], len(own) / len(batch), self._tiles(own)))
+        return slices
+
+    def _tiles(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] | None:
+        if self.batching.box is None or len(samples) == 0:
+            return None
+        return np.stack([self.source.read(int(n), self.batching.box) for n in samples])
+
+
+def to_input(tiles: npt.NDArray[np.uint8], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """uint8 (N, h, w, C) as a normalised (N, C, h, w) of `dtype`."""
+    pixels = torch.from_numpy(tiles).to(device).permute(0, 3, 1, 2).to(dtype)
+    return pixels.div_(255).sub_(CENTRE).div_(SPREAD).contiguous()

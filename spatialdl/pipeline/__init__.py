@@ -1,0 +1,1 @@
+"""Networks cut into stages, and the schedules that run them."""

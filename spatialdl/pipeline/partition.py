@@ -1,0 +1,165 @@
+"""Cutting a network into stages.
+
+A network can be cut where its forward is a chain: nested ``nn.Sequential`` without a forward of
+their own. State-dict names do not change by cutting.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
+
+OPERATIONS_PER_ELEMENT = 20
+"""What a memory-bound operation costs per element of its output, in multiply-adds of a convolution."""
+
+Layer = tuple[str, nn.Module]
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a network, under the names that they have in it."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.paths = [path for path, _ in layers]
+        for path, layer in layers:
+            *parents, name = path.split(".")
+            holder: nn.Module = self
+            for parent in parents:
+                if not hasattr(holder, parent):
+                    holder.add_module(parent, nn.Module())
+                holder = getattr(holder, parent)
+            holder.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for path in self.paths:
+            x = self.get_submodule(path)(x)
+        return x
+
+
+def chain(model: nn.Module, prefix: str = "") -> list[Layer]:
+    """The layers of a network in the order in which it calls them, as fine as it can be cut."""
+    if type(model).forward is not nn.Sequential.forward:
+        return [(prefix, model)]
+    layers: list[Layer] = []
+    for name, child in model.named_children():
+        layers += chain(child, f"{prefix}.{name}" if prefix else name)
+    return layers
+
+
+def cut(
+    model: nn.Module,
+    widths: Sequence[int],
+    names: Sequence[str] | None = None,
+    input_shape: tuple[int, ...] = (1, 3, 224, 224),
+) -> list[nn.Module]:
+    """Cut `model` into as many stages as there are `widths`.
+
+    Args:
+        model: a chain of layers; with one stage, any network.
+        widths: ranks of each stage, between which its work is divided.
+        names: layers with which the second and later stages begin; if not given, the cut that
+            makes the slowest stage fastest, by operation counts at `input_shape`.
+        input_shape: (N, C, H, W).
+
+    Raises:
+        ValueError: if the network cannot be cut so.
+    """
+    if len(widths) == 1:
+        return [model]
+    layers = chain(model)
+    if len(layers) < len(widths):
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut into {len(widths)} stages: its forward is no "
+            f"chain of nn.Sequential with as many layers (found {len(layers)}); write it as "
+            "nn.Sequential or use fewer stages"
+        )
+    if names:
+        bounds = _named_bounds(layers, names, len(widths))
+    else:
+        bounds = balance(layer_costs(model, layers, input_shape), widths)
+    return [Stage(layers[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def _named_bounds(layers: Sequence[Layer], names: Sequence[str], stages: int) -> list[int]:
+    if len(names) != stages - 1:
+        raise ValueError(
+            f"parallel.cut names {len(names)} places ({', '.join(names)}), but {stages} stages "
+            f"need {stages - 1}"
+        )
+    paths = [path for path, _ in layers]
+    bounds = [0]
+    for name in names:
+        found = [i for i, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
+        if not found:
+            raise ValueError(
+                f"parallel.cut: the network has no layer '{name}'; it can be cut before "
+                f"{', '.join(paths[1:])}"
+            )
+        bounds.append(found[0])
+    bounds.append(len(layers))
+    if any(stop <= start for start, stop in pairwise(bounds)):
+        raise ValueError(
+            f"parallel.cut={list(names)} leaves a stage without layers: name places in the order "
+            f"of the network, none of them its first layer '{paths[0]}'"
+        )
+    return bounds
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy without memory, to find out shapes and costs."""
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for p in model.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    shadow = copy.deepcopy(model, memo)
+    for layer in shadow.modules():
+        if isinstance(layer, _BatchNorm) and layer.momentum is None:
+            layer.momentum = 0.1  # a cumulative average would read a counter that has no value
+    return shadow
+
+
+def layer_costs(
+    model: nn.Module, layers: Sequence[Layer], input_shape: tuple[int, ...]
+) -> list[float]:
+    """An estimate of each layer's time: operations counted on the meta device."""
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    x = torch.empty(input_shape, dtype=dtype, device="meta")
+    costs = []
+    with torch.no_grad():
+        for _, layer in layers:
+            with FlopCounterMode(display=False) as counter:
+                x = meta_copy(layer)(x)
+            costs.append(counter.get_total_flops() / 2 + OPERATIONS_PER_ELEMENT * x.numel())
+    return costs
+
+
+def balance(costs: Sequence[float], widths: Sequence[int]) -> list[int]:
+    """Cut a chain so that the largest ``cost / width`` of a stage is smallest; exact.
+
+    Returns:
+        Bounds: stage s has the layers ``[bounds[s], bounds[s + 1])``, at least one.
+    """
+    sums = [0.0, *accumulate(costs)]
+    layers = len(costs)
+
+    @cache
+    def best(stage: int, stop: int) -> tuple[float, tuple[int, ...]]:
+        """Slowest stage, and bounds, of the first `stage` + 1 stages over `stop` layers."""
+        if stage == 0:
+            return sums[stop] / widths[0], (0, stop)
+        options = []
+        for start in range(stage, stop):
+            slowest, bounds = best(stage - 1, start)
+            own = (sums[stop] - sums[start]) / widths[stage]
+            options.append((max(slowest, own), (*bounds, stop)))
+        return min(options)
+
+    return list(best(len(widths) - 1, layers)[1])

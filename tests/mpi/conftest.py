@@ -1,0 +1,49 @@
+"""MPI tests: every rank runs pytest; the first failure on any rank ends the job."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from spatialdl.comm import check
+
+torch.set_num_threads(1)
+check.enable()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    vendor, version = MPI.get_vendor()
+    world = MPI.COMM_WORLD
+    return f"MPI: {vendor} {'.'.join(map(str, version))}, rank {world.rank} of {world.size}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if MPI.COMM_WORLD.rank != 0:  # one report is enough; failures speak for themselves
+        session.config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    wanted = item.get_closest_marker("world")
+    if wanted is not None and MPI.COMM_WORLD.size not in wanted.args:
+        sizes = " or ".join(map(str, wanted.args))
+        pytest.skip(f"needs a world of {sizes} ranks, this one has {MPI.COMM_WORLD.size}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+    report = yield
+    if report.failed:
+        # the others may wait for this rank in a collective, for ever
+        print(f"\nrank {MPI.COMM_WORLD.rank} failed in {item.nodeid}", file=sys.__stderr__)
+        print(report.longreprtext, file=sys.__stderr__, flush=True)
+        MPI.COMM_WORLD.Abort(1)
+    return report
+
+
+@pytest.fixture
+def world() -> MPI.Intracomm:
+    return MPI.COMM_WORLD
