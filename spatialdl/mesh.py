@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from spatialdl.layout import Box, Layout
 
@@ -101,9 +101,9 @@ class Mesh:
     data: int
     part: int
     replica: int
-    comm: MPI.Comm
-    grid_comm: MPI.Comm
-    data_comm: MPI.Comm
+    comm: MPI.Intracomm
+    grid_comm: MPI.Intracomm
+    data_comm: MPI.Intracomm
 
     @property
     def size(self) -> int:
@@ -124,7 +124,9 @@ class Mesh:
         return own.row0, own.row1, own.col0, own.col1
 
 
-def init_mesh(grid: tuple[int, int] = (1, 1), data: int = 1, comm: MPI.Comm | None = None) -> Mesh:
+def init_mesh(
+    grid: tuple[int, int] = (1, 1), data: int = 1, comm: MPI.Intracomm | None = None
+) -> Mesh:
     """Arrange the ranks of `comm` (the world if not given) as data replicas x grid.
 
     Every rank of `comm` must call it.
@@ -150,7 +152,12 @@ def init_mesh(grid: tuple[int, int] = (1, 1), data: int = 1, comm: MPI.Comm | No
     return split_mesh(placement, 0, world)
 
 
-def split_mesh(placement: Placement, stage: int, stage_comm: MPI.Comm) -> Mesh:
+def split(comm: MPI.Intracomm, color: int, key: int) -> MPI.Intracomm:
+    """The ranks of `comm` that name the same `color`, in the order of `key`."""
+    return cast("MPI.Intracomm", comm.Split(color, key))
+
+
+def split_mesh(placement: Placement, stage: int, stage_comm: MPI.Intracomm) -> Mesh:
     """The mesh of one stage, whose ranks (replica by replica) are those of `stage_comm`."""
     replica, part = divmod(stage_comm.rank, placement.widths[stage])
     return Mesh(
@@ -159,8 +166,8 @@ def split_mesh(placement: Placement, stage: int, stage_comm: MPI.Comm) -> Mesh:
         part=part,
         replica=replica,
         comm=stage_comm.Dup(),
-        grid_comm=stage_comm.Split(replica, part),
-        data_comm=stage_comm.Split(part, replica),
+        grid_comm=split(stage_comm, replica, part),
+        data_comm=split(stage_comm, part, replica),
     )
 
 

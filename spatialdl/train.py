@@ -111,7 +111,9 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     _train(config, flags.overrides, run_dir)
 
 
-def _agree(world: MPI.Comm, composed: DictConfig, config: DictConfig) -> tuple[DictConfig, Path]:
+def _agree(
+    world: MPI.Intracomm, composed: DictConfig, config: DictConfig
+) -> tuple[DictConfig, Path]:
     """Rank 0's configuration and its run directory, which is there when this returns."""
     run_dir = Path(composed.hydra.run.dir).absolute()
     if world.rank == 0:
@@ -130,6 +132,8 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
     from spatialdl.training import trainer
 
     _fit_model_keys(config, overrides)
+    if config.trainer.max_steps is None and config.trainer.max_epochs is None:
+        config.trainer.max_epochs = 1
     trainer.run(config, run_dir)
 
 

@@ -31,7 +31,7 @@ def enabled() -> bool:
     return _Switch.on
 
 
-def agree(comm: MPI.Comm, text: str) -> None:
+def agree(comm: MPI.Intracomm, text: str) -> None:
     """Compare `text` over the ranks of `comm`, if the check is on.
 
     Raises:

@@ -40,7 +40,7 @@ class Exchange:
 
 
 def start_exchange(
-    comm: MPI.Comm,
+    comm: MPI.Intracomm,
     plan: Plan,
     sends: Sequence[Tensor],
     receives: Sequence[Tensor],
@@ -93,16 +93,16 @@ def _graphs_key() -> int:
     return MPI.Comm.Create_keyval()
 
 
-def _graph_comm(comm: MPI.Comm, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
+def _graph_comm(comm: MPI.Intracomm, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
     """The communicator in which a rank's neighbours are the plan's peers.
 
     One per set of neighbours, kept as an attribute of `comm`, because MPI libraries have few
     contexts to give away. Whether one must be made follows from the whole plan, so all ranks make
     it together.
     """
-    graphs: dict[tuple[bytes, bool], MPI.Distgraphcomm] | None = comm.Get_attr(_graphs_key())
-    if graphs is None:
-        graphs = {}
+    kept = comm.Get_attr(_graphs_key())
+    graphs: dict[tuple[bytes, bool], MPI.Distgraphcomm] = kept if isinstance(kept, dict) else {}
+    if kept is None:
         comm.Set_attr(_graphs_key(), graphs)
     key = (plan.graph, adjoint)
     if key not in graphs:

@@ -43,7 +43,7 @@ def average(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     for bucket in _buckets([parameter.grad for parameter in used if parameter.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         mean = sum_over_ranks(mesh.comm, flat, "average_gradients") / mesh.size
-        for grad, part in zip(bucket, mean.split([g.numel() for g in bucket]), strict=True):
+        for grad, part in zip(bucket, torch.split(mean, [g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
 
 

@@ -79,7 +79,7 @@ class Handover:
         tag: a number for this border; borders differ.
     """
 
-    comm: MPI.Comm
+    comm: MPI.Intracomm
     senders: range
     receivers: range
     me: int

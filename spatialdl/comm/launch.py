@@ -80,9 +80,8 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchInfo | None:
             continue
         rank, size, local_rank = (_first_integer(environment, names) for names in variables)
         if rank is not None and size is not None and local_rank is not None:
-            if launcher == "pmi":  # both speak it
-                launcher = "srun" if _in_slurm_step(environment) else "mpiexec"
-            return LaunchInfo(rank, size, local_rank, launcher)
+            names = {"pmi": "srun" if _in_slurm_step(environment) else "mpiexec"}  # both speak it
+            return LaunchInfo(rank, size, local_rank, names.get(launcher, launcher))
     return None
 
 

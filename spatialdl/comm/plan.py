@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from spatialdl.layout import Box
 
@@ -47,13 +48,13 @@ class Plan:
         return tuple(Piece(p, box) for p, box in common if p != self.rank and not box.is_empty)
 
     @cached_property
-    def links(self) -> np.ndarray:
+    def links(self) -> npt.NDArray[np.bool_]:
         """Boolean (ranks, ranks): does row i send to column j? The same on every rank."""
         owned = np.asarray(self.owned, dtype=np.int64)
         needed = np.asarray(self.needed, dtype=np.int64)
         start = np.maximum(owned[:, None, 0::2], needed[None, :, 0::2])
         stop = np.minimum(owned[:, None, 1::2], needed[None, :, 1::2])
-        links: np.ndarray = (stop > start).all(axis=2)
+        links = np.asarray((stop > start).all(axis=2))
         np.fill_diagonal(links, False)
         return links
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def sum_over_ranks(comm: MPI.Comm, values: Tensor, name: str = "sum") -> Tensor:
+def sum_over_ranks(comm: MPI.Intracomm, values: Tensor, name: str = "sum") -> Tensor:
     """The sum of `values` over the ranks of `comm`, the same bits on every rank.
 
     `values` itself is left as it is; half precision is added up in float32.
@@ -35,7 +35,7 @@ class _SumOverRanks(torch.autograd.Function):
     """The backward of an all-reduce is an all-reduce: each rank's loss counts."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, comm: MPI.Comm, name: str) -> Tensor:
+    def forward(ctx: Any, values: Tensor, comm: MPI.Intracomm, name: str) -> Tensor:
         ctx.comm, ctx.name = comm, name
         return sum_over_ranks(comm, values, name)
 
@@ -45,7 +45,7 @@ class _SumOverRanks(torch.autograd.Function):
         return sum_over_ranks(ctx.comm, grad, f"{ctx.name} backward"), None, None
 
 
-def differentiable_sum(comm: MPI.Comm, values: Tensor, name: str) -> Tensor:
+def differentiable_sum(comm: MPI.Intracomm, values: Tensor, name: str) -> Tensor:
     """`sum_over_ranks` that autograd sees."""
     total: Tensor = _SumOverRanks.apply(values, comm, name)  # type: ignore[no-untyped-call]
     return total

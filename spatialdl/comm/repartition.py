@@ -32,7 +32,7 @@ def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
 
 
 def move(
-    comm: MPI.Comm, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
+    comm: MPI.Intracomm, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
     """The box that this rank needs, from the tile (N, ..., H, W) that it owns.
 
@@ -53,7 +53,7 @@ def move(
     return out
 
 
-def move_back(comm: MPI.Comm, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
+def move_back(comm: MPI.Intracomm, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
     """The adjoint of `move`: what every rank holds of this rank's box, added up."""
     out = grad.new_zeros(shape_of(grad, plan.own))
     arrivals = [grad.new_empty(shape_of(grad, piece.box)) for piece in plan.sends]
@@ -77,7 +77,7 @@ def move_back(comm: MPI.Comm, plan: Plan, grad: Tensor, name: str = "repartition
 class _Repartition(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tile: Tensor, comm: MPI.Comm, plan: Plan, fill: float, name: str
+        ctx: Any, tile: Tensor, comm: MPI.Intracomm, plan: Plan, fill: float, name: str
     ) -> Tensor:
         ctx.comm, ctx.plan, ctx.name = comm, plan, name
         return move(comm, plan, tile, fill, name)
@@ -89,7 +89,7 @@ class _Repartition(torch.autograd.Function):
 
 
 def repartition(
-    tile: Tensor, comm: MPI.Comm, plan: Plan, fill: float = 0.0, name: str = "repartition"
+    tile: Tensor, comm: MPI.Intracomm, plan: Plan, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
     """Move a tile to the box that this rank needs; differentiable.
 

@@ -85,7 +85,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches an epoch; the last may be smaller."""
-        return -(-len(self.source) // self.batching.size)
+        return (len(self.source) + self.batching.size - 1) // self.batching.size
 
     def batches(self, order: npt.NDArray[np.int64]) -> Iterator[list[Slice]]:
         """This rank's slices of all batches over `order`, one a micro-batch."""

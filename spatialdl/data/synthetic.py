@@ -65,7 +65,7 @@ class SyntheticDataset:
         waves = rows * np.sin(angle) + cols * np.cos(angle) + phase
         stripes = 48.0 * np.sin(2 * np.pi * STRIPES * waves)
         noise = self._noise(sample, own)
-        return np.clip(128 + stripes[..., None] + noise, 0, 255).astype(np.uint8)
+        return np.asarray(np.clip(128 + stripes[..., None] + noise, 0, 255), dtype=np.uint8)
 
     def _noise(self, sample: int, box: Box) -> npt.NDArray[np.int16]:
         """Equally distributed in [-64, 64), independent per pixel and channel."""

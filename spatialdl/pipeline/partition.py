@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 OPERATIONS_PER_ELEMENT = 20
-"""What a memory-bound operation costs per element of its output, in multiply-adds of a convolution."""
+"""What a memory-bound operation costs per element of its output, in multiply-adds."""
 
 Layer = tuple[str, nn.Module]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spatialdl.comm.gradients import average
 from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
-from spatialdl.mesh import Mesh, Placement, dry_mesh, split_mesh
+from spatialdl.mesh import Mesh, Placement, dry_mesh, split, split_mesh
 from spatialdl.pipeline.partition import cut, meta_copy
 from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only
 from spatialdl.pipeline.statistics import ReplicaStatistics
@@ -90,7 +90,7 @@ class Pipeline:
         self,
         model: nn.Module,
         placement: Placement,
-        comm: MPI.Comm,
+        comm: MPI.Intracomm,
         criterion: Criterion,
         image_size: tuple[int, int, int],
         names: Sequence[str] | None = None,
@@ -106,7 +106,7 @@ class Pipeline:
         self._trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.stage = stages[self.position.stage].to(self.device)
         self.mesh: Mesh = split_mesh(
-            placement, self.position.stage, comm.Split(self.position.stage, comm.rank)
+            placement, self.position.stage, split(comm, self.position.stage, comm.rank)
         )
         self._before, self._after = self._borders(comm.Dup())
         self._statistics = ReplicaStatistics(self.stage, self.mesh) if placement.data > 1 else None
@@ -169,7 +169,7 @@ class Pipeline:
             if microbatch.tile is None:
                 raise ValueError("the first stage needs the images of its micro-batches")
             tile = microbatch.tile
-            layout = self.mesh.layout((microbatch.samples, *self.image_size[1:]))
+            layout: Layout | None = self.mesh.layout((microbatch.samples, *self.image_size[1:]))
         else:
             shape = shapes[self.position.stage - 1]
             tile = self._before.receive(shape, number, self.device)
@@ -219,7 +219,7 @@ class Pipeline:
         self._before.wait_sent()
         self._after.wait_sent()
 
-    def _borders(self, comm: MPI.Comm) -> tuple[Handover, Handover]:
+    def _borders(self, comm: MPI.Intracomm) -> tuple[Handover, Handover]:
         """Hand-overs from the stage before and to the stage after; unused at the ends."""
         replica, stage, part = self.position
 

@@ -88,7 +88,7 @@ class ReplicaStatistics:
         self._comm.Allgatherv(
             [buffer(rows), rows.numel(), MPI.DOUBLE], [buffer(everybody), sizes, starts, MPI.DOUBLE]
         )
-        per_replica = [list(part) for part in everybody.split(counts.sum(1).tolist())]
+        per_replica = [list(part) for part in torch.split(everybody, counts.sum(1).tolist())]
         ordered: list[Tensor] = []
         for microbatch in range(len(slices)):
             for replica, queue in enumerate(per_replica):

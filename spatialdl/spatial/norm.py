@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 class Moments(NamedTuple):
-    """Per channel, float64: mean and biased variance over `count` pixels."""
+    """Per channel, float64: mean and biased variance over `pixels` pixels."""
 
-    count: int
+    pixels: int
     mean: Tensor
     variance: Tensor
 
 
-def global_moments(tile: Tensor, count: int, comm: MPI.Comm) -> Moments:
+def global_moments(tile: Tensor, count: int, comm: MPI.Intracomm) -> Moments:
     """Mean and variance over the tiles of all ranks.
 
     Args:
@@ -49,7 +49,7 @@ def global_moments(tile: Tensor, count: int, comm: MPI.Comm) -> Moments:
     gathered = torch.empty(comm.size, message.numel(), dtype=torch.float64)
     comm.Allgather(buffer(message), buffer(gathered))
     channels = tile.shape[1]
-    counts, means, variances = gathered.split([1, channels, channels], dim=1)
+    counts, means, variances = torch.split(gathered, [1, channels, channels], dim=1)
     mean = (counts * means).sum(0) / count
     variance = (counts * (variances + (means - mean).square())).sum(0) / count
     return Moments(count, mean.to(tile.device), variance.to(tile.device))
@@ -77,7 +77,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
         mesh: Mesh,
     ) -> Tensor:
-        ctx.mesh, ctx.eps, ctx.count = mesh, eps, moments.count
+        ctx.mesh, ctx.eps, ctx.count = mesh, eps, moments.pixels
         mean, variance = moments.mean.to(tile.dtype), moments.variance.to(tile.dtype)
         ctx.save_for_backward(tile, weight, mean, variance)
         return _normalise(tile, weight, bias, mean, variance, eps)
@@ -188,7 +188,7 @@ def batch_norm(
 def _update_running(
     moments: Moments, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> None:
-    unbiased = moments.variance * (moments.count / (moments.count - 1))
+    unbiased = moments.variance * (moments.pixels / (moments.pixels - 1))
     for running, value in ((running_mean, moments.mean), (running_var, unbiased)):
         if running is not None:
             running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)

@@ -70,7 +70,7 @@ class SpatialTensor(torch.Tensor):
     ) -> SpatialTensor:
         samples, height, width = layout.size
         size = (samples, *tile.shape[1:-2], height, width)
-        wrapper: SpatialTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: SpatialTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
             strides=_strides(size, tile),
@@ -96,7 +96,7 @@ class SpatialTensor(torch.Tensor):
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)
         return repartition(to_tile(self), self.mesh.grid_comm, plan, name="full_tensor")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"SpatialTensor(shape={tuple(self.shape)}, tile={tuple(self._tile.shape)}, "
             f"grid={self.mesh.grid}, dtype={self.dtype}, requires_grad={self.requires_grad})"
@@ -114,7 +114,9 @@ class SpatialTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         tags = func.tags
         pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
         if pointwise or func in _PER_TILE or _sums_channels(func, args):

@@ -57,7 +57,7 @@ class Trainer:
         step: optimizer steps made.
     """
 
-    def __init__(self, config: DictConfig, world: MPI.Comm) -> None:
+    def __init__(self, config: DictConfig, world: MPI.Intracomm) -> None:
         self.config, self.world = config, world
         self.dtype = DTYPES[config.trainer.precision]
         self.device = device_of(config.device)
