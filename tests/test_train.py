@@ -190,6 +190,15 @@ def test_configurations_of_the_users_are_found_on_the_ranks(inside, tmp_path):
     assert arguments[2:5] == ["--config-dir", f"{tmp_path}/mine", "model=net"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "steps", "epochs"),
+    [([], None, 1), (["trainer.max_steps=90"], 90, None), (["trainer.max_epochs=3"], None, 3)],
+)
+def test_a_run_ends_after_an_epoch_unless_told_otherwise(inside, arguments, steps, epochs):
+    settings = inside(*arguments)[2][0][0].trainer
+    assert (settings.max_steps, settings.max_epochs) == (steps, epochs)
+
+
 def test_help_is_hydras(inside, capsys):
     assert inside("--help")[0] == 0
 

@@ -38,6 +38,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
         (OPEN_MPI, LaunchInfo(2, 4, 1, "mpiexec")),
         ({**PMI, "MPI_LOCALRANKID": "0"}, LaunchInfo(3, 4, 0, "mpiexec")),
         (PMI, LaunchInfo(3, 4, 3, "mpiexec")),
+        ({**SLURM_STEP, **PMI}, LaunchInfo(3, 4, 1, "srun")),
         (
             {f"MV2_COMM_WORLD_{k}": v for k, v in (("RANK", "1"), ("SIZE", "2"))}
             | {"MV2_COMM_WORLD_LOCAL_RANK": "0"},
@@ -121,12 +122,12 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def stand_in(folder: Path, name: str, version: str = "", code: int = 0) -> None:
+def stand_in(folder: Path, name: str, version: str = "", code: int = 0, ask: str = "--version"):
     """A launcher that writes down its arguments and environment instead of starting ranks."""
     script = folder / name
     script.write_text(
         "#!/bin/sh\n"
-        f'if [ "$1" = --version ]; then echo "{version}"; exit; fi\n'
+        f'if [ "$1" = {ask} ]; then echo "{version}"; exit; fi\n'
         f'printf "%s\\n" "$@" > {folder}/arguments; env > {folder}/environment; exit {code}\n'
     )
     script.chmod(0o755)
@@ -193,9 +194,35 @@ def test_srun_is_taken_inside_an_allocation(place, monkeypatch):
     options = ["-n", "3", "--kill-on-bad-exit=1", "--cpus-per-task=6"]
     assert arguments == [*options, sys.executable, "-m", "job", "a=1"]
     assert environment["OMP_NUM_THREADS"] == "6"
+    assert not [argument for argument in arguments if argument.startswith("--mpi")]
     (place / "srun").unlink()
+    monkeypatch.setenv("PATH", str(place))
     with pytest.raises(FileNotFoundError, match=r"job 7 is a Slurm allocation.*no srun"):
         start_ranks(3, "job", [])
+
+
+@pytest.mark.parametrize(
+    ("site", "environment", "expected"),
+    [
+        (("none", "none pmix pmi2"), {}, ["--mpi=pmix"]),
+        (("none", "none pmi2"), {}, []),
+        (("pmix", "none pmix pmi2"), {}, []),
+        (("none", "none pmix pmi2"), {"SLURM_MPI_TYPE": "pmix_v4"}, []),
+    ],
+)
+def test_srun_is_told_the_protocol_where_the_site_has_none(
+    place, monkeypatch, site, environment, expected
+):
+    default, offers = site
+    stand_in(place, "srun", offers, ask="--mpi=list")
+    stand_in(place, "scontrol", f"MpiDefault   = {default}", ask="show")
+    stand_in(place, "python", "Open MPI v5.0.11", ask="-c")
+    monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
+    for name, value in {"SLURM_JOB_ID": "7", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert start_ranks(3, "job", []) == 0
+    arguments, _ = seen(place)
+    assert arguments == ["-n", "3", "--kill-on-bad-exit=1", *expected, *arguments[-3:]]
 
 
 # --- real ranks
@@ -292,5 +319,5 @@ def test_an_error_on_one_rank_ends_the_job_at_once(tmp_path, who, error, first):
         assert time.monotonic() - begin < 5
     assert process.returncode != 0
     assert errors.count(first.format(host=os.uname().nodename)) == 1
-    assert errors.count("\nrank ") + errors.startswith("rank ") == 1
+    assert errors.count(f" on {os.uname().nodename}: ") == 1
     assert ("ZeroDivisionError: oops" in errors) == (error == "defect")
