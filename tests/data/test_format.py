@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spatialdl.data.format import (
+    FORMAT_VERSION,
+    Band,
+    Manifest,
+    RegionSample,
+    ShardInfo,
+    TileSample,
+    chunk_size,
+    order_splits,
+    sha256_of,
+    stored_bytes,
+)
+from spatialdl.errors import ShardError
+
+SHARD = ShardInfo("shard-00000.h5", 10, "0" * 64, 2)
+
+
+def tiles(**changes: object) -> Manifest:
+    made = Manifest("tiles", ["a", "b"], 3, (8, 9), 0.5, shards=[SHARD])
+    made.samples = [
+        TileSample(0, 0, 1, "val", "s", -3, 4),
+        TileSample(0, 1, None, None, "", 0, 0),
+    ]
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def regions() -> Manifest:
+    bands = (Band(0, 0, 5), Band(1, 5, 2))
+    sample = RegionSample("000000", 7, 6, None, True, bands, 0, "train", "s", 1, 2)
+    shards = [SHARD, ShardInfo("shard-00001.h5", 5, "1" * 64, 1)]
+    return Manifest("regions", ["a"], 1, shards=shards, samples=[sample], masks=True)
+
+
+@pytest.mark.parametrize("made", [tiles(), regions(), tiles(samples=[], shards=[])])
+def test_save_and_load_round_trip(tmp_path: Path, made: Manifest) -> None:
+    made.save(tmp_path)
+    assert Manifest.load(tmp_path) == made
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def change(folder: Path, made: Manifest, **changes: object) -> None:
+    """Write a manifest with some of its JSON replaced."""
+    made.save(folder)
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def sample(**changes: object) -> dict[str, object]:
+    whole = {"shard": 0, "index": 0, "label": 0, "split": None, "slide": "", "x": 0, "y": 0}
+    return {**whole, **changes}
+
+
+def shard(name: str) -> dict[str, object]:
+    return {"file": name, "bytes": 1, "sha256": "", "samples": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format_version": FORMAT_VERSION + 1}, "upgrade spatialdl"),
+        ({"format_version": "1"}, "damaged"),
+        ({"kind": "cubes"}, "cubes"),
+        ({"kind": "regions"}, "tile_size"),
+        ({"channels": None}, "damaged"),
+        ({"samples": [sample(label=2)]}, "label 2 of 2 classes"),
+        ({"samples": [sample(index=2)]}, "where nothing is"),
+        ({"samples": [sample(shard=-1)]}, "where nothing is"),
+        ({"samples": [{}]}, "damaged"),
+        ({"shards": [shard("../shard-00000.h5")]}, "not a plain name"),
+        ({"shards": [shard("/etc/shadow.h5")]}, "not a plain name"),
+        ({"shards": [shard("..")]}, "not a plain name"),
+        ({"shards": 3}, "damaged"),
+    ],
+)
+def test_a_wrong_manifest_is_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    change(tmp_path, tiles(), **changes)
+    with pytest.raises(ShardError, match=says) as caught:
+        Manifest.load(tmp_path)
+    assert "manifest.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bands",
+    [
+        [{"shard": 0, "row0": 0, "rows": 6}],
+        [{"shard": 0, "row0": 1, "rows": 6}],
+        [{"shard": 5, "row0": 0, "rows": 7}],
+        [],
+    ],
+)
+def test_bands_must_cover_their_region(tmp_path: Path, bands: list[dict[str, int]]) -> None:
+    made = regions()
+    made.save(tmp_path)
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    raw["samples"][0]["bands"] = bands
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(ShardError, match="band"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\x00\x01", '{"format_version": 1}'])
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ShardError, match="damaged"):
+        Manifest.load(tmp_path)
+
+
+def test_missing_folder_file_and_manifest_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="no such folder"):
+        Manifest.load(tmp_path / "none")
+    with pytest.raises(ShardError, match=r"has no manifest\.json"):
+        Manifest.load(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ShardError, match="it is a file"):
+        Manifest.load(tmp_path / "file")
+
+
+def test_splits_come_in_their_usual_order() -> None:
+    assert order_splits(["b", "test", "a", "train", "test", "val"]) == [
+        *("train", "val", "test"),
+        *("a", "b"),
+    ]
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 4))
+def test_chunks_cover_the_image(rows: int, cols: int, channels: int) -> None:
+    chunk_rows, chunk_cols = chunk_size(rows, cols)
+    assert chunk_rows <= min(rows, 512)
+    assert chunk_cols <= min(cols, 512)
+    assert stored_bytes(rows, cols, channels) >= rows * cols * channels
+    if rows <= 512 and cols <= 512:
+        assert (chunk_rows, chunk_cols) == (rows, cols)
+    if rows % 512 == 0 and cols % 512 == 0:
+        assert stored_bytes(rows, cols, channels) == rows * cols * channels
+
+
+def test_sha256_is_the_known_one(tmp_path: Path) -> None:
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert sha256_of(tmp_path / "abc").startswith("ba7816bf8f01cfea")

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.errors import ShardError
+
+H, W = 700, 530
+IMAGES = np.random.default_rng(0).integers(0, 256, (5, H, W, 3), np.uint8)
+SPLITS = ["train", "val", "train", None, "train"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "set"
+    with ShardWriter(path, ["a", "b"], mpp=0.5, shard_size=4_000_000) as writer:
+        for number, image in enumerate(IMAGES):
+            label = None if number == 3 else number % 2
+            writer.add(image, label, SPLITS[number], slide=f"s{number}", xy=(number, 7))
+    return path
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "set"))
+
+
+def test_what_was_written_is_read(folder: Path) -> None:
+    data = ShardDataset(folder)
+    assert len(data) == 5
+    assert data.classes == ["a", "b"]
+    assert data.splits == ["train", "val"]
+    assert (data.kind, data.channels, data.mpp, data.has_masks) == ("tiles", 3, 0.5, False)
+    assert data.labels.dtype == np.int64
+    assert data.labels.tolist() == [0, 1, 0, -1, 0]
+    assert data.image_size(4) == (H, W)
+    assert (data.sample(2).slide, data.sample(2).x, data.sample(2).y) == ("s2", 2, 7)
+    for number, (image, label) in enumerate(data):
+        assert (image == IMAGES[number]).all()
+        assert label == data.labels[number]
+    assert (data.read(-1) == IMAGES[4]).all()
+    data.verify()
+
+
+def test_a_split_is_a_data_set_of_its_own(folder: Path) -> None:
+    data = ShardDataset(folder, split="train")
+    assert len(data) == 3
+    assert data.labels.tolist() == [0, 0, 0]
+    assert (data[1][0] == IMAGES[2]).all()
+    with pytest.raises(ValueError, match="no split 'test'; its splits: train, val"):
+        ShardDataset(folder, split="test")
+
+
+cuts = st.tuples(st.integers(0, H), st.integers(0, H), st.integers(0, W), st.integers(0, W))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 4), cuts)
+def test_a_box_is_a_slice_of_the_whole(
+    folder: Path, number: int, cut: tuple[int, int, int, int]
+) -> None:
+    row0, row1, col0, col1 = *sorted(cut[:2]), *sorted(cut[2:])
+    box = ShardDataset(folder).read(number, (row0, row1, col0, col1))
+    assert box.shape == (row1 - row0, col1 - col0, 3)
+    assert (box == IMAGES[number, row0:row1, col0:col1]).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")
+def test_a_box_reads_only_its_chunks(folder: Path) -> None:
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    data = ShardDataset(folder)
+    data.read(0, (0, 1, 0, 1))  # opens the file
+    chunk = 512 * 512 * 3
+    before = bytes_read()
+    data.read(1, (513, 600, 3, 500))
+    assert bytes_read() - before < 1.2 * chunk
+    before = bytes_read()
+    data.read(1, (500, 513, 500, 513))
+    assert bytes_read() - before < 4.2 * chunk
+
+
+@pytest.mark.parametrize(
+    "box",
+    [(-1, 5, 0, 5), (0, H + 1, 0, 5), (0, 5, 0, W + 1), (5, 4, 0, 5), (0, 5, 5, 4)],
+)
+def test_a_box_outside_is_refused(folder: Path, box: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=f"not inside sample 2 of {H} x {W}"):
+        ShardDataset(folder).read(2, box)
+
+
+def test_a_sample_that_is_not_there_is_an_index_error(folder: Path) -> None:
+    for number in (5, -6):
+        with pytest.raises(IndexError, match="of 5"):
+            ShardDataset(folder)[number]
+    with pytest.raises(ValueError, match="no masks"):
+        ShardDataset(folder).read_mask(0)
+
+
+def test_files_are_opened_when_needed_and_never_pickled(folder: Path) -> None:
+    data = ShardDataset(folder)
+    data.read(0)
+    again = pickle.loads(pickle.dumps(data))
+    assert len(pickle.dumps(data)) < 10_000
+    assert (again.read(0) == IMAGES[0]).all()
+    data.close()
+    assert (data.read(0) == IMAGES[0]).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_opens_its_own_files(folder: Path) -> None:
+    data = ShardDataset(folder)
+    data.read(0)
+    child = os.fork()
+    if child == 0:
+        same = (data.read(4) == IMAGES[4]).all()
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (data.read(3) == IMAGES[3]).all()
+
+
+def test_a_loader_takes_it(folder: Path) -> None:
+    images, labels = next(iter(DataLoader(ShardDataset(folder), batch_size=5)))
+    assert (images.numpy() == IMAGES).all()
+    assert labels.tolist() == [0, 1, 0, -1, 0]
+
+
+def test_a_cut_shard_is_noticed_at_open(copy: Path) -> None:
+    shard = copy / "shard-00001.h5"
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises(ShardError, match=r"shard-00001\.h5 has \d+ bytes, the manifest says"):
+        ShardDataset(copy)
+
+
+def test_a_missing_shard_is_noticed_at_open(copy: Path) -> None:
+    (copy / "shard-00001.h5").unlink()
+    with pytest.raises(ShardError, match=r"cannot find shard-00001\.h5"):
+        ShardDataset(copy)
+
+
+def test_a_changed_byte_is_found_by_verify(copy: Path) -> None:
+    with (copy / "shard-00001.h5").open("rb+") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)[0]
+        file.seek(-100, 2)
+        file.write(bytes([byte ^ 1]))
+    data = ShardDataset(copy)
+    with pytest.raises(ShardError, match=r"in shard-00001\.h5; copy"):
+        data.verify()
+
+
+def test_a_shard_that_is_no_hdf5_is_refused_when_read(copy: Path) -> None:
+    shard = copy / "shard-00000.h5"
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    data = ShardDataset(copy)
+    with pytest.raises(ShardError, match=r"shard-00000\.h5.*copy or write it again"):
+        data.read(0)
+
+
+def test_a_shard_of_another_data_set_is_refused_when_read(copy: Path) -> None:
+    shard = copy / "shard-00000.h5"
+    size = shard.stat().st_size
+    with h5py.File(shard, "w") as file:
+        file["other"] = np.zeros(3)
+    with shard.open("ab") as file:
+        file.truncate(size)
+    data = ShardDataset(copy)
+    with pytest.raises(ShardError, match=r"cannot read images from .*shard-00000\.h5"):
+        data.read(0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="cannot see the open files")
+def test_many_shards_do_not_hold_many_files_open(tmp_path: Path) -> None:
+    tile = np.zeros((1, 1, 1), np.uint8)
+    with ShardWriter(tmp_path / "set", shard_size=1) as writer:
+        for number in range(80):
+            writer.add(tile + np.uint8(number))
+    data = ShardDataset(tmp_path / "set")
+    for order in (range(80), reversed(range(80))):
+        assert all(data.read(number).item() == number for number in order)
+    held = [path.resolve().name for path in Path("/proc/self/fd").iterdir()]
+    assert sum(name.startswith("shard-") for name in held) <= 64
