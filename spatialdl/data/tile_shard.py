@@ -54,9 +54,9 @@ class TileShards:
         self._check_same((rows, cols, channels), classes is not None)
         file = self._file or self._start()
         index = file.samples
-        file.h5["images"][index] = pixels
+        _append(file.h5["images"], pixels)
         if classes is not None:
-            file.h5["masks"][index] = classes
+            _append(file.h5["masks"], classes)
         sample = TileSample(shard=file.number, index=index, **known)
         self._in_shard.append(sample)
         self.samples.append(sample)
@@ -100,15 +100,12 @@ class TileShards:
         file = self._file = ShardFile(self._folder, len(self._infos))
         rows, cols, channels = self._known_shape
         chunk = chunk_size(rows, cols)
-        # room for a full shard: chunks take space on the disk only when they are written
-        _stack(file.h5, "images", (self._capacity, rows, cols, channels), (1, *chunk, channels))
+        _stack(file.h5, "images", (rows, cols, channels), (1, *chunk, channels))
         if self.masks:
-            _stack(file.h5, "masks", (self._capacity, rows, cols), (1, *chunk))
+            _stack(file.h5, "masks", (rows, cols), (1, *chunk))
         return file
 
     def _end(self, file: ShardFile) -> None:
-        for name in ("images", "masks") if self.masks else ("images",):
-            file.h5[name].resize(file.samples, axis=0)
         inside, self._in_shard = self._in_shard, []
         labels = [NO_LABEL if sample.label is None else sample.label for sample in inside]
         file.h5["coords"] = np.array([(sample.x, sample.y) for sample in inside], np.int64)
@@ -121,4 +118,11 @@ class TileShards:
 
 
 def _stack(h5: h5py.File, name: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
-    h5.create_dataset(name, shape, np.uint8, chunks=chunks, maxshape=(None, *shape[1:]))
+    """An empty stack of arrays of a shape."""
+    h5.create_dataset(name, (0, *shape), np.uint8, chunks=chunks, maxshape=(None, *shape))
+
+
+def _append(stack: h5py.Dataset, array: npt.NDArray[np.uint8]) -> None:
+    # one by one: room made ahead would have to be given back, which HDF5 does chunk by chunk
+    stack.resize(len(stack) + 1, axis=0)
+    stack[-1] = array

@@ -63,8 +63,7 @@ def test_shards_are_of_bounded_size(tmp_path: Path) -> None:
             writer.add(tile)
     raw = json.loads((tmp_path / "set" / "manifest.json").read_text())
     assert [shard["samples"] for shard in raw["shards"]] == [3, 3, 1]
-    # room for three tiles was made in each, but only what was written takes space
-    assert raw["shards"][2]["bytes"] < raw["shards"][0]["bytes"] - tile.size
+    assert all(shard["bytes"] < shard["samples"] * tile.size + 20_000 for shard in raw["shards"])
 
 
 @pytest.mark.parametrize(
