@@ -156,7 +156,7 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
         launcher = _srun(world_size)
         environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
     else:
-        launcher = _mpiexec(world_size)
+        launcher = mpiexec_command(world_size)
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
         if world_size > cores:
@@ -207,7 +207,7 @@ def _slurm_mpi_type() -> list[str]:
     return [f"--mpi={wanted}"] if wanted in _answer("srun", "--mpi=list").split() else []
 
 
-def _mpiexec(world_size: int) -> list[str]:
+def mpiexec_command(world_size: int) -> list[str]:
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:

@@ -1,0 +1,26 @@
+"""``python -m spatialdl.bench NAME [options]``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from spatialdl.bench import spatial
+
+BENCHES: dict[str, Callable[[Sequence[str]], None]] = {"spatial": spatial.main}
+
+
+def main() -> None:
+    name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if name not in BENCHES:
+        known = ", ".join(BENCHES)
+        print(f"usage: python -m spatialdl.bench NAME [--help], with NAME one of: {known}")
+        sys.exit(0 if name in ("-h", "--help") else 2)
+    try:
+        BENCHES[name](arguments)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
