@@ -81,7 +81,8 @@ class Edge:
 
     def read_from(self, strip: Tensor) -> Tensor:
         """The part of the strip's buffer where the taps lie."""
-        return strip[..., self.rows.first :, self.cols.first :]
+        rows, cols = self.rows, self.cols
+        return strip[..., rows.first : rows.last, cols.first : cols.last]
 
 
 @dataclass(frozen=True)

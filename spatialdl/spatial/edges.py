@@ -23,7 +23,8 @@ class Strip:
 
     Attributes:
         start, stop: input interval, in global pixels, that the buffer holds.
-        first: offset in the buffer of the first tap of the first output.
+        first, last: the part of the buffer that is read, from the first tap of the first output
+            that the strip touches to the last tap of the last; outputs of a neighbour may read on.
         outputs: the tile's outputs that the strip touches.
         taps: the kernel taps that reach into the strip.
     """
@@ -31,6 +32,7 @@ class Strip:
     start: int
     stop: int
     first: int
+    last: int
     outputs: slice
     taps: slice
 
@@ -84,7 +86,7 @@ def _cut(tile: tuple[int, int], output: tuple[int, int], size: int, window: Wind
         padding=padding,
         skip=(padding - lead) // window.stride,
         outputs=outputs,
-        full=Strip(start, stop, 0, slice(0, outputs), slice(0, window.kernel)),
+        full=Strip(start, stop, 0, stop - start, slice(0, outputs), slice(0, window.kernel)),
         before=_before(start, tile[0], outputs, window) if max(start, 0) < tile[0] else None,
         after=_after(start, stop, tile[1], outputs, window) if min(stop, size) > tile[1] else None,
     )
@@ -106,7 +108,7 @@ def _before(start: int, edge: int, outputs: int, window: Window) -> Strip:
     touched = min(outputs, -(-lead // window.stride))
     taps = min(window.kernel, -(-lead // window.dilation))
     stop = start + (touched - 1) * window.stride + window.dilation * (taps - 1) + 1
-    return Strip(start, max(stop, edge), 0, slice(0, touched), slice(0, taps))
+    return Strip(start, max(stop, edge), 0, stop - start, slice(0, touched), slice(0, taps))
 
 
 def _after(start: int, stop: int, edge: int, outputs: int, window: Window) -> Strip:
@@ -119,6 +121,7 @@ def _after(start: int, stop: int, edge: int, outputs: int, window: Window) -> St
         min(first, edge),
         stop,
         first - min(first, edge),
+        stop - min(first, edge),
         slice(touched, outputs),
         slice(taps, window.kernel),
     )

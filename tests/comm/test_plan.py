@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.layout import EMPTY_BOX, Box, Layout
+
+SIZE = (2, 7, 6)
+
+
+@st.composite
+def cut_points(draw, size, parts):
+    return (0, *sorted(draw(st.integers(0, size)) for _ in range(parts - 1)), size)
+
+
+@st.composite
+def needs(draw):
+    if draw(st.integers(0, 9)) == 0:
+        return EMPTY_BOX
+    batch, rows, cols = (
+        sorted((draw(st.integers(low, high)), draw(st.integers(low, high))))
+        for low, high in ((0, SIZE[0]), (-3, SIZE[1] + 3), (-3, SIZE[2] + 3))
+    )
+    return Box(*batch, *rows, *cols)
+
+
+@st.composite
+def exchanges(draw):
+    """Disjoint boxes owned, which together are the image, in any order; any boxes needed."""
+    samples, rows, cols = (
+        draw(cut_points(size, draw(st.integers(1, most))))
+        for size, most in zip(SIZE, (2, 3, 2), strict=True)
+    )
+    owned = draw(st.permutations(Layout(samples, rows, cols).boxes))
+    needed = [draw(needs()) for _ in owned]
+    return tuple(owned), tuple(needed)
+
+
+def pixels(box: Box) -> set[tuple[int, ...]]:
+    return set(
+        product(range(box.batch0, box.batch1), range(box.row0, box.row1), range(box.col0, box.col1))
+    )
+
+
+def plans(exchange) -> list[Plan]:
+    return [Plan(*exchange, rank) for rank in range(len(exchange[0]))]
+
+
+@given(exchanges())
+def test_every_needed_pixel_of_the_image_comes_from_exactly_one_owner(exchange):
+    image = pixels(Box(0, SIZE[0], 0, SIZE[1], 0, SIZE[2]))
+    for plan in plans(exchange):
+        arriving = Counter(pixels(plan.kept))
+        for piece in plan.receives:
+            arriving.update(pixels(piece.box))
+            assert pixels(piece.box) <= pixels(plan.owned[piece.peer])
+        assert set(arriving) == pixels(plan.need) & image
+        assert set(arriving.values()) <= {1}
+        assert pixels(plan.kept) <= pixels(plan.own)
+
+
+@given(exchanges())
+def test_what_one_sends_the_other_receives(exchange):
+    everyone = plans(exchange)
+    sent = {(p.rank, piece.peer): piece.box for p in everyone for piece in p.sends}
+    received = {(piece.peer, p.rank): piece.box for p in everyone for piece in p.receives}
+    assert sent == received
+    assert all(source != target for source, target in sent)
+    assert not any(box.is_empty for box in sent.values())
+
+
+@given(exchanges())
+def test_links_graph_and_talks_are_the_same_on_every_rank_and_true(exchange):
+    everyone = plans(exchange)
+    edges = {(p.rank, piece.peer) for p in everyone for piece in p.sends}
+    for plan in everyone:
+        assert {(int(i), int(j)) for i, j in zip(*plan.links.nonzero(), strict=True)} == edges
+        assert plan.talks == bool(edges)
+        assert plan.graph == everyone[0].graph
+        assert plan.describe() == everyone[0].describe()
+
+
+@given(exchanges())
+def test_pieces_are_in_the_order_of_the_peers(exchange):
+    for plan in plans(exchange):
+        for pieces in (plan.sends, plan.receives):
+            peers = [piece.peer for piece in pieces]
+            assert peers == sorted(set(peers))
+
+
+def test_a_halo_spans_several_neighbours():
+    owned = Layout((0, 1), (0, 2, 3, 4, 8), (0, 5)).boxes
+    needed = (EMPTY_BOX, EMPTY_BOX, EMPTY_BOX, Box(0, 1, 1, 8, 0, 5))
+    plan = Plan(owned, needed, 3)
+    assert [(piece.peer, piece.box.row0, piece.box.row1) for piece in plan.receives] == [
+        (0, 1, 2),
+        (1, 2, 3),
+        (2, 3, 4),
+    ]
+
+
+def test_a_plan_is_made_once():
+    owned = Layout.even((1, 8, 8), (2, 1)).boxes
+    assert plan_for(owned, owned, 0) is plan_for(owned, owned, 0)
+    assert not plan_for(owned, owned, 0).talks
+
+
+def test_other_needs_have_another_description():
+    owned = Layout.even((1, 8, 8), (2, 1)).boxes
+    moved = tuple(box._replace(row1=box.row1 + 1) for box in owned)
+    assert Plan(owned, owned, 0).describe() != Plan(owned, moved, 0).describe()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from spatialdl.layout import Layout
+from spatialdl.mesh import Placement, Position, dry_mesh, init_mesh, split_mesh
+
+grids = st.tuples(st.integers(1, 3), st.integers(1, 3))
+placements = st.builds(
+    Placement, st.integers(1, 4), st.lists(grids, min_size=1, max_size=4).map(tuple)
+)
+
+
+@given(placements)
+def test_position_and_ranks_are_inverse_and_take_every_rank_once(placement):
+    seen = []
+    for replica in range(placement.data):
+        for stage in range(placement.stages):
+            ranks = placement.ranks(stage, replica)
+            assert len(ranks) == placement.widths[stage]
+            for part, rank in enumerate(ranks):
+                assert placement.position(rank) == Position(replica, stage, part)
+            seen += ranks
+    assert seen == list(range(placement.world_size))
+
+
+@pytest.mark.parametrize(
+    ("data", "stages", "text"),
+    [
+        (1, [(1, 1)], "1 replica x 1x1 = 1 rank"),
+        (2, [(2, 3)], "2 replicas x 2x3 = 12 ranks"),
+        (1, [(2, 1), (1, 1)], "1 replica x (2x1 + 1x1) = 3 ranks"),
+        (3, [(2, 2), (1, 2), (1, 1)], "3 replicas x (2x2 + 1x2 + 1x1) = 21 ranks"),
+    ],
+)
+def test_describe_shows_the_arithmetic(data, stages, text):
+    placement = Placement(data, tuple(stages))
+    assert placement.describe() == text
+    assert f"= {placement.world_size} rank" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "stages"), [(0, [(1, 1)]), (1, []), (1, [(2, 0)]), (1, [(1, 1), (-1, 2)])]
+)
+def test_degrees_below_one_are_refused_with_their_values(data, stages):
+    with pytest.raises(ValueError, match=f"data={data} and grids="):
+        Placement(data, tuple(stages))
+
+
+def test_a_world_of_one_is_a_mesh():
+    mesh = init_mesh(comm=MPI.COMM_SELF)
+    assert (mesh.grid, mesh.data, mesh.size, mesh.part, mesh.replica) == ((1, 1), 1, 1, 0, 0)
+    assert [c.size for c in (mesh.comm, mesh.grid_comm, mesh.data_comm)] == [1, 1, 1]
+    assert mesh.box((70, 93)) == (0, 70, 0, 93)
+
+
+def test_a_grid_that_does_not_fit_names_the_product_and_the_world():
+    with pytest.raises(ValueError, match=r"data 2 x rows 3 x columns 1.*world has 1") as error:
+        init_mesh(grid=(3, 1), data=2, comm=MPI.COMM_SELF)
+    assert "2 replicas x 3x1 = 6 ranks" in str(error.value)
+    assert "mpiexec -n 6" in str(error.value)
+
+
+def test_a_stage_has_the_grid_of_the_placement():
+    mesh = split_mesh(Placement(1, ((2, 2), (1, 1))), 1, MPI.COMM_SELF)
+    assert (mesh.grid, mesh.part, mesh.replica) == ((1, 1), 0, 0)
+
+
+def test_a_dry_mesh_has_the_layouts_of_a_real_one():
+    mesh = dry_mesh((2, 3))
+    layout = mesh.layout((4, 70, 93))
+    assert layout == Layout.even((4, 70, 93), (2, 3))
+    assert mesh.own_box(layout) == layout.boxes[0]
+    assert mesh.grid_comm.size == 1
