@@ -26,7 +26,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     """The samples of a data set folder, or of one split of it.
 
     Files are opened when they are first read, once a process: the data set may be pickled, and
-    used after a fork.
+    used after a fork. They are opened without locking, which HDF5 wants of everybody in the
+    process: another `h5py.File` on a shard needs `locking=False` too, or `close` before it.
 
     Args:
         path: the folder, with `manifest.json` in it.

@@ -122,19 +122,26 @@ class Slide:
         """
         return self.read_scaled(x, y, size, self.scale(mpp))
 
-    def read_scaled(self, x: int, y: int, size: tuple[int, int], scale: float) -> Bytes:
-        """As `read`, at `scale` level-0 pixels per pixel, whatever the slide's resolution."""
+    def read_scaled(
+        self, x: int, y: int, size: tuple[int, int], scale: float, *, again: bool = True
+    ) -> Bytes:
+        """As `read`, at `scale` level-0 pixels per pixel, whatever the slide's resolution.
+
+        A read that fails is tried again with a fresh handle, unless `again` is false.
+        """
         rows, cols = size
         level = self._level(scale)
         factor = scale / self._downsamples[level]
         if abs(factor - 1) * max(size) < 0.5:  # less than half a pixel over the whole region
-            return self._pixels(x, y, level, size)
+            return self._pixels(x, y, level, size, again)
         # some rows at a time: a slide without levels is not read into memory whole
         step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))
         parts = []
         for row in range(0, rows, step):
-            part = min(step, rows - row), cols
-            parts.append(self._resampled(x, round(y + row * scale), part, level, factor))
+            down, across = min(step, rows - row) * factor, cols * factor
+            y_part = round(y + row * scale)
+            pixels = self._pixels(x, y_part, level, (ceil(down), ceil(across)), again)
+            parts.append(_resampled(pixels, (down, across), (min(step, rows - row), cols)))
         return np.concatenate(parts)
 
     def thumbnail(self, scale: float) -> Thumbnail:
@@ -149,7 +156,7 @@ class Slide:
             place, part = np.s_[row0:row1, col0:col1], (row1 - row0, col1 - col0)
             x, y = round(col0 * scale), round(row0 * scale)
             try:
-                thumbnail.image[place] = self.read_scaled(x, y, part, scale)
+                thumbnail.image[place] = self.read_scaled(x, y, part, scale, again=False)
             except SlideError:
                 failures += 1
                 if max(part) > _PATCH and failures < _FAILURES:
@@ -176,25 +183,16 @@ class Slide:
         """Close the file."""
         self.close()
 
-    def _resampled(self, x: int, y: int, size: tuple[int, int], level: int, factor: float) -> Bytes:
-        """Read at a level and resample by `factor` level pixels per pixel."""
-        rows, cols = size[0] * factor, size[1] * factor
-        image = Image.fromarray(self._pixels(x, y, level, (ceil(rows), ceil(cols))))
-        wanted = (size[1], size[0])
-        return np.asarray(image.resize(wanted, Image.Resampling.LANCZOS, (0, 0, cols, rows)))
-
     def _level(self, scale: float) -> int:
         fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + _SAME)]
         return max(fine, key=lambda k: self._downsamples[k], default=0)
 
-    def _pixels(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes:
-        try:
-            return self._read_once(x, y, level, size)
-        except openslide.OpenSlideError:
-            pass  # perhaps the file system's; once more
+    def _pixels(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
         try:
             return self._read_once(x, y, level, size)
         except openslide.OpenSlideError as error:
+            if again:
+                return self._pixels(x, y, level, size, again=False)
             raise SlideError(
                 f"cannot read slide {self.path} at x={x}, y={y} (level {level}): {error}; "
                 "the file is damaged there"
@@ -272,7 +270,8 @@ def _opened(path: Path) -> openslide.OpenSlide:
         raise SlideError(f"cannot open slide {path}: {_why_unsupported(path, start)}") from error
     except openslide.OpenSlideError as error:
         raise SlideError(
-            f"cannot open slide {path}: {error}; convert it to a tiled TIFF that openslide reads"
+            f"cannot open slide {path}: {error}; copy it again if its size is not that of the "
+            "original, else convert it to a tiled TIFF"
         ) from error
 
 
@@ -309,6 +308,13 @@ def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
     except ValueError:
         value = b""
     return (value[0], value[1], value[2]) if len(value) == 3 else (255, 255, 255)
+
+
+def _resampled(pixels: Bytes, part: tuple[float, float], size: tuple[int, int]) -> Bytes:
+    """Bring the first `part` (rows, cols; may end within a pixel) to `size`, antialiased."""
+    box = (0.0, 0.0, part[1], part[0])
+    image = Image.fromarray(pixels)
+    return np.asarray(image.resize((size[1], size[0]), Image.Resampling.LANCZOS, box))
 
 
 def _composited(image: Image.Image, background: tuple[int, int, int]) -> Bytes:

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import openslide
+import pytest
+
+from spatialdl.data import ShardDataset
+from spatialdl.slides.command import find_slides, main
+
+TILES = ["--tile-size", "256", "--mpp", "0.5"]
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Path:
+    path = tmp_path / "labels.csv"
+    path.write_text("slide,label,split\nring,Ring,train\nstrand.tiff,Strand,val\n")
+    return path
+
+
+def test_slides_become_a_data_set(
+    tmp_path: Path,
+    synthetic: dict[str, Path],
+    labels: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "set"
+    slides = synthetic["ring"].parent
+    assert run(slides, "--out", out, "--tile-size", 128, "--mpp", 1, "--labels", labels) == 0
+    data = ShardDataset(out)
+    data.verify()
+    assert data.classes == ["Ring", "Strand"]
+    assert (data.splits, data.mpp, data.image_size(0)) == (["train", "val"], 1.0, (128, 128))
+    for number, (image, label) in enumerate(data):
+        sample = data.sample(number)
+        assert (sample.slide, sample.split) == [("ring", "train"), ("strand", "val")][label]
+        if number % 5 == 0:
+            with openslide.OpenSlide(synthetic[sample.slide]) as slide:
+                region = slide.read_region((sample.x, sample.y), 1, (128, 128))
+            assert (image == np.asarray(region.convert("RGB"))).all()
+    places = [[data.sample(number).x, data.sample(number).y] for number in range(len(data))]
+    data.close()  # HDF5 opens a file once in a process with one kind of locking
+    with h5py.File(out / "shard-00000.h5") as file:
+        assert file["coords"][:].tolist() == places
+    assert sorted(path.name for path in (out / "pictures").iterdir()) == [
+        "ring.png",
+        "strand.png",
+    ]
+    with (out / "slides.csv").open(newline="") as file:
+        written = [int(row["written"]) for row in csv.DictReader(file)]
+    assert sum(written) == len(data)
+    assert f"wrote {len(data)} tiles of 2 slides" in capsys.readouterr().out
+
+
+def test_without_labels_there_are_none(tmp_path: Path, synthetic: dict[str, Path]) -> None:
+    assert run(synthetic["ring"], "--out", tmp_path / "set", *TILES) == 0
+    data = ShardDataset(tmp_path / "set")
+    assert (data.classes, data.splits) == ([], [])
+    assert set(data.labels.tolist()) == {-1}
+
+
+def test_shards_are_as_large_as_asked(tmp_path: Path, synthetic: dict[str, Path]) -> None:
+    assert run(synthetic["ring"], "--out", tmp_path / "set", *TILES, "--shard-size", "1M") == 0
+    tiles = len(ShardDataset(tmp_path / "set"))
+    assert len(list((tmp_path / "set").glob("shard-*.h5"))) == -(-tiles // 5)
+
+
+def test_a_data_set_is_not_replaced_by_accident(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    assert run(synthetic["ring"], "--out", out, *TILES) == 0
+    before = (out / "manifest.json").read_text()
+    assert run(synthetic["strand"], "--out", out, *TILES) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (out / "manifest.json").read_text() == before
+    # nothing to replace it with: the old one stays
+    assert run(synthetic["strand"], "--out", out, *TILES, "--overwrite", "--min-tissue", 1) == 1
+    assert (out / "manifest.json").read_text() == before
+    assert run(synthetic["strand"], "--out", out, *TILES, "--overwrite") == 0
+    assert ShardDataset(out).sample(0).slide == "strand"
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("slide,label\nring,a\n", "no column split"),
+        ("slide,label,split\nring,a,train\nstrand,b,val\nother,b,val\n", "names other"),
+        ("slide,label,split\nring,a,train\n", "no line for strand.tiff"),
+    ],
+)
+def test_mistakes_in_the_labels_write_nothing(
+    tmp_path: Path,
+    synthetic: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    says: str,
+) -> None:
+    (tmp_path / "labels.csv").write_text(text)
+    code = run(
+        *synthetic.values(), "--out", tmp_path / "set", *TILES, "--labels", tmp_path / "labels.csv"
+    )
+    assert code == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["labels.csv"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--tile-size", "0"],
+        ["--tile-size", "2.5"],
+        ["--mpp", "0"],
+        ["--mpp", "353"],
+        ["--min-tissue", "1.5"],
+        ["--min-tissue", "nan"],
+        ["--slide-mpp", "x"],
+        ["--shard-size", "0"],
+        ["--shard-size", "lots"],
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, "--out", tmp_path / "set", *TILES, *more)
+    assert caught.value.code == 2
+    assert f"argument {more[0]}: '{more[1]}' is not" in capsys.readouterr().err
+
+
+def test_slides_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "none.svs", "--out", tmp_path / "set", *TILES) == 2
+    assert "none.svs: there is no such file" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty", "--out", tmp_path / "set", *TILES) == 2
+    assert "has no slides in it" in capsys.readouterr().err
+    assert not (tmp_path / "set").exists()
+
+
+def test_slides_are_found_in_folders(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for name in ("b.SVS", "a.tiff", "notes.txt", "more/a.tiff", "more/c"):
+        (tmp_path / name).touch()
+    assert find_slides([tmp_path, tmp_path / "a.tiff", tmp_path / "more" / "c"]) == [
+        tmp_path / "a.tiff",
+        tmp_path / "b.SVS",
+        tmp_path / "more" / "c",
+    ]
+    with pytest.raises(ValueError, match=r"two slides are named a\.tiff"):
+        find_slides([tmp_path, tmp_path / "more"])
+
+
+def test_a_batch_goes_on_after_bad_slides(
+    tmp_path: Path, real: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    given = [real / "CMU-1-Small-Region.svs", real / "osp-unreadable.svs", real / "bad"]
+    assert run(*given, "--out", out, *TILES) == 1
+    text = capsys.readouterr()
+    status = {line.split()[0]: line.split()[-1] for line in text.out.splitlines()[1:-1]}
+    assert status == {
+        **{"CMU-1-Small-Region": "ok", "osp-unreadable": "tiles", "all-white": "tiles"},
+        **{"corrupt-some-tiles": "damaged", "empty": "failed", "no-mpp": "failed"},
+        **{"truncated-half": "failed"},
+    }
+    assert text.out.splitlines()[-1].startswith("wrote ")
+    for says in ("empty.svs: the file is empty", "no-mpp.svs does not say", "cut short"):
+        assert says in text.err
+    assert "all-white gave no tiles: no tissue" in text.err
+    assert "Traceback" not in text.err
+    assert run(*given[:2], "--out", out, *TILES, "--overwrite") == 0
+    assert run(given[0], real / "bad/empty.svs", "--out", out, *TILES, "--overwrite") == 1
+    assert (
+        run(given[0], real / "bad/empty.svs", "--out", out, *TILES, "--overwrite", "--skip-errors")
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("bad/all-white.svs", "no tissue: none of 1 slides gave a tile"),
+        ("bad/empty.svs", "none of 1 slides could be read"),
+        ("osp-unreadable.svs", "no tissue"),
+    ],
+)
+def test_no_tile_at_all_is_an_error_and_leaves_nothing(
+    tmp_path: Path, real: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    assert run(real / name, "--out", tmp_path / "set", *TILES, "--skip-errors") == 1
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resolution_may_be_given(tmp_path: Path, real: Path) -> None:
+    slide = real / "bad" / "no-mpp.svs"
+    assert run(slide, "--out", tmp_path / "set", *TILES, "--slide-mpp", 0.499) == 0
+    assert len(ShardDataset(tmp_path / "set")) == 32
+
+
+def test_one_name_for_two_formats_keeps_the_suffix(
+    tmp_path: Path, synthetic: dict[str, Path]
+) -> None:
+    shutil.copy(synthetic["ring"], tmp_path / "a.tif")
+    shutil.copy(synthetic["strand"], tmp_path / "a.tiff")
+    assert run(tmp_path, "--out", tmp_path / "set", *TILES) == 0
+    data = ShardDataset(tmp_path / "set")
+    assert {data.sample(k).slide for k in range(len(data))} == {"a.tif", "a.tiff"}
+
+
+def test_the_script_is_the_command(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "tools" / "tile_slides.py"
+    command = [sys.executable, script, tmp_path / "none", "--out", tmp_path / "set", *TILES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot find slide")
+    assert done.stderr.count("\n") == 1
