@@ -62,7 +62,12 @@ def main() -> None:
     command(
         *("-m", "spatialdl.train", "parallel=sp+pp", "data=shards", f"data.path={tiles}"),
         *("model=resnet18", "model.width=24", "data.batch_size=16", "parallel.microbatches=2"),
-        *("optimizer=adamw", "scheduler=cosine", f"trainer.max_epochs={EPOCHS}"),
+        *(
+            "optimizer=adamw",
+            "optimizer.lr=3e-4",
+            "scheduler=cosine",
+            f"trainer.max_epochs={EPOCHS}",
+        ),
         f"hydra.run.dir={run}",
     )
     tell(run, pictures, time.monotonic() - started)

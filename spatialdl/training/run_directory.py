@@ -28,6 +28,7 @@ VALIDATION = ("step", "loss", "accuracy", "samples")
 
 _SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
 _POINTS_UP_TO = 40  # so few steps are drawn as points, too
+_LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1701f", "#8a8a8a"
 
 
@@ -198,6 +199,9 @@ def _draw_loss(
             label="validation",
         )
     panel.set_ylabel("loss")
+    highest = max([*loss, *(row["loss"] for row in validations)])
+    if min(loss) > 0 and highest > _LOG_ABOVE * np.median(loss):
+        panel.set_yscale("log")  # or one early validation presses the curve flat
     panel.legend(frameon=False)
 
 
