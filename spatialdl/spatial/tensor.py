@@ -102,6 +102,18 @@ class SpatialTensor(torch.Tensor):
             f"grid={self.mesh.grid}, dtype={self.dtype}, requires_grad={self.requires_grad})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpatialTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; call detach() first")
+        copied = SpatialTensor(
+            self._tile.clone(), self.spatial_layout, self.mesh, self.requires_grad
+        )
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refusal(torch.save, [self], "save to_local() or full_tensor() instead")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,6 +195,9 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     )
     result = func(*tile_args, **tile_kwargs)
     if func._schema.is_mutable:
+        # below autograd nobody counts: without this a convolution that has kept the tile would
+        # not notice that it was overwritten, and give a wrong gradient
+        torch.autograd.graph.increment_version(args[0]._tile)
         return args[0]
     return tree_map(
         lambda value: (
