@@ -48,8 +48,9 @@ def chain(model: nn.Module, prefix: str = "") -> list[Layer]:
     if type(model).forward is not nn.Sequential.forward:
         return [(prefix, model)]
     layers: list[Layer] = []
-    for name, child in model.named_children():
-        layers += chain(child, f"{prefix}.{name}" if prefix else name)
+    for name, child in model._modules.items():  # named_children leaves out what comes twice
+        if child is not None:
+            layers += chain(child, f"{prefix}.{name}" if prefix else name)
     return layers
 
 
@@ -113,13 +114,13 @@ def _named_bounds(layers: Sequence[Layer], names: Sequence[str], stages: int) ->
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy without memory, to find out shapes and costs."""
+    """A copy without memory, to find out shapes and costs; in evaluation, which takes any batch."""
     memo: dict[int, object] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for p in model.parameters()
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    shadow = copy.deepcopy(model, memo)
+    shadow = copy.deepcopy(model, memo).eval()
     for layer in shadow.modules():
         if isinstance(layer, _BatchNorm) and layer.momentum is None:
             layer.momentum = 0.1  # a cumulative average would read a counter that has no value

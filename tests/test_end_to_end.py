@@ -1,0 +1,67 @@
+"""The command in several layouts, as a user starts it, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = [
+    "data=synthetic",
+    "data.image_size=[70,93]",
+    "data.batch_size=4",
+    "data.samples=8",
+    "data.validation_samples=3",
+    "model=resnet18",
+    "model.width=8",
+    "trainer.precision=float64",
+    "trainer.max_steps=2",
+    "device=cpu",
+    "comm.check=true",
+]
+
+
+def train(run_dir: Path, *overrides: str) -> dict:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "spatialdl.train"),
+            *SMALL,
+            *overrides,
+            f"hydra.run.dir={run_dir}",
+        ],
+        cwd=run_dir.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Summaries of runs in one process, by the number of micro-batches."""
+    folder = tmp_path_factory.mktemp("none")
+    return {
+        count: train(folder / str(count), "parallel=none", f"parallel.microbatches={count}")
+        for count in (1, 4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("parallel", "microbatches", "ranks"), [("sp", 1, 2), ("lp", 1, 2), ("sp+pp", 4, 3)]
+)
+def test_equals_one_process(parallel, microbatches, ranks, one_process, tmp_path):
+    ours, plain = train(tmp_path / "run", f"parallel={parallel}"), one_process[microbatches]
+    assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
+    assert (ours["world_size"], len(ours["peak_memory_mb"])) == (ranks, ranks)
+    assert ours["parallel"] == parallel
+    (found,), (expected,) = ours["validation"], plain["validation"]
+    assert found == pytest.approx(expected, abs=1e-10)
+    assert found["samples"] == 3

@@ -1,0 +1,187 @@
+"""The training loop in one process; other layouts are proved equal to it in tests/mpi."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_module
+from mpi4py import MPI
+from omegaconf import DictConfig
+
+from spatialdl.data.loader import sample_order, to_input
+from spatialdl.data.synthetic import SyntheticDataset
+from spatialdl.training.trainer import Trainer, build_model, peak_memory_mb
+
+TINY = [
+    "model.width=2",
+    "data.image_size=[40,36]",
+    "data.num_classes=3",
+    "data.samples=10",
+    "data.validation_samples=5",
+    "data.batch_size=4",
+    "trainer.precision=float64",
+    "trainer.max_steps=3",
+    "device=cpu",
+]
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [*TINY, *overrides])
+
+
+def train(run_dir: Path, *overrides: str) -> Trainer:
+    trainer = Trainer(config(*overrides), MPI.COMM_SELF)
+    trainer.fit(run_dir)
+    return trainer
+
+
+def table(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def batch(samples: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    images = SyntheticDataset(10, (40, 36), num_classes=3, seed=seed)
+    x = torch.stack(
+        [to_input(images.read(n)[None], torch.float64, torch.device("cpu"))[0] for n in samples]
+    )
+    return x, torch.from_numpy(images.labels[samples])
+
+
+def test_a_run_leaves_a_loss_and_a_row_a_step(tmp_path):
+    trainer = train(tmp_path)
+    rows = table(tmp_path / "metrics.csv")
+    loss = summary(tmp_path)["loss"]
+    assert trainer.step == trainer.steps == len(loss) == len(rows) == 3
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    assert [float(row["loss"]) for row in rows] == loss
+    assert [float(row["learning_rate"]) for row in rows] == [0.05] * 3
+    assert summary(tmp_path)["world_size"] == 1
+    assert len(summary(tmp_path)["peak_memory_mb"]) == 1
+
+
+def test_the_losses_are_those_of_a_plain_loop(tmp_path):
+    settings = config("scheduler=cosine", "optimizer=adamw", "parallel.microbatches=2")
+    trainer = Trainer(settings, MPI.COMM_SELF)
+    model = build_model(config(), trainer.sources).double()
+    trainer.fit(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    order = sample_order(10, 0, 0).tolist()
+    losses, rates = [], []
+    for samples in (order[:4], order[4:8], order[8:]):
+        optimizer.zero_grad()
+        total = 0.0
+        middle = len(samples) // 2
+        for part in (samples[:middle], samples[middle:]):
+            x, target = batch(part)
+            loss = F.cross_entropy(model(x), target) * len(part) / len(samples)
+            loss.backward()
+            total += loss.item()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    assert summary(tmp_path)["loss"] == pytest.approx(losses, abs=1e-12)
+    rows = table(tmp_path / "metrics.csv")
+    assert [float(row["learning_rate"]) for row in rows] == pytest.approx(rates)
+    ours = trainer.pipeline.stage.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])  # the last batch of 5 samples holds 1
+def test_validation_counts_every_sample_once(tmp_path, microbatches):
+    trainer = train(tmp_path, f"parallel.microbatches={microbatches}")
+    (row,) = table(tmp_path / "validation.csv")
+    with torch.no_grad():
+        x, target = batch(list(range(5)), seed=1)
+        output = trainer.pipeline.stage.eval()(x)
+    assert int(row["step"]) == 3
+    assert int(row["samples"]) == 5
+    assert float(row["loss"]) == pytest.approx(F.cross_entropy(output, target).item())
+    assert float(row["accuracy"]) == pytest.approx((output.argmax(1) == target).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], [3]),
+        (["trainer.validate_every=2"], [2, 3]),
+        (["trainer.validate_every=1"], [1, 2, 3]),
+        (["trainer.max_steps=5"], [3, 5]),  # epochs of 3 steps
+        (["data.validation_samples=0"], []),
+    ],
+)
+def test_validation_comes_when_it_is_due_and_at_the_end_once(tmp_path, overrides, steps):
+    train(tmp_path, *overrides)
+    file = tmp_path / "validation.csv"
+    assert ([int(row["step"]) for row in table(file)] if file.exists() else []) == steps
+
+
+def test_validation_changes_nothing(tmp_path):
+    often, never = tmp_path / "often", tmp_path / "never"
+    train(often, "trainer.validate_every=1")
+    train(never, "data.validation_samples=0")
+    assert summary(often)["loss"] == summary(never)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "made"), [(2, "null", 2), ("null", 2, 6), (4, 1, 3), (4, 2, 4)]
+)
+def test_the_shorter_limit_ends_the_run(tmp_path, steps, epochs, made):
+    limits = (f"trainer.max_steps={steps}", f"trainer.max_epochs={epochs}")
+    train(tmp_path, *limits, "data.validation_samples=0")
+    rows = table(tmp_path / "metrics.csv")
+    assert len(rows) == made
+    assert [int(row["epoch"]) for row in rows] == [step // 3 for step in range(made)]
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(tmp_path / name, f"seed={seed}", "trainer.max_steps=2")
+    a, b, c = (summary(tmp_path / name)["loss"] for name in "abc")
+    assert a == b != c
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["data.batch_size=3", "parallel.microbatches=4"], "batch_size=3 cannot be cut"),
+        (["trainer.max_steps=0"], "max_steps=0 and trainer.max_epochs=None leave no step"),
+        (["trainer.max_steps=null"], "leave no step to make"),
+        (["++model._target_=builtins.dict"], "model=builtins.dict gives a dict, no network"),
+        (["++model._target_=spatialdl.models.nothing"], "cannot be built"),
+        (["++model.depth=7"], "model=spatialdl.models.resnet18 cannot be built.*depth"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(overrides, sentence):
+    with pytest.raises(ValueError, match=f"(?s){sentence}"):
+        Trainer(config(*overrides), MPI.COMM_SELF)
+
+
+def test_a_network_learns_the_stripes(tmp_path):
+    train(
+        tmp_path,
+        "data.samples=24",
+        "data.num_classes=2",
+        "data.batch_size=8",
+        "trainer.max_steps=24",
+        "model.width=4",
+    )
+    loss = summary(tmp_path)["loss"]
+    assert sum(loss[-3:]) < 0.7 * sum(loss[:3])
+
+
+def test_memory_is_told_in_megabytes():
+    assert 20 < peak_memory_mb(torch.device("cpu")) < 100_000
