@@ -1,0 +1,169 @@
+"""Repartition: forward slices the padded whole image, backward is the adjoint."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.comm.repartition import move, move_back, repartition, view_of
+from spatialdl.layout import EMPTY_BOX, Box, Layout, even_bounds
+from spatialdl.spatial.window import nothing
+
+MOVED = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+
+
+def cut(rng: random.Random, size: int, parts: int) -> tuple[int, ...]:
+    """Even, or anywhere: parts may be empty."""
+    if rng.random() < 0.5:
+        return even_bounds(size, parts)
+    return (0, *sorted(rng.randint(0, size) for _ in range(parts - 1)), size)
+
+
+def draw_owned(rng: random.Random, ranks: int) -> tuple[Box, ...]:
+    size = rng.randint(1, 4), rng.randint(1, 20), rng.randint(1, 20)
+    grids = [g for g in product(range(1, ranks + 1), repeat=3) if g[0] * g[1] * g[2] == ranks]
+    return Layout(*(cut(rng, n, p) for n, p in zip(size, rng.choice(grids), strict=True))).boxes
+
+
+def draw_needed(rng: random.Random, image: Box) -> Box:
+    """Any box, up to far outside the image; now and then none."""
+    if rng.random() < 0.1:
+        return EMPTY_BOX
+    ends = [sorted(rng.randint(0, image.batch1) for _ in range(2))]
+    ends += [sorted(rng.randint(-5, n + 5) for _ in range(2)) for n in (image.row1, image.col1)]
+    return Box(*ends[0], *ends[1], *ends[2])
+
+
+def whole(owned: tuple[Box, ...]) -> Box:
+    """The image that boxes make up."""
+    samples, rows, cols = (max(box[end] for box in owned) for end in (1, 3, 5))
+    return Box(0, samples, 0, rows, 0, cols)
+
+
+def draw_plan(seed: int, world: MPI.Intracomm) -> Plan:
+    rng = random.Random(seed)
+    owned = draw_owned(rng, world.size)
+    return plan_for(owned, tuple(draw_needed(rng, whole(owned)) for _ in owned), world.rank)
+
+
+def image_of(plan: Plan, dtype: torch.dtype, channels: int = 3) -> Tensor:
+    samples, rows, cols = whole(plan.owned).shape
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randn(samples, channels, rows, cols, dtype=torch.float64, generator=draw)
+    return (pixels * 100).to(dtype)
+
+
+def tile_of(image: Tensor, plan: Plan) -> Tensor:
+    return view_of(image, whole(plan.owned), plan.own).clone()
+
+
+def sliced(image: Tensor, plan: Plan, fill: float) -> Tensor:
+    """What the need is, cut from the whole image with a frame of `fill` around it."""
+    frame = 30
+    padded = image.new_full(
+        (*image.shape[:2], image.shape[2] + 2 * frame, image.shape[3] + 2 * frame), fill
+    )
+    padded[..., frame : frame + image.shape[2], frame : frame + image.shape[3]] = image
+    outer = whole(plan.owned)
+    held = Box(0, outer.batch1, -frame, outer.row1 + frame, -frame, outer.col1 + frame)
+    return view_of(padded, held, plan.need)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_forward_is_slicing_the_padded_image(seed: int, world: MPI.Intracomm) -> None:
+    plan = draw_plan(seed, world)
+    dtype = MOVED[seed % len(MOVED)]
+    image = image_of(plan, dtype)
+    tile = tile_of(image, plan)
+    if seed % 2:
+        tile = tile.contiguous(memory_format=torch.channels_last)
+    fill = 1.0 if dtype == torch.bool else 7.0
+    assert torch.equal(move(world, plan, tile, fill), sliced(image, plan, fill))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_backward_is_the_adjoint(seed: int, world: MPI.Intracomm) -> None:
+    plan = draw_plan(seed, world)
+    draw = torch.Generator().manual_seed(world.rank)
+    x = tile_of(image_of(plan, torch.float64), plan)
+    moved = move(world, plan, x)
+    y = torch.randn(moved.shape, dtype=torch.float64, generator=draw)
+    if seed % 2:
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = y.contiguous(memory_format=torch.channels_last)
+    back = move_back(world, plan, y)
+    assert back.shape == x.shape
+    left = world.allreduce((moved * y).sum().item())
+    right = world.allreduce((x * back).sum().item())
+    assert left == pytest.approx(right, rel=1e-12, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_autograd_takes_the_adjoint(seed: int, world: MPI.Intracomm) -> None:
+    plan = draw_plan(100 + seed, world)
+    tile = tile_of(image_of(plan, torch.float32), plan).requires_grad_()
+    moved = repartition(tile, world, plan, fill=5.0)
+    assert torch.equal(moved, move(world, plan, tile.detach(), 5.0))
+    grad = torch.full_like(moved, world.rank + 1.0)
+    moved.backward(grad)
+    assert torch.equal(tile.grad, move_back(world, plan, grad))
+
+
+def test_overlapping_needs_are_added_up(world: MPI.Intracomm) -> None:
+    """Everybody needs everything: each pixel's gradient is the sum of all ranks'."""
+    layout = Layout.even((2, 9, 5), (world.size, 1))
+    plan = plan_for(layout.boxes, (layout.whole,) * world.size, world.rank)
+    tile = torch.ones(2, 3, *plan.own.shape[1:], requires_grad=True)
+    whole_image = repartition(tile, world, plan)
+    assert whole_image.shape == (2, 3, 9, 5)
+    (whole_image * (world.rank + 1)).sum().backward()
+    assert torch.equal(tile.grad, torch.full_like(tile, sum(range(1, world.size + 1))))
+
+
+def test_a_halo_over_several_neighbours_arrives(world: MPI.Intracomm) -> None:
+    """Tiles of one row each, a halo of three rows."""
+    layout = Layout.even((1, world.size, 4), (world.size, 1))
+    needed = tuple(box._replace(row0=box.row0 - 3, row1=box.row1 + 3) for box in layout.boxes)
+    plan = plan_for(layout.boxes, needed, world.rank)
+    tile = torch.full((1, 1, 1, 4), float(world.rank))
+    rows = move(world, plan, tile, fill=-1.0)[0, 0, :, 0].tolist()
+    expected = range(world.rank - 3, world.rank + 4)
+    assert rows == [float(r) if 0 <= r < world.size else -1.0 for r in expected]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3, 4)])
+def test_maps_and_volumes_move_as_images_do(shape: tuple[int, ...], world: MPI.Intracomm) -> None:
+    """(N, H, W) and (N, C, D, H, W): only samples, rows and columns are cut."""
+    layout = Layout.even((2, 8, 6), (1, world.size))
+    needed = (layout.whole, *(EMPTY_BOX,) * (world.size - 1))
+    plan = plan_for(layout.boxes, needed, world.rank)
+    image = torch.rand(*shape, 8, 6, generator=torch.Generator().manual_seed(0))
+    moved = move(world, plan, view_of(image, layout.whole, plan.own).clone())
+    assert torch.equal(moved, image if world.rank == 0 else image[:0, ..., :0, :0])
+
+
+def test_what_stays_at_home_is_not_sent(world: MPI.Intracomm) -> None:
+    boxes = Layout.even((1, 8, 8), (world.size, 1)).boxes
+    plan = plan_for(boxes, boxes, world.rank)
+    assert not plan.talks
+    tile = torch.rand(1, 2, *plan.own.shape[1:])
+    assert torch.equal(move(MPI.COMM_NULL, plan, tile), tile)  # no communicator is touched
+
+
+def test_ranks_without_pixels_stay_in_the_graph(world: MPI.Intracomm) -> None:
+    """One row on many ranks: those without it still take part in both directions."""
+    layout = Layout.even((1, 1, 4), (world.size, 1))
+    plan = plan_for(layout.boxes, (layout.whole,) * world.size, world.rank)
+    tile = torch.ones(1, 2, *plan.own.shape[1:], requires_grad=True)
+    row = repartition(tile, world, plan)
+    assert torch.equal(row, torch.ones(1, 2, 1, 4))
+    row.sum().backward()
+    assert torch.equal(tile.grad, torch.full_like(tile, float(world.size)))
+    empty = nothing((0, 2), row)
+    assert empty.shape == (0, 2)
