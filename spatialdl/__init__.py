@@ -1,14 +1,22 @@
 """Exact training of ordinary vision networks on images split over many ranks.
 
-Importing this package starts neither MPI nor a GPU; `init_mesh` does.
+Importing this package starts neither MPI nor a GPU; `init_mesh` does. Nor does it import PyTorch:
+a process that only launches ranks has no use for it. So most names are looked up when first used.
 """
 
-from spatialdl.comm.gradients import average_gradients
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from spatialdl.errors import CommMismatch, ShardError, SlideError, UnsupportedSpatialOp
-from spatialdl.mesh import Mesh, init_mesh
-from spatialdl.spatial import SpatialTensor, register_op
-from spatialdl.spatial.split import from_local, shard
 from spatialdl.version import __version__
+
+if TYPE_CHECKING:
+    from spatialdl.comm.gradients import average_gradients
+    from spatialdl.mesh import Mesh, init_mesh
+    from spatialdl.spatial import SpatialTensor, register_op
+    from spatialdl.spatial.split import from_local, shard
 
 __all__ = [
     "CommMismatch",
@@ -24,3 +32,24 @@ __all__ = [
     "register_op",
     "shard",
 ]
+
+_FOUND_IN = {
+    "Mesh": "spatialdl.mesh",
+    "SpatialTensor": "spatialdl.spatial",
+    "average_gradients": "spatialdl.comm.gradients",
+    "from_local": "spatialdl.spatial.split",
+    "init_mesh": "spatialdl.mesh",
+    "register_op": "spatialdl.spatial",
+    "shard": "spatialdl.spatial.split",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_FOUND_IN[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,38 @@
+"""The package's own names: all there, and cheap until one is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import spatialdl
+
+
+@pytest.mark.parametrize("module", ["spatialdl", "spatialdl.train"])
+def test_importing_brings_neither_pytorch_nor_mpi(module):
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "mpi4py.MPI", "h5py", "numpy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", spatialdl.__all__)
+def test_every_name_is_there(name):
+    value = getattr(spatialdl, name)
+    assert getattr(value, "__name__", name) == name
+    assert getattr(spatialdl, name) is value
+    assert name in dir(spatialdl)
+
+
+def test_a_star_import_gives_every_name():
+    names: dict[str, object] = {}
+    exec("from spatialdl import *", names)
+    assert set(spatialdl.__all__) <= set(names)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'spatialdl' has no attribute 'shrad'"):
+        spatialdl.shrad  # noqa: B018
+    with pytest.raises(ImportError, match="shrad"):
+        exec("from spatialdl import shrad", {})
