@@ -1,0 +1,48 @@
+"""The examples run as they say. (The demo, which takes minutes, has a command of its own.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spatialdl.comm.launch import mpiexec_command
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_network_of_ones_own(ranks, tmp_path):
+    launcher = mpiexec_command(ranks) if ranks > 1 else []
+    out = run(tmp_path, *launcher, sys.executable, str(EXAMPLES / "custom_model.py"))
+    title, _, *rows = out.splitlines()
+    assert f"{ranks}x1 tiles" in title
+    losses, *differences = zip(*(map(float, row.split()[1:]) for row in rows), strict=True)
+    assert losses[-1] < losses[0]
+    assert max(map(max, differences)) < 1e-13
+
+
+def test_a_data_set_of_ones_own(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "custom_dataset.py"), "--out", "stripes")
+    assert "wrote 40 images" in out
+    summary = json.loads((tmp_path / "stripes" / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert summary["validation"][-1]["accuracy"] > 0.5
