@@ -275,7 +275,7 @@ class _ToTile(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: SpatialTensor) -> Tensor:
         ctx.layout, ctx.mesh = x.spatial_layout, x.mesh
-        return x._tile.view_as(x._tile)
+        return x._tile.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

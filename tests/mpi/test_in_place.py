@@ -51,7 +51,7 @@ def test_in_place_after_a_convolution_is_exact(world: MPI.Intracomm) -> None:
     weight = torch.cos(torch.arange(81, dtype=torch.float64)).view(3, 3, 3, 3).requires_grad_()
     gradients = []
     for x in (image, spatialdl.shard(image, mesh)):
-        y = F.conv2d(x, weight, padding=1).relu_().mul_(2).add_(1)
+        y = F.conv2d(x, weight, padding=1).add_(1).mul_(2).relu_()
         (gradient,) = torch.autograd.grad((y * y).sum(), weight)
         gradients.append(gradient)
     total = torch.empty_like(gradients[1])
