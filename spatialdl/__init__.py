@@ -14,6 +14,7 @@ from spatialdl.version import __version__
 
 if TYPE_CHECKING:
     from spatialdl.comm.gradients import average_gradients
+    from spatialdl.comm.overlap import SpatialParallel
     from spatialdl.mesh import Mesh, init_mesh
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.split import from_local, shard
@@ -23,6 +24,7 @@ __all__ = [
     "Mesh",
     "ShardError",
     "SlideError",
+    "SpatialParallel",
     "SpatialTensor",
     "UnsupportedSpatialOp",
     "__version__",
@@ -35,6 +37,7 @@ __all__ = [
 
 _FOUND_IN = {
     "Mesh": "spatialdl.mesh",
+    "SpatialParallel": "spatialdl.comm.overlap",
     "SpatialTensor": "spatialdl.spatial",
     "average_gradients": "spatialdl.comm.gradients",
     "from_local": "spatialdl.spatial.split",
