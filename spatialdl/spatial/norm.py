@@ -18,6 +18,7 @@ from spatialdl.comm.datatypes import buffer
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
+from spatialdl.spatial.window import check_image
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -164,6 +165,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    check_image("batch_norm", input)
     tile, layout, mesh = to_tile(input), input.spatial_layout, input.mesh
     if not training:
         if running_mean is None or running_var is None:

@@ -216,6 +216,8 @@ def _on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if not operands:
         return args, kwargs
     first = operands[0]
+    if any(not isinstance(value, SpatialTensor) for value in _written(func, args, kwargs)):
+        raise refusal(func, operands, "a whole tensor cannot take a split one in place")
     mixed = any(
         isinstance(value, Tensor)
         and value.dim() > 0
@@ -224,14 +226,19 @@ def _on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     )
     if not mixed:
         return args, kwargs
-    if isinstance(args[0], Tensor) and not isinstance(args[0], SpatialTensor):
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__"):
-            raise refusal(func, operands, "a whole tensor cannot take a split one in place")
     return tree_map(  # type: ignore[no-any-return]
         lambda value: _like(first, value, func) if isinstance(value, Tensor) else value,
         (args, kwargs),
     )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that `func` writes into: its first argument in place, or ``out``."""
+    name = getattr(func, "__name__", "")
+    ends_in_place = name.endswith("_") and not name.endswith("__")
+    in_place = ends_in_place or name in ("__setitem__", "__set__")
+    targets = tree_flatten((args[:1] if in_place else (), kwargs.get("out")))[0]
+    return [target for target in targets if isinstance(target, Tensor)]
 
 
 def _like(first: SpatialTensor, value: Tensor, func: Any) -> Tensor:
@@ -352,12 +359,24 @@ def register_op(torch_function: Callable[..., Any]) -> Callable[[Handler], Handl
     return register
 
 
-def _refuse_raw(func: Callable[..., Any], advice: str) -> None:
-    def handler(x: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
-        raise refusal(func, [x], advice)
+def _refuse(func: Callable[..., Any], advice: str) -> None:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        raise refusal(func, _spatial(tree_flatten((args, kwargs))[0]), advice)
 
     HANDLERS[func] = handler
 
 
-for _func in (Tensor.numpy, Tensor.item, Tensor.tolist, Tensor.data_ptr, Tensor.__array__):
-    _refuse_raw(_func, "take to_local() for this rank's tile, full_tensor() for the whole")
+for _func in (
+    Tensor.numpy,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.data_ptr,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.share_memory_,
+    Tensor.apply_,
+    Tensor.map_,
+):
+    _refuse(_func, "take to_local() for this rank's tile, full_tensor() for the whole")
+for _equal in (Tensor.equal, torch.equal):
+    _refuse(_equal, "ranks would answer differently; compare what full_tensor() gives")
