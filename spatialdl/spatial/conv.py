@@ -300,7 +300,8 @@ def conv2d(
     groups: int = 1,
 ) -> Tensor:
     if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
-        raise refusal(torch.conv2d, [], "a split tensor cannot be the kernel of a convolution")
+        split = [x for x in (input, weight) if isinstance(x, SpatialTensor)]
+        raise refusal(torch.conv2d, split, "a split tensor cannot be the kernel of a convolution")
     check_image("conv2d", input)
     if input.shape[1] != weight.shape[1] * groups:
         raise ValueError(

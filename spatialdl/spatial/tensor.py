@@ -38,12 +38,26 @@ _PER_TILE = {
     aten.clone.default,
     aten.copy_.default,
     aten.fill_.Scalar,
+    aten.fill_.Tensor,
     aten.zero_.default,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
     aten._to_copy.default,
+    aten.elu_backward.default,
+    aten.hardshrink_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.mish_backward.default,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
 }
 
 
@@ -120,7 +134,7 @@ class SpatialTensor(torch.Tensor):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if len(args) + len(kwargs) > 1:
+        if len(args) + len(kwargs) > 1 and func is not torch.autograd.grad:
             args, kwargs = _on_one_layout(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -129,6 +143,8 @@ class SpatialTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):
+            func, args = aten.alias.default, args[:1]  # how autograd hands an input on
         tags = func.tags
         pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
         if pointwise or func in _PER_TILE or _sums_channels(func, args):
