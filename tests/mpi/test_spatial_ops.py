@@ -203,6 +203,23 @@ def test_average_pooling(seed: int, meshes: dict) -> None:
     check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, options {options}")
 
 
+@pytest.mark.parametrize("divisor", [None, 5])
+@pytest.mark.parametrize("include_pad", [True, False])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_average_of_windows_that_hang_over(
+    padding: int, include_pad: bool, divisor: int | None, meshes: dict
+) -> None:
+    """With ceil mode the last window may reach beyond the padding; that part never counts."""
+
+    def pool(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, 4, 3, padding, True, include_pad, divisor)
+
+    for mesh in meshes.values():
+        for size in ((8, 9), (12, 11), (18, 7)):
+            image = parameter(random.Random(6), 1, 2, *size)
+            check(pool, image, [], mesh, f"{size} on {mesh.grid}")
+
+
 def test_max_pooling_of_whole_numbers_pads_below_all_of_them(meshes: dict) -> None:
     labels = torch.arange(-60, 0).reshape(1, 1, 10, 6)
     for mesh in meshes.values():

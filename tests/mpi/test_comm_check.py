@@ -1,0 +1,69 @@
+"""With ``comm.check`` ranks that go different ways are told so, all of them, before they talk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor
+
+from spatialdl import CommMismatch, init_mesh, shard
+from spatialdl.comm import check
+
+KERNEL = torch.ones(1, 2, 3, 3)
+OPERATIONS: dict[str, Callable[[Tensor], object]] = {
+    "conv2d": lambda x: F.conv2d(x, KERNEL, padding=1),
+    "max_pool2d": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "sum": lambda x: x.sum(),
+    "full_tensor": lambda x: x.full_tensor(),
+}
+PAIRS = [(one, other) for one in OPERATIONS for other in OPERATIONS if one < other]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_all_ranks_hear_of_both_sides(one: str, other: str, world: MPI.Intracomm) -> None:
+    mesh = init_mesh((world.size, 1))
+    x = shard(torch.rand(2, 2, 12, 8), mesh)
+    name = one if world.rank == 0 else other
+    with pytest.raises(CommMismatch, match="ranks do different things") as error:
+        OPERATIONS[name](x)
+    text = str(error.value)
+    assert f"rank {world.rank} is at '{name}" in text
+    expected = f"rank 1 at '{other}" if world.rank == 0 else f"rank 0 at '{one}"
+    assert expected in text
+    assert "control flow that depends on the rank" in text
+    OPERATIONS["sum"](x)  # nobody has talked; all can go on
+
+
+def test_the_same_operation_on_images_of_other_sizes(world: MPI.Intracomm) -> None:
+    mesh = init_mesh((world.size, 1))
+    x = shard(torch.rand(1, 2, 12 if world.rank else 16, 8), mesh)
+    with pytest.raises(CommMismatch, match="conv2d forward plan"):
+        F.conv2d(x, KERNEL, padding=1)
+
+
+def test_forward_and_backward_are_told_apart(world: MPI.Intracomm) -> None:
+    mesh = init_mesh((world.size, 1))
+    x = shard(torch.rand(1, 2, 12, 8), mesh).requires_grad_()
+    y = F.conv2d(x, KERNEL, padding=1)
+    loss = (y * 2).to_local().sum()
+    step = (lambda: F.conv2d(x.detach(), KERNEL, padding=1)) if world.rank == 0 else loss.backward
+    with pytest.raises(CommMismatch, match=r"conv2d (adjoint|forward) plan .*conv2d"):
+        step()
+
+
+def test_ranks_that_agree_hear_nothing(world: MPI.Intracomm) -> None:
+    check.agree(world, "all alike")
+
+
+def test_the_first_rank_that_differs_is_named(world: MPI.Intracomm) -> None:
+    with pytest.raises(CommMismatch) as error:
+        check.agree(world, f"step {min(world.rank, 1)}")
+    other = 1 if world.rank == 0 else 0
+    assert f"rank {other} at 'step {other}'" in str(error.value)

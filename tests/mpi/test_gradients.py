@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from spatialdl import average_gradients, init_mesh
+from spatialdl.comm import gradients
+from spatialdl.comm.gradients import _buckets
+from spatialdl.comm.reduce import differentiable_sum, sum_over_ranks
+
+MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
+
+
+def model_of(*parameters: nn.Parameter) -> nn.Module:
+    model = nn.Module()
+    for number, parameter in enumerate(parameters):
+        model.register_parameter(f"p{number}", parameter)
+    return model
+
+
+def test_gradients_are_averaged(world: MPI.Intracomm) -> None:
+    weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
+    weight.grad = torch.arange(12.0, dtype=torch.float64).view(3, 4) * (world.rank + 1)
+    average_gradients(model_of(weight), init_mesh((world.size, 1)))
+    mean = (world.size + 1) / 2
+    torch.testing.assert_close(weight.grad, torch.arange(12.0).double().view(3, 4) * mean)
+
+
+def test_none_everywhere_stays_none_and_none_somewhere_is_zero(world: MPI.Intracomm) -> None:
+    unused, some, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    if world.rank == 0:
+        some.grad = torch.tensor([2.0, 4.0])
+    frozen.requires_grad_(False)
+    average_gradients(model_of(unused, some, frozen), init_mesh((1, world.size)))
+    assert unused.grad is None
+    assert frozen.grad is None
+    assert torch.equal(some.grad, torch.tensor([2.0, 4.0]) / world.size)
+
+
+def test_nothing_to_average_is_no_mistake(world: MPI.Intracomm) -> None:
+    mesh = init_mesh((world.size, 1))
+    average_gradients(nn.ReLU(), mesh)
+    average_gradients(model_of(nn.Parameter(torch.ones(2), requires_grad=False)), mesh)
+    average_gradients(model_of(nn.Parameter(torch.ones(0))), mesh)
+
+
+def test_several_types_and_memory_formats(world: MPI.Intracomm) -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 3, 4, 5, dtype=dtype)) for dtype in MIXED]
+    for parameter in parameters:
+        grad = torch.arange(120.0).view(2, 3, 4, 5).to(parameter.dtype) * (world.rank * 2)
+        parameter.grad = grad.contiguous(memory_format=torch.channels_last)
+    average_gradients(model_of(*parameters), init_mesh((world.size, 1)))
+    for parameter in parameters:
+        assert parameter.grad.dtype == parameter.dtype
+        expected = torch.arange(120.0).view(2, 3, 4, 5) * (world.size - 1)
+        torch.testing.assert_close(parameter.grad.float(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 2**20])
+def test_the_size_of_the_buckets_changes_nothing(
+    limit: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", limit)
+    parameters = [nn.Parameter(torch.zeros(count)) for count in (1, 30, 7, 100, 2)]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, float(number + world.rank))
+    average_gradients(model_of(*parameters), init_mesh((world.size, 1)))
+    for number, parameter in enumerate(parameters):
+        assert torch.equal(
+            parameter.grad, torch.full_like(parameter, number + (world.size - 1) / 2)
+        )
+
+
+def test_buckets_hold_one_type_in_order_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 16)
+    grads = [torch.zeros(n, dtype=d) for n, d in zip((3, 1, 1, 2, 4), MIXED, strict=True)]
+    grads += [torch.zeros(2) for _ in range(5)]
+    buckets = list(_buckets(grads))
+    flat = [grad for bucket in buckets for grad in bucket]
+    assert all(a is b for a, b in zip(flat, grads, strict=True))
+    assert [len(bucket) for bucket in buckets] == [1, 2, 1, 1, 2, 2, 1]
+    assert list(_buckets([])) == []
+
+
+def test_every_rank_gets_the_same_bits(world: MPI.Intracomm) -> None:
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(world.rank))
+    before = values.clone()
+    total = sum_over_ranks(world, values)
+    assert all(torch.equal(total, other) for other in world.allgather(total))
+    assert torch.equal(values, before)
+
+
+def test_half_precision_is_added_up_in_float32(world: MPI.Intracomm) -> None:
+    """In bfloat16 256 + 1 is 256."""
+    values = torch.tensor([256.0 if world.rank == 0 else 1.0]).bfloat16()
+    total = sum_over_ranks(world, values)
+    assert total.dtype == torch.bfloat16
+    assert total.item() == torch.tensor(256.0 + world.size - 1).bfloat16().item()
+
+
+def test_backward_of_a_sum_adds_up_what_all_ranks_make_of_it(world: MPI.Intracomm) -> None:
+    own = torch.tensor([world.rank + 1.0], requires_grad=True)
+    total = differentiable_sum(world, own, "test")
+    everybody = sum(range(1, world.size + 1))
+    assert total.item() == everybody
+    (total * (world.rank + 1)).backward()
+    assert own.grad.item() == everybody
+
+
+@pytest.mark.world(4)
+def test_replicas_and_tiles_are_averaged_alike(world: MPI.Intracomm) -> None:
+    mesh = init_mesh((2, 1), data=2)
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.tensor([float(world.rank)])
+    average_gradients(model_of(weight), mesh)
+    assert weight.grad.item() == 1.5

@@ -1,0 +1,154 @@
+"""From the ranks of one stage to those of the next: exact forward, scaled adjoint back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from spatialdl.comm.handover import Handover, HandoverShape
+from spatialdl.layout import Layout
+
+Grid = tuple[int, int]
+CPU = torch.device("cpu")
+
+
+class Case(NamedTuple):
+    """Grids of both stages; None for ranks that hold the same copy."""
+
+    sender: Grid | None
+    receiver: Grid | None
+    senders: int
+    receivers: int
+    shape: tuple[int, ...] = (2, 3, 11, 7)
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        return f"{self.senders}:{self.sender}->{self.receivers}:{self.receiver} {self.shape}"
+
+    def handover(self, world: MPI.Intracomm) -> Handover:
+        ends = range(self.senders), range(self.senders, self.senders + self.receivers)
+        return Handover(world, *ends, me=world.rank, tag=3)
+
+    @property
+    def what(self) -> HandoverShape:
+        samples, height, width = self.shape[0], *(1, *self.shape)[-2:]
+        sender, receiver = (
+            None if grid is None else Layout.even((samples, height, width), grid)
+            for grid in (self.sender, self.receiver)
+        )
+        return HandoverShape(self.shape, self.dtype, sender, receiver)
+
+
+CASES = [
+    Case((1, 1), (1, 1), 1, 1),
+    Case(None, None, 1, 1, (5, 7)),
+    Case((2, 1), None, 2, 1),
+    Case((1, 2), (1, 1), 2, 1),
+    Case((1, 1), (2, 1), 1, 2),
+    Case((1, 1), (1, 2), 1, 2, dtype=torch.bfloat16),
+    Case(None, None, 2, 1, (4,)),
+    Case(None, None, 1, 2, (2, 3, 4)),
+    Case((1, 1), (3, 1), 1, 3),
+    Case((3, 1), None, 3, 1),
+    Case((1, 3), (1, 1), 3, 1, (2, 11, 7)),
+    Case((2, 1), (2, 1), 2, 2),
+    Case((2, 1), (1, 2), 2, 2),
+    Case((1, 2), (2, 1), 2, 2, (1, 1, 2, 2), torch.float32),
+    Case((2, 1), None, 2, 2),
+    Case(None, None, 2, 2, (6, 1)),
+    Case((2, 1), (1, 2), 2, 2, (3, 2, 1, 5)),  # ranks without pixels
+]
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Case:
+    found: Case = request.param
+    if found.senders + found.receivers > world.size:
+        pytest.skip(f"needs {found.senders + found.receivers} ranks")
+    return found
+
+
+def whole(case: Case, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(case.shape, dtype=torch.float64, generator=draw).to(case.dtype)
+
+
+def part_of(tensor: Tensor, layout: Layout | None, part: int) -> Tensor:
+    if layout is None:
+        return tensor.clone()
+    box = layout.boxes[part]
+    return tensor[..., box.row0 : box.row1, box.col0 : box.col1].clone()
+
+
+def upstream(case: Case, part: int, microbatch: int) -> Tensor:
+    """A gradient of the receiver's own for what it got."""
+    shape = case.what.local_shape(case.what.receiver, part)
+    draw = torch.Generator().manual_seed(100 * part + microbatch)
+    return torch.randn(shape, dtype=torch.float64, generator=draw).to(case.dtype)
+
+
+def test_forward_is_exact_and_backward_the_scaled_adjoint(case: Case, world: MPI.Intracomm) -> None:
+    """Three micro-batches are under way at once; ranks of neither stage have nothing to do."""
+    handover, what = case.handover(world), case.what
+    left = right = 0.0
+    if world.rank < case.senders:
+        tiles = [part_of(whole(case, m), what.sender, world.rank) for m in range(3)]
+        for microbatch, tile in enumerate(tiles):
+            handover.send(tile, what, microbatch)
+        for microbatch, tile in enumerate(tiles):
+            grad = handover.receive_back(what, microbatch, CPU)
+            assert (grad.shape, grad.dtype) == (tile.shape, case.dtype)
+            right += (grad.double() * tile.double()).sum().item()
+    elif world.rank < case.senders + case.receivers:
+        part = world.rank - case.senders
+        arrived = [handover.receive(what, microbatch, CPU) for microbatch in range(3)]
+        for microbatch, tile in enumerate(arrived):
+            assert torch.equal(tile, part_of(whole(case, microbatch), what.receiver, part))
+            grad = upstream(case, part, microbatch)
+            handover.send_back(grad, what, microbatch)
+            left += (grad.double() * tile.double()).sum().item()
+    handover.wait_sent()
+    assert not handover._pending
+    factor = case.senders / case.receivers
+    left, right = world.allreduce(left), world.allreduce(right)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[case.dtype]
+    assert right == pytest.approx(factor * left, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.world(3, 4)
+@pytest.mark.parametrize(("senders", "receivers"), [(2, 1), (1, 2), (3, 1), (1, 3), (2, 2)])
+def test_both_stages_learn_at_one_rate(senders: int, receivers: int, world: MPI.Intracomm) -> None:
+    """The averaged gradient of a parameter before the border does not depend on the widths."""
+    if senders + receivers > world.size:
+        pytest.skip(f"needs {senders + receivers} ranks")
+    case = Case((senders, 1), (receivers, 1), senders, receivers, (2, 3, 12, 4))
+    handover, what = case.handover(world), case.what
+    images, scale = whole(case, 0), 0.5
+    own = 0.0
+    if world.rank < senders:
+        tile = part_of(images, what.sender, world.rank)
+        handover.send(tile * scale, what, 0)
+        own = (handover.receive_back(what, 0, CPU) * tile).sum().item() / senders
+    elif world.rank < senders + receivers:
+        arrived = handover.receive(what, 0, CPU)
+        # the gradient of sum(y**2), by the rule that a split sum adds up over its ranks
+        handover.send_back(receivers * 2 * arrived, what, 0)
+    handover.wait_sent()
+    assert world.allreduce(own) == pytest.approx((2 * scale * images.square()).sum().item())
+
+
+@pytest.mark.world(2, 3, 4)
+def test_a_strided_tile_is_sent_as_it_looks(world: MPI.Intracomm) -> None:
+    case = Case((1, 1), (1, 1), 1, 1, (2, 4, 6, 5))
+    handover, what = case.handover(world), case.what
+    if world.rank == 0:
+        handover.send(whole(case, 0).contiguous(memory_format=torch.channels_last), what, 0)
+        assert torch.equal(handover.receive_back(what, 0, CPU), whole(case, 1))
+    elif world.rank == 1:
+        assert torch.equal(handover.receive(what, 0, CPU), whole(case, 0))
+        handover.send_back(whole(case, 1).transpose(0, 1).contiguous().transpose(0, 1), what, 0)
+    handover.wait_sent()

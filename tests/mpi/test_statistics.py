@@ -1,0 +1,120 @@
+"""BatchNorm's running statistics over replicas are those of one process over all slices."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from spatialdl import Mesh, init_mesh, shard
+from spatialdl.layout import even_bounds
+from spatialdl.pipeline.statistics import ReplicaStatistics
+
+
+class Twice(nn.Module):
+    """Calls one of its layers twice."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, momentum=momentum)
+        self.once = nn.BatchNorm2d(3, momentum=momentum, affine=False)
+        self.untracked = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.untracked(self.norm(self.once(torch.tanh(self.norm(x)))))
+
+
+def images(step: int, samples: int) -> Tensor:
+    draw = torch.Generator().manual_seed(step)
+    scale = torch.arange(1, samples + 1).view(-1, 1, 1, 1)
+    return torch.randn(samples, 3, 5, 4, dtype=torch.float64, generator=draw) * scale + step
+
+
+def slices(samples: int, microbatches: int, replicas: int) -> list[list[tuple[int, int]]]:
+    """Per micro-batch, per replica; some without samples."""
+    return [
+        [(start + a, start + b) for a, b in pairwise(even_bounds(stop - start, replicas))]
+        for start, stop in pairwise(even_bounds(samples, microbatches))
+    ]
+
+
+def reference(momentum: float | None, samples: int, microbatches: int, replicas: int) -> Twice:
+    model = Twice(momentum).double()
+    for step in range(3):
+        for row in slices(samples, microbatches, replicas):
+            for start, stop in row:
+                if stop > start:
+                    model(images(step, samples)[start:stop])
+    return model
+
+
+def replica(
+    momentum: float | None, samples: int, microbatches: int, mesh: Mesh, split: bool = False
+) -> Twice:
+    model = Twice(momentum).double()
+    statistics = ReplicaStatistics(model, mesh)
+    for step in range(3):
+        used = []
+        outputs = []
+        for row in slices(samples, microbatches, mesh.data):
+            start, stop = row[mesh.replica]
+            used.append(stop > start)
+            if stop > start:
+                x = images(step, samples)[start:stop]
+                outputs.append(model(shard(x, mesh) if split else x).square().mean())
+        if outputs:
+            torch.stack(outputs).sum().backward()  # after all forwards, as GPipe does
+        statistics.fold(used)
+    return model
+
+
+def compare(ours: Twice, plain: Twice, world: MPI.Intracomm) -> None:
+    assert ours.state_dict().keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+    assert [norm.momentum for norm in (ours.norm, ours.once)] == [plain.norm.momentum] * 2
+    for theirs in world.allgather(ours.norm.running_var):
+        assert torch.equal(theirs, ours.norm.running_var)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.9, None])
+@pytest.mark.parametrize(("samples", "microbatches"), [(8, 1), (9, 2), (3, 2), (5, 4)])
+def test_replicas_keep_the_statistics_of_one_process(
+    momentum: float | None, samples: int, microbatches: int, world: MPI.Intracomm
+) -> None:
+    mesh = init_mesh((1, 1), data=world.size)
+    ours = replica(momentum, samples, microbatches, mesh)
+    compare(ours, reference(momentum, samples, microbatches, world.size), world)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_replicas_of_split_images(momentum: float | None, world: MPI.Intracomm) -> None:
+    mesh = init_mesh((2, 1), data=2)
+    ours = replica(momentum, 5, 2, mesh, split=True)
+    compare(ours, reference(momentum, 5, 2, 2), world)
+
+
+def test_evaluation_counts_for_nothing(world: MPI.Intracomm) -> None:
+    mesh = init_mesh((1, 1), data=world.size)
+    model = Twice(0.1).double()
+    statistics = ReplicaStatistics(model, mesh)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()(images(0, 4))
+    statistics.fold([True])
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_nothing_is_seen_before_the_fold(world: MPI.Intracomm) -> None:
+    """All slices of a step start from the same statistics."""
+    mesh = init_mesh((1, 1), data=world.size)
+    model = Twice(0.1).double()
+    statistics = ReplicaStatistics(model, mesh)
+    model(images(0, 4))
+    assert torch.equal(model.norm.running_mean, torch.zeros(3, dtype=torch.float64))
+    assert int(model.norm.num_batches_tracked) == 0
+    statistics.fold([True])
+    assert int(model.norm.num_batches_tracked) == 2 * world.size
