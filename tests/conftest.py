@@ -1,8 +1,12 @@
-"""Property tests are not timed: machines that run tests are busy."""
+"""One thread a process, as make sets it; property tests are not timed, for machines are busy."""
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
+
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile(
     "quick",
