@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
 
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "quick",
