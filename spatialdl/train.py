@@ -22,7 +22,7 @@ import hydra
 from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 
 from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
 from spatialdl.comm.launch import (
@@ -49,7 +49,7 @@ def main() -> None:
     arguments = sys.argv[1:] = [_open_model(argument) for argument in sys.argv[1:]]
     info = launched()
     if info is None:
-        _hydra_main()
+        _run_alone()
         return
     install_abort_hook()
     end_with_launcher()
@@ -60,6 +60,15 @@ def main() -> None:
             print(stop.code, file=sys.stderr)
         if stop.code:
             end_job(stop.code if isinstance(stop.code, int) else 1)
+
+
+def _run_alone() -> None:
+    try:
+        _hydra_main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    except OSError as error:  # Hydra cannot make the run directory
+        sys.exit(f"error: {describe_error(error)}")
 
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="train")
@@ -139,7 +148,7 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
 
 def _plan(config: DictConfig) -> Placement:
     """Which ranks this configuration needs, after a look at what would fail on all of them."""
-    from spatialdl.training.settings import placement_of
+    from spatialdl.training.layouts import check_batch, check_image, placement_of
 
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
@@ -148,7 +157,16 @@ def _plan(config: DictConfig) -> Placement:
         value = OmegaConf.select(config, key)
         if value not in known:
             raise ValueError(f"{key}={value} is not supported: take one of {', '.join(known)}")
-    return placement_of(config.parallel)
+    placement = placement_of(config.parallel)
+    check_batch(config.data.batch_size, config.parallel.microbatches, placement.data)
+    if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
+        check_image(tuple(config.data.image_size), placement)
+    if config.data.name == "shards" and not Path(config.data.path).is_dir():
+        raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
+    every = config.trainer.validate_every
+    if every is not None and every < 1:
+        raise ValueError(f"trainer.validate_every={every} must be at least 1 step, or null")
+    return placement
 
 
 def _open_model(argument: str) -> str:

@@ -148,7 +148,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             "error: trainer.precision=bf16-mixed is not supported: take one of float32, float64",
         ),
         (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
-        (["parallel.data=0"], "data=0"),
+        (["parallel.data=0"], "error: parallel.data is a whole number of at least 1, got 0"),
         (
             ["model._target_=networks.Nothing"],
             "error: model._target_=networks.Nothing cannot be imported: module 'networks' has "

@@ -23,7 +23,7 @@ from spatialdl.errors import UnsupportedSpatialOp
 USER_MISTAKES = (
     ValueError,
     UnsupportedSpatialOp,
-    FileNotFoundError,
+    OSError,  # a file or folder that is missing, full, or somebody else's
     HydraException,
     OmegaConfBaseException,
 )

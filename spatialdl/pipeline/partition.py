@@ -81,11 +81,29 @@ def cut(
             f"chain of nn.Sequential with as many layers (found {len(layers)}); write it as "
             "nn.Sequential or use fewer stages"
         )
+    if names is not None:
+        names = [names] if isinstance(names, str) else [str(name) for name in names]
     if names:
         bounds = _named_bounds(layers, names, len(widths))
     else:
         bounds = balance(layer_costs(model, layers, input_shape), widths)
-    return [Stage(layers[start:stop]) for start, stop in pairwise(bounds)]
+    stages = [layers[start:stop] for start, stop in pairwise(bounds)]
+    _refuse_shared(stages)
+    return [Stage(stage) for stage in stages]
+
+
+def _refuse_shared(stages: Sequence[Sequence[Layer]]) -> None:
+    """A weight in two stages would be trained apart in each of them."""
+    owner: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for path, layer in stage:
+            for parameter in layer.parameters():
+                first, where = owner.setdefault(id(parameter), (number, path))
+                if first != number:
+                    raise ValueError(
+                        f"layers '{where}' and '{path}' share a weight, but lie in stages {first} "
+                        f"and {number}: choose parallel.cut so that one stage holds both"
+                    )
 
 
 def _named_bounds(layers: Sequence[Layer], names: Sequence[str], stages: int) -> list[int]:

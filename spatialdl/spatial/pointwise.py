@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 
 
 def _identity_or_refuse(func: object, x: SpatialTensor, p: float, training: bool) -> Tensor:
@@ -32,6 +32,13 @@ def dropout2d(
     input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     return _identity_or_refuse(F.dropout2d, input, p, training)
+
+
+@register_op(F.prelu)
+@register_op(torch.prelu)
+def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
+    tile = F.prelu(to_tile(input), weight)  # a weight per channel, or one for all
+    return from_tile(tile, input.spatial_layout, input.mesh)
 
 
 @register_op(torch.Tensor.contiguous)

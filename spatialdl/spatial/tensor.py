@@ -285,8 +285,9 @@ def _own_box_of(value: Tensor, like: SpatialTensor, func: Any) -> SpatialTensor:
             raise refusal(
                 func,
                 [like],
-                f"a whole tensor beside it must have size 1 or the global size "
-                f"{tuple(like.shape)}, got {tuple(value.shape[missing:])}",
+                f"its operand of shape {tuple(value.shape[missing:])} is no image of the global "
+                f"size {tuple(like.shape)} and does not broadcast to one; call full_tensor() "
+                "before it, or teach it with spatialdl.register_op",
             )
     return from_tile(value, layout, like.mesh)
 

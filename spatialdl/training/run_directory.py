@@ -120,7 +120,7 @@ class RunDirectory:
             "parallel": str(self._config.parallel.name),
             "validation": self._validations,
         }
-        text = json.dumps({**found, **summary}, indent=2) + "\n"
+        text = json.dumps(_finite({**found, **summary}), indent=2, allow_nan=False) + "\n"
         unfinished = self.path / "summary.json.part"
         unfinished.write_text(text)
         unfinished.replace(self.path / "summary.json")
@@ -144,6 +144,15 @@ class RunDirectory:
         ranks = int(summary.get("world_size", 1))
         counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
         return f"{network}, parallel={self._config.parallel.name}, {counted}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows neither infinity nor NaN: they become null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _append(file: IO[str], row: Mapping[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import time
 from contextlib import ExitStack
@@ -13,22 +14,15 @@ import hydra.utils
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, open_dict
-from torch import nn
+from torch import Tensor, nn
 
 from spatialdl.comm import check
 from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_order, to_input
 from spatialdl.pipeline.runtime import Microbatch, Pipeline
+from spatialdl.training.layouts import check_batch, check_image, placement_of
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
-from spatialdl.training.settings import (
-    DTYPES,
-    Sources,
-    check_batch,
-    check_image,
-    device_of,
-    open_sources,
-    placement_of,
-)
+from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -70,7 +64,7 @@ class Trainer:
             build_model(config, self.sources).to(self.dtype),
             self.placement,
             world,
-            F.cross_entropy,
+            classification_loss,
             (self.sources.channels, *self.sources.image_size),
             config.parallel.cut,
             config.parallel.schedule,
@@ -81,6 +75,7 @@ class Trainer:
         self.optimizer = self._optimizer()
         self.scheduler = self._scheduler()
         self.step = 0
+        self._warned = False
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end; rank 0 writes the run directory."""
@@ -120,6 +115,9 @@ class Trainer:
                     images_per_second=rate,
                     data_wait=wait,
                 )
+                if not math.isfinite(loss) and not self._warned:
+                    self._warned = True
+                    log.warning("step %d: the loss is %s: lower optimizer.lr?", self.step, loss)
                 progress.update(loss=loss, images_per_second=rate, data_wait=wait)
             every = self.config.trainer.validate_every
             if every is not None and self.step % int(every) == 0 and self.step < self.steps:
@@ -150,7 +148,7 @@ class Trainer:
             targets = [part.target for part in parts if part.samples > 0]
             for output, target in zip(self.pipeline.evaluate(parts), targets, strict=False):
                 if target is not None:
-                    sums[0] += F.cross_entropy(output, target, reduction="sum").item()
+                    sums[0] += classification_loss(output, target, "sum").item()
                     sums[1] += (output.argmax(1) == target).sum().item()
                     sums[2] += len(target)
         loss, correct, samples = self._over_world(*sums)
@@ -213,9 +211,12 @@ class Trainer:
     def _optimizer(self) -> torch.optim.Optimizer:
         # a stage may have no parameters, PyTorch's optimizers refuse that
         parameters = list(self.pipeline.stage.parameters()) or [nn.Parameter(torch.empty(0))]
-        optimizer: torch.optim.Optimizer = hydra.utils.instantiate(self.config.optimizer)(
-            parameters
-        )
+        try:
+            optimizer: torch.optim.Optimizer = hydra.utils.instantiate(self.config.optimizer)(
+                parameters
+            )
+        except (TypeError, hydra.errors.InstantiationException) as error:
+            raise ValueError(f"the optimizer cannot be made: {error}") from error
         return optimizer
 
     def _scheduler(self) -> Any:
@@ -239,6 +240,31 @@ class Trainer:
                 "stage %d: %.2f M parameters, tiles of about %dx%d of %dx%d on %dx%d ranks",
                 *(stage, count / 1e6, height // rows, width // cols, height, width, rows, cols),
             )
+
+
+def classification_loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross entropy.
+
+    Args:
+        output: (N, classes), what the network gives.
+        target: (N,), labels.
+
+    Raises:
+        ValueError: if the network gives anything else, or has too few classes.
+    """
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(target):
+        raise ValueError(
+            f"the network gives {shape} for {len(target)} images: to classify, it must give "
+            f"({len(target)}, classes)"
+        )
+    highest = int(target.max())
+    if highest >= output.shape[1]:
+        raise ValueError(
+            f"the network tells {output.shape[1]} classes apart, but there is a label {highest}: "
+            "leave model.num_classes out, or set data.num_classes"
+        )
+    return F.cross_entropy(output, target, reduction=reduction)
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:

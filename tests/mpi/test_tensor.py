@@ -92,6 +92,7 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "hardswish": F.hardswish,
     "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.2], dtype=x.dtype)),
     "softplus": lambda x: F.softplus(x, 2.0, 1.0),
     "threshold": lambda x: F.threshold(x, 0.1, -1.0),
     "sigmoid": torch.sigmoid,

@@ -190,3 +190,16 @@ def test_costs_are_those_of_the_layers():
     conv, relu, _, linear = layer_costs(model, chain(model), (1, 3, 8, 8))
     assert conv - relu == 3 * 8 * 9 * 64  # multiply-adds
     assert linear == pytest.approx(1024, rel=0.05)
+
+
+def test_places_may_be_numbers_or_one_name():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    for names in ([2], "2", ["2"]):
+        assert [stage.paths for stage in cut(model, (1, 1), names)] == [["0", "1"], ["2"]]
+
+
+def test_a_weight_in_two_stages_is_refused():
+    # it was trained apart in each of them, without a word
+    layer = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="'0' and '2' share a weight, but lie in stages 0 and 1"):
+        cut(nn.Sequential(layer, nn.ReLU(), layer), (1, 1), ["2"])

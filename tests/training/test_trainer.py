@@ -15,7 +15,12 @@ from omegaconf import DictConfig
 
 from spatialdl.data.loader import sample_order, to_input
 from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.training.trainer import Trainer, build_model, peak_memory_mb
+from spatialdl.training.trainer import (
+    Trainer,
+    build_model,
+    classification_loss,
+    peak_memory_mb,
+)
 
 TINY = [
     "model.width=2",
@@ -185,3 +190,21 @@ def test_a_network_learns_the_stripes(tmp_path):
 
 def test_memory_is_told_in_megabytes():
     assert 20 < peak_memory_mb(torch.device("cpu")) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        (
+            torch.zeros(2, 5, 1, 1),
+            r"gives \(2, 5, 1, 1\) for 2 .* must give \(2, classes\)",
+        ),
+        (torch.zeros(()), r"gives \(\) for 2 images"),
+        (torch.zeros(3, 5), r"gives \(3, 5\) for 2 images"),
+        ((torch.zeros(2, 5),), "gives tuple for 2 images"),
+        (torch.zeros(2, 3), "tells 3 classes apart, but there is a label 4"),
+    ],
+)
+def test_outputs_that_fit_no_labels_are_refused(output, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        classification_loss(output, torch.tensor([0, 4]))

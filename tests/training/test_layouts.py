@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from spatialdl.mesh import Placement
+from spatialdl.training.layouts import check_batch, check_image, placement_of
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+ONE = (1, 1)
+SHIPPED = {
+    "none": Placement(1, (ONE,)),
+    "dp": Placement(2, (ONE,)),
+    "sp": Placement(1, ((2, 1),)),
+    "lp": Placement(1, (ONE, ONE)),
+    "pp": Placement(1, (ONE, ONE)),
+    "sp+lp": Placement(1, ((2, 1), ONE)),
+    "sp+pp": Placement(1, ((2, 1), ONE)),
+}
+
+
+@pytest.mark.parametrize(("name", "placement"), SHIPPED.items())
+def test_the_shipped_layouts_mean_these_ranks(name, placement):
+    assert placement_of(config(f"parallel={name}").parallel) == placement
+
+
+def test_numbers_can_be_changed():
+    parallel = config(
+        "parallel=sp+pp",
+        "parallel.grid=[2,3]",
+        "parallel.stages=4",
+        "parallel.spatial_stages=2",
+        "parallel.data=2",
+    ).parallel
+    assert placement_of(parallel) == Placement(2, ((2, 3), (2, 3), ONE, ONE))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["parallel.grid=[2]"], r"parallel.grid is \[rows,columns\], got \[2\]"),
+        (["parallel.grid=[2,1,1]"], r"parallel.grid is \[rows,columns\]"),
+        (["parallel.spatial_stages=2"], "spatial_stages=2 must lie between 0 and.*stages=1"),
+        (["parallel.spatial_stages=-1"], "spatial_stages is a whole number of at least 0"),
+        (["parallel.grid=[2,2]"], r"grid=\[2, 2\] cuts images, but parallel=none has no spatial"),
+        (
+            ["parallel.microbatches=0"],
+            "microbatches is a whole number of at least 1, got 0",
+        ),
+        (["parallel.data=0"], "parallel.data is a whole number of at least 1, got 0"),
+        (["parallel.stages=0"], "parallel.stages is a whole number of at least 1, got 0"),
+        (
+            ["parallel=sp", "parallel.grid=[0,2]"],
+            r"grid=\[0, 2\] needs at least 1 row and",
+        ),
+        (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], got 2x1"),
+        (["parallel.stages=two"], "parallel.stages is a whole number of at least 1, got two"),
+        (["parallel.schedule=1f1b"], "schedule=1f1b is unknown: take one of gpipe"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(overrides, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        placement_of(config(*overrides).parallel)
+
+
+def test_a_batch_must_reach_for_every_microbatch_of_every_replica():
+    check_batch(8, 4, 2)
+    with pytest.raises(
+        ValueError,
+        match=r"batch_size=7 cannot be cut into parallel.microbatches=4 x parallel.data=2: "
+        "take at least 8",
+    ):
+        check_batch(7, 4, 2)
+
+
+@pytest.mark.parametrize("size", [(2, 9), (9, 2)])
+def test_an_image_must_reach_for_every_stage(size):
+    check_image((3, 3), Placement(1, ((3, 3), ONE)))
+    with pytest.raises(ValueError, match=f"{size[0]}x{size[1]} is smaller than the grid 3x3"):
+        check_image(size, Placement(1, (ONE, (3, 3))))
+
+
+def test_the_process_that_starts_the_ranks_needs_no_torch():
+    code = "import sys, spatialdl.training.layouts; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
