@@ -31,6 +31,13 @@ test-mpi: $(READY)
 	        $(BIN)/python -m pytest tests/mpi -m "not slow" -p no:cacheprovider; \
 	done
 
+	# stages of 4 ranks beside stages of 1 and 2
+	set -e; for ranks in 5 6; do \
+	    $(BIN)/mpiexec --oversubscribe --timeout 900 -n $$ranks \
+	        $(BIN)/python -m pytest tests/mpi/test_equal_numbers.py tests/mpi/test_handover.py \
+	            -m "not slow" -p no:cacheprovider; \
+	done
+
 test-slow: $(READY)
 	$(BIN)/python -m pytest tests --ignore tests/mpi -m slow || test $$? -eq 5
 	set -e; for ranks in 2 3 4; do \

@@ -109,6 +109,8 @@ CASES = [
     Case("lp", "resnet110_v2", (32, 32), ((1, 1), (1, 1)), batch=2),
     Case("pp", "resnet18", (70, 93), ((1, 1), (1, 1)), microbatches=2),
     Case("pp", "odd", (50, 50), ((1, 1), (1, 1)), microbatches=4, batch=7, cut=("2",)),
+    Case("dp", "resnet110_v2", (33, 35), ((1, 1),), data=2),
+    Case("pp", "resnet110_v2", (33, 35), ((1, 1), (1, 1)), microbatches=2),
     # three ranks
     Case("sp", "resnet18", (70, 93), ((3, 1),)),
     Case("sp", "resnet18", (32, 32), ((3, 1),), batch=8),
@@ -123,6 +125,7 @@ CASES = [
     Case("sp+pp", "resnet18", (64, 64), ((2, 1), (1, 1)), cut=("avgpool",)),
     # after pooling every rank of the first stage holds a copy
     Case("sp+pp", "resnet18", (64, 64), ((2, 1), (1, 1)), microbatches=2, cut=("flatten",)),
+    Case("sp+lp", "resnet110_v2", (33, 35), ((1, 2), (1, 1)), batch=2),
     # four ranks
     Case("sp", "resnet18", (70, 93), ((2, 2),)),
     Case("sp", "resnet50", (64, 64), ((2, 2),)),
@@ -136,6 +139,13 @@ CASES = [
     Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 2)), microbatches=2),
     Case("sp+pp", "odd", (101, 50), ((1, 1), (3, 1)), microbatches=2, cut=("4",)),
     Case("sp+pp", "resnet18", (101, 50), ((2, 1), (1, 1), (1, 1)), microbatches=2),
+    # five and six ranks: stages of 4 ranks beside stages of 1 and 2
+    Case("sp+pp", "odd", (70, 93), ((2, 2), (1, 1)), microbatches=2),
+    Case("sp+pp", "odd", (64, 64), ((1, 1), (2, 2)), microbatches=2, cut=("4",)),
+    Case("sp+lp", "resnet18", (70, 93), ((2, 2), (1, 1))),
+    Case("sp+pp", "odd", (101, 50), ((2, 2), (2, 1)), microbatches=2, cut=("4",)),
+    Case("sp+pp", "resnet18", (70, 93), ((2, 2), (1, 2)), microbatches=2),
+    Case("dp+sp+lp", "odd", (64, 64), ((2, 1), (1, 1)), data=2),
 ]
 
 

@@ -61,6 +61,11 @@ CASES = [
     Case((2, 1), None, 2, 2),
     Case(None, None, 2, 2, (6, 1)),
     Case((2, 1), (1, 2), 2, 2, (3, 2, 1, 5)),  # ranks without pixels
+    # five and six ranks
+    Case((2, 2), (1, 1), 4, 1),
+    Case((1, 1), (2, 2), 1, 4),
+    Case((2, 2), (2, 1), 4, 2),
+    Case((1, 2), (4, 1), 2, 4),
 ]
 
 
