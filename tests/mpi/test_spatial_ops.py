@@ -105,7 +105,13 @@ def parameter(rng: random.Random, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("seed", range(60))
+def seeds(sample: int, proof: int) -> list[object]:
+    """The first are always tried, all of them by the slow tests."""
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(sample, proof))
+    return [*range(sample), *slow]
+
+
+@pytest.mark.parametrize("seed", seeds(60, 600))
 def test_convolution(seed: int, meshes: dict) -> None:
     rng = random.Random(seed)
     s = draw(rng, meshes)
@@ -177,7 +183,7 @@ def test_a_frozen_kernel_and_a_frozen_image(meshes: dict) -> None:
         close(mean_over_ranks(ours, mesh), torch.autograd.grad(loss, [plain])[0], "frozen image")
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30, 300))
 def test_max_pooling(seed: int, meshes: dict) -> None:
     rng = random.Random(seed)
     s = draw(rng, meshes, pooling=True)
@@ -190,7 +196,7 @@ def test_max_pooling(seed: int, meshes: dict) -> None:
     check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, ceil {ceil_mode}")
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30, 300))
 def test_average_pooling(seed: int, meshes: dict) -> None:
     rng = random.Random(seed)
     s = draw(rng, meshes, pooling=True)
