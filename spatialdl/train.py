@@ -164,7 +164,7 @@ def _plan(config: DictConfig) -> Placement:
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
     every = config.trainer.validate_every
-    if every is not None and every < 1:
+    if every is not None and (not isinstance(every, int) or every < 1):
         raise ValueError(f"trainer.validate_every={every} must be at least 1 step, or null")
     return placement
 

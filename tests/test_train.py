@@ -148,6 +148,12 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             "error: trainer.precision=bf16-mixed is not supported: take one of float32, float64",
         ),
         (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
+        (
+            ["data=shards", "data.path=nowhere"],
+            "error: data.path=nowhere is no folder: write one by spatialdl-tile",
+        ),
+        (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
+        (["data.batch_size=ten"], "error: data.batch_size=ten cannot be cut into"),
         (["parallel.data=0"], "error: parallel.data is a whole number of at least 1, got 0"),
         (
             ["model._target_=networks.Nothing"],

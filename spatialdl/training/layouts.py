@@ -56,7 +56,7 @@ def _grid(parallel: DictConfig) -> tuple[int, int]:
 
 def check_batch(batch_size: int, microbatches: int, replicas: int) -> None:
     """Refuse a batch that leaves a micro-batch of a replica without samples."""
-    if batch_size < microbatches * replicas:
+    if not isinstance(batch_size, int) or batch_size < microbatches * replicas:
         raise ValueError(
             f"data.batch_size={batch_size} cannot be cut into parallel.microbatches={microbatches} "
             f"x parallel.data={replicas}: take at least {microbatches * replicas} images a batch"
