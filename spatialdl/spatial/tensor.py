@@ -236,7 +236,7 @@ def _on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         raise refusal(func, operands, "a whole tensor cannot take a split one in place")
     mixed = any(
         isinstance(value, Tensor)
-        and value.dim() > 0
+        and (value.dim() > 0 or value.requires_grad)
         and not (isinstance(value, SpatialTensor) and value.spatial_layout == first.spatial_layout)
         for value in flat
     )
@@ -260,7 +260,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _like(first: SpatialTensor, value: Tensor, func: Any) -> Tensor:
     if isinstance(value, SpatialTensor):
         return redistribute(value, first.spatial_layout, first.mesh)
-    return value if value.dim() == 0 else _own_box_of(value, first, func)
+    if value.dim() > 0:
+        return _own_box_of(value, first, func)
+    if not value.requires_grad:
+        return value
+    # a trained scalar: seen as an image its gradient is a sum over the own tile; and a scalar does
+    # not widen the type of what it is combined with
+    same_kind = value.is_floating_point() == first.is_floating_point()
+    return _own_box_of(value.to(first.dtype) if same_kind else value, first, func)
 
 
 def _own_box_of(value: Tensor, like: SpatialTensor, func: Any) -> SpatialTensor:

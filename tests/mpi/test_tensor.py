@@ -198,7 +198,7 @@ BESIDE: dict[str, Tensor | float] = {
 def test_whole_tensors_beside_it(name: str, swapped: bool, mesh: Mesh) -> None:
     """Broadcast or cut; they are parameters, so their gradients count too."""
     other = BESIDE[name]
-    if isinstance(other, Tensor) and other.dim() > 0:
+    if isinstance(other, Tensor):
         other = other.clone().requires_grad_()
 
     def operation(x: Tensor) -> Tensor:
@@ -211,6 +211,14 @@ def test_whole_tensors_beside_it(name: str, swapped: bool, mesh: Mesh) -> None:
         torch.testing.assert_close(mine, theirs)
     if grad is not None:
         torch.testing.assert_close(grad, other.grad)
+
+
+def test_a_trained_scalar_does_not_widen_the_type(mesh: Mesh) -> None:
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    y = shard(image().float(), mesh) * scale
+    assert y.dtype == (image().float() * scale).dtype == torch.float32
+    y.sum().backward()
+    assert average(scale, mesh).item() == pytest.approx(image().sum().item(), rel=1e-5)
 
 
 def average(parameter: Tensor | float, mesh: Mesh) -> Tensor | None:
