@@ -141,6 +141,8 @@ def init_mesh(
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(grid, tuple | list) or len(grid) != 2:
+        raise ValueError(f"a grid is (rows, columns), got {grid!r}")
     rows, cols = grid
     placement = Placement(data, ((rows, cols),))
     if placement.world_size != world.size:

@@ -75,3 +75,9 @@ def test_a_dry_mesh_has_the_layouts_of_a_real_one():
     assert layout == Layout.even((4, 70, 93), (2, 3))
     assert mesh.own_box(layout) == layout.boxes[0]
     assert mesh.grid_comm.size == 1
+
+
+@pytest.mark.parametrize("grid", [2, (2,), (1, 1, 1), "2x1"])
+def test_a_grid_is_a_pair(grid):
+    with pytest.raises(ValueError, match=r"a grid is \(rows, columns\), got"):
+        init_mesh(grid)
