@@ -46,7 +46,8 @@ def open_sources(data: DictConfig, seed: int) -> Sources:
     if data.validation_split is not None and data.validation_split in train.splits:
         validation = ShardDataset(path, data.validation_split)
     elif data.validation_split is not None:
-        log.warning("%s has no split %s: nothing to validate on", path, data.validation_split)
+        # as information, which only rank 0 prints
+        log.info("%s has no split %s: nothing to validate on", path, data.validation_split)
     for source in (train, validation):
         if source is not None:
             _check_samples(source, path)

@@ -70,7 +70,8 @@ def test_sources_of_shards(tmp_path):
 
 def test_shards_without_the_split_to_validate_on_train_all_the_same(tmp_path, caplog):
     data = shards(tmp_path / "set", [(SIZE, 0, "train")])
-    assert open_sources(data, 0).validation is None
+    with caplog.at_level("INFO"):
+        assert open_sources(data, 0).validation is None
     assert "has no split val: nothing to validate on" in caplog.text
 
 
