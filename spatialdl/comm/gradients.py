@@ -7,13 +7,16 @@ for spatial and data parallelism alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.mesh import Mesh
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -40,22 +43,24 @@ def average(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([parameter.grad for parameter in used if parameter.grad is not None]):
+    grads = [parameter.grad for parameter in used if parameter.grad is not None]
+    for bucket in buckets(grads, BUCKET_BYTES):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         mean = sum_over_ranks(mesh.comm, flat, "average_gradients") / mesh.size
         for grad, part in zip(bucket, torch.split(mean, [g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
 
 
-def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one type, in order, in portions of about `BUCKET_BYTES`."""
-    bucket: list[Tensor] = []
+def buckets(tensors: Iterable[AnyTensor], limit: int) -> list[list[AnyTensor]]:
+    """Tensors of one type and device, in order, in portions of about `limit` bytes."""
+    found: list[list[AnyTensor]] = []
     size = 0
-    for grad in grads:
-        if bucket and (grad.dtype != bucket[0].dtype or size >= BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(grad)
-        size += grad.numel() * grad.element_size()
-    if bucket:
-        yield bucket
+    for tensor in tensors:
+        last = found[-1][0] if found else None
+        alike = last is not None and (last.dtype, last.device) == (tensor.dtype, tensor.device)
+        if not alike or size >= limit:
+            found.append([])
+            size = 0
+        found[-1].append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    return found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.datatypes import buffer, reduction_type
+from spatialdl.comm.gradients import buckets
 from spatialdl.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class SpatialParallel(nn.Module):
         self._mesh = mesh
         self._comm = mesh.comm.Dup()
         trained = [p for p in module.parameters() if p.requires_grad]
-        self._buckets = [_Bucket(part) for part in _portions(trained[::-1])]
+        self._buckets = [_Bucket(part) for part in buckets(trained[::-1], BUCKET_BYTES)]
         self._next = 0
         self._running = False
         for bucket in self._buckets:
@@ -119,18 +120,3 @@ class _Bucket:
                 else:
                     parameter.grad.copy_(mean)
         self._request = self._flat = None
-
-
-def _portions(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of one type and device, in order, in portions of about `BUCKET_BYTES`."""
-    portions: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in parameters:
-        last = portions[-1][0] if portions else None
-        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not fits or size >= BUCKET_BYTES:
-            portions.append([])
-            size = 0
-        portions[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    return portions

@@ -101,7 +101,7 @@ class Pipeline:
         self.position = placement.position(comm.rank)
         self.device = device or torch.device("cpu")
         stages = cut(model, placement.widths, names, (1, *image_size))
-        self._dry_stages = [meta_copy(stage) for stage in stages]
+        self._dry_stages = [meta_copy(stage) for stage in stages[:-1]]  # nothing follows the last
         self.dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.stage = stages[self.position.stage].to(self.device)
@@ -181,8 +181,9 @@ class Pipeline:
         return _Held(tile, output)
 
     def _as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
-        split = self.placement.widths[self.position.stage] > 1 and layout is not None
-        return from_tile(tile, layout, self.mesh) if split and layout is not None else tile
+        if layout is None or self.mesh.grid == (1, 1):
+            return tile
+        return from_tile(tile, layout, self.mesh)
 
     def _backward(self, number: int, microbatch: Microbatch, held: _Held) -> float:
         shapes = self.handover_shapes(microbatch.samples)
@@ -245,18 +246,12 @@ class Pipeline:
     @torch.no_grad()
     def _dry_run(self, samples: int) -> list[HandoverShape]:
         shapes: list[HandoverShape] = []
-        placement = self.placement
-        if placement.stages == 1:
-            return shapes
+        grids = self.placement.grids
         x: Tensor = torch.empty((samples, *self.image_size), dtype=self.dtype, device="meta")
-        layout: Layout | None = None
-        for stage, (dry, grid) in enumerate(zip(self._dry_stages, placement.grids, strict=True)):
-            if stage == 0:
-                layout = Layout.even((samples, *self.image_size[1:]), grid)
-            if stage == placement.stages - 1:
-                break
-            output = dry(_meta_input(x, layout, grid))
-            shapes.append(_handover_shape(output, stage, placement))
+        layout: Layout | None = Layout.even((samples, *self.image_size[1:]), grids[0])
+        for stage, dry in enumerate(self._dry_stages):
+            output = dry(_meta_input(x, layout, grids[stage]))
+            shapes.append(_handover_shape(output, stage, self.placement))
             x = torch.empty(shapes[-1].shape, dtype=shapes[-1].dtype, device="meta")
             layout = shapes[-1].receiver
         return shapes

@@ -99,13 +99,16 @@ class Trainer:
         self, epoch: int, record: RunDirectory | None, progress: Progress | None
     ) -> None:
         order = sample_order(len(self.sources.train), int(self.config.seed), epoch)
+        batch_size = int(self.config.data.batch_size)
         started = time.perf_counter()
-        for batch in self.loader.batches(order):
+        for number, batch in enumerate(self.loader.batches(order)):
             waited = time.perf_counter() - started
             loss = self._train_step(batch)
             seconds = time.perf_counter() - started
             if record is not None and progress is not None:
-                images = min(int(self.config.data.batch_size), len(order))
+                images = min(
+                    batch_size, len(order) - number * batch_size
+                )  # the last may be smaller
                 rate, wait = images / seconds, waited / seconds
                 record.log_step(
                     step=self.step,

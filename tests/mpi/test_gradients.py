@@ -7,7 +7,7 @@ from torch import nn
 
 from spatialdl import average_gradients, init_mesh
 from spatialdl.comm import gradients
-from spatialdl.comm.gradients import _buckets
+from spatialdl.comm.gradients import buckets
 from spatialdl.comm.reduce import differentiable_sum, sum_over_ranks
 
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
@@ -73,15 +73,14 @@ def test_the_size_of_the_buckets_changes_nothing(
         )
 
 
-def test_buckets_hold_one_type_in_order_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 16)
+def test_buckets_hold_one_type_in_order_up_to_a_limit() -> None:
     grads = [torch.zeros(n, dtype=d) for n, d in zip((3, 1, 1, 2, 4), MIXED, strict=True)]
     grads += [torch.zeros(2) for _ in range(5)]
-    buckets = list(_buckets(grads))
-    flat = [grad for bucket in buckets for grad in bucket]
+    portions = buckets(grads, 16)
+    flat = [grad for bucket in portions for grad in bucket]
     assert all(a is b for a, b in zip(flat, grads, strict=True))
-    assert [len(bucket) for bucket in buckets] == [1, 2, 1, 1, 2, 2, 1]
-    assert list(_buckets([])) == []
+    assert [len(bucket) for bucket in portions] == [1, 2, 1, 1, 2, 2, 1]
+    assert buckets([], 16) == []
 
 
 def test_every_rank_gets_the_same_bits(world: MPI.Intracomm) -> None:
