@@ -9,6 +9,7 @@ import torch
 from mpi4py import MPI
 
 from spatialdl.comm import check
+from tests.mpi.equality import meshes  # noqa: F401  (a fixture for all)
 
 torch.set_num_threads(1)
 check.enable()

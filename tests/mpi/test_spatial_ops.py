@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,103 +11,8 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from spatialdl import Mesh, UnsupportedSpatialOp, average_gradients, init_mesh, shard
-from spatialdl.spatial import SpatialTensor
-
-TOLERANCE = 1e-9
-Operation = Callable[..., Tensor]
-
-
-@pytest.fixture(scope="module")
-def meshes() -> dict[tuple[int, int], Mesh]:
-    ranks = MPI.COMM_WORLD.size
-    grids = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
-    return {grid: init_mesh(grid) for grid in grids}
-
-
-def mean_over_ranks(grad: Tensor, mesh: Mesh) -> Tensor:
-    parameter = nn.Parameter(torch.empty_like(grad))
-    parameter.grad = grad.clone()
-    holder = nn.Module()
-    holder.parameter = parameter
-    average_gradients(holder, mesh)
-    return parameter.grad
-
-
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    assert ours.shape == plain.shape, what
-    torch.testing.assert_close(ours, plain, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m: what + m)
-
-
-def check(
-    operation: Operation, image: Tensor, parameters: Sequence[Tensor], mesh: Mesh, what: str
-) -> None:
-    """Value, gradient of the image and averaged gradients of the parameters."""
-    leaves = [image, *parameters]
-    plain_leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    plain = operation(*plain_leaves)
-    upstream = torch.randn(
-        plain.shape, dtype=plain.dtype, generator=torch.Generator().manual_seed(1)
-    )
-    expected = torch.autograd.grad((plain * upstream).sum(), plain_leaves)
-
-    our_leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    ours = operation(shard(our_leaves[0], mesh), *our_leaves[1:])
-    assert ours.shape == plain.shape
-    is_split = isinstance(ours, SpatialTensor)
-    close(ours.full_tensor() if is_split else ours, plain, f"{what}: value ")
-    loss = (ours * upstream).sum()
-    grads = torch.autograd.grad(loss, our_leaves)
-    close(grads[0], expected[0], f"{what}: gradient of the image ")
-    for number, (grad, wanted) in enumerate(zip(grads[1:], expected[1:], strict=True)):
-        close(mean_over_ranks(grad, mesh), wanted, f"{what}: gradient of parameter {number} ")
-
-
-class Setting(NamedTuple):
-    mesh: Mesh
-    image: Tensor
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
-    def __str__(self) -> str:
-        return (
-            f"{tuple(self.image.shape)} on {self.mesh.grid}, kernel {self.kernel}, stride "
-            f"{self.stride}, padding {self.padding}, dilation {self.dilation}"
-        )
-
-
-def draw(rng: random.Random, meshes: dict[tuple[int, int], Mesh], pooling: bool = False) -> Setting:
-    """Anything that PyTorch takes, on images from one pixel a rank."""
-    grid = rng.choice(sorted(meshes))
-    while True:
-        height, width = (rng.randint(max(2, parts), rng.choice((8, 40))) for parts in grid)
-        kernel = rng.randint(1, 7), rng.randint(1, 5)
-        most = [k // 2 for k in kernel] if pooling else [5, 4]
-        padding = rng.randint(0, most[0]), rng.randint(0, most[1])
-        dilation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2))
-        reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-        fits = all(n + 2 * p >= r for n, p, r in zip((height, width), padding, reach, strict=True))
-        if fits:
-            break
-    stride = rng.randint(1, 4), rng.randint(1, 3)
-    generator = torch.Generator().manual_seed(rng.randint(0, 1000))
-    image = torch.randn(2, 4, height, width, dtype=torch.float64, generator=generator)
-    if rng.random() < 0.3:
-        image = image.contiguous(memory_format=torch.channels_last)
-    return Setting(meshes[grid], image, kernel, stride, padding, dilation)
-
-
-def parameter(rng: random.Random, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rng.randint(0, 1000))
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-
-def seeds(sample: int, proof: int) -> list[object]:
-    """The first are always tried, all of them by the slow tests."""
-    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(sample, proof))
-    return [*range(sample), *slow]
+from spatialdl import UnsupportedSpatialOp, shard
+from tests.mpi.equality import Operation, check, close, draw, mean_over_ranks, parameter, seeds
 
 
 @pytest.mark.parametrize("seed", seeds(60, 600))
