@@ -82,6 +82,16 @@ def strided_bounds(bounds: Bounds, stride: int, size: int) -> Bounds:
     return _rebalanced((0, *inner, size))
 
 
+def scaled_bounds(bounds: Bounds, scale: int, size: int) -> Bounds:
+    """Cut the output (of `size`) of an operation that enlarges where its input was cut.
+
+    The inverse of `strided_bounds` where it has one: on the way up a U-Net meets the cut that it
+    had at the same size on the way down.
+    """
+    inner = [min(bound * scale, size) for bound in bounds[1:-1]]
+    return _rebalanced((0, *inner, size))
+
+
 def _rebalanced(bounds: Bounds) -> Bounds:
     even = even_bounds(bounds[-1], len(bounds) - 1)
     return even if _largest(bounds) > LOPSIDED * _largest(even) else bounds
@@ -144,6 +154,14 @@ class Layout:
             strided_bounds(self.cols, stride[1], size[1]),
         )
 
+    def scaled(self, scale: tuple[int, int], size: tuple[int, int]) -> Layout:
+        """The layout of the output (rows, columns = `size`) of an operation that enlarges."""
+        return Layout(
+            self.batch,
+            scaled_bounds(self.rows, scale[0], size[0]),
+            scaled_bounds(self.cols, scale[1], size[1]),
+        )
+
     def describe(self) -> str:
         """Short text for messages: ``2x1 over 70x93``."""
         rows, cols = self.grid
@@ -179,6 +197,19 @@ class Window:
         first = start * self.stride - self.padding
         return first, (stop - 1) * self.stride - self.padding + self.reach
 
+    def transposed_size(self, size: int, extra: int = 0) -> int:
+        """Output pixels of the transposed operation; `extra` is PyTorch's output padding."""
+        return (size - 1) * self.stride - 2 * self.padding + self.reach + extra
+
+    def transposed_needs(self, start: int, stop: int, size: int) -> tuple[int, int]:
+        """The input interval, of `size` pixels, that output [start, stop) of the transposed reads.
+
+        That is: the outputs of the operation itself that read pixels of [start, stop).
+        """
+        first = max(0, -(-(start + self.padding - self.reach + 1) // self.stride))
+        last = min(size, (stop - 1 + self.padding) // self.stride + 1)
+        return (first, last) if start < stop and first < last else (0, 0)
+
 
 @lru_cache(maxsize=4096)
 def needed_boxes(output: Layout, rows: Window, cols: Window) -> tuple[Box, ...]:
@@ -194,3 +225,19 @@ def needed_boxes(output: Layout, rows: Window, cols: Window) -> tuple[Box, ...]:
         )
         for box in output.boxes
     )
+
+
+@lru_cache(maxsize=4096)
+def transposed_boxes(layout: Layout, output: Layout, rows: Window, cols: Window) -> tuple[Box, ...]:
+    """The box of an image on `layout` that each part of `output`, its transposed, needs.
+
+    Empty where a part has no output, or none of its outputs reads a pixel.
+    """
+    _, height, width = layout.size
+    boxes = []
+    for box in output.boxes:
+        row0, row1 = rows.transposed_needs(box.row0, box.row1, height)
+        col0, col1 = cols.transposed_needs(box.col0, box.col1, width)
+        need = Box(box.batch0, box.batch1, row0, row1, col0, col1)
+        boxes.append(EMPTY_BOX if need.is_empty else need)
+    return tuple(boxes)

@@ -16,7 +16,9 @@ from spatialdl.layout import (
     Window,
     even_bounds,
     needed_boxes,
+    scaled_bounds,
     strided_bounds,
+    transposed_boxes,
 )
 
 sizes = st.integers(1, 60)
@@ -148,9 +150,99 @@ def test_needs_are_the_pixels_on_which_the_outputs_depend(size, window, data):
     assert window.needs(start, stop) == (int(used[0]), int(used[-1]) + 1)
 
 
+@given(layouts(), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_scaled_layouts_partition_the_output_and_are_never_lopsided(layout, rows, cols, data):
+    sizes_up = (layout.size[1] * rows, layout.size[2] * cols)
+    size = tuple(max(1, n + data.draw(st.integers(-3, 3))) for n in sizes_up)
+    scaled = layout.scaled((rows, cols), size)
+    assert (scaled.batch, scaled.size[1:]) == (layout.batch, size)
+    for bounds, n, count in zip((scaled.rows, scaled.cols), size, scaled.grid, strict=True):
+        extents = [stop - start for start, stop in pairwise(bounds)]
+        assert min(extents) >= 0
+        assert max(extents) <= LOPSIDED * -(-n // count)
+
+
+@given(st.integers(1, 8), parts, st.integers(1, 4), st.integers(1, 4))
+def test_down_and_up_again_meet_on_the_same_cut(unit, count, down, up):
+    """As a U-Net does on sizes that can be halved as often as it halves them."""
+    bounds = even_bounds(unit * count * down * up, count)
+    small = strided_bounds(bounds, down, unit * count * up)
+    smaller = strided_bounds(small, up, unit * count)
+    assert scaled_bounds(smaller, up, unit * count * up) == small
+    assert scaled_bounds(small, down, bounds[-1]) == bounds
+
+
+def test_scaled_bounds_end_where_the_output_ends():
+    assert scaled_bounds((0, 3, 6), 2, 12) == (0, 6, 12)
+    assert scaled_bounds((0, 3, 5), 2, 11) == (0, 6, 11)
+    assert scaled_bounds((0, 1, 2, 2), 3, 5) == (0, 1, 3, 5)  # cut anew: (0, 3, 5, 5) is lopsided
+
+
+@given(sizes, windows(), st.integers(0, 3))
+def test_the_transposed_size_is_pytorchs(size, window, extra):
+    assume(extra < max(window.stride, window.dilation))
+    assume(window.transposed_size(size, extra) >= 1)
+    weight = torch.zeros(1, 1, window.kernel)
+    y = F.conv_transpose1d(
+        torch.zeros(1, 1, size),
+        weight,
+        None,
+        window.stride,
+        window.padding,
+        extra,
+        1,
+        window.dilation,
+    )
+    assert window.transposed_size(size, extra) == y.shape[-1]
+
+
+@given(sizes, windows(), st.data())
+def test_transposed_needs_are_the_pixels_on_which_the_outputs_depend(size, window, data):
+    count = window.transposed_size(size)
+    assume(count >= 1)
+    start = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(start + 1, count))
+    x = torch.zeros(1, 1, size, requires_grad=True)
+    weight = torch.ones(1, 1, window.kernel)
+    y = F.conv_transpose1d(x, weight, None, window.stride, window.padding, 0, 1, window.dilation)
+    y[..., start:stop].sum().backward()
+    used = x.grad.flatten().nonzero().flatten().tolist()
+    first, last = window.transposed_needs(start, stop, size)
+    assert 0 <= first <= last <= size
+    assert all(first <= pixel < last for pixel in used)
+    if window.dilation == 1:  # else pixels between the taps are counted in
+        assert (first, last) == ((used[0], used[-1] + 1) if used else (0, 0))
+
+
 @given(windows(), st.integers(0, 9))
 def test_an_empty_output_needs_nothing(window, start):
     assert window.needs(start, start) == (0, 0)
+    assert window.transposed_needs(start, start, 9) == (0, 0)
+
+
+@given(layouts(), windows(), windows())
+def test_transposed_boxes_lie_inside_the_image(layout, rows, cols):
+    size = [
+        window.transposed_size(n) for window, n in zip((rows, cols), layout.size[1:], strict=True)
+    ]
+    assume(min(size) >= 1)
+    output = layout.scaled((rows.stride, cols.stride), (size[0], size[1]))
+    needed = transposed_boxes(layout, output, rows, cols)
+    assert len(needed) == len(output.boxes)
+    for box, need in zip(output.boxes, needed, strict=True):
+        assert need.is_empty or need == need.intersect(layout.whole)
+        if box.is_empty:
+            assert need == EMPTY_BOX
+        elif not need.is_empty:
+            height, width = layout.size[1:]
+            assert (need.row0, need.row1) == rows.transposed_needs(box.row0, box.row1, height)
+            assert (need.col0, need.col1) == cols.transposed_needs(box.col0, box.col1, width)
+
+
+def test_doubling_with_a_kernel_of_two_needs_the_own_tile_only():
+    layout = Layout.even((1, 35, 22), (2, 2))
+    output = layout.scaled((2, 2), (70, 44))
+    assert transposed_boxes(layout, output, Window(2, 2), Window(2, 2)) == layout.boxes
 
 
 @given(layouts(), windows(), windows())
