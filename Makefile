@@ -14,7 +14,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable ".[mpi,dev]"
+	$(BIN)/pip install --quiet --editable ".[mpi,dev,proof]"
 	touch $(READY)
 
 demo: $(READY)
