@@ -35,6 +35,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 CHUNK = 512
 NO_LABEL = -1
+UNLABELLED = 255
+"""A pixel of a mask of which nobody knows the class: it counts neither in losses nor in metrics."""
 
 Kind = Literal["tiles", "regions"]
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.h5")

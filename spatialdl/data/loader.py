@@ -18,6 +18,9 @@ from torch import Tensor
 
 from spatialdl.layout import even_bounds
 
+Box = tuple[int, int, int, int]
+"""(row0, row1, col0, col1) of an image, half-open."""
+
 CENTRE, SPREAD = 0.5, 0.25
 """Pixels, scaled to [0, 1], are normalised with these."""
 
@@ -28,14 +31,15 @@ class ImageSource(Protocol):
     labels: npt.NDArray[np.int64]
 
     @property
+    def has_masks(self) -> bool: ...
+    @property
     def channels(self) -> int: ...
     @property
     def classes(self) -> Sequence[str]: ...
     def __len__(self) -> int: ...
     def image_size(self, sample: int) -> tuple[int, int]: ...
-    def read(
-        self, sample: int, box: tuple[int, int, int, int] | None = None
-    ) -> npt.NDArray[np.uint8]: ...
+    def read(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]: ...
+    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]: ...
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,13 @@ class Slice:
         labels: (N,) of the samples of this replica.
         share: of the whole batch's samples that are in this slice.
         tiles: uint8 (N, h, w, C), this rank's box of each; None where no images are wanted.
+        masks: uint8 (N, h, w), this rank's box of each mask; None where no masks are wanted.
     """
 
     labels: npt.NDArray[np.int64]
     share: float
     tiles: npt.NDArray[np.uint8] | None
+    masks: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,16 @@ class Batching:
         microbatches: into which a batch is cut.
         replicas: data replicas, into which a micro-batch is cut.
         replica: this rank's.
-        box: this rank's (row0, row1, col0, col1) of an image; None if it needs no images.
+        box: this rank's box of an image; None if it needs no images.
+        mask_box: this rank's box of a mask; None if it needs no masks.
     """
 
     size: int
     microbatches: int
     replicas: int
     replica: int
-    box: tuple[int, int, int, int] | None
+    box: Box | None
+    mask_box: Box | None = None
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -109,13 +117,25 @@ class Loader:
             samples = batch[bounds[microbatch] : bounds[microbatch + 1]]
             cuts = even_bounds(len(samples), self.batching.replicas)
             own = samples[cuts[self.batching.replica] : cuts[self.batching.replica + 1]]
-            slices.append(Slice(self.source.labels[own], len(own) / len(batch), self._tiles(own)))
+            slices.append(
+                Slice(
+                    self.source.labels[own],
+                    len(own) / len(batch),
+                    self._tiles(own),
+                    self._masks(own),
+                )
+            )
         return slices
 
     def _tiles(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] | None:
         if self.batching.box is None or len(samples) == 0:
             return None
         return np.stack([self.source.read(int(n), self.batching.box) for n in samples])
+
+    def _masks(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] | None:
+        if self.batching.mask_box is None or len(samples) == 0:
+            return None
+        return np.stack([self.source.read_mask(int(n), self.batching.mask_box) for n in samples])
 
 
 def to_input(tiles: npt.NDArray[np.uint8], dtype: torch.dtype, device: torch.device) -> Tensor:

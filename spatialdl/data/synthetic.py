@@ -27,6 +27,8 @@ class SyntheticDataset:
         seed: other seeds give other images.
     """
 
+    has_masks = False
+
     def __init__(
         self,
         samples: int,
@@ -57,30 +59,45 @@ class SyntheticDataset:
     def read(self, sample: int, box: tuple[int, int, int, int] | None = None) -> Pixels:
         """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
         height, width = self._size
-        own = Box(0, 1, *(box or (0, height, 0, width)))
+        own = self._box(box)
         rows = np.arange(own.row0, own.row1, dtype=np.float64)[:, None] / height
         cols = np.arange(own.col0, own.col1, dtype=np.float64)[None, :] / width
         angle = np.pi * self.labels[sample] / len(self.classes)
-        phase = _mix(np.uint64(self._seed * 1_000_003 + sample)) / 2.0**64
+        phase = mix(self._key(sample)) / 2.0**64
         waves = rows * np.sin(angle) + cols * np.cos(angle) + phase
         stripes = 48.0 * np.sin(2 * np.pi * STRIPES * waves)
-        noise = self._noise(sample, own)
-        return np.asarray(np.clip(128 + stripes[..., None] + noise, 0, 255), dtype=np.uint8)
+        grain = noise(self._key(sample), own, self.channels)
+        return np.asarray(np.clip(128 + stripes[..., None] + grain, 0, 255), dtype=np.uint8)
 
-    def _noise(self, sample: int, box: Box) -> npt.NDArray[np.int16]:
-        """Equally distributed in [-64, 64), independent per pixel and channel."""
-        rows = np.arange(box.row0, box.row1, dtype=np.uint64)[:, None]
-        cols = np.arange(box.col0, box.col1, dtype=np.uint64)[None, :]
-        start = _mix(np.uint64(self._seed * 1_000_003 + sample) + np.uint64(1 << 40))
-        layers = []
-        for block in range(-(-self.channels // 8)):
-            bits = _mix(start + np.uint64(block) + (rows << np.uint64(32)) + cols)
-            layers.append(np.ascontiguousarray(bits).view(np.uint8).reshape(*bits.shape, 8))
-        values = np.concatenate(layers, axis=-1)[..., : self.channels]
-        return (values.astype(np.int16) - 128) // 2
+    def read_mask(self, sample: int, box: tuple[int, int, int, int] | None = None) -> Pixels:
+        """Not here; see `SyntheticMasks`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("synthetic images with labels have no masks")
+
+    def _box(self, box: tuple[int, int, int, int] | None) -> Box:
+        return Box(0, 1, *(box or (0, self._size[0], 0, self._size[1])))
+
+    def _key(self, sample: int) -> np.uint64:
+        return np.uint64(self._seed * 1_000_003 + sample)
 
 
-def _mix(x: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:
+def noise(key: np.uint64, box: Box, channels: int) -> npt.NDArray[np.int16]:
+    """Equally distributed in [-64, 64), independent per pixel and channel."""
+    rows = np.arange(box.row0, box.row1, dtype=np.uint64)[:, None]
+    cols = np.arange(box.col0, box.col1, dtype=np.uint64)[None, :]
+    start = mix(key + np.uint64(1 << 40))
+    layers = []
+    for block in range(-(-channels // 8)):
+        bits = mix(start + np.uint64(block) + (rows << np.uint64(32)) + cols)
+        layers.append(np.ascontiguousarray(bits).view(np.uint8).reshape(*bits.shape, 8))
+    values = np.concatenate(layers, axis=-1)[..., :channels]
+    return (values.astype(np.int16) - 128) // 2
+
+
+def mix(x: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:
     """SplitMix64 (Steele, Lea, Flood 2014): a counter in, independent bits out."""
     with np.errstate(over="ignore"):
         z = np.asarray(x, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)

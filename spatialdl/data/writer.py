@@ -110,7 +110,8 @@ class ShardWriter:
             split: "train", "val", "test" or any other name, or None.
             slide: what the image was cut from.
             xy: level-0 column and row of its top-left pixel there.
-            mask: class of every pixel, integers 0 to 255, (rows, cols); all samples or none.
+            mask: class of every pixel, integers 0 to 254, or 255 where it is not known,
+                (rows, cols); all samples or none.
             mpp: micrometres per pixel of a region; tiles share that of the writer.
 
         Raises:

@@ -4,5 +4,15 @@ from __future__ import annotations
 
 from spatialdl.models.resnet import ResNet, resnet18, resnet50
 from spatialdl.models.resnet_v2 import ResNetV2, resnet110_v2, resnet_v2
+from spatialdl.models.unet import UNet, unet
 
-__all__ = ["ResNet", "ResNetV2", "resnet18", "resnet50", "resnet110_v2", "resnet_v2"]
+__all__ = [
+    "ResNet",
+    "ResNetV2",
+    "UNet",
+    "resnet18",
+    "resnet50",
+    "resnet110_v2",
+    "resnet_v2",
+    "unet",
+]

@@ -40,6 +40,9 @@ class Numbers:
         row0, row1, col0, col1 = box or (0, 8, 0, 6)
         return image[row0:row1, col0:col1]
 
+    def read_mask(self, sample, box=None):
+        return self.read(sample, box)[..., 1]
+
 
 def loaders(samples, size, microbatches, replicas, box=None):
     return [
@@ -98,6 +101,14 @@ def test_a_rank_reads_its_own_box_of_its_own_samples():
             assert part.tiles[0, :, 0, 1].tolist() == [2, 3, 4]
             assert part.tiles[0, 0, :, 2].tolist() == [1, 2, 3, 4, 5]
     assert loader.source.asked == [1, 3, 4, 6]  # 0 1|2 3 and 4|5 6, cut 0|1, 2|3, |4, 5|6
+
+
+def test_masks_are_read_in_their_own_box():
+    loader = Loader(Numbers(3), Batching(2, 1, 1, 0, None, mask_box=(2, 5, 1, 6)))
+    parts = [part for batch in loader.batches(np.arange(3)) for part in batch]
+    assert [part.masks.shape for part in parts] == [(2, 3, 5), (1, 3, 5)]
+    assert parts[1].masks[0, :, 0].tolist() == [2, 3, 4]
+    assert all(part.tiles is None for part in parts)
 
 
 def test_a_rank_that_needs_no_images_reads_none():

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from spatialdl.models import UNet, unet
+
+
+def test_the_paper_s_network_has_31_million_parameters():
+    with torch.device("meta"):
+        network = unet(num_classes=2, in_channels=1)
+    assert sum(p.numel() for p in network.parameters()) == 31_036_546
+    convolutions = [m for m in network.modules() if isinstance(m, nn.Conv2d)]
+    assert [m.out_channels for m in convolutions] == [
+        *(64, 64, 128, 128, 256, 256, 512, 512, 1024, 1024),
+        *(512, 512, 256, 256, 128, 128, 64, 64, 2),
+    ]
+
+
+@pytest.mark.parametrize("size", [(64, 64), (37, 29), (70, 93), (17, 1), (2, 3)])
+def test_every_pixel_of_any_image_gets_all_classes(size):
+    network = UNet(num_classes=5, in_channels=2, width=2)
+    assert network(torch.rand(2, 2, *size)).shape == (2, 5, *size)
+
+
+def test_each_pixel_s_output_depends_on_it_and_on_far_pixels():
+    torch.manual_seed(0)
+    network = unet(width=4, depth=3).double().eval()
+    image = torch.rand(1, 3, 95, 51, dtype=torch.float64, requires_grad=True)
+    network(image)[0, :, 94, 50].sum().backward()
+    reached = image.grad[0].abs().sum(0) > 0
+    assert reached[94, 50]
+    assert reached[70, 25]
+    assert not reached[:30].any()  # out of the reach of three halvings
+
+
+def test_a_pixel_moves_along_with_the_image():
+    """Upsampled maps meet their skips where they came from: shift by 8 = 2 ** depth pixels."""
+    torch.manual_seed(0)
+    network = unet(width=4, depth=3).double().eval()
+    image = torch.rand(1, 3, 131, 131, dtype=torch.float64)
+    whole, shifted = network(image), network(image[..., 8:, 8:])
+    torch.testing.assert_close(shifted[..., 70:80, 70:80], whole[..., 78:88, 78:88])
+
+
+@pytest.mark.parametrize("key", ["num_classes", "in_channels", "width", "depth"])
+def test_nothing_of_a_kind_is_refused(key):
+    with pytest.raises(ValueError, match=f"{key}=0"):
+        unet(**{key: 0})
