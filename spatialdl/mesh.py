@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from spatialdl.layout import Box, Layout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from spatialdl.comm.communicator import Communicator
 
 
 class Position(NamedTuple):
@@ -101,9 +103,9 @@ class Mesh:
     data: int
     part: int
     replica: int
-    comm: MPI.Intracomm
-    grid_comm: MPI.Intracomm
-    data_comm: MPI.Intracomm
+    comm: Communicator
+    grid_comm: Communicator
+    data_comm: Communicator
 
     @property
     def size(self) -> int:
@@ -125,26 +127,31 @@ class Mesh:
 
 
 def init_mesh(
-    grid: tuple[int, int] = (1, 1), data: int = 1, comm: MPI.Intracomm | None = None
+    grid: tuple[int, int] = (1, 1),
+    data: int = 1,
+    comm: Communicator | MPI.Intracomm | None = None,
 ) -> Mesh:
-    """Arrange the ranks of `comm` (the world if not given) as data replicas x grid.
+    """Arrange the ranks of `comm` as data replicas x grid.
 
     Every rank of `comm` must call it.
 
     Args:
         grid: (rows, columns) into which an image is cut.
         data: number of data replicas.
+        comm: the ranks; by default ``MPI.COMM_WORLD``, or all ranks of torch.distributed where
+            the program has initialised that and no MPI launcher has started it.
 
     Raises:
         ValueError: if ``data * rows * columns`` is not the number of ranks.
     """
-    from mpi4py import MPI
+    from spatialdl.comm.communicator import as_communicator
+    from spatialdl.comm.world import world as all_ranks
 
-    world = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(grid, tuple | list) or len(grid) != 2:
         raise ValueError(f"a grid is (rows, columns), got {grid!r}")
     rows, cols = grid
     placement = Placement(data, ((rows, cols),))
+    world = all_ranks() if comm is None else as_communicator(comm)
     if placement.world_size != world.size:
         raise ValueError(
             f"the mesh needs {placement.describe()} (data {data} x rows {rows} x columns {cols}), "
@@ -154,12 +161,7 @@ def init_mesh(
     return split_mesh(placement, 0, world)
 
 
-def split(comm: MPI.Intracomm, color: int, key: int) -> MPI.Intracomm:
-    """The ranks of `comm` that name the same `color`, in the order of `key`."""
-    return cast("MPI.Intracomm", comm.Split(color, key))
-
-
-def split_mesh(placement: Placement, stage: int, stage_comm: MPI.Intracomm) -> Mesh:
+def split_mesh(placement: Placement, stage: int, stage_comm: Communicator) -> Mesh:
     """The mesh of one stage, whose ranks (replica by replica) are those of `stage_comm`."""
     replica, part = divmod(stage_comm.rank, placement.widths[stage])
     return Mesh(
@@ -167,15 +169,15 @@ def split_mesh(placement: Placement, stage: int, stage_comm: MPI.Intracomm) -> M
         data=placement.data,
         part=part,
         replica=replica,
-        comm=stage_comm.Dup(),
-        grid_comm=split(stage_comm, replica, part),
-        data_comm=split(stage_comm, part, replica),
+        comm=stage_comm.duplicate(),
+        grid_comm=stage_comm.split(replica, part),
+        data_comm=stage_comm.split(part, replica),
     )
 
 
 def dry_mesh(grid: tuple[int, int]) -> Mesh:
     """A mesh on which nobody talks, to find out shapes and layouts on the ``meta`` device."""
-    from mpi4py import MPI
+    from spatialdl.comm.alone import Alone
 
-    alone = MPI.COMM_SELF
+    alone = Alone()
     return Mesh(grid, 1, 0, 0, alone, alone, alone)

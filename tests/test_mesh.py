@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+from spatialdl.comm.communicator import as_communicator
 from spatialdl.layout import Layout
 from spatialdl.mesh import Placement, Position, dry_mesh, init_mesh, split_mesh
 
@@ -65,7 +66,7 @@ def test_a_grid_that_does_not_fit_names_the_product_and_the_world():
 
 
 def test_a_stage_has_the_grid_of_the_placement():
-    mesh = split_mesh(Placement(1, ((2, 2), (1, 1))), 1, MPI.COMM_SELF)
+    mesh = split_mesh(Placement(1, ((2, 2), (1, 1))), 1, as_communicator(MPI.COMM_SELF))
     assert (mesh.grid, mesh.part, mesh.replica) == ((1, 1), 0, 0)
 
 

@@ -53,11 +53,11 @@ def measure(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> dict[st
         if step == WARM_UP:
             cpu = time.process_time()
         if mesh is not None:
-            mesh.comm.Barrier()
+            mesh.comm.barrier()
         started = time.perf_counter()
         _train_step(model, optimizer, images, labels, mesh)
         if mesh is not None:
-            mesh.comm.Barrier()
+            mesh.comm.barrier()
         seconds.append(time.perf_counter() - started)
     return {
         "seconds": seconds[WARM_UP:],

@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from spatialdl.errors import CommMismatch
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from spatialdl.comm.communicator import Communicator
 
 TEXT_BYTES = 256
 
@@ -31,7 +34,7 @@ def enabled() -> bool:
     return _Switch.on
 
 
-def agree(comm: MPI.Intracomm, text: str) -> None:
+def agree(comm: Communicator, text: str) -> None:
     """Compare `text` over the ranks of `comm`, if the check is on.
 
     Raises:
@@ -40,10 +43,9 @@ def agree(comm: MPI.Intracomm, text: str) -> None:
     if not _Switch.on:
         return
     mine = encode(text)
-    everybody = bytearray(TEXT_BYTES * comm.size)
-    comm.Allgather(mine, everybody)
+    everybody = comm.all_gather(as_tensor(mine))
     for rank in range(comm.size):
-        theirs = bytes(everybody[rank * TEXT_BYTES : (rank + 1) * TEXT_BYTES])
+        theirs = bytes(everybody[rank].numpy())
         if theirs != mine:
             raise CommMismatch(
                 f"ranks do different things: rank {comm.rank} is at '{text}', rank {rank} at "
@@ -54,6 +56,11 @@ def agree(comm: MPI.Intracomm, text: str) -> None:
 def encode(text: str) -> bytes:
     """`text` as a message of fixed length."""
     return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+
+
+def as_tensor(message: bytes) -> Tensor:
+    """A message as the transports take it."""
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def decode(message: bytes) -> str:

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spatialdl.comm import check
-from spatialdl.comm.datatypes import mpi_type
+from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.errors import CommMismatch
 from spatialdl.layout import EMPTY_BOX, Box, Layout
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 @dataclass(frozen=True)
@@ -79,12 +75,12 @@ class Handover:
         tag: a number for this border; borders differ.
     """
 
-    comm: MPI.Intracomm
+    comm: Communicator
     senders: range
     receivers: range
     me: int
     tag: int
-    _pending: list[tuple[MPI.Request, Tensor]] = field(default_factory=list)
+    _pending: list[Pending] = field(default_factory=list)
     _plans: dict[HandoverShape, Plan] = field(default_factory=dict)
 
     @cached_property
@@ -137,47 +133,36 @@ class Handover:
 
     def wait_sent(self) -> None:
         """Wait until all that was sent has left; the end of a step."""
-        for request, _ in self._pending:
-            request.Wait()
+        for sending in self._pending:
+            sending.wait()
         self._pending.clear()
 
     def _send(self, view: Tensor, peer: int, microbatch: int, direction: str) -> None:
         tag = self._tag(microbatch, direction)
         rank = self._ranks[peer]
-        view = view.cpu()
         if check.enabled():
-            header = torch.frombuffer(
-                bytearray(self._text(microbatch, direction)), dtype=torch.uint8
-            )
-            self._post(header, rank, tag)
-        self._post(view, rank, tag)
-
-    def _post(self, view: Tensor, rank: int, tag: int) -> None:
-        request = self.comm.Isend(_message(view), dest=rank, tag=tag)
-        self._pending.append((request, view))  # the buffer must outlive the message
+            header = check.as_tensor(self._text(microbatch, direction))
+            self._pending.append(self.comm.start_send(header, rank, tag))
+        self._pending.append(self.comm.start_send(view, rank, tag))
 
     def _receive(
         self, views: list[Tensor], peers: list[int], microbatch: int, direction: str
     ) -> None:
         tag = self._tag(microbatch, direction)
-        landed = [view if view.device.type == "cpu" else view.cpu() for view in views]
-        for view, peer in zip(landed, peers, strict=True):
+        for view, peer in zip(views, peers, strict=True):
             rank = self._ranks[peer]
             if check.enabled():
                 self._compare(rank, tag, microbatch, direction)
-            self.comm.Recv(_message(view), source=rank, tag=tag)
-        for view, arrival in zip(views, landed, strict=True):
-            if view is not arrival:
-                view.copy_(arrival)
+            self.comm.receive(view, rank, tag)
 
     def _compare(self, rank: int, tag: int, microbatch: int, direction: str) -> None:
-        theirs = bytearray(check.TEXT_BYTES)
-        self.comm.Recv(theirs, source=rank, tag=tag)
-        mine = self._text(microbatch, direction)
-        if bytes(theirs) != mine:
+        header = check.as_tensor(bytes(check.TEXT_BYTES))
+        self.comm.receive(header, rank, tag)
+        theirs, mine = bytes(header.numpy()), self._text(microbatch, direction)
+        if theirs != mine:
             raise CommMismatch(
                 f"ranks do different things: rank {self.comm.rank} expects "
-                f"'{check.decode(mine)}', rank {rank} sends '{check.decode(bytes(theirs))}'"
+                f"'{check.decode(mine)}', rank {rank} sends '{check.decode(theirs)}'"
             )
 
     def _text(self, microbatch: int, direction: str) -> bytes:
@@ -190,22 +175,3 @@ class Handover:
 def _as_boxed(tensor: Tensor, what: HandoverShape) -> Tensor:
     """(N, ..., H, W) as it is; anything else as one row, so that boxes apply to it."""
     return tensor if what.is_image else tensor.contiguous().view(1, 1, -1)
-
-
-def _message(view: Tensor) -> list[object]:
-    from mpi4py import MPI
-
-    address = MPI.buffer.fromaddress(view.data_ptr(), 0) if view.numel() == 0 else None
-    if address is not None:
-        return [address, 0, MPI.BYTE]
-    return [_span(view), 1, mpi_type(view)]
-
-
-def _span(view: Tensor) -> MPI.buffer:
-    """The memory from the first to the last element of a strided view."""
-    from mpi4py import MPI
-
-    last = sum(
-        (count - 1) * stride for count, stride in zip(view.shape, view.stride(), strict=True)
-    )
-    return MPI.buffer.fromaddress(view.data_ptr(), (last + 1) * view.element_size())

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm.datatypes import buffer, reduction_type
+from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.gradients import buckets
 from spatialdl.mesh import Mesh
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 BUCKET_BYTES = 8 * 2**20
 
@@ -36,7 +33,7 @@ class SpatialParallel(nn.Module):
         super().__init__()
         self.module = module
         self._mesh = mesh
-        self._comm = mesh.comm.Dup()
+        self._comm = mesh.comm.duplicate()
         trained = [p for p in module.parameters() if p.requires_grad]
         self._buckets = [_Bucket(part) for part in buckets(trained[::-1], BUCKET_BYTES)]
         self._next = 0
@@ -89,27 +86,24 @@ class _Bucket:
         self.parameters = parameters
         self.missing: set[int] = set()
         self._flat: Tensor | None = None
-        self._request: MPI.Request | None = None
+        self._pending: Pending | None = None
 
-    def start(self, comm: MPI.Intracomm) -> None:
-        from mpi4py import MPI
-
+    def start(self, comm: Communicator) -> None:
         like = self.parameters[0]
         present = [parameter.grad is not None for parameter in self.parameters]
         parts = [
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self.parameters
         ]
         flags = torch.tensor(present, dtype=like.dtype, device=like.device)
-        flat = torch.cat([*parts, flags]).detach().cpu()
+        flat = comm.home(torch.cat([*parts, flags]).detach())
         self._flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        spec = [buffer(self._flat), self._flat.numel(), reduction_type(self._flat)]
-        self._request = comm.Iallreduce(MPI.IN_PLACE, spec, op=MPI.SUM)
+        self._pending = comm.start_all_reduce(self._flat)
 
     @torch.no_grad()
     def finish(self, ranks: int) -> None:
-        if self._request is None or self._flat is None:
+        if self._pending is None or self._flat is None:
             return
-        self._request.Wait()
+        self._pending.wait()
         sizes = [parameter.numel() for parameter in self.parameters]
         *sums, flags = torch.split(self._flat, [*sizes, len(sizes)])
         for parameter, total, present in zip(self.parameters, sums, flags, strict=True):
@@ -119,4 +113,4 @@ class _Bucket:
                     parameter.grad = mean
                 else:
                     parameter.grad.copy_(mean)
-        self._request = self._flat = None
+        self._pending = self._flat = None

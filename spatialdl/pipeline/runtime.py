@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from spatialdl.comm.communicator import Communicator, as_communicator
 from spatialdl.comm.gradients import average
 from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
-from spatialdl.mesh import Mesh, Placement, dry_mesh, split, split_mesh
+from spatialdl.mesh import Mesh, Placement, dry_mesh, split_mesh
 from spatialdl.pipeline.partition import cut, meta_copy
 from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only
 from spatialdl.pipeline.statistics import ReplicaStatistics
@@ -90,7 +91,7 @@ class Pipeline:
         self,
         model: nn.Module,
         placement: Placement,
-        comm: MPI.Intracomm,
+        comm: Communicator | MPI.Intracomm,
         criterion: Criterion,
         image_size: tuple[int, int, int],
         names: Sequence[str] | None = None,
@@ -98,6 +99,7 @@ class Pipeline:
         device: torch.device | None = None,
     ) -> None:
         self.placement, self.criterion, self.image_size = placement, criterion, image_size
+        comm = as_communicator(comm)
         self.position = placement.position(comm.rank)
         self.device = device or torch.device("cpu")
         stages = cut(model, placement.widths, names, (1, *image_size))
@@ -106,9 +108,9 @@ class Pipeline:
         self._trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.stage = stages[self.position.stage].to(self.device)
         self.mesh: Mesh = split_mesh(
-            placement, self.position.stage, split(comm, self.position.stage, comm.rank)
+            placement, self.position.stage, comm.split(self.position.stage, comm.rank)
         )
-        self._before, self._after = self._borders(comm.Dup())
+        self._before, self._after = self._borders(comm.duplicate())
         self._statistics = ReplicaStatistics(self.stage, self.mesh) if placement.data > 1 else None
         self._schedule = SCHEDULES[schedule]
         self._shapes: dict[int, list[HandoverShape]] = {}
@@ -220,7 +222,7 @@ class Pipeline:
         self._before.wait_sent()
         self._after.wait_sent()
 
-    def _borders(self, comm: MPI.Intracomm) -> tuple[Handover, Handover]:
+    def _borders(self, comm: Communicator) -> tuple[Handover, Handover]:
         """Hand-overs from the stage before and to the stage after; unused at the ends."""
         replica, stage, part = self.position
 

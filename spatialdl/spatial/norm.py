@@ -7,21 +7,17 @@ float64 (Chan, Golub, LeVeque 1979), never as raw sums of squares, which in floa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.comm import check
-from spatialdl.comm.datatypes import buffer
-from spatialdl.comm.reduce import sum_over_ranks
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
 from spatialdl.spatial.window import check_image
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 aten = torch.ops.aten
 
@@ -34,7 +30,7 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-def global_moments(tile: Tensor, count: int, comm: MPI.Intracomm) -> Moments:
+def global_moments(tile: Tensor, count: int, comm: Communicator) -> Moments:
     """Mean and variance over the tiles of all ranks.
 
     Args:
@@ -44,16 +40,14 @@ def global_moments(tile: Tensor, count: int, comm: MPI.Intracomm) -> Moments:
     mean, variance = _tile_moments(tile)
     if tile.device.type == "meta" or comm.size == 1:
         return Moments(count, mean, variance)
-    check.agree(comm, f"batch_norm statistics of {tile.shape[1]} channels")
     own = tile.numel() // max(tile.shape[1], 1)
-    message = torch.cat([mean.new_full((1,), own), mean, variance]).cpu()
-    gathered = torch.empty(comm.size, message.numel(), dtype=torch.float64)
-    comm.Allgather(buffer(message), buffer(gathered))
+    message = torch.cat([mean.new_full((1,), own), mean, variance])
+    gathered = gather_over_ranks(comm, message, "batch_norm statistics")
     channels = tile.shape[1]
     counts, means, variances = torch.split(gathered, [1, channels, channels], dim=1)
     mean = (counts * means).sum(0) / count
     variance = (counts * (variances + (means - mean).square())).sum(0) / count
-    return Moments(count, mean.to(tile.device), variance.to(tile.device))
+    return Moments(count, mean, variance)
 
 
 def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:

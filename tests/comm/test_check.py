@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from spatialdl.comm import check
+from spatialdl.comm.communicator import as_communicator
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_a_text_cut_within_a_letter_is_still_readable():
 
 def test_one_rank_agrees_with_itself(switched_on):
     assert check.enabled()
-    check.agree(MPI.COMM_SELF, "conv2d forward")
+    check.agree(as_communicator(MPI.COMM_SELF), "conv2d forward")
 
 
 def test_switched_off_it_says_nothing(monkeypatch):

@@ -1,7 +1,11 @@
-"""MPI tests: every rank runs pytest; the first failure on any rank ends the job."""
+"""MPI tests: every rank runs pytest; the first failure on any rank ends the job.
+
+``SPATIALDL_TRANSPORT=torch`` runs them over torch.distributed instead of MPI.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -9,16 +13,20 @@ import torch
 from mpi4py import MPI
 
 from spatialdl.comm import check
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.world import start_world
 from tests.mpi.equality import meshes  # noqa: F401  (a fixture for all)
 
 torch.set_num_threads(1)
 check.enable()
+TRANSPORT = os.environ.get("SPATIALDL_TRANSPORT", "mpi")
+WORLD = start_world(TRANSPORT)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     vendor, version = MPI.get_vendor()
-    world = MPI.COMM_WORLD
-    return f"MPI: {vendor} {'.'.join(map(str, version))}, rank {world.rank} of {world.size}"
+    library = f"{vendor} {'.'.join(map(str, version))}"
+    return f"MPI: {library}, transport: {TRANSPORT}, rank {WORLD.rank} of {WORLD.size}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,5 +54,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
 
 
 @pytest.fixture
-def world() -> MPI.Intracomm:
-    return MPI.COMM_WORLD
+def world() -> Communicator:
+    return WORLD

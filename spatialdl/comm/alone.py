@@ -1,0 +1,76 @@
+"""A process by itself: nobody to talk to, and no MPI started for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import Plan
+
+
+class Done:
+    """What is over when it begins."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Alone:
+    """A `Communicator` of one rank."""
+
+    rank = 0
+    size = 1
+
+    def split(self, color: int, key: int) -> Alone:
+        return self
+
+    def duplicate(self) -> Alone:
+        return self
+
+    def barrier(self) -> None:
+        return None
+
+    def bcast(self, obj: Any, root: int = 0, /) -> Any:
+        return obj
+
+    def gather(self, obj: Any, root: int = 0, /) -> list[Any] | None:
+        return [obj]
+
+    def allgather(self, obj: Any, /) -> list[Any]:
+        return [obj]
+
+    def allreduce(self, obj: Any, /, op: Any = None) -> Any:
+        return obj
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        return values.clone()
+
+    def start_all_reduce(self, values: Tensor) -> Done:
+        return Done()
+
+    def home(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        return values.clone().unsqueeze(0)
+
+    def start_exchange(
+        self,
+        plan: Plan,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        adjoint: bool,
+        device: torch.device,
+    ) -> Done:
+        if plan.talks:
+            raise RuntimeError(f"a process by itself was asked for a {plan.describe()}")
+        return Done()
+
+    def start_send(self, view: Tensor, rank: int, tag: int) -> Done:
+        raise RuntimeError(f"a process by itself cannot send to rank {rank}")
+
+    def receive(self, view: Tensor, rank: int, tag: int) -> None:
+        raise RuntimeError(f"a process by itself cannot receive from rank {rank}")

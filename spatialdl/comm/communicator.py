@@ -1,0 +1,117 @@
+"""What is asked of a communicator, whichever transport is behind it.
+
+There are three: MPI (`comm.mpi`), torch.distributed (`comm.distributed`), and a process by itself
+(`comm.alone`). Names in one word are those of mpi4py, and do what they do there; they take any
+object that can be pickled. The others take tensors on any device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import Plan
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Return when it is done, and its buffers may be used again."""
+
+
+class Communicator(Protocol):
+    """A number of ranks, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def split(self, color: int, key: int) -> Communicator:
+        """The ranks that name the same `color`, in the order of `key`; all ranks must call it."""
+
+    def duplicate(self) -> Communicator:
+        """The same ranks with messages of their own; all ranks must call it."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+
+    def bcast(self, obj: Any, root: int = 0, /) -> Any:
+        """The object of rank `root`."""
+
+    def gather(self, obj: Any, root: int = 0, /) -> list[Any] | None:
+        """The objects of all ranks on rank `root`, None elsewhere."""
+
+    def allgather(self, obj: Any, /) -> list[Any]:
+        """The objects of all ranks."""
+
+    def allreduce(self, obj: Any, /, op: Any = ...) -> Any:
+        """The objects of all ranks put together by `op`, a function of two; their sum without."""
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum of `values` over the ranks, a new tensor, the same bits on every rank.
+
+        Raises:
+            TypeError: for types that cannot be added on the transport.
+        """
+
+    def start_all_reduce(self, values: Tensor) -> Pending:
+        """Start to add up, in place, a contiguous tensor on `home`."""
+
+    def home(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or a copy where this communicator can add it up in place."""
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """(ranks, ...): the tensors of all ranks, which have one shape."""
+
+    def start_exchange(
+        self,
+        plan: Plan,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        adjoint: bool,
+        device: torch.device,
+    ) -> Pending:
+        """Start to move views on `device` along a plan, see `comm.exchange`."""
+
+    def start_send(self, view: Tensor, rank: int, tag: int) -> Pending:
+        """Start to send a view to a rank."""
+
+    def receive(self, view: Tensor, rank: int, tag: int) -> None:
+        """Fill a view with what a rank sends; messages of one tag arrive in order."""
+
+
+def peers_of(plan: Plan, adjoint: bool) -> tuple[list[int], list[int]]:
+    """Whom this rank receives from, and whom it sends to, in the order of the views."""
+    sources = [piece.peer for piece in plan.receives]
+    targets = [piece.peer for piece in plan.sends]
+    return (targets, sources) if adjoint else (sources, targets)
+
+
+def as_communicator(comm: Communicator | MPI.Intracomm) -> Communicator:
+    """mpi4py's communicators made ours; ours as they are."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Intracomm):
+        return comm  # type: ignore[return-value]
+    from spatialdl.comm.mpi import MpiCommunicator
+
+    return comm if isinstance(comm, MpiCommunicator) else MpiCommunicator(comm)
+
+
+def fold(objects: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
+    """Objects put together from left to right."""
+    total = objects[0]
+    for value in objects[1:]:
+        total = op(total, value)
+    return total

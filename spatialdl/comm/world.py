@@ -1,0 +1,122 @@
+"""All ranks of this job, and over which transport they talk."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+TRANSPORTS = ("auto", "mpi", "torch")
+
+
+class _Chosen:
+    world: Communicator | None = None
+
+
+def start_world(transport: str = "auto") -> Communicator:
+    """Make this process one of the ranks that its launcher started; all of them must call it.
+
+    Args:
+        transport: ``mpi``, ``torch`` (torch.distributed), or ``auto``: torch under torchrun,
+            which sets up no MPI, mpi otherwise.
+
+    Returns:
+        What `world` returns from now on; a process by itself if no launcher started this one.
+
+    Raises:
+        ValueError: if MPI sees another number of ranks than the launcher started.
+    """
+    info = launched()
+    if info is None:
+        _Chosen.world = Alone()
+    elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
+        _start_process_group(info)
+        _Chosen.world = _torch_world()
+    else:
+        _Chosen.world = _mpi_world()
+        check_mpi_world(_Chosen.world.size)
+    return _Chosen.world
+
+
+def world() -> Communicator:
+    """All ranks: as `start_world` set them up, else ``MPI.COMM_WORLD``.
+
+    A program that torchrun (or nobody) started, and that has initialised torch.distributed, gets
+    the ranks of that.
+    """
+    if _Chosen.world is None:
+        info = launched()
+        by_mpi = info is not None and info.launcher != "torchrun"
+        _Chosen.world = _mpi_world() if by_mpi or not _is_initialised() else _torch_world()
+    return _Chosen.world
+
+
+def _is_initialised() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _mpi_world() -> Communicator:
+    from mpi4py import MPI
+
+    from spatialdl.comm.mpi import MpiCommunicator
+
+    return MpiCommunicator(MPI.COMM_WORLD)
+
+
+def _torch_world() -> Communicator:
+    from spatialdl.comm.distributed import TorchCommunicator
+
+    return TorchCommunicator.world()
+
+
+def _start_process_group(info: LaunchInfo) -> None:
+    """Initialise torch.distributed at the address that the environment, or else MPI, tells."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        dist.init_process_group(backend, rank=info.rank, world_size=info.size)
+    else:
+        store = _store_by_mpi(info)
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
+    atexit.register(_end_process_group)
+
+
+def _store_by_mpi(info: LaunchInfo) -> Store:
+    """A store on a free port of rank 0, of which the others hear by MPI."""
+    from mpi4py import MPI
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    world = MPI.COMM_WORLD
+    check_mpi_world(world.size)
+    hosts = world.allgather(socket.gethostname())
+    host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+    wait = timedelta(minutes=5)
+    store = None
+    if info.rank == 0:
+        store = TCPStore(host, 0, info.size, True, wait, wait_for_workers=False)
+    port = world.bcast(store.port if store else None)
+    if store is None:
+        store = TCPStore(host, port, info.size, False, wait)
+    return store
+
+
+def _end_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
