@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.models import ResNet, ResNetV2
+from spatialdl.models import ResNet, ResNetV2, UNet
 
 CONF = Path(str(files("spatialdl.conf")))
 RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3}
@@ -27,7 +27,7 @@ def options(group: str) -> list[str]:
 
 def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted(RANKS)
-    assert options("model") == ["resnet110_v2", "resnet18", "resnet50"]
+    assert options("model") == ["resnet110_v2", "resnet18", "resnet50", "unet"]
     assert options("data") == ["shards", "synthetic"]
     assert options("optimizer") == ["adamw", "sgd"]
     assert options("scheduler") == ["constant", "cosine"]
@@ -37,8 +37,16 @@ def test_the_groups_have_the_promised_options():
 def test_every_model_takes_classes_and_channels_from_the_data(model):
     cfg = config(f"model={model}", "data.num_classes=4", "data.channels=1", "model.width=2")
     network = instantiate(cfg.model)
-    assert isinstance(network, ResNet | ResNetV2)
-    assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 4)
+    assert isinstance(network, ResNet | ResNetV2 | UNet)
+    pixels = (16, 16) if cfg.task == "segmentation" else ()
+    assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 4, *pixels)
+
+
+def test_a_u_net_segments_unless_told_otherwise():
+    assert config().task == "classification"
+    assert config("model=unet").task == "segmentation"
+    assert config("model=unet", "task=classification").task == "classification"
+    assert config("task=segmentation").task == "segmentation"
 
 
 @pytest.mark.parametrize("scheduler", options("scheduler"))

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
+from spatialdl.spatial.recompute import (
+    WEIGHTS,
+    Recomputed,
+    recompute,
+    recompute_blocks,
+    weight_layers,
+)
+
 OPERATIONS_PER_ELEMENT = 20
 """What a memory-bound operation costs per element of its output, in multiply-adds."""
 
@@ -23,11 +31,16 @@ Layer = tuple[str, nn.Module]
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a network, under the names that they have in it."""
+    """Consecutive layers of a network, under the names that they have in it.
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    Attributes:
+        recompute: whether loose layers run again in backward, see `pieces`.
+    """
+
+    def __init__(self, layers: Sequence[Layer], recompute: bool = False) -> None:
         super().__init__()
         self.paths = [path for path, _ in layers]
+        self.recompute = recompute
         for path, layer in layers:
             *parents, name = path.split(".")
             holder: nn.Module = self
@@ -38,9 +51,41 @@ class Stage(nn.Module):
             holder.add_module(name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        for path in self.paths:
-            x = self.get_submodule(path)(x)
+        layers = [self.get_submodule(path) for path in self.paths]
+        if not self.recompute:
+            return _run(layers, x)
+        for piece in pieces(layers):
+            saves = len(piece) > 1 or weight_layers(piece[0]) >= WEIGHTS
+            again = saves and not isinstance(piece[0], Recomputed)
+            x = recompute(_run, piece, x, modules=piece) if again else _run(piece, x)
         return x
+
+
+def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def pieces(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Layers of a chain in pieces that run again in backward together; or alone, as they are.
+
+    A piece begins at a convolution or linear layer, so that its input is not written into, and
+    holds two of them and what follows them. Blocks, which run again by themselves, stay alone.
+    """
+    found: list[list[nn.Module]] = []
+    weights = WEIGHTS  # of the piece at the end of `found`
+    for layer in layers:
+        own = weight_layers(layer)
+        is_block = isinstance(layer, Recomputed)
+        begins = own > 0 and weights + own > WEIGHTS
+        if is_block or begins or not found or weights == 0:
+            found.append([layer])
+            weights = 0 if is_block else own
+        else:
+            found[-1].append(layer)
+            weights += own
+    return found
 
 
 def chain(model: nn.Module, prefix: str = "") -> list[Layer]:
@@ -59,6 +104,7 @@ def cut(
     widths: Sequence[int],
     names: Sequence[str] | None = None,
     input_shape: tuple[int, ...] = (1, 3, 224, 224),
+    recompute: bool = False,
 ) -> list[nn.Module]:
     """Cut `model` into as many stages as there are `widths`.
 
@@ -68,18 +114,22 @@ def cut(
         names: layers with which the second and later stages begin; if not given, the cut that
             makes the slowest stage fastest, by operation counts at `input_shape`.
         input_shape: (N, C, H, W).
+        recompute: whether blocks, and the loose layers of a chain, run again in backward.
 
     Raises:
-        ValueError: if the network cannot be cut so.
+        ValueError: if the network cannot be cut so, or has no blocks to recompute.
     """
-    if len(widths) == 1:
-        return [model]
+    blocks = recompute_blocks(model) if recompute else []
     layers = chain(model)
+    if len(widths) == 1:
+        if recompute and len(layers) == 1 and not blocks:
+            raise _no_blocks(model)
+        return [Stage(layers, recompute)] if recompute and len(layers) > 1 else [model]
     if len(layers) < len(widths):
         raise ValueError(
             f"{type(model).__name__} cannot be cut into {len(widths)} stages: its forward is no "
             f"chain of nn.Sequential with as many layers (found {len(layers)}); write it as "
-            "nn.Sequential or use fewer stages"
+            "nn.Sequential, use fewer stages, or take parallel=sp or dp, which cut no network"
         )
     if names is not None:
         names = [names] if isinstance(names, str) else [str(name) for name in names]
@@ -89,7 +139,16 @@ def cut(
         bounds = balance(layer_costs(model, layers, input_shape), widths)
     stages = [layers[start:stop] for start, stop in pairwise(bounds)]
     _refuse_shared(stages)
-    return [Stage(stage) for stage in stages]
+    return [Stage(stage, recompute) for stage in stages]
+
+
+def _no_blocks(model: nn.Module) -> ValueError:
+    return ValueError(
+        f"parallel.recompute=block finds no blocks in {type(model).__name__}: blocks are the "
+        "elements of an nn.Sequential or nn.ModuleList whose class comes there twice or more, "
+        "with at least two convolutions or linear layers each; leave it out, or call "
+        "torch.utils.checkpoint in the network"
+    )
 
 
 def _refuse_shared(stages: Sequence[Sequence[Layer]]) -> None:

@@ -10,6 +10,8 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import SCHEDULES
 
+RECOMPUTE = ("none", "block")
+
 
 def placement_of(parallel: DictConfig) -> Placement:
     """The ranks that a layout needs.
@@ -34,6 +36,11 @@ def placement_of(parallel: DictConfig) -> Placement:
     if parallel.schedule not in SCHEDULES:
         raise ValueError(
             f"parallel.schedule={parallel.schedule} is unknown: take one of {', '.join(SCHEDULES)}"
+        )
+    if parallel.recompute not in RECOMPUTE:
+        raise ValueError(
+            f"parallel.recompute={parallel.recompute} is unknown: take one of "
+            f"{', '.join(RECOMPUTE)}"
         )
     return Placement(data, (grid,) * spatial_stages + ((1, 1),) * (stages - spatial_stages))
 

@@ -47,7 +47,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._config = config
         self._steps: list[dict[str, float]] = []
-        self._validations: list[dict[str, float]] = []
+        self._validations: list[dict[str, Any]] = []
         self._open = ExitStack()
         for name in ("validation.csv", "summary.json", "loss.png"):
             (self.path / name).unlink(missing_ok=True)
@@ -90,20 +90,24 @@ class RunDirectory:
         self._steps.append(row)
         _append(self._metrics_file, row)
 
-    def log_validation(self, *, step: int, loss: float, accuracy: float, samples: int) -> None:
+    def log_validation(
+        self, *, step: int, loss: float, accuracy: float, samples: int, **more: float | list[float]
+    ) -> None:
         """Append a row to ``validation.csv``.
 
         Args:
             step: number of optimizer steps made so far.
-            loss: mean over the samples.
-            accuracy: share of the samples, 0 to 1, that was told right.
+            loss: mean over the samples, or over their pixels.
+            accuracy: share of the samples (or pixels), 0 to 1, that was told right.
             samples: number of samples.
+            more: other metrics, the same in every row; lists go to ``summary.json`` only.
         """
         row = dict(zip(VALIDATION, (step, loss, accuracy, samples), strict=True))
-        self._validations.append(row)
+        numbers = row | {name: value for name, value in more.items() if not isinstance(value, list)}
+        self._validations.append(row | more)
         if self._validation_file is None:
-            self._validation_file = self._table("validation.csv", VALIDATION)
-        _append(self._validation_file, row)
+            self._validation_file = self._table("validation.csv", list(numbers))
+        _append(self._validation_file, numbers)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json`` and ``loss.png``, and close the files.
@@ -164,7 +168,7 @@ def _draw(
     path: Path,
     title: str,
     steps: Sequence[Mapping[str, float]],
-    validations: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, Any]],
 ) -> None:
     """The loss and, in a panel of its own below, the accuracy on the validation samples."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
@@ -189,7 +193,7 @@ def _draw(
 def _draw_loss(
     panel: Axes,
     steps: Sequence[Mapping[str, float]],
-    validations: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, Any]],
 ) -> None:
     x = np.array([row["step"] for row in steps])
     loss = np.array([row["loss"] for row in steps])
@@ -214,16 +218,18 @@ def _draw_loss(
     panel.legend(frameon=False)
 
 
-def _draw_accuracy(panel: Axes, validations: Sequence[Mapping[str, float]]) -> None:
-    panel.plot(
-        [row["step"] for row in validations],
-        [100 * row["accuracy"] for row in validations],
-        color=_ORANGE,
-        marker="o",
-        markersize=4,
-    )
+def _draw_accuracy(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+    steps = [row["step"] for row in validations]
+    is_segmentation = "mean_dice" in validations[0]
+    for name, colour in (("accuracy", _ORANGE), ("mean_dice", _BLUE), ("mean_iou", _GREY)):
+        if name in validations[0]:
+            percent = [100 * row[name] for row in validations]
+            label = name.replace("_", " ").replace("dice", "Dice").replace("iou", "IoU")
+            panel.plot(steps, percent, color=colour, marker="o", markersize=4, label=label)
     panel.set_ylim(0, 100)
-    panel.set_ylabel("validation accuracy, %")
+    panel.set_ylabel("validation, %" if is_segmentation else "validation accuracy, %")
+    if is_segmentation:
+        panel.legend(frameon=False, ncols=3)
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

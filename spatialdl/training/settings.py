@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.data.loader import ImageSource
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.synthetic import SyntheticDataset
+from spatialdl.data.synthetic_masks import SyntheticMasks
 
 log = logging.getLogger("spatialdl.data")
 
@@ -29,15 +30,18 @@ class Sources:
     num_classes: int
 
 
-def open_sources(data: DictConfig, seed: int) -> Sources:
+def open_sources(data: DictConfig, seed: int, task: str = "classification") -> Sources:
     """Open the data sets that a configuration names.
 
+    Args:
+        task: "classification" wants labels, "segmentation" masks.
+
     Raises:
-        ValueError: if there are no labels, or images of different sizes.
+        ValueError: if there are no labels or masks, or images of different sizes.
         ShardError: if a data set is missing or damaged.
     """
     if data.name == "synthetic":
-        return _synthetic(data, seed)
+        return _synthetic(data, seed, task)
     if data.name != "shards":
         raise ValueError(f"data={data.name} is unknown: take synthetic or shards")
     path = Path(data.path).expanduser()
@@ -50,7 +54,7 @@ def open_sources(data: DictConfig, seed: int) -> Sources:
         log.info("%s has no split %s: nothing to validate on", path, data.validation_split)
     for source in (train, validation):
         if source is not None:
-            _check_samples(source, path)
+            _check_samples(source, path, task)
     size = train.image_size(0)
     if data.image_size is not None and tuple(data.image_size) != size:
         raise ValueError(
@@ -63,27 +67,35 @@ def open_sources(data: DictConfig, seed: int) -> Sources:
             f"data.num_classes={classes}, but {path} has {len(train.classes)} classes "
             f"({', '.join(train.classes)}): leave it out"
         )
+    if classes < 1:
+        raise ValueError(f"the data set {path} names no classes: set data.num_classes")
     return Sources(train, validation, size, train.channels, classes)
 
 
-def _synthetic(data: DictConfig, seed: int) -> Sources:
+def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
     if not isinstance(data.image_size, ListConfig) or len(data.image_size) != 2:
         raise ValueError(f"data.image_size is [rows,columns], got {data.image_size}")
     size = (int(data.image_size[0]), int(data.image_size[1]))
     classes, channels = int(data.num_classes), int(data.channels)
-    train = SyntheticDataset(int(data.samples), size, classes, channels, seed)
+    kind = SyntheticMasks if task == "segmentation" else SyntheticDataset
+    train = kind(int(data.samples), size, classes, channels, seed)
     validation = None
     if data.validation_samples:
         held_out = int(data.validation_samples)
-        validation = SyntheticDataset(held_out, size, classes, channels, seed + 1)
+        validation = kind(held_out, size, classes, channels, seed + 1)
     return Sources(train, validation, size, channels, classes)
 
 
-def _check_samples(source: ShardDataset, path: Path) -> None:
+def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
     if len(source) == 0:
         raise ValueError(f"the data set {path} has no samples: nothing to train on")
+    if task == "segmentation" and not source.has_masks:
+        raise ValueError(
+            f"the data set {path} has no masks: write it again with "
+            "ShardWriter.add(..., mask=...), or take task=classification"
+        )
     unlabelled = int((source.labels < 0).sum())
-    if unlabelled:
+    if unlabelled and task == "classification":
         raise ValueError(
             f"{unlabelled} of {len(source)} samples of {path} have no label: write it again with "
             "--labels, or choose a split with labels by data.split"

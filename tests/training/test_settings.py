@@ -100,3 +100,35 @@ def test_devices(monkeypatch):
     assert device_of("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="device=cuda, but PyTorch sees no GPU"):
         device_of("cuda")
+
+
+def masked(path: Path, classes=("a", "b"), masks=True) -> DictConfig:
+    with ShardWriter(path, classes) as writer:
+        for _ in range(2):
+            mask = np.ones(SIZE, np.uint8) if masks else None
+            writer.add(np.zeros((*SIZE, 3), np.uint8), None, "train", mask=mask)
+    return config("data=shards", f"data.path={path}").data
+
+
+def test_segmentation_wants_masks_and_no_labels(tmp_path):
+    sources = open_sources(masked(tmp_path / "set"), 0, "segmentation")
+    assert (len(sources.train), sources.num_classes) == (2, 2)
+    assert sources.train.read_mask(0).shape == SIZE
+    with pytest.raises(ValueError, match=r"has no masks.*mask=.*task=classification"):
+        open_sources(masked(tmp_path / "bare", masks=False), 0, "segmentation")
+
+
+def test_masks_without_names_of_classes_need_their_number(tmp_path):
+    data = masked(tmp_path / "set", classes=())
+    with pytest.raises(ValueError, match=r"names no classes: set data.num_classes"):
+        open_sources(data, 0, "segmentation")
+    data.num_classes = 4
+    assert open_sources(data, 0, "segmentation").num_classes == 4
+
+
+def test_synthetic_masks():
+    data = config("data.image_size=[12,9]", "data.num_classes=3").data
+    sources = open_sources(data, 4, "segmentation")
+    for source in (sources.train, sources.validation):
+        assert source.has_masks
+        assert source.read_mask(1).max() < 3

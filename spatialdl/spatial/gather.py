@@ -1,0 +1,60 @@
+"""Gathering a split image on every rank where the user asks for it, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from spatialdl.spatial.tensor import SpatialTensor
+
+
+def gather_before(model: nn.Module, name: str | Iterable[str]) -> None:
+    """Give a module whole images, the same on every rank, instead of split ones.
+
+    For heads that flatten a map, as that of VGG does: from there on every rank holds, and computes,
+    everything. Gradients are exact. Where no image is split nothing changes.
+
+    Args:
+        model: the network.
+        name: of the module, as in ``model.named_modules()``; or several names.
+
+    Raises:
+        ValueError: if there is no such module; names those that are meant, perhaps.
+    """
+    for one in [name] if isinstance(name, str) else name:
+        _first_called(_named(model, str(one))).register_forward_pre_hook(
+            _gather, prepend=True, with_kwargs=True
+        )
+
+
+def _named(model: nn.Module, name: str) -> nn.Module:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if name and name in modules:
+        return modules[name]
+    names = [known for known in modules if known]
+    near = get_close_matches(name, names, n=5, cutoff=0.5)
+    near += [known for known in names if name and name in known and known not in near]
+    some = ", ".join(near[:8] or [known for known in names if "." not in known])
+    raise ValueError(
+        f"gather_before: {type(model).__name__} has no module '{name}'; "
+        f"{'near it' if near else 'its modules'}: {some}"
+    )
+
+
+def _first_called(module: nn.Module) -> nn.Module:
+    """A chain may be cut into stages, which call its layers only."""
+    while type(module).forward is nn.Sequential.forward and len(module._modules) > 0:
+        module = next(child for child in module._modules.values() if child is not None)
+    return module
+
+
+def _gather(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    gathered: tuple[Any, Any] = tree_map(
+        lambda value: value.full_tensor() if isinstance(value, SpatialTensor) else value,
+        (args, kwargs),
+    )
+    return gathered

@@ -1,0 +1,170 @@
+"""Activation checkpointing that never talks: keep the input of a block, run it again in backward.
+
+Chen, Xu, Zhang, Guestrin: "Training Deep Nets with Sublinear Memory Cost", 2016
+(https://arxiv.org/abs/1604.06174), by PyTorch's non-reentrant checkpoint. The second run takes
+what came from other ranks (halos, statistics, gathers) from a tape of the first, starts from the
+same random state, and leaves the buffers of the block as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spatialdl.comm.tape import Tape
+
+WEIGHTS = 2
+"""Convolutions or linear layers in a block; with one, all that it keeps is its input anyway."""
+
+
+def recompute(
+    function: Callable[..., Any], *args: Any, modules: Iterable[nn.Module], **kwargs: Any
+) -> Any:
+    """``function(*args, **kwargs)``, of which only the arguments are kept for backward.
+
+    Args:
+        function: a part of a network; may be on a split image.
+        modules: the modules in it, whose buffers the second run must not change.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    run = _Run([module for root in modules for module in root.modules()])
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (_FirstRun(run), _SecondRun(run)),
+        **kwargs,
+    )
+
+
+class _Run:
+    """What the second run starts from: the tape of the first, and the buffers before it."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.tape = Tape()
+        self.before: list[tuple[nn.Module, str, Tensor]] = []
+
+    def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        return [
+            (module, name, buffer)
+            for module in self.modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+
+class _FirstRun:
+    def __init__(self, run: _Run) -> None:
+        self._run, self._recording = run, run.tape.record()
+        self._start: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._start = [
+            (module, name, buffer, buffer._version, buffer.detach().clone())
+            for module, name, buffer in self._run.buffers()
+        ]
+        self._recording.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._recording.__exit__(kind, error, trace)
+        self._run.before = [
+            (module, name, copy)
+            for module, name, buffer, version, copy in self._start
+            if module._buffers.get(name) is not buffer or buffer._version != version
+        ]
+        self._start = []
+
+
+class _SecondRun:
+    """May be entered several times: with ``retain_graph`` backward comes again."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run, self._replaying = run, run.tape.replay()
+        self._real: list[tuple[nn.Module, str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._real = [(module, name, module._buffers[name]) for module, name, _ in self._run.before]
+        for module, name, copy in self._run.before:
+            module._buffers[name] = copy.clone()
+        self._replaying.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._replaying.__exit__(kind, error, trace)
+        for module, name, buffer in self._real:
+            module._buffers[name] = buffer
+        self._real = []
+
+
+# --- which parts of a network
+
+
+class Recomputed:
+    """Mixed into the class of a block: its forward runs again in backward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own_forward = super().forward  # type: ignore[misc]
+        return recompute(own_forward, *args, modules=[self], **kwargs)  # type: ignore[list-item]
+
+
+@cache
+def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__})
+
+
+def recompute_blocks(model: nn.Module) -> list[str]:
+    """Let the blocks of a network run again in backward instead of keeping their activations.
+
+    Blocks are the elements of a ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` whose
+    class comes there at least twice, and which hold at least two convolutions or linear layers
+    each; of blocks within blocks the inner ones. So it is with residual blocks, the layers of a
+    transformer, the double convolutions of a U-Net.
+
+    Returns:
+        The names of the blocks; they keep their names and their state dict.
+    """
+    blocks = dict(_blocks(model, ""))
+    for block in {id(block): block for block in blocks.values()}.values():
+        block.__class__ = _recomputed_class(type(block))
+    return list(blocks)
+
+
+def _blocks(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    kinds = Counter(type(child) for child in module.children())
+    for name, child in module.named_children():
+        full = f"{path}.{name}" if path else name
+        within = _blocks(child, full)
+        if not within and is_list and kinds[type(child)] > 1 and weight_layers(child) >= WEIGHTS:
+            within = [(full, child)]
+        found += [] if isinstance(child, Recomputed) else within
+    return found
+
+
+def weight_layers(module: nn.Module) -> int:
+    """Modules with a weight of their own of two dims or more: convolutions, linear layers."""
+    return sum(
+        any(
+            parameter.dim() > 1 for parameter in layer._parameters.values() if parameter is not None
+        )
+        for layer in module.modules()
+    )
