@@ -134,6 +134,12 @@ class Layout:
             for cols in pairwise(self.cols)
         )
 
+    def of_samples(self, samples: int) -> Layout:
+        """The same cut of rows and columns for another number of samples."""
+        if self.batch == (0, samples):
+            return self
+        return _of_samples(self, samples)
+
     @property
     def whole(self) -> Box:
         samples, height, width = self.size
@@ -166,6 +172,11 @@ class Layout:
         """Short text for messages: ``2x1 over 70x93``."""
         rows, cols = self.grid
         return f"{rows}x{cols} over {self.size[1]}x{self.size[2]}"
+
+
+@lru_cache(maxsize=4096)
+def _of_samples(layout: Layout, samples: int) -> Layout:
+    return Layout((0, samples), layout.rows, layout.cols)
 
 
 @dataclass(frozen=True)

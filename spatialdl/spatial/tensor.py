@@ -2,9 +2,9 @@
 
 PyTorch, and the user's model, see the global size; the tile is inside. Three ways lead through it:
 
-- ``__torch_function__`` looks the called function up among the *handlers* (convolution, pooling,
-  norm ...), which see all arguments, take the tile out, let PyTorch differentiate the local work,
-  and put the result back;
+- ``__torch_function__`` looks the called function up in the table of *handlers* (convolution,
+  pooling, norm ...), which see all arguments, take the tile out, let PyTorch differentiate the
+  local work, and put the result back;
 - pointwise operations differentiate on the wrapper itself and reach ``__torch_dispatch__``, which
   runs them on the tiles;
 - everything else reaches ``__torch_dispatch__`` too and is refused there. What no table knows
@@ -13,8 +13,9 @@ PyTorch, and the user's model, see the global size; the tile is inside. Three wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+import threading
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,25 @@ from spatialdl.comm.repartition import repartition
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.dims import IMAGE, SpatialDims, from_image, samples_of, to_image
+from spatialdl.spatial.table import (
+    HANDLERS,
+    any_other,
+    inside,
+    refusal,
+    register_op,
+    spatial_in,
+)
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
-HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+__all__ = [
+    "SpatialTensor",
+    "from_tile",
+    "on_layout",
+    "redistribute",
+    "refusal",
+    "register_op",
+    "to_tile",
+]
 
 aten = torch.ops.aten
 
@@ -61,29 +78,46 @@ _PER_TILE = {
 }
 
 
+class _Called(threading.local):
+    """The function that the user called, for the guard to name."""
+
+    function: Any = None
+
+
+_called = _Called()
+
+
 class SpatialTensor(torch.Tensor):
-    """A tensor (N, ..., H, W) cut along H and W over the ranks of a mesh.
+    """A tensor, at first (N, ..., H, W), cut along H and W over the ranks of a mesh.
 
     `shape` and `size()` are global, as DTensor's. Make one with `spatialdl.shard` or
     `spatialdl.from_local`.
 
     Attributes:
         spatial_layout: which rank holds which box.
+        spatial_dims: which dims hold the rows and the columns.
         mesh: the ranks.
     """
 
     _tile: Tensor
+    _sharers: list[weakref.ref[SpatialTensor]]
     spatial_layout: Layout
+    spatial_dims: SpatialDims
     mesh: Mesh
 
-    __slots__ = ("_tile", "mesh", "spatial_layout")
+    __slots__ = ("_sharers", "_tile", "mesh", "spatial_dims", "spatial_layout")
 
     @staticmethod
     def __new__(
-        cls, tile: Tensor, layout: Layout, mesh: Mesh, requires_grad: bool = False
+        cls,
+        tile: Tensor,
+        layout: Layout,
+        mesh: Mesh,
+        dims: SpatialDims = IMAGE,
+        requires_grad: bool = False,
     ) -> SpatialTensor:
-        samples, height, width = layout.size
-        size = (samples, *tile.shape[1:-2], height, width)
+        layout = layout.of_samples(samples_of(tile.shape, dims))
+        size = dims.sizes(tile.shape, layout.rows[-1], layout.cols[-1])
         wrapper: SpatialTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
@@ -93,7 +127,9 @@ class SpatialTensor(torch.Tensor):
             requires_grad=requires_grad,
         )
         wrapper._tile = tile
+        wrapper._sharers = []
         wrapper.spatial_layout = layout
+        wrapper.spatial_dims = dims
         wrapper.mesh = mesh
         return wrapper
 
@@ -108,7 +144,12 @@ class SpatialTensor(torch.Tensor):
         """
         layout = self.spatial_layout
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)
-        return repartition(to_tile(self), self.mesh.grid_comm, plan, name="full_tensor")
+        image = repartition(image_of(self), self.mesh.grid_comm, plan, name="full_tensor")
+        return from_image(image, self.spatial_dims, self._tile.shape)
+
+    def describe(self) -> str:
+        """How it is split, for messages: ``2x1 over 70x93``."""
+        return self.spatial_layout.describe() + self.spatial_dims.describe()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -119,11 +160,12 @@ class SpatialTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> SpatialTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; call detach() first")
-        copied = SpatialTensor(
-            self._tile.clone(), self.spatial_layout, self.mesh, self.requires_grad
-        )
+        copied = self._like(self._tile.clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
+
+    def _like(self, tile: Tensor, requires_grad: bool = False) -> SpatialTensor:
+        return SpatialTensor(tile, self.spatial_layout, self.mesh, self.spatial_dims, requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refusal(torch.save, [self], "save to_local() or full_tensor() instead")
@@ -131,13 +173,17 @@ class SpatialTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
+        handler = HANDLERS.get(func) or inside(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if len(args) + len(kwargs) > 1 and func is not torch.autograd.grad:
-            args, kwargs = _on_one_layout(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        if len(args) + len(kwargs) > 1:
+            args, kwargs = HANDLERS[any_other](func, args, kwargs)
+        outermost, _called.function = _called.function, func
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        finally:
+            _called.function = outermost
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -147,65 +193,38 @@ class SpatialTensor(torch.Tensor):
             func, args = aten.alias.default, args[:1]  # how autograd hands an input on
         tags = func.tags
         pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-        if pointwise or func in _PER_TILE or _sums_channels(func, args):
+        if pointwise or func in _PER_TILE:
             return _on_tiles(func, args, kwargs or {})
-        raise refusal(func, _spatial(tree_flatten((args, kwargs))[0]))
+        raise refusal(_called.function or func, spatial_in((args, kwargs)))
 
 
 def _strides(size: tuple[int, ...], tile: Tensor) -> tuple[int, ...]:
     """Strides of a global tensor in the memory format of its tile."""
+    order = sorted(range(len(size)), key=lambda dim: (tile.stride(dim), -dim))
+    if tile.is_contiguous():
+        order.sort(reverse=True)
     strides = [0] * len(size)
-    channels_last = (
-        tile.dim() == 4
-        and tile.is_contiguous(memory_format=torch.channels_last)
-        and not tile.is_contiguous()
-    )
     step = 1
-    for dim in (1, 3, 2, 0) if channels_last else reversed(range(len(size))):
+    for dim in order:
         strides[dim] = step
         step *= max(size[dim], 1)
     return tuple(strides)
 
 
-def _spatial(values: Iterable[Any]) -> list[SpatialTensor]:
-    return [value for value in values if isinstance(value, SpatialTensor)]
-
-
-def refusal(func: Any, operands: list[SpatialTensor], advice: str = "") -> UnsupportedSpatialOp:
-    """The error that names the operation, the layout and what to do."""
-    name = getattr(func, "__name__", None) or str(func)
-    if isinstance(func, torch._ops.OpOverload):
-        name = str(func)
-    where = f" on an image split {operands[0].spatial_layout.describe()}" if operands else ""
-    advice = advice or (
-        "call full_tensor() before it to gather the image on every rank, or teach it with "
-        "spatialdl.register_op"
-    )
-    return UnsupportedSpatialOp(f"{name} cannot be done{where}: {advice}")
-
-
 # --- pointwise operations on tiles
-
-
-def _sums_channels(func: Any, args: Any) -> bool:
-    """Does `func` sum over channels only? So do gradients of operands that were broadcast."""
-    if func is not aten.sum.dim_IntList or len(args) < 2 or not args[1]:
-        return False
-    dims = {dim % args[0].dim() for dim in args[1]}
-    keepdim = len(args) > 2 and args[2]
-    return keepdim and not dims & {0, args[0].dim() - 2, args[0].dim() - 1}
 
 
 def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     flat = tree_flatten((args, kwargs))[0]
-    operands = _spatial(flat)
-    first = operands[0]
+    first = next(value for value in flat if isinstance(value, SpatialTensor))
     for value in flat:
         if isinstance(value, SpatialTensor):
-            if value.spatial_layout != first.spatial_layout:
-                raise refusal(func, operands, "its operands are split differently")
+            if not aligned(value, first):
+                raise refusal(func, [first, value], "its operands are split differently")
         elif isinstance(value, Tensor) and value.dim() > 0:
-            raise refusal(func, operands, "it mixes split and whole tensors")
+            raise refusal(func, [first], "it mixes split and whole tensors")
+    if func._schema.is_mutable:
+        _check_in_place(func, args[0])
     tile_args, tile_kwargs = tree_map(
         lambda value: value._tile if isinstance(value, SpatialTensor) else value, (args, kwargs)
     )
@@ -216,87 +235,29 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
         torch.autograd.graph.increment_version(args[0]._tile)
         return args[0]
     return tree_map(
-        lambda value: (
-            SpatialTensor(value, first.spatial_layout, first.mesh)
-            if isinstance(value, Tensor)
-            else value
-        ),
-        result,
+        lambda value: first._like(value) if isinstance(value, Tensor) else value, result
     )
 
 
-def _on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Bring all tensor operands of a pointwise operation onto the layout of the first."""
-    flat = tree_flatten((args, kwargs))[0]
-    operands = _spatial(flat)
-    if not operands:
-        return args, kwargs
-    first = operands[0]
-    if any(not isinstance(value, SpatialTensor) for value in _written(func, args, kwargs)):
-        raise refusal(func, operands, "a whole tensor cannot take a split one in place")
-    mixed = any(
-        isinstance(value, Tensor)
-        and (value.dim() > 0 or value.requires_grad)
-        and not (isinstance(value, SpatialTensor) and value.spatial_layout == first.spatial_layout)
-        for value in flat
-    )
-    if not mixed:
-        return args, kwargs
-    return tree_map(  # type: ignore[no-any-return]
-        lambda value: _like(first, value, func) if isinstance(value, Tensor) else value,
-        (args, kwargs),
-    )
+def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
+    """Whether their tiles hold the same pixels at the same dims, counted from the end."""
+    a, b = x.spatial_layout, y.spatial_layout
+    same_cut = a is b or (a.rows == b.rows and a.cols == b.cols)
+    return same_cut and x.spatial_dims == y.spatial_dims
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that `func` writes into: its first argument in place, or ``out``."""
-    name = getattr(func, "__name__", "")
-    ends_in_place = name.endswith("_") and not name.endswith("__")
-    in_place = ends_in_place or name in ("__setitem__", "__set__")
-    targets = tree_flatten((args[:1] if in_place else (), kwargs.get("out")))[0]
-    return [target for target in targets if isinstance(target, Tensor)]
-
-
-def _like(first: SpatialTensor, value: Tensor, func: Any) -> Tensor:
-    if isinstance(value, SpatialTensor):
-        return redistribute(value, first.spatial_layout, first.mesh)
-    if value.dim() > 0:
-        return _own_box_of(value, first, func)
-    if not value.requires_grad:
-        return value
-    # a trained scalar: seen as an image its gradient is a sum over the own tile; and a scalar does
-    # not widen the type of what it is combined with
-    same_kind = value.is_floating_point() == first.is_floating_point()
-    return _own_box_of(value.to(first.dtype) if same_kind else value, first, func)
-
-
-def _own_box_of(value: Tensor, like: SpatialTensor, func: Any) -> SpatialTensor:
-    """A whole tensor beside a split one: broadcast, or cut to the own box."""
-    layout = like.spatial_layout
-    split = {0: 0, like.dim() - 2: 1, like.dim() - 1: 2}
-    box = like.mesh.own_box(layout)
-    missing = like.dim() - value.dim()
-    if missing < 0:
-        raise refusal(func, [like], f"a whole tensor of shape {tuple(value.shape)} beside it")
-    value = value.reshape((1,) * missing + tuple(value.shape))
-    for dim, axis in split.items():
-        count = layout.size[axis]
-        start, extent = box[2 * axis], box.shape[axis]
-        if value.shape[dim] == 1:
-            shape = [-1] * value.dim()
-            shape[dim] = extent
-            value = value.expand(shape)
-        elif value.shape[dim] == count:
-            value = value.narrow(dim, start, extent)
-        else:
-            raise refusal(
-                func,
-                [like],
-                f"its operand of shape {tuple(value.shape[missing:])} is no image of the global "
-                f"size {tuple(like.shape)} and does not broadcast to one; call full_tensor() "
-                "before it, or teach it with spatialdl.register_op",
-            )
-    return from_tile(value, layout, like.mesh)
+def _check_in_place(func: Any, target: SpatialTensor) -> None:
+    """A view and its base share memory, but autograd does not know it: a wrong gradient."""
+    if not torch.is_grad_enabled() and not target.requires_grad:
+        return
+    others = [ref() for ref in target._sharers]
+    if any(other is not None and other is not target for other in others):
+        raise refusal(
+            _called.function or func,
+            [target],
+            "it would write into another split tensor too, of which this one is a view; "
+            "clone() it first",
+        )
 
 
 # --- between the wrapper and its tile
@@ -305,19 +266,21 @@ def _own_box_of(value: Tensor, like: SpatialTensor, func: Any) -> SpatialTensor:
 class _ToTile(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: SpatialTensor) -> Tensor:
-        ctx.layout, ctx.mesh = x.spatial_layout, x.mesh
+        ctx.layout, ctx.mesh, ctx.dims = x.spatial_layout, x.mesh, x.spatial_dims
         return x._tile.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> SpatialTensor:
-        return SpatialTensor(grad, ctx.layout, ctx.mesh)
+        return SpatialTensor(grad, ctx.layout, ctx.mesh, ctx.dims)
 
 
 class _FromTile(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
-        return SpatialTensor(tile.detach(), layout, mesh)
+    def forward(
+        ctx: Any, tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims
+    ) -> SpatialTensor:
+        return SpatialTensor(tile.detach(), layout, mesh, dims)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -327,19 +290,43 @@ class _FromTile(torch.autograd.Function):
                 "the gradient of a split image must be split as well: pass a SpatialTensor to "
                 "backward()"
             )
-        return grad._tile, None, None
+        return grad._tile, None, None, None
 
 
 def to_tile(x: SpatialTensor) -> Tensor:
     """The tile of `x`, for local work that autograd differentiates."""
     tile: Tensor = _ToTile.apply(x)  # type: ignore[no-untyped-call]
+    tile._spatial_owner = weakref.ref(x)  # type: ignore[attr-defined]
     return tile
 
 
-def from_tile(tile: Tensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
-    """The split image of which this rank holds `tile`; the inverse of `to_tile`."""
-    x: SpatialTensor = _FromTile.apply(tile, layout, mesh)  # type: ignore[no-untyped-call]
+def from_tile(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims = IMAGE) -> SpatialTensor:
+    """The split image of which this rank holds `tile`; the inverse of `to_tile`.
+
+    Args:
+        tile: this rank's box of `layout`; the sizes of its other dims are the global ones.
+        dims: which of its dims hold rows and columns.
+    """
+    x: SpatialTensor = _FromTile.apply(tile, layout, mesh, dims)  # type: ignore[no-untyped-call]
+    base = tile._base if tile._is_view() else tile
+    owner = getattr(base, "_spatial_owner", lambda: None)()
+    if owner is not None:
+        _share(owner, x)
     return x
+
+
+def _share(owner: SpatialTensor, view: SpatialTensor) -> None:
+    """Note that both lie in the same memory."""
+    group = owner._sharers or [weakref.ref(owner)]
+    group[:] = [ref for ref in group if ref() is not None]
+    group.append(weakref.ref(view))
+    owner._sharers = view._sharers = group
+
+
+def image_of(x: SpatialTensor) -> Tensor:
+    """The tile of `x` as (..., h, w); differentiable, a view where possible."""
+    _, height, width = x.mesh.own_box(x.spatial_layout).shape
+    return to_image(to_tile(x), x.spatial_dims, height, width)
 
 
 def redistribute(x: SpatialTensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
@@ -348,46 +335,31 @@ def redistribute(x: SpatialTensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
     Raises:
         UnsupportedSpatialOp: if the two images have different sizes.
     """
-    if x.spatial_layout == layout:
-        return x
-    if x.spatial_layout.size != layout.size:
+    if x.spatial_layout.size[1:] != layout.size[1:]:
         raise UnsupportedSpatialOp(
-            f"two split images of different sizes meet: {x.spatial_layout.describe()} and "
-            f"{layout.describe()}; broadcasting over a split dim is not supported"
+            f"two split images of different sizes meet: {x.describe()} and {layout.describe()}; "
+            "broadcasting over a split dim is not supported"
         )
-    plan = plan_for(x.spatial_layout.boxes, layout.boxes, mesh.part)
-    moved = repartition(to_tile(x), mesh.grid_comm, plan, name="redistribute")
-    return from_tile(moved, layout, mesh)
+    return on_layout(x, layout)
 
 
-# --- the table of operations
+def on_layout(x: SpatialTensor, layout: Layout) -> SpatialTensor:
+    """`x` cut as `layout` says, which is of the same image."""
+    old = x.spatial_layout
+    if old.rows == layout.rows and old.cols == layout.cols:
+        return x
+    layout = layout.of_samples(old.size[0])
+    plan = plan_for(old.boxes, layout.boxes, x.mesh.part)
+    image = repartition(image_of(x), x.mesh.grid_comm, plan, name="redistribute")
+    return from_tile(
+        from_image(image, x.spatial_dims, x._tile.shape), layout, x.mesh, x.spatial_dims
+    )
 
 
-def register_op(torch_function: Callable[..., Any]) -> Callable[[Handler], Handler]:
-    """Teach SpatialTensor one more operation.
-
-    The decorated function takes the arguments of `torch_function` (a function of ``torch``,
-    ``torch.nn.functional`` or a method of ``torch.Tensor``) whenever one of them is a
-    SpatialTensor, and does it on a split image, or raises `UnsupportedSpatialOp`.
-
-    Example:
-        >>> @spatialdl.register_op(torch.nn.functional.my_op)
-        ... def my_op(x, inplace=False):
-        ...     return spatialdl.from_local(...)
-    """
-
-    def register(handler: Handler) -> Handler:
-        HANDLERS[torch_function] = handler
-        return handler
-
-    return register
-
-
-def _refuse(func: Callable[..., Any], advice: str) -> None:
+def _refuse(func: Any, advice: str) -> None:
+    @register_op(func)
     def handler(*args: Any, **kwargs: Any) -> Any:
-        raise refusal(func, _spatial(tree_flatten((args, kwargs))[0]), advice)
-
-    HANDLERS[func] = handler
+        raise refusal(func, spatial_in((args, kwargs)), advice)
 
 
 for _func in (

@@ -531,8 +531,7 @@ def test_exact_or_refused_on_every_rank_alike(name: str, mesh: Mesh) -> None:
         given = ASKED[name](x)
     except UnsupportedSpatialOp as error:
         said = str(error)
-        assert f"{mesh.grid[0]}x{mesh.grid[1]} over {H}x{W}" in said
-        assert isinstance(error, NotImplementedError)
+    assert said is None or f"{mesh.grid[0]}x{mesh.grid[1]} over {H}x{W}" in said
     assert len(set(mesh.comm.allgather(said))) == 1
     if said is not None or name in DRAWN:
         return

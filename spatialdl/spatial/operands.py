@@ -1,0 +1,178 @@
+"""Bringing the operands of a pointwise operation onto one layout.
+
+Tensors beside a split one: a scalar stays as it is; what has size 1 where rows and columns are is
+broadcast; a whole image is cut to the own box; a split image on another layout is repartitioned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.table import any_other, refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
+
+
+@register_op(any_other)
+def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of `func` with all tensor operands lifted to one shape and layout."""
+    if func is torch.autograd.grad:
+        return args, kwargs
+    flat = tree_flatten((args, kwargs))[0]
+    operands = [value for value in flat if isinstance(value, Tensor)]
+    split = [value for value in operands if isinstance(value, SpatialTensor)]
+    if not split or len(operands) == 1:
+        return args, kwargs
+    written = _written(func, args, kwargs)
+    if any(not isinstance(value, SpatialTensor) for value in written):
+        raise refusal(func, split, "a whole tensor cannot take a split one in place")
+    shape = _broadcast_shape(func, split, operands)
+    target = _target(split, written, shape)
+    if all(_fits(value, target, shape) for value in operands):
+        return args, kwargs
+
+    def lifted(value: Any) -> Any:
+        left_alone = not isinstance(value, Tensor) or any(value is target for target in written)
+        return value if left_alone else lift(func, value, target, shape)
+
+    return tree_map(lifted, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that `func` writes into: its first argument in place, or ``out``."""
+    name = getattr(func, "__name__", "")
+    ends_in_place = name.endswith("_") and not name.endswith("__")
+    in_place = ends_in_place or name in ("__setitem__", "__set__")
+    targets = tree_flatten((args[:1] if in_place else (), kwargs.get("out")))[0]
+    return [target for target in targets if isinstance(target, Tensor)]
+
+
+def _broadcast_shape(func: Any, split: list[SpatialTensor], operands: list[Tensor]) -> torch.Size:
+    try:
+        return torch.Size(torch.broadcast_shapes(*(value.shape for value in operands)))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(value.shape)) for value in operands)
+        raise refusal(func, split, f"operands of shapes {shapes} do not fit together") from None
+
+
+def _target(split: list[SpatialTensor], written: list[Tensor], shape: torch.Size) -> SpatialTensor:
+    """The operand whose layout the others take: what is written, else the first of full size."""
+    for value in written:
+        if isinstance(value, SpatialTensor):
+            return value
+    return next((x for x in split if _is_full_size(x, shape)), split[0])
+
+
+def _is_full_size(x: SpatialTensor, shape: torch.Size) -> bool:
+    dims = x.spatial_dims
+    return x.shape[dims.rows] == shape[dims.rows] and x.shape[dims.cols] == shape[dims.cols]
+
+
+def _fits(value: Tensor, target: SpatialTensor, shape: torch.Size) -> bool:
+    if isinstance(value, SpatialTensor):
+        return value.shape == shape and aligned(value, target)
+    return value.dim() == 0 and not value.requires_grad
+
+
+def lift(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> Tensor:
+    """`value` broadcast to `shape` and split as `target` is, so that tiles meet tiles.
+
+    A scalar that needs no gradient is left as it is.
+    """
+    if isinstance(value, SpatialTensor):
+        if value is target and value.shape == shape:
+            return value
+        value = _on_layout_of(func, value, target, shape)
+    if isinstance(value, SpatialTensor):
+        tile = to_tile(value)
+        box = target.mesh.own_box(target.spatial_layout)
+        local = target.spatial_dims.sizes(shape, *box.shape[1:])
+        return from_tile(
+            tile.expand(local), target.spatial_layout, target.mesh, target.spatial_dims
+        )
+    if value.dim() == 0:
+        if not value.requires_grad:
+            return value
+        # a trained scalar: seen as an image its gradient is a sum over the own tile; and a scalar
+        # does not widen the type of what it is combined with
+        if value.is_floating_point() == target.is_floating_point():
+            value = value.to(target.dtype)
+    return own_box_of(func, value, target, shape)
+
+
+def _on_layout_of(
+    func: Any, value: SpatialTensor, target: SpatialTensor, shape: torch.Size
+) -> Tensor:
+    if value.spatial_dims == target.spatial_dims and _is_full_size(value, shape):
+        return on_layout(value, target.spatial_layout)
+    dims = value.spatial_dims
+    if value.shape[dims.rows] == 1 or value.shape[dims.cols] == 1:
+        return value.full_tensor()  # one row or one column: small
+    raise refusal(
+        func,
+        [target],
+        f"another split image of shape {tuple(value.shape)}{value.spatial_dims.describe()} meets "
+        f"one of shape {tuple(target.shape)}; permute it so that rows and columns are at the same "
+        "dims",
+    )
+
+
+def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> SpatialTensor:
+    """A whole tensor beside a split one: broadcast, or cut to the own box; of `shape`."""
+    dims, mesh, layout = target.spatial_dims, target.mesh, target.spatial_layout
+    value = value.reshape((1,) * (len(shape) - value.dim()) + tuple(value.shape))
+    box = mesh.own_box(layout)
+    for dim in {dims.rows, dims.cols}:
+        if value.shape[dim] not in (1, target.shape[dim]):
+            raise refusal(
+                func,
+                [target],
+                f"its operand of shape {tuple(value.shape)} is no image of the global size "
+                f"{tuple(target.shape)} and does not broadcast to one; call full_tensor() before "
+                "it, or teach it with spatialdl.register_op",
+            )
+    tile = cut(value, dims, layout.size[1:], (box.row0, box.row1), (box.col0, box.col1))
+    return from_tile(tile.expand(dims.sizes(shape, *box.shape[1:])), layout, mesh, dims)
+
+
+def unflatten(whole: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    split: Tensor = whole.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return split
+
+
+def cut(
+    whole: Tensor,
+    dims: SpatialDims,
+    size: tuple[int, ...],
+    rows: tuple[int, int],
+    cols: tuple[int, int],
+) -> Tensor:
+    """The box of a whole tensor whose rows and columns are at `dims`; dims of size 1 stay.
+
+    Args:
+        size: rows and columns of the whole image.
+        rows, cols: the box.
+    """
+    if dims.merged:
+        if whole.shape[dims.rows] == 1:
+            return whole
+        image = unflatten(whole, dims.rows, (dims.outer_rows, *size))
+        image = image.narrow(dims.rows - 1, rows[0], rows[1] - rows[0])
+        image = image.narrow(dims.rows, cols[0], cols[1] - cols[0])
+        return image.flatten(dims.rows - 2, dims.rows)
+    for dim, outer, extent, (start, stop) in (
+        (dims.rows, dims.outer_rows, size[0], rows),
+        (dims.cols, dims.outer_cols, size[1], cols),
+    ):
+        if whole.shape[dim] == 1:
+            continue
+        if outer == 1:
+            whole = whole.narrow(dim, start, stop - start)
+        else:
+            split = unflatten(whole, dim, (outer, extent)).narrow(dim, start, stop - start)
+            whole = split.flatten(dim - 1, dim)
+    return whole
