@@ -27,19 +27,20 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
 from spatialdl.comm.launch import (
     LaunchInfo,
-    check_mpi_world,
     check_world_size,
     end_with_launcher,
     launched,
     start_ranks,
 )
+from spatialdl.comm.world import start_world
 from spatialdl.mesh import Placement
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from spatialdl.comm.communicator import Communicator
 
 PRECISIONS = ("float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = ("auto", "mpi", "torch")
 
 log = logging.getLogger("spatialdl.train")
 
@@ -87,6 +88,7 @@ def _hydra_main(config: DictConfig) -> None:
             if code:
                 sys.exit(code)
         else:
+            start_world()
             _train(config, overrides, run_dir)
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
@@ -112,16 +114,14 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     check_world_size(info.size, placement.world_size, arithmetic, str(config.parallel.name))
     _choose_gpu(config, info)
 
-    from mpi4py import MPI  # from here on this process is a rank
-
-    check_mpi_world(MPI.COMM_WORLD.size)
-    config, run_dir = _agree(MPI.COMM_WORLD, composed, config)
+    world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    config, run_dir = _agree(world, composed, config)
     _start_log(run_dir, info.rank)
     _train(config, flags.overrides, run_dir)
 
 
 def _agree(
-    world: MPI.Intracomm, composed: DictConfig, config: DictConfig
+    world: Communicator, composed: DictConfig, config: DictConfig
 ) -> tuple[DictConfig, Path]:
     """Rank 0's configuration and its run directory, which is there when this returns."""
     run_dir = Path(composed.hydra.run.dir).absolute()
@@ -153,7 +153,12 @@ def _plan(config: DictConfig) -> Placement:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
-    for key, known in (("trainer.precision", PRECISIONS), ("device", DEVICES)):
+    choices = {
+        "trainer.precision": PRECISIONS,
+        "device": DEVICES,
+        "comm.transport": TRANSPORTS,
+    }
+    for key, known in choices.items():
         value = OmegaConf.select(config, key)
         if value not in known:
             raise ValueError(f"{key}={value} is not supported: take one of {', '.join(known)}")

@@ -120,7 +120,9 @@ def check_mpi_world(size: int, environment: Mapping[str, str] | None = None) -> 
         return
     found = f"{info.launcher} started {_ranks(info.size)}, but MPI sees a world of {size}: "
     if info.launcher == "torchrun":
-        advice = "start it with mpiexec or srun, torchrun does not set up MPI"
+        advice = (
+            "take comm.transport=torch, or start it with mpiexec or srun: torchrun sets up no MPI"
+        )
     elif _in_slurm_step(environment):
         advice = (
             "srun and this MPI do not speak the same protocol, "

@@ -1,4 +1,7 @@
-"""All ranks of this job, and over which transport they talk."""
+"""All ranks of this job, and over which transport they talk.
+
+Nothing here imports PyTorch or MPI before it is known that this process is a rank.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,12 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from spatialdl.comm.alone import Alone
-from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-TRANSPORTS = ("auto", "mpi", "torch")
+    from spatialdl.comm.communicator import Communicator
 
 
 class _Chosen:
@@ -35,6 +36,8 @@ def start_world(transport: str = "auto") -> Communicator:
     Raises:
         ValueError: if MPI sees another number of ranks than the launcher started.
     """
+    from spatialdl.comm.alone import Alone
+
     info = launched()
     if info is None:
         _Chosen.world = Alone()

@@ -75,7 +75,7 @@ def test_wrong_world_size_is_told_with_the_arithmetic():
     [
         (SLURM_STEP, r"srun started 8 ranks.*world of 1: .*--mpi=pmix.*--mpi=pmi2"),
         (OPEN_MPI, "mpiexec started 4 ranks.*world of 1: mpiexec belongs to another MPI"),
-        (TORCHRUN, "torchrun started 4 ranks.*world of 1: start it with mpiexec or srun"),
+        (TORCHRUN, "torchrun started 4 ranks.*world of 1: take comm.transport=torch, or start"),
     ],
 )
 def test_many_worlds_of_one_are_told_with_advice(environment, advice):

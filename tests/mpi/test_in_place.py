@@ -54,6 +54,5 @@ def test_in_place_after_a_convolution_is_exact(world: MPI.Intracomm) -> None:
         y = F.conv2d(x, weight, padding=1).add_(1).mul_(2).relu_()
         (gradient,) = torch.autograd.grad((y * y).sum(), weight)
         gradients.append(gradient)
-    total = torch.empty_like(gradients[1])
-    world.Allreduce(gradients[1].numpy(), total.numpy())
+    total = world.all_reduce(gradients[1])
     torch.testing.assert_close(total / world.size, gradients[0], rtol=1e-12, atol=1e-10)
