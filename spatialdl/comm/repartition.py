@@ -31,6 +31,15 @@ def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
     return (batch, *like.shape[1:-2], rows, cols)
 
 
+def empty_for(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory for a tensor of `shape`, channels-last if `like` is."""
+    channels_last = (
+        like.dim() == 4 and like.shape[1] > 1 and like.stride(1) == 1 and not like.is_contiguous()
+    )
+    kept = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kept)
+
+
 def move(
     comm: MPI.Intracomm, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
@@ -38,7 +47,7 @@ def move(
 
     Pixels that nobody owns (outside the image) are set to `fill`.
     """
-    out = tile.new_full(shape_of(tile, plan.need), fill)
+    out = empty_for(tile, shape_of(tile, plan.need)).fill_(fill)
     exchange = start_exchange(
         comm,
         plan,
@@ -55,7 +64,7 @@ def move(
 
 def move_back(comm: MPI.Intracomm, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
     """The adjoint of `move`: what every rank holds of this rank's box, added up."""
-    out = grad.new_zeros(shape_of(grad, plan.own))
+    out = empty_for(grad, shape_of(grad, plan.own)).zero_()
     arrivals = [grad.new_empty(shape_of(grad, piece.box)) for piece in plan.sends]
     exchange = start_exchange(
         comm,
