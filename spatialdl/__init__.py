@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from spatialdl.comm.overlap import SpatialParallel
     from spatialdl.mesh import Mesh, init_mesh
     from spatialdl.spatial import SpatialTensor, register_op
+    from spatialdl.spatial.gather import gather_before
+    from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, shard
 
 __all__ = [
@@ -30,7 +32,9 @@ __all__ = [
     "__version__",
     "average_gradients",
     "from_local",
+    "gather_before",
     "init_mesh",
+    "recompute_blocks",
     "register_op",
     "shard",
 ]
@@ -41,7 +45,9 @@ _FOUND_IN = {
     "SpatialTensor": "spatialdl.spatial",
     "average_gradients": "spatialdl.comm.gradients",
     "from_local": "spatialdl.spatial.split",
+    "gather_before": "spatialdl.spatial.gather",
     "init_mesh": "spatialdl.mesh",
+    "recompute_blocks": "spatialdl.spatial.recompute",
     "register_op": "spatialdl.spatial",
     "shard": "spatialdl.spatial.split",
 }

@@ -22,6 +22,7 @@ from spatialdl.mesh import Mesh, Placement, dry_mesh, split_mesh
 from spatialdl.pipeline.partition import cut, meta_copy
 from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only
 from spatialdl.pipeline.statistics import ReplicaStatistics
+from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Pipeline:
         image_size: global (channels, H, W) of the images.
         names: layers before which to cut, see `pipeline.partition.cut`.
         schedule: name of the schedule.
+        gather_before: modules that get whole images, see `spatial.gather`.
+        recompute: whether blocks run again in backward, see `spatial.recompute`.
 
     Attributes:
         stage: the layers of this rank, with their own names.
@@ -97,12 +100,16 @@ class Pipeline:
         names: Sequence[str] | None = None,
         schedule: str = "gpipe",
         device: torch.device | None = None,
+        *,
+        gather_before: str | Sequence[str] = (),
+        recompute: bool = False,
     ) -> None:
         self.placement, self.criterion, self.image_size = placement, criterion, image_size
         comm = as_communicator(comm)
         self.position = placement.position(comm.rank)
         self.device = device or torch.device("cpu")
-        stages = cut(model, placement.widths, names, (1, *image_size))
+        gather(model, gather_before)
+        stages = cut(model, placement.widths, names, (1, *image_size), recompute)
         self._dry_stages = [meta_copy(stage) for stage in stages[:-1]]  # nothing follows the last
         self.dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]

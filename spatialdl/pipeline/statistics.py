@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spatialdl.comm import check
-from spatialdl.comm.datatypes import buffer
+from spatialdl.comm.tape import replaying
 from spatialdl.mesh import Mesh
 
 
@@ -41,7 +41,7 @@ class ReplicaStatistics:
 
     def _start(self, norm: nn.Module, args: Any) -> None:
         """With momentum 1, fresh buffers receive the statistics of this slice as they are."""
-        if not (isinstance(norm, _BatchNorm) and norm.training):
+        if not (isinstance(norm, _BatchNorm) and norm.training) or replaying():
             return
         self._before[norm] = norm.momentum, *_buffers(norm)
         norm.momentum = 1.0
@@ -51,7 +51,7 @@ class ReplicaStatistics:
         )
 
     def _keep(self, norm: nn.Module, args: Any, output: Any) -> None:
-        if not (isinstance(norm, _BatchNorm) and norm in self._before):
+        if not (isinstance(norm, _BatchNorm) and norm in self._before) or replaying():
             return
         mean, variance, _ = _buffers(norm)
         self._kept[norm].append(torch.cat([mean, variance]).double())
@@ -76,25 +76,24 @@ class ReplicaStatistics:
         calls = len(kept) // max(sum(slices), 1)  # a layer may be called twice in a forward
         own = torch.tensor([calls if used else 0 for used in slices], dtype=torch.int64)
         check.agree(self._comm, f"batch_norm statistics of {len(slices)} micro-batches")
-        counts = torch.empty(self._comm.size, len(slices), dtype=torch.int64)
-        self._comm.Allgather(buffer(own), buffer(counts))
-        width = 2 * norm.num_features
-        rows = torch.stack(kept).cpu() if kept else torch.empty(0, width, dtype=torch.float64)
-        everybody = torch.empty(int(counts.sum()), width, dtype=torch.float64)
-        from mpi4py import MPI
-
-        sizes = [int(n) * width for n in counts.sum(1)]
-        starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-        self._comm.Allgatherv(
-            [buffer(rows), rows.numel(), MPI.DOUBLE], [buffer(everybody), sizes, starts, MPI.DOUBLE]
-        )
-        per_replica = [list(part) for part in torch.split(everybody, counts.sum(1).tolist())]
+        counts = self._comm.all_gather(own)
+        per_replica = self._gathered(norm, kept, counts.sum(1).tolist())
         ordered: list[Tensor] = []
         for microbatch in range(len(slices)):
             for replica, queue in enumerate(per_replica):
                 for _ in range(int(counts[replica, microbatch])):
                     ordered.append(queue.pop(0))
         return ordered
+
+    def _gathered(
+        self, norm: _BatchNorm, kept: list[Tensor], counts: list[int]
+    ) -> list[list[Tensor]]:
+        """What each replica has kept; rows beyond its count are only there to fill up."""
+        rows = torch.zeros(max(counts), 2 * norm.num_features, dtype=torch.float64)
+        if kept:
+            rows[: len(kept)] = torch.stack(kept)
+        everybody = self._comm.all_gather(rows)
+        return [list(part[:count]) for part, count in zip(everybody, counts, strict=True)]
 
 
 def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:

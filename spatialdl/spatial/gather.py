@@ -32,7 +32,7 @@ def gather_before(model: nn.Module, name: str | Iterable[str]) -> None:
 
 
 def _named(model: nn.Module, name: str) -> nn.Module:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name and name in modules:
         return modules[name]
     names = [known for known in modules if known]

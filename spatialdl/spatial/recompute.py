@@ -40,66 +40,38 @@ def recompute(
         function,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (_FirstRun(run), _SecondRun(run)),
+        context_fn=lambda: (run.tape.record(), _SecondRun(run)),
         **kwargs,
     )
 
 
 class _Run:
-    """What the second run starts from: the tape of the first, and the buffers before it."""
+    """What the second run starts from: the tape of the first, and the buffers before it.
+
+    All buffers: BatchNorm's running statistics change without their version being counted up.
+    """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
         self.tape = Tape()
-        self.before: list[tuple[nn.Module, str, Tensor]] = []
-
-    def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        return [
-            (module, name, buffer)
-            for module in self.modules
+        self.buffers = [
+            (module, name, buffer.detach().clone())
+            for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-
-
-class _FirstRun:
-    def __init__(self, run: _Run) -> None:
-        self._run, self._recording = run, run.tape.record()
-        self._start: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._start = [
-            (module, name, buffer, buffer._version, buffer.detach().clone())
-            for module, name, buffer in self._run.buffers()
-        ]
-        self._recording.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._recording.__exit__(kind, error, trace)
-        self._run.before = [
-            (module, name, copy)
-            for module, name, buffer, version, copy in self._start
-            if module._buffers.get(name) is not buffer or buffer._version != version
-        ]
-        self._start = []
 
 
 class _SecondRun:
     """May be entered several times: with ``retain_graph`` backward comes again."""
 
     def __init__(self, run: _Run) -> None:
-        self._run, self._replaying = run, run.tape.replay()
+        self._buffers, self._replaying = run.buffers, run.tape.replay()
         self._real: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._real = [(module, name, module._buffers[name]) for module, name, _ in self._run.before]
-        for module, name, copy in self._run.before:
-            module._buffers[name] = copy.clone()
+        self._real = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
+        for module, name, start in self._buffers:
+            module._buffers[name] = start.clone()
         self._replaying.__enter__()
 
     def __exit__(
@@ -126,7 +98,7 @@ class Recomputed:
 
 
 @cache
-def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _recomputed_class(kind: Any) -> Any:
     return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__})
 
 
@@ -143,7 +115,8 @@ def recompute_blocks(model: nn.Module) -> list[str]:
     """
     blocks = dict(_blocks(model, ""))
     for block in {id(block): block for block in blocks.values()}.values():
-        block.__class__ = _recomputed_class(type(block))
+        kind: Any = type(block)
+        block.__class__ = _recomputed_class(kind)
     return list(blocks)
 
 

@@ -8,24 +8,24 @@ import resource
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra.utils
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
 
 from spatialdl.comm import check
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.world import world
 from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_order, to_input
 from spatialdl.pipeline.runtime import Microbatch, Pipeline
+from spatialdl.spatial.split import from_local
 from spatialdl.training.layouts import check_batch, check_image, placement_of
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
 from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from spatialdl.training.tasks import task_of
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -36,10 +36,8 @@ def run(config: DictConfig, run_dir: Path) -> None:
     Raises:
         ValueError: if the configuration does not fit together.
     """
-    from mpi4py import MPI
-
     check.enable(bool(config.comm.check))
-    trainer = Trainer(config, MPI.COMM_WORLD)
+    trainer = Trainer(config, world())
     trainer.fit(run_dir)
 
 
@@ -51,12 +49,13 @@ class Trainer:
         step: optimizer steps made.
     """
 
-    def __init__(self, config: DictConfig, world: MPI.Intracomm) -> None:
+    def __init__(self, config: DictConfig, world: Communicator) -> None:
         self.config, self.world = config, world
         self.dtype = DTYPES[config.trainer.precision]
         self.device = device_of(config.device)
         self.placement = placement_of(config.parallel)
-        self.sources = open_sources(config.data, int(config.seed))
+        self.sources = open_sources(config.data, int(config.seed), config.task)
+        self.task = task_of(config.task, self.sources.num_classes)
         check_image(self.sources.image_size, self.placement)
         self.microbatches = int(config.parallel.microbatches)
         check_batch(int(config.data.batch_size), self.microbatches, self.placement.data)
@@ -64,11 +63,13 @@ class Trainer:
             build_model(config, self.sources).to(self.dtype),
             self.placement,
             world,
-            classification_loss,
+            self.task.loss,
             (self.sources.channels, *self.sources.image_size),
             config.parallel.cut,
             config.parallel.schedule,
             self.device,
+            gather_before=config.parallel.gather_before or (),
+            recompute=config.parallel.recompute == "block",
         )
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()
@@ -138,42 +139,38 @@ class Trainer:
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()
         self.step += 1
-        return self._over_world(total / self.placement.data)[0]
+        counts = self.pipeline.is_last and self.pipeline.mesh.part == 0  # its grid's ranks agree
+        own = total / self.placement.data if counts else 0.0
+        return self._over_world(torch.tensor([own], dtype=torch.float64))[0]
 
     def validate(self, record: RunDirectory | None) -> None:
-        """Loss and accuracy over all validation samples, each counted once."""
+        """Loss and metrics over all validation samples, each counted once."""
         if self.sources.validation is None:
             return
-        sums = [0.0, 0.0, 0.0]
+        sums = torch.zeros(self.task.tallied, dtype=torch.float64)
         order = torch.arange(len(self.sources.validation)).numpy()
         for batch in self._loader(self.sources.validation).batches(order):
             parts = [self._microbatch(part) for part in batch]
             targets = [part.target for part in parts if part.samples > 0]
             for output, target in zip(self.pipeline.evaluate(parts), targets, strict=False):
                 if target is not None:
-                    sums[0] += classification_loss(output, target, "sum").item()
-                    sums[1] += (output.argmax(1) == target).sum().item()
-                    sums[2] += len(target)
-        loss, correct, samples = self._over_world(*sums)
+                    sums += self.task.tally(output, target, self.pipeline.mesh.part)
+        found = self.task.metrics(self._over_world(sums))
         if record is not None:
+            told = ", ".join(
+                f"{name.replace('_', ' ')} {100 * found[name]:.1f} %"
+                for name in ("accuracy", "mean_dice", "mean_iou")
+                if name in found
+            )
             log.info(
-                "step %d: validation loss %.4f, accuracy %.1f %% of %d samples",
-                *(self.step, loss / samples, 100 * correct / samples, int(samples)),
+                "step %d: validation loss %.4f, %s of %d samples",
+                *(self.step, found["loss"], told, found["samples"]),
             )
-            record.log_validation(
-                step=self.step,
-                loss=loss / samples,
-                accuracy=correct / samples,
-                samples=int(samples),
-            )
+            record.log_validation(step=self.step, **found)
 
-    def _over_world(self, *values: float) -> list[float]:
-        """Sums over the replicas of what the last stage found; the ranks of its grid agree."""
-        counts = self.pipeline.is_last and self.pipeline.mesh.part == 0
-        own = torch.tensor(values if counts else [0.0] * len(values), dtype=torch.float64)
-        total = torch.empty_like(own)
-        self.world.Allreduce(own.numpy(), total.numpy())
-        return [float(value) for value in total]
+    def _over_world(self, own: Tensor) -> list[float]:
+        """The sum over all ranks."""
+        return [float(value) for value in self.world.all_reduce(own)]
 
     def _microbatch(self, part: Slice) -> Microbatch:
         samples = len(part.labels)
@@ -181,19 +178,30 @@ class Trainer:
         if part.tiles is not None:
             tile = to_input(part.tiles, self.dtype, self.device)
         if self.pipeline.is_last and samples:
-            target = torch.from_numpy(part.labels).to(self.device)
+            target = self._target(part)
         return Microbatch(samples, self.placement.data * part.share, tile, target)
 
-    def _loader(self, source: ImageSource) -> Loader:
+    def _target(self, part: Slice) -> Tensor:
+        """Labels (N,) or masks (N, H, W), of which every rank of the grid holds its box."""
+        if part.masks is None:
+            return torch.from_numpy(part.labels).to(self.device)
+        mask = torch.from_numpy(part.masks).to(self.device, torch.int64)
         mesh = self.pipeline.mesh
+        return mask if mesh.grid == (1, 1) else from_local(mask, mesh, self.sources.image_size)
+
+    def _loader(self, source: ImageSource) -> Loader:
+        pipeline = self.pipeline
+        box = pipeline.mesh.box(self.sources.image_size)
+        wants_masks = pipeline.is_last and self.config.task == "segmentation"
         return Loader(
             source,
             Batching(
                 size=int(self.config.data.batch_size),
                 microbatches=self.microbatches,
                 replicas=self.placement.data,
-                replica=self.pipeline.position.replica,
-                box=mesh.box(self.sources.image_size) if self.pipeline.is_first else None,
+                replica=pipeline.position.replica,
+                box=box if pipeline.is_first else None,
+                mask_box=box if wants_masks else None,
             ),
         )
 
@@ -243,31 +251,6 @@ class Trainer:
                 "stage %d: %.2f M parameters, tiles of about %dx%d of %dx%d on %dx%d ranks",
                 *(stage, count / 1e6, height // rows, width // cols, height, width, rows, cols),
             )
-
-
-def classification_loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross entropy.
-
-    Args:
-        output: (N, classes), what the network gives.
-        target: (N,), labels.
-
-    Raises:
-        ValueError: if the network gives anything else, or has too few classes.
-    """
-    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(target):
-        raise ValueError(
-            f"the network gives {shape} for {len(target)} images: to classify, it must give "
-            f"({len(target)}, classes)"
-        )
-    highest = int(target.max())
-    if highest >= output.shape[1]:
-        raise ValueError(
-            f"the network tells {output.shape[1]} classes apart, but there is a label {highest}: "
-            "leave model.num_classes out, or set data.num_classes"
-        )
-    return F.cross_entropy(output, target, reduction=reduction)
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:

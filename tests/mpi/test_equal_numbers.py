@@ -6,6 +6,7 @@ slices of the batch, micro-batch by micro-batch, within it replica by replica.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,10 +17,13 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from spatialdl import from_local
+from spatialdl.data.format import UNLABELLED
 from spatialdl.layout import even_bounds
 from spatialdl.mesh import Placement
-from spatialdl.models import resnet18, resnet50, resnet110_v2
+from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
 from spatialdl.pipeline.runtime import Microbatch, Pipeline
+from spatialdl.training.tasks import segmentation_loss
 
 STEPS = 4
 TOLERANCE = 1e-10
@@ -59,7 +63,24 @@ def tame_resnet50() -> nn.Module:
     return model
 
 
+def vgg() -> nn.Module:
+    """The head flattens a map, so it needs all of it; for images of 50 x 34."""
+    features = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(4, ceil_mode=True),
+    )
+    head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 7 * 5, 16), nn.ReLU(), nn.Linear(16, 5))
+    return nn.Sequential(OrderedDict(features=features, classifier=head))
+
+
 NETWORKS = {
+    "unet": lambda: unet(num_classes=5, width=4, depth=3),
+    "vgg": vgg,
     "resnet18": lambda: resnet18(num_classes=5, width=8),
     "resnet50": tame_resnet50,
     "resnet110_v2": lambda: resnet110_v2(num_classes=5),
@@ -78,6 +99,8 @@ class Case(NamedTuple):
     microbatches: int = 1
     batch: int = 4
     cut: tuple[str, ...] = ()
+    gather_before: str = ""
+    recompute: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -88,8 +111,12 @@ class Case(NamedTuple):
         height, width = self.size
         return (
             f"{self.parallel}-{self.network}-{height}x{width}-{grids}-d{self.data}"
-            f"-m{self.microbatches}-b{self.batch}"
+            f"-m{self.microbatches}-b{self.batch}" + "-recompute" * self.recompute
         )
+
+    @property
+    def segments(self) -> bool:
+        return self.network == "unet"
 
 
 # 32 x 32 leaves ranks without pixels in the last layers; there BatchNorm sees one pixel a sample,
@@ -148,6 +175,55 @@ CASES = [
     Case("dp+sp+lp", "odd", (64, 64), ((2, 1), (1, 1)), data=2),
 ]
 
+SEGMENTATION = [
+    Case("none", "unet", (37, 29), ((1, 1),), microbatches=2),
+    Case("dp", "unet", (37, 29), ((1, 1),), data=2, batch=5),
+    Case("sp", "unet", (64, 64), ((2, 1),)),
+    Case("sp", "unet", (37, 29), ((1, 2),), microbatches=2),
+    Case("sp", "unet", (70, 93), ((2, 1),), batch=2),
+    Case("sp", "unet", (45, 29), ((3, 1),), batch=3),
+    Case("sp", "unet", (33, 41), ((1, 3),), microbatches=2, batch=5),
+    Case("sp", "unet", (70, 93), ((2, 2),), batch=2),
+    Case("sp", "unet", (21, 19), ((2, 2),), batch=4),  # ranks without pixels at the bottom
+    Case("sp", "unet", (61, 32), ((4, 1),), batch=2),
+    Case("dp+sp", "unet", (37, 29), ((2, 1),), data=2, microbatches=2, batch=7),
+]
+
+RECOMPUTED = [
+    Case("none", "resnet18", (33, 35), ((1, 1),), microbatches=2, recompute=True),
+    Case("none", "odd", (45, 50), ((1, 1),), recompute=True),
+    Case("none", "unet", (37, 29), ((1, 1),), recompute=True),
+    Case("dp", "resnet18", (33, 35), ((1, 1),), data=2, microbatches=2, recompute=True),
+    Case("sp", "resnet18", (70, 93), ((1, 2),), recompute=True),
+    Case("sp", "resnet18", (32, 32), ((2, 1),), batch=8, recompute=True),
+    Case("sp", "resnet110_v2", (37, 29), ((2, 1),), batch=2, recompute=True),
+    Case("sp", "odd", (41, 67), ((1, 2),), microbatches=3, batch=7, recompute=True),
+    Case("sp", "unet", (37, 29), ((2, 1),), recompute=True),
+    Case("pp", "resnet18", (70, 93), ((1, 1), (1, 1)), microbatches=2, recompute=True),
+    Case("pp", "odd", (50, 50), ((1, 1),) * 2, microbatches=4, cut=("2",), recompute=True),
+    Case("sp", "odd", (64, 64), ((1, 3),), recompute=True),
+    Case("sp", "resnet18", (32, 32), ((3, 1),), batch=8, recompute=True),
+    Case("sp+pp", "resnet18", (70, 93), ((1, 2), (1, 1)), microbatches=2, recompute=True),
+    Case("sp", "resnet50", (64, 64), ((2, 2),), recompute=True),
+    Case("sp", "unet", (21, 19), ((2, 2),), recompute=True),
+    Case("dp+sp", "odd", (41, 67), ((1, 2),), data=2, microbatches=2, batch=9, recompute=True),
+]
+
+GATHERED = [
+    Case("none", "vgg", (50, 34), ((1, 1),), gather_before="classifier"),
+    Case("sp", "vgg", (50, 34), ((2, 1),), gather_before="classifier"),
+    Case("sp", "vgg", (50, 34), ((1, 2),), gather_before="classifier.0", recompute=True),
+    Case("sp", "vgg", (50, 34), ((3, 1),), gather_before="features.6", microbatches=2),
+    Case("sp", "vgg", (50, 34), ((2, 2),), gather_before="classifier"),
+    *(
+        Case("sp+pp", "vgg", (50, 34), ((2, 1), last), 1, 2, 4, (cut,), "classifier")
+        for last, cut in (((1, 1), "features.3"), ((2, 1), "features.3"), ((2, 1), "classifier.1"))
+    ),
+    Case("sp+pp", "vgg", (50, 34), ((2, 1), (1, 1)), 1, 2, 4, ("classifier.1",), "classifier"),
+    Case("sp+pp", "vgg", (50, 34), ((1, 2), (2, 1)), 1, 2, 4, ("features.4",), "classifier"),
+    Case("dp+sp", "vgg", (50, 34), ((1, 2),), data=2, gather_before="classifier"),
+]
+
 
 class Outcome(NamedTuple):
     losses: list[float]
@@ -157,7 +233,11 @@ class Outcome(NamedTuple):
 def images_and_labels(case: Case, step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     images = torch.randn(case.batch, 3, *case.size, dtype=torch.float64, generator=draw)
-    return images, torch.randint(5, (case.batch,), generator=draw)
+    if not case.segments:
+        return images, torch.randint(5, (case.batch,), generator=draw)
+    masks = torch.randint(5, (case.batch, *case.size), generator=draw)
+    masks[torch.rand(masks.shape, generator=draw) < 0.2] = UNLABELLED
+    return images, masks
 
 
 def network(case: Case) -> nn.Module:
@@ -190,7 +270,8 @@ def reference(case: Case) -> Outcome:
         for start, stop in (piece for row in slices(case) for piece in row):
             if stop > start:
                 share = (stop - start) / case.batch
-                loss = F.cross_entropy(model(images[start:stop]), labels[start:stop]) * share
+                output = model(images[start:stop])
+                loss = F.cross_entropy(output, labels[start:stop], ignore_index=255) * share
                 loss.backward()
                 total += loss.item()
         optimizer.step()
@@ -200,7 +281,14 @@ def reference(case: Case) -> Outcome:
 
 def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
     pipeline = Pipeline(
-        network(case), case.placement, world, F.cross_entropy, (3, *case.size), case.cut or None
+        network(case),
+        case.placement,
+        world,
+        segmentation_loss if case.segments else F.cross_entropy,
+        (3, *case.size),
+        case.cut or None,
+        gather_before=case.gather_before or (),
+        recompute=case.recompute,
     )
     optimizer = optimiser(pipeline.stage.parameters())
     losses = []
@@ -215,7 +303,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
                     stop - start,
                     case.data * (stop - start) / case.batch,
                     images[start:stop, :, r0:r1, c0:c1].clone() if pipeline.is_first else None,
-                    labels[start:stop] if pipeline.is_last else None,
+                    own_target(case, pipeline, labels[start:stop]) if pipeline.is_last else None,
                 )
             )
         total = pipeline.train_step(microbatches)
@@ -225,7 +313,14 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
     return Outcome(losses, pipeline.stage.state_dict())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def own_target(case: Case, pipeline: Pipeline, target: Tensor) -> Tensor:
+    if not case.segments or pipeline.mesh.grid == (1, 1):
+        return target
+    r0, r1, c0, c1 = pipeline.mesh.box(case.size)
+    return from_local(target[:, r0:r1, c0:c1].clone(), pipeline.mesh, case.size)
+
+
+@pytest.mark.parametrize("case", CASES + SEGMENTATION + RECOMPUTED + GATHERED, ids=str)
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
     if case.placement.world_size != world.size:
         pytest.skip(f"needs {case.placement.describe()}")

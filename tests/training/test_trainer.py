@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydra import compose, initialize_config_module
-from mpi4py import MPI
 from omegaconf import DictConfig
 
+from spatialdl.comm.alone import Alone
 from spatialdl.data.loader import sample_order, to_input
 from spatialdl.data.synthetic import SyntheticDataset
+from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.training.trainer import (
     Trainer,
     build_model,
-    classification_loss,
     peak_memory_mb,
 )
 
@@ -41,7 +41,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
-    trainer = Trainer(config(*overrides), MPI.COMM_SELF)
+    trainer = Trainer(config(*overrides), Alone())
     trainer.fit(run_dir)
     return trainer
 
@@ -77,7 +77,7 @@ def test_a_run_leaves_a_loss_and_a_row_a_step(tmp_path):
 
 def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     settings = config("scheduler=cosine", "optimizer=adamw", "parallel.microbatches=2")
-    trainer = Trainer(settings, MPI.COMM_SELF)
+    trainer = Trainer(settings, Alone())
     model = build_model(config(), trainer.sources).double()
     trainer.fit(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
@@ -172,7 +172,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
 )
 def test_what_does_not_fit_together_is_refused(overrides, sentence):
     with pytest.raises(ValueError, match=f"(?s){sentence}"):
-        Trainer(config(*overrides), MPI.COMM_SELF)
+        Trainer(config(*overrides), Alone())
 
 
 def test_a_network_learns_the_stripes(tmp_path):
@@ -192,19 +192,59 @@ def test_memory_is_told_in_megabytes():
     assert 20 < peak_memory_mb(torch.device("cpu")) < 100_000
 
 
-@pytest.mark.parametrize(
-    ("output", "sentence"),
-    [
-        (
-            torch.zeros(2, 5, 1, 1),
-            r"gives \(2, 5, 1, 1\) for 2 .* must give \(2, classes\)",
-        ),
-        (torch.zeros(()), r"gives \(\) for 2 images"),
-        (torch.zeros(3, 5), r"gives \(3, 5\) for 2 images"),
-        ((torch.zeros(2, 5),), "gives tuple for 2 images"),
-        (torch.zeros(2, 3), "tells 3 classes apart, but there is a label 4"),
-    ],
-)
-def test_outputs_that_fit_no_labels_are_refused(output, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        classification_loss(output, torch.tensor([0, 4]))
+SEGMENTED = ["model=unet", "++model.width=2", "++model.depth=2"]
+
+
+def masked_batch(samples: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    images = SyntheticMasks(10, (40, 36), num_classes=3, seed=seed)
+    x = torch.stack(
+        [to_input(images.read(n)[None], torch.float64, torch.device("cpu"))[0] for n in samples]
+    )
+    return x, torch.stack([torch.from_numpy(images.read_mask(n)).long() for n in samples])
+
+
+def test_segmentation_s_losses_are_those_of_a_plain_loop(tmp_path):
+    settings = config(*SEGMENTED, "parallel.microbatches=2")
+    trainer = Trainer(settings, Alone())
+    model = build_model(settings, trainer.sources).double()
+    trainer.fit(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    order = sample_order(10, 0, 0).tolist()
+    losses = []
+    for samples in (order[:4], order[4:8], order[8:]):
+        optimizer.zero_grad()
+        total = 0.0
+        middle = len(samples) // 2
+        for part in (samples[:middle], samples[middle:]):
+            x, target = masked_batch(part)
+            loss = F.cross_entropy(model(x), target) * len(part) / len(samples)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    assert summary(tmp_path)["loss"] == pytest.approx(losses, abs=1e-12)
+    (row,) = table(tmp_path / "validation.csv")
+    with torch.no_grad():
+        x, target = masked_batch(list(range(5)), seed=1)
+        output = model.eval()(x)
+    assert float(row["loss"]) == pytest.approx(F.cross_entropy(output, target).item())
+    assert float(row["accuracy"]) == pytest.approx((output.argmax(1) == target).double().mean())
+    assert 0 < float(row["mean_iou"]) < float(row["mean_dice"]) < 1
+    assert len(summary(tmp_path)["validation"][0]["dice"]) == 3
+
+
+def test_a_u_net_learns_the_discs(tmp_path):
+    train(
+        tmp_path,
+        *(*SEGMENTED, "++model.width=4", "data.samples=16", "trainer.max_steps=16"),
+        *("data.validation_samples=0", "optimizer.lr=0.1"),
+    )
+    loss = summary(tmp_path)["loss"]
+    assert sum(loss[-3:]) < 0.7 * sum(loss[:3])
+
+
+def test_a_network_of_the_other_task_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"trains with task=segmentation"):
+        train(tmp_path, *SEGMENTED, "task=classification")
+    with pytest.raises(ValueError, match=r"trains with task=classification"):
+        train(tmp_path, "task=segmentation")
