@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from spatialdl import CommMismatch, Mesh, SpatialTensor, UnsupportedSpatialOp, shard
-from spatialdl.comm.check import TEXT_BYTES, decode, encode
+from spatialdl.comm import check
 from spatialdl.comm.reduce import sum_over_ranks
 from tests.mpi.operators import Case, seed_all
 
@@ -115,17 +116,12 @@ def agree_on(mesh: Mesh, verdict: Verdict) -> Verdict:
     here in the end, some after others.
     """
     comm = mesh.grid_comm
-    mine = f"verdict {int(verdict.kind)} {verdict.message}"
-    everybody = bytearray(TEXT_BYTES * comm.size)
-    while True:
-        comm.Allgather(encode(mine.encode("ascii", "replace").decode()[:TEXT_BYTES]), everybody)
-        texts = [
-            decode(bytes(everybody[i : i + TEXT_BYTES]))
-            for i in range(0, len(everybody), TEXT_BYTES)
-        ]
-        if all(text.startswith("verdict ") for text in texts):
-            break
-    verdicts = [Verdict(Kind(int(text[8])), text[10:]) for text in texts]
+    arrived = False
+    while not arrived:
+        with suppress(CommMismatch):
+            check.agree(comm, "verdict")
+            arrived = True
+    verdicts = [Verdict(*one) for one in comm.allgather(tuple(verdict))]
     kinds = {one.kind for one in verdicts}
     if len(kinds) > 1:
         rank, worst = max(enumerate(verdicts), key=lambda pair: (pair[1].kind, pair[0]))
