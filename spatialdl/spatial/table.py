@@ -119,7 +119,6 @@ _CHECKS = (
 _METHODS: set[Any] = {
     torch.Tensor.split,
     torch.Tensor.norm,
-    torch.Tensor.unflatten,
     torch.Tensor.__iter__,
     torch.Tensor.__rmatmul__,
 }

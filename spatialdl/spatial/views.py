@@ -1,0 +1,309 @@
+"""Other dims for the same pixels: view, reshape, flatten, permute, squeeze, expand, repeat.
+
+Every rank does on its tile what the network does with the image; `dims` keeps account of where
+rows and columns are. Where a view cuts rows or columns into windows, (N, H/8, 8, W/8, 8, C), the
+image is repartitioned first so that every window lies inside a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.layout import Bounds, Layout
+from spatialdl.spatial.dims import View, regroup
+from spatialdl.spatial.table import refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
+
+Sizes = Sequence[int]
+
+
+def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """PyTorch's ``(2, 3)`` or ``((2, 3),)``."""
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        return tuple(sizes[0])
+    return sizes
+
+
+@lru_cache(maxsize=4096)
+def _aligned(bounds: Bounds, step: int) -> Bounds:
+    """The nearest cut at multiples of `step`, which divides the size."""
+    return tuple((2 * bound + step) // (2 * step) * step for bound in bounds)
+
+
+def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> SpatialTensor:
+    """`x` viewed as the global `shape`.
+
+    Raises:
+        UnsupportedSpatialOp: if this mixes rows or columns with other dims.
+    """
+    size = x.spatial_layout.size[1:]
+    view = regroup(tuple(x.shape), shape, x.spatial_dims, *size)
+    if view is None:
+        raise refusal(
+            func,
+            [x],
+            f"{tuple(x.shape)} seen as {shape} mixes rows or columns with other dims; to flatten a "
+            "map before a dense head gather it there: parallel.gather_before=NAME of the module "
+            "that comes next, or spatialdl.gather_before(model, NAME)",
+        )
+    old, new = _layouts(x.spatial_layout, view)
+    x = on_layout(x, old)
+    _, height, width = x.mesh.own_box(new).shape
+    tile = to_tile(x).reshape(view.dims.sizes(shape, height, width))
+    return from_tile(tile, new, x.mesh, view.dims)
+
+
+@lru_cache(maxsize=4096)
+def _layouts(layout: Layout, view: View) -> tuple[Layout, Layout]:
+    """The layout that a view needs, and the one that it gives."""
+    rows, cols = _aligned(layout.rows, view.row_step), _aligned(layout.cols, view.col_step)
+    new_rows = tuple(bound // view.row_step * view.row_factor for bound in rows)
+    new_cols = tuple(bound // view.col_step * view.col_factor for bound in cols)
+    return Layout(layout.batch, rows, cols), Layout(layout.batch, new_rows, new_cols)
+
+
+def _inferred(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape` with its -1 worked out."""
+    if shape.count(-1) != 1:
+        return shape
+    known = prod(size for size in shape if size != -1)
+    return tuple(x.numel() // max(known, 1) if size == -1 else size for size in shape)
+
+
+def _check_count(x: Tensor, shape: tuple[int, ...]) -> None:
+    if prod(shape) != x.numel() or min(shape, default=1) < 0:
+        raise RuntimeError(f"shape {list(shape)} is invalid for input of size {x.numel()}")
+
+
+@register_op(Tensor.view, split=("input",))
+def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
+    if dtype is not None or (shape and isinstance(shape[0], torch.dtype)):
+        raise refusal(Tensor.view, [input], "other bytes for the same pixels are not supported")
+    return reshape(input, *shape)
+
+
+@register_op(Tensor.reshape, split=("input",))
+def reshape(input: SpatialTensor, *shape: Any) -> Tensor:
+    sizes = _inferred(input, _flat(shape))
+    _check_count(input, sizes)
+    return regrouped(torch.reshape, input, sizes)
+
+
+@register_op(torch.reshape, split=("input",))
+def reshape_function(input: SpatialTensor, shape: Sizes) -> Tensor:
+    return reshape(input, *shape)
+
+
+@register_op(Tensor.view_as, Tensor.reshape_as, split=("input", "other"))
+def view_as(input: Tensor, other: Tensor) -> Tensor:
+    return input.reshape(tuple(other.shape))
+
+
+@register_op(torch.flatten, Tensor.flatten, split=("input",))
+def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    first, last = start_dim % input.dim(), end_dim % input.dim()
+    if first > last:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    shape = tuple(input.shape)
+    merged = prod(shape[first : last + 1])
+    return regrouped(torch.flatten, input, (*shape[:first], merged, *shape[last + 1 :]))
+
+
+@register_op(torch.ravel, Tensor.ravel, split=("input",))
+def ravel(input: SpatialTensor) -> Tensor:
+    return regrouped(torch.ravel, input, (input.numel(),))
+
+
+@register_op(torch.unflatten, Tensor.unflatten, split=("input",))
+def unflatten(input: SpatialTensor, dim: int, sizes: Sizes) -> Tensor:
+    where = dim % input.dim()
+    shape = tuple(input.shape)
+    known = prod(size for size in sizes if size != -1)
+    parts = [shape[where] // max(known, 1) if size == -1 else size for size in sizes]
+    new_shape = (*shape[:where], *parts, *shape[where + 1 :])
+    _check_count(input, new_shape)
+    return regrouped(torch.unflatten, input, new_shape)
+
+
+# --- the order of the dims
+
+
+def permuted(x: SpatialTensor, order: Sizes) -> SpatialTensor:
+    """`x` with dim i where ``order[i]`` was."""
+    count = x.dim()
+    order = [dim % count for dim in order]
+    if sorted(order) != list(range(count)):
+        raise RuntimeError(f"permute: {list(order)} is no order of {count} dims")
+    dims = x.spatial_dims
+    moved = dims._replace(
+        rows=order.index(dims.rows + count) - count, cols=order.index(dims.cols + count) - count
+    )
+    return from_tile(to_tile(x).permute(order), x.spatial_layout, x.mesh, moved)
+
+
+@register_op(Tensor.permute, split=("input",))
+def permute(input: SpatialTensor, *dims: Any) -> Tensor:
+    return permuted(input, _flat(dims))
+
+
+@register_op(torch.permute, split=("input",))
+def permute_function(input: SpatialTensor, dims: Sizes) -> Tensor:
+    return permuted(input, dims)
+
+
+@register_op(
+    torch.transpose,
+    Tensor.transpose,
+    torch.swapaxes,
+    Tensor.swapaxes,
+    torch.swapdims,
+    Tensor.swapdims,
+    split=("input",),
+)
+def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
+    order = list(range(input.dim()))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permuted(input, order)
+
+
+@register_op(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, split=("input",))
+def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
+    order = torch.movedim(
+        torch.empty(tuple(range(1, input.dim() + 1)), device="meta"), source, destination
+    ).shape
+    return permuted(input, [size - 1 for size in order])
+
+
+def _getter(name: str) -> Any:
+    """What is called to read a property of a tensor."""
+    return getattr(Tensor, name).__get__
+
+
+@register_op(_getter("mT"), split=("input",))
+def matrix_transpose(input: SpatialTensor) -> Tensor:
+    return transpose(input, -2, -1)
+
+
+@register_op(torch.adjoint, Tensor.adjoint, _getter("mH"), split=("input",))
+def adjoint(input: SpatialTensor) -> Tensor:
+    flipped = transpose(input, -2, -1)
+    return flipped.conj() if input.is_complex() else flipped
+
+
+@register_op(torch.t, Tensor.t, split=("input",))
+def t(input: SpatialTensor) -> Tensor:
+    if input.dim() > 2:
+        raise RuntimeError(f"t() expects a tensor with at most 2 dims, got {input.dim()}")
+    return permuted(input, tuple(reversed(range(input.dim()))))
+
+
+@register_op(_getter("T"), _getter("H"), split=("input",))
+def reversed_dims(input: SpatialTensor) -> Tensor:
+    if input.is_complex():
+        raise refusal(Tensor.T, [input], "use permute() and conj()")
+    return permuted(input, tuple(reversed(range(input.dim()))))
+
+
+# --- dims that come and go
+
+
+def _without(x: SpatialTensor, gone: set[int], func: Any) -> Tensor:
+    """`x` without its dims `gone`, of size 1."""
+    dims, count = x.spatial_dims, x.dim()
+    if not gone:
+        return x.view(tuple(x.shape))
+    if any(dims.holds(dim, count) for dim in gone):
+        raise refusal(
+            func, [x], "a dim of rows or columns cannot be taken away; name the dims to squeeze"
+        )
+
+    def shifted(old: int) -> int:  # dims behind it that are gone no longer count
+        return old + sum(1 for dim in gone if dim > old + count)
+
+    shape = [size for dim, size in enumerate(x._tile.shape) if dim not in gone]
+    moved = dims._replace(rows=shifted(dims.rows), cols=shifted(dims.cols))
+    return from_tile(to_tile(x).reshape(shape), x.spatial_layout, x.mesh, moved)
+
+
+@register_op(torch.squeeze, Tensor.squeeze, split=("input",))
+def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
+    count = input.dim()
+    asked = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
+    gone = {d % count for d in asked if input.shape[d] == 1}
+    return _without(input, gone, torch.squeeze)
+
+
+@register_op(torch.unsqueeze, Tensor.unsqueeze, split=("input",))
+def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
+    count = input.dim()
+    if not -count - 1 <= dim <= count:
+        raise IndexError(f"unsqueeze: dim {dim} of a tensor with {count} dims")
+    where = dim % (count + 1)
+    dims = input.spatial_dims
+    rows, cols = (old - 1 if where > old + count else old for old in (dims.rows, dims.cols))
+    tile = to_tile(input).unsqueeze(where)
+    moved = dims._replace(rows=rows, cols=cols)
+    return from_tile(tile, input.spatial_layout, input.mesh, moved)
+
+
+def _local_sizes(func: Any, x: SpatialTensor, sizes: Sizes) -> list[int]:
+    """`sizes` to which the tile is expanded; rows and columns keep theirs."""
+    local = list(sizes)
+    for dim in {x.spatial_dims.rows, x.spatial_dims.cols}:
+        if local[dim] not in (-1, x.shape[dim]):
+            raise refusal(func, [x], f"rows and columns cannot be expanded, to {tuple(sizes)}")
+        local[dim] = -1
+    return local
+
+
+@register_op(Tensor.expand, split=("input",))
+def expand(input: SpatialTensor, *sizes: Any, implicit: bool = False) -> Tensor:
+    tile = to_tile(input).expand(_local_sizes(Tensor.expand, input, _flat(sizes)))
+    return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
+
+
+@register_op(torch.broadcast_to, Tensor.broadcast_to, split=("input",))
+def broadcast_to(input: SpatialTensor, size: Sizes) -> Tensor:
+    return expand(input, *size)
+
+
+@register_op(Tensor.expand_as, split=("input", "other"))
+def expand_as(input: Tensor, other: Tensor) -> Tensor:
+    return input.expand(tuple(other.shape))
+
+
+def _repeated(func: Any, x: SpatialTensor, times: Sizes) -> Tensor:
+    if any(times[dim] != 1 for dim in (x.spatial_dims.rows, x.spatial_dims.cols)):
+        raise refusal(func, [x], f"rows and columns cannot be repeated, {tuple(times)} times")
+    return from_tile(to_tile(x).repeat(*times), x.spatial_layout, x.mesh, x.spatial_dims)
+
+
+@register_op(Tensor.repeat, split=("input",))
+def repeat(input: SpatialTensor, *repeats: Any) -> Tensor:
+    return _repeated(Tensor.repeat, input, _flat(repeats))
+
+
+@register_op(torch.tile, Tensor.tile, split=("input",))
+def tile(input: SpatialTensor, *dims: Any) -> Tensor:
+    times = _flat(dims)
+    return _repeated(torch.tile, input, (1,) * (input.dim() - len(times)) + tuple(times))
+
+
+@register_op(torch.repeat_interleave, Tensor.repeat_interleave, split=("input",))
+def repeat_interleave(
+    input: SpatialTensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> Tensor:
+    if dim is None or input.spatial_dims.holds(dim, input.dim()):
+        raise refusal(
+            torch.repeat_interleave,
+            [input],
+            "name a dim that holds no rows or columns, or use F.interpolate(mode='nearest')",
+        )
+    repeated = to_tile(input).repeat_interleave(repeats, dim, output_size=output_size)
+    return from_tile(repeated, input.spatial_layout, input.mesh, input.spatial_dims)
