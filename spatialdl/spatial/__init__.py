@@ -1,6 +1,13 @@
 """SpatialTensor and the operations it knows, one family a file."""
 
-from spatialdl.spatial import conv, norm, pointwise, pool, reduce  # noqa: F401  (they register)
+from spatialdl.spatial import (  # noqa: F401  (they register)
+    conv,
+    norm,
+    pointwise,
+    pool,
+    reduce,
+    transposed,
+)
 from spatialdl.spatial.tensor import SpatialTensor, register_op
 
 __all__ = ["SpatialTensor", "register_op"]

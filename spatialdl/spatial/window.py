@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.comm.repartition import empty_for, move, shape_of, view_of
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout, Window, needed_boxes
+from spatialdl.mesh import Mesh
 from spatialdl.spatial.tensor import SpatialTensor
 
 
@@ -38,6 +40,21 @@ def pair(value: Any) -> tuple[int, int]:
     return int(first), int(second)
 
 
+def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Operands of a convolution or product in the type that autocast gives them.
+
+    Before anything is exchanged: half as many bytes travel, and backward sees what forward saw.
+    """
+    kind = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
 def check_image(name: str, x: SpatialTensor) -> None:
     """Refuse what is no (N, C, H, W)."""
     if x.dim() != 4:
@@ -54,6 +71,40 @@ def check_output(name: str, x: SpatialTensor, size: tuple[int, int]) -> None:
             f"{name}: the window is larger than the image: input {tuple(x.shape)} gives an "
             f"output of {size[0]}x{size[1]} pixels; use larger images or fewer strides"
         )
+
+
+def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str, fill: float = 0.0) -> Tensor:
+    """The box that this rank needs: a view where nobody talks and the tile holds all of it."""
+    if not plan.talks and _holds_all(plan):
+        return view_of(tile, plan.own, plan.need)
+    return move(mesh.grid_comm, plan, tile, fill, name)
+
+
+def arrived(window: Tensor, plan: Plan) -> Tensor:
+    """The pixels of a window that came from other ranks, in one flat tensor.
+
+    They and the tile are all that backward must keep; one tensor, so that all ranks keep as many.
+    """
+    pieces = [view_of(window, plan.need, piece.box).reshape(-1) for piece in plan.receives]
+    return torch.cat(pieces) if pieces else window.new_empty(0)
+
+
+def window_again(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
+    """The window that `read_window` gave, from the tile and what `arrived`; zeros outside."""
+    if _holds_all(plan):
+        return view_of(tile, plan.own, plan.need)
+    window = empty_for(tile, shape_of(tile, plan.need)).zero_()
+    if not plan.kept.is_empty:
+        view_of(window, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
+    sizes = [view_of(window, plan.need, piece.box).numel() for piece in plan.receives]
+    for piece, values in zip(plan.receives, torch.split(others, sizes), strict=True):
+        target = view_of(window, plan.need, piece.box)
+        target.copy_(values.view(target.shape))
+    return window
+
+
+def _holds_all(plan: Plan) -> bool:
+    return plan.kept == plan.need and not plan.need.is_empty
 
 
 class _Nothing(torch.autograd.Function):

@@ -108,3 +108,24 @@ def seeds(sample: int, proof: int) -> list[object]:
     """The first are always tried, all of them by the slow tests."""
     slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(sample, proof))
     return [*range(sample), *slow]
+
+
+def storage(value: Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return value.untyped_storage().data_ptr()
+
+
+def kept_for_backward(operation: Operation, *inputs: Tensor) -> dict[int, int]:
+    """The memory that autograd keeps of an operation: where it begins, and its bytes."""
+    kept: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        tile = value.to_local() if isinstance(value, SpatialTensor) else value
+        if tile.nbytes:
+            kept[storage(tile)] = tile.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        result = operation(*inputs)
+    assert result.requires_grad
+    return kept
