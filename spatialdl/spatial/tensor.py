@@ -101,11 +101,12 @@ class SpatialTensor(torch.Tensor):
 
     _tile: Tensor
     _sharers: list[weakref.ref[SpatialTensor]]
+    _apart: bool
     spatial_layout: Layout
     spatial_dims: SpatialDims
     mesh: Mesh
 
-    __slots__ = ("_sharers", "_tile", "mesh", "spatial_dims", "spatial_layout")
+    __slots__ = ("_apart", "_sharers", "_tile", "mesh", "spatial_dims", "spatial_layout")
 
     @staticmethod
     def __new__(
@@ -128,6 +129,7 @@ class SpatialTensor(torch.Tensor):
         )
         wrapper._tile = tile
         wrapper._sharers = []
+        wrapper._apart = False
         wrapper.spatial_layout = layout
         wrapper.spatial_dims = dims
         wrapper.mesh = mesh
@@ -247,11 +249,15 @@ def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
 
 
 def _check_in_place(func: Any, target: SpatialTensor) -> None:
-    """A view and its base share memory, but autograd does not know it: a wrong gradient."""
-    if not torch.is_grad_enabled() and not target.requires_grad:
+    """A view and its base share memory, but autograd does not know it: a wrong gradient.
+
+    Where pixels have moved they do not even share it: then never.
+    """
+    alive = [other for ref in target._sharers if (other := ref()) is not None]
+    apart = target._apart or any(other._apart for other in alive)
+    if not apart and not torch.is_grad_enabled() and not target.requires_grad:
         return
-    others = [ref() for ref in target._sharers]
-    if any(other is not None and other is not target for other in others):
+    if any(other is not target for other in alive):
         raise refusal(
             _called.function or func,
             [target],
@@ -316,11 +322,18 @@ def from_tile(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims = IMAG
 
 
 def _share(owner: SpatialTensor, view: SpatialTensor) -> None:
-    """Note that both lie in the same memory."""
+    """Note that both lie in the same memory, as autograd's views do."""
+    view._apart = owner._apart
     group = owner._sharers or [weakref.ref(owner)]
     group[:] = [ref for ref in group if ref() is not None]
     group.append(weakref.ref(view))
     owner._sharers = view._sharers = group
+
+
+def share_apart(owner: SpatialTensor, view: SpatialTensor) -> None:
+    """Note that PyTorch would make `view` a view of `owner`, but that its pixels have moved."""
+    _share(owner, view)
+    view._apart = True
 
 
 def image_of(x: SpatialTensor) -> Tensor:

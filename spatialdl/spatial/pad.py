@@ -1,0 +1,82 @@
+"""Padding and cropping in all of PyTorch's modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.layout import Bounds
+from spatialdl.spatial.reindex import AxisMap, Segment, reindex, split_dims, take
+from spatialdl.spatial.table import refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+
+
+@register_op(F.pad, torch._C._nn.pad, split=("input",))
+def pad(
+    input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Tensor:
+    pads = tuple(int(p) for p in pad)
+    _check(tuple(input.shape), input.dtype, pads, mode, value)
+    if not any(pads):
+        return input.clone()
+    by_dim = {-1 - k: (pads[2 * k], pads[2 * k + 1]) for k in range(len(pads) // 2)}
+    if input.spatial_dims.merged and by_dim.get(input.spatial_dims.rows, (0, 0)) == (0, 0):
+        return _pad_other_dims(input, by_dim, mode, value)
+    row_dim, col_dim = split_dims(F.pad, input)
+    others = {dim: p for dim, p in by_dim.items() if dim not in (row_dim, col_dim) and any(p)}
+    if others:
+        input = _pad_other_dims(input, others, mode, value)
+    rows = _axis(input, input.spatial_layout.rows, by_dim.get(row_dim, (0, 0)), mode)
+    cols = _axis(input, input.spatial_layout.cols, by_dim.get(col_dim, (0, 0)), mode)
+    return reindex(F.pad, input, rows, cols, 0.0 if value is None else value)
+
+
+@lru_cache(maxsize=4096)
+def _check(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    pads: tuple[int, ...],
+    mode: str,
+    value: float | None,
+) -> None:
+    """Raise what PyTorch raises for the whole image."""
+    F.pad(torch.empty(shape, dtype=dtype, device="meta"), pads, mode, value)
+
+
+def _axis(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) -> AxisMap:
+    if not any(pads):
+        return AxisMap.identity(bounds)
+    return AxisMap.of(_segments(x, bounds[-1], *pads, mode), bounds)
+
+
+def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -> list[Segment]:
+    """What the padded dim reads of the `size` inputs; negative pads crop."""
+    left, right = max(before, 0), max(after, 0)
+    first, count = max(-before, 0), size + min(before, 0) + min(after, 0)
+    if mode == "constant":
+        return [Segment(size + before + after, -before)]
+    core = Segment(count, first)
+    if mode == "replicate":
+        return [Segment(left, 0, 0), core, Segment(right, size - 1, 0)]
+    if mode == "reflect":
+        return [Segment(left, left, -1), core, Segment(right, size - 2, -1)]
+    if left > count or right > count:
+        raise refusal(F.pad, [x], f"a circular pad of ({before}, {after}) takes what it crops")
+    return [Segment(left, first + count - left), core, Segment(right, first)]
+
+
+def _pad_other_dims(
+    x: SpatialTensor, pads: dict[int, tuple[int, int]], mode: str, value: float | None
+) -> SpatialTensor:
+    """Padding along dims that are not split: local."""
+    tile = to_tile(x)
+    for dim, (before, after) in pads.items():
+        if mode == "constant":
+            tile = F.pad(tile, (0, 0) * (-dim - 1) + (before, after), mode, value)
+        else:
+            tile = take(tile, _segments(x, x.shape[dim], before, after, mode), dim)
+    return from_tile(tile, x.spatial_layout, x.mesh, x.spatial_dims)

@@ -1,0 +1,270 @@
+"""Pixels that move along rows and columns: what padding, slicing, flipping and rolling share.
+
+Each output row reads one input row, each output column one input column; an `AxisMap` says which,
+in segments. A rank then needs the input between the first and the last index that its outputs
+read. Which boxes all ranks need follows from the sizes alone. Turning pixels round and repeating
+them is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.comm.repartition import repartition, view_of
+from spatialdl.layout import Bounds, Box, Layout, strided_bounds
+from spatialdl.mesh import Mesh
+from spatialdl.spatial.table import refusal
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, share_apart, to_tile
+
+
+class Segment(NamedTuple):
+    """Consecutive outputs: output `k` of them reads input ``first + k * step``.
+
+    Attributes:
+        length: number of outputs.
+        first: the input read by the first output; outside of the image a fill value is read.
+        step: 1, more for strided slices, negative for flips, 0 to repeat one input.
+    """
+
+    length: int
+    first: int
+    step: int = 1
+
+    def part(self, start: int, stop: int) -> Segment:
+        """Outputs [start, stop) of this segment, cut to what it has."""
+        start, stop = max(start, 0), min(stop, self.length)
+        if stop <= start:
+            return Segment(0, 0, self.step)
+        return Segment(stop - start, self.first + start * self.step, self.step)
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """The half-open input interval read."""
+        last = self.first + (self.length - 1) * self.step
+        return min(self.first, last), max(self.first, last) + 1
+
+
+@dataclass(frozen=True)
+class AxisMap:
+    """What the outputs along rows, or along columns, read.
+
+    Attributes:
+        segments: all outputs, in their order.
+        bounds: where the output is cut.
+    """
+
+    segments: tuple[Segment, ...]
+    bounds: Bounds
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], bounds: Bounds, stride: int = 1) -> AxisMap:
+        """The map for an input cut at `bounds`: output ``o`` goes where input ``o * stride`` is."""
+        kept = tuple(s for s in segments if s.length > 0) or (Segment(0, 0),)
+        size = sum(segment.length for segment in kept)
+        return cls(kept, strided_bounds(bounds, stride, size))
+
+    @classmethod
+    def identity(cls, bounds: Bounds) -> AxisMap:
+        return cls((Segment(bounds[-1], 0),), bounds)
+
+    def parts(self, start: int, stop: int) -> list[Segment]:
+        """What outputs [start, stop) read, a part (which may be empty) of each segment."""
+        parts, offset = [], 0
+        for segment in self.segments:
+            parts.append(segment.part(start - offset, stop - offset))
+            offset += segment.length
+        return parts
+
+
+def _hull(parts: Sequence[Segment]) -> tuple[int, int]:
+    """The interval from the first to the last input that the parts read."""
+    reads = [part.reads for part in parts if part.length]
+    if not reads:
+        return 0, 0
+    return min(start for start, _ in reads), max(stop for _, stop in reads)
+
+
+@lru_cache(maxsize=4096)
+def _groups(axis: AxisMap) -> tuple[slice, ...]:
+    """Neighbouring segments that are fetched together.
+
+    Those are that lie side by side in the input for every rank, as in reflecting padding; what
+    lies far apart, as in circular padding, would drag along all that is in between.
+    """
+    groups = [slice(0, 1)]
+    ranks = [axis.parts(*interval) for interval in pairwise(axis.bounds)]
+    for number in range(1, len(axis.segments)):
+        wider = slice(groups[-1].start, number + 1)
+        if all(_is_dense(parts[wider]) for parts in ranks):
+            groups[-1] = wider
+        else:
+            groups.append(slice(number, number + 1))
+    return tuple(groups)
+
+
+def _is_dense(parts: Sequence[Segment]) -> bool:
+    start, stop = _hull(parts)
+    return stop - start <= sum(part.length for part in parts)
+
+
+class _Fetch(NamedTuple):
+    """One repartition, and what is then read from the box that it brings."""
+
+    plan: Plan
+    rows: tuple[Segment, ...]
+    cols: tuple[Segment, ...]
+
+
+@lru_cache(maxsize=4096)
+def _fetches(layout: Layout, rows: AxisMap, cols: AxisMap, part: int) -> tuple[_Fetch, ...]:
+    """All repartitions, the same number on all ranks; only one axis may have several groups."""
+    fetches = []
+    for row_group in _groups(rows):
+        for col_group in _groups(cols):
+            read = [
+                (rows.parts(*row)[row_group], cols.parts(*col)[col_group])
+                for row in pairwise(rows.bounds)
+                for col in pairwise(cols.bounds)
+            ]
+            needed = tuple(Box(0, 1, *_hull(r), *_hull(c)) for r, c in read)
+            own = needed[part]
+            fetches.append(
+                _Fetch(
+                    plan_for(layout.boxes, needed, part),
+                    _relative(read[part][0], own.row0),
+                    _relative(read[part][1], own.col0),
+                )
+            )
+    return tuple(fetches)
+
+
+def _relative(parts: Sequence[Segment], origin: int) -> tuple[Segment, ...]:
+    return tuple(Segment(n, first - origin, step) for n, first, step in parts if n)
+
+
+def take(tensor: Tensor, segments: Sequence[Segment], dim: int) -> Tensor:
+    """What `segments` read of a dim (negative) of a plain tensor that holds all of it."""
+    pieces = [_piece(tensor, segment, dim) for segment in segments if segment.length]
+    if not pieces:
+        return tensor.narrow(dim, 0, 0)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _piece(tensor: Tensor, segment: Segment, dim: int) -> Tensor:
+    start, stop = segment.reads
+    after = (slice(None),) * (-dim - 1)
+    if segment.step == 0:
+        shape = list(tensor.shape)
+        shape[dim] = segment.length
+        return tensor.narrow(dim, start, 1).expand(shape)
+    every: tuple[Any, ...] = (..., slice(start, stop, abs(segment.step)), *after)
+    piece = tensor[every]
+    return piece.flip(dim) if segment.step < 0 else piece
+
+
+def fetch(image: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, name: str = "") -> Tensor:
+    """The box that a rank needs of (..., h, w), by a plan for boxes of one sample.
+
+    A view of the tile if every rank has all that it needs.
+    """
+    if stays(plan):
+        return view_of(image.unsqueeze(0), plan.own, plan.need).squeeze(0)
+    return repartition(image.unsqueeze(0), mesh.grid_comm, plan, fill, name).squeeze(0)
+
+
+@lru_cache(maxsize=4096)
+def stays(plan: Plan) -> bool:
+    """Whether every rank holds all that it needs; the same answer on every rank."""
+    return not plan.talks and all(
+        own.row0 <= need.row0 <= need.row1 <= own.row1
+        and own.col0 <= need.col0 <= need.col1 <= own.col1
+        for own, need in zip(plan.owned, plan.needed, strict=True)
+    )
+
+
+def one_sample(layout: Layout) -> Layout:
+    """The layout for plans that do not care how many samples there are; see `fetch`."""
+    return Layout((0, 1), layout.rows, layout.cols)
+
+
+def split_dims(func: object, x: SpatialTensor) -> tuple[int, int]:
+    """The dims (negative) of rows and columns.
+
+    Raises:
+        UnsupportedSpatialOp: if they are merged into tokens, or with other dims.
+    """
+    dims = x.spatial_dims
+    if dims.merged or (dims.outer_rows, dims.outer_cols) != (1, 1):
+        raise refusal(func, [x], "view it with rows and columns each in a dim of its own before it")
+    return dims.rows, dims.cols
+
+
+def reindex(
+    func: object,
+    x: SpatialTensor,
+    rows: AxisMap,
+    cols: AxisMap,
+    fill: float = 0.0,
+    is_view: bool = False,
+) -> SpatialTensor:
+    """`x` with other rows and columns; differentiable.
+
+    Args:
+        func: the operation that asks, for messages.
+        rows: what each output row reads.
+        cols: what each output column reads.
+        fill: the value of pixels read outside of the image.
+        is_view: whether PyTorch gives a view of `x`, into which users may write.
+    """
+    layout = x.spatial_layout
+    if (rows, cols) == (AxisMap.identity(layout.rows), AxisMap.identity(layout.cols)):
+        return x
+    dims = split_dims(func, x)
+    name = getattr(func, "__name__", str(func))
+    tile = to_tile(x)
+    image = tile.movedim(dims, (-2, -1))
+    if len(_groups(rows)) > 1 and len(_groups(cols)) > 1:
+        unchanged = AxisMap.identity(layout.cols)
+        image = _pass(image, layout, rows, unchanged, x.mesh, fill, name)
+        layout = Layout(layout.batch, rows.bounds, layout.cols)
+        rows = AxisMap.identity(rows.bounds)
+    image = _pass(image, layout, rows, cols, x.mesh, fill, name)
+    output = Layout(layout.batch, rows.bounds, cols.bounds)
+    if not is_view and image.untyped_storage().data_ptr() == tile.untyped_storage().data_ptr():
+        image = image.clone()
+    result = from_tile(image.movedim((-2, -1), dims), output, x.mesh, x.spatial_dims)
+    if is_view and not _stays(x, rows, cols):
+        share_apart(x, result)
+    return result
+
+
+def _stays(x: SpatialTensor, rows: AxisMap, cols: AxisMap) -> bool:
+    """Whether slices leave all pixels where they are; the same answer on every rank."""
+    fetches = _fetches(one_sample(x.spatial_layout), rows, cols, x.mesh.part)
+    return all(stays(fetch.plan) for fetch in fetches)
+
+
+def _pass(
+    image: Tensor,
+    layout: Layout,
+    rows: AxisMap,
+    cols: AxisMap,
+    mesh: Mesh,
+    fill: float,
+    name: str,
+) -> Tensor:
+    pieces = []
+    for plan, row_parts, col_parts in _fetches(one_sample(layout), rows, cols, mesh.part):
+        box = fetch(image, plan, mesh, fill, name)
+        pieces.append(take(take(box, row_parts, -2), col_parts, -1))
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, -2 if len(_groups(rows)) > 1 else -1)
