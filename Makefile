@@ -44,6 +44,11 @@ test-slow: $(READY)
 	    $(BIN)/mpiexec --oversubscribe --timeout 3000 -n $$ranks \
 	        $(BIN)/python -m pytest tests/mpi -m slow -p no:cacheprovider || test $$? -eq 5; \
 	done
+	# the same equality over torch.distributed
+	set -e; for ranks in 2 3 4; do \
+	    SPATIALDL_TRANSPORT=torch $(BIN)/mpiexec --oversubscribe --timeout 3000 -n $$ranks \
+	        $(BIN)/python -m pytest tests/mpi -m "not slow" -p no:cacheprovider; \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -54,6 +59,7 @@ typecheck: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m spatialdl.bench spatial
+	$(BIN)/python -m spatialdl.bench halo
 
 clean:
 	rm -rf .venv build *.egg-info outputs demo

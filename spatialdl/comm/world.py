@@ -42,8 +42,7 @@ def start_world(transport: str = "auto") -> Communicator:
     if info is None:
         _Chosen.world = Alone()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
-        _start_process_group(info)
-        _Chosen.world = _torch_world()
+        _Chosen.world = torch_world(info)
     else:
         _Chosen.world = _mpi_world()
         check_mpi_world(_Chosen.world.size)
@@ -59,7 +58,7 @@ def world() -> Communicator:
     if _Chosen.world is None:
         info = launched()
         by_mpi = info is not None and info.launcher != "torchrun"
-        _Chosen.world = _mpi_world() if by_mpi or not _is_initialised() else _torch_world()
+        _Chosen.world = _mpi_world() if by_mpi or not _is_initialised() else torch_world(info)
     return _Chosen.world
 
 
@@ -77,9 +76,16 @@ def _mpi_world() -> Communicator:
     return MpiCommunicator(MPI.COMM_WORLD)
 
 
-def _torch_world() -> Communicator:
+def torch_world(info: LaunchInfo | None) -> Communicator:
+    """All ranks over torch.distributed, which is initialised if the program has not done so.
+
+    Args:
+        info: what the launcher said, see `launched`.
+    """
     from spatialdl.comm.distributed import TorchCommunicator
 
+    if info is not None and not _is_initialised():
+        _start_process_group(info)
     return TorchCommunicator.world()
 
 
@@ -88,8 +94,6 @@ def _start_process_group(info: LaunchInfo) -> None:
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         dist.init_process_group(backend, rank=info.rank, world_size=info.size)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.plan import Plan
+from spatialdl.layout import Box
+
+
+def test_it_hears_itself():
+    alone = Alone()
+    assert (alone.rank, alone.size) == (0, 1)
+    assert alone.split(3, 4).duplicate().allgather("x") == ["x"]
+    assert (alone.bcast(1), alone.gather(2), alone.allreduce(3, max)) == (1, [2], 3)
+    alone.barrier()
+
+
+def test_a_sum_is_a_new_tensor():
+    values = torch.arange(3.0)
+    total = Alone().all_reduce(values)
+    assert torch.equal(total, values)
+    assert total.data_ptr() != values.data_ptr()
+    assert Alone().all_gather(values).shape == (1, 3)
+    home = Alone().home(values)
+    Alone().start_all_reduce(home).wait()
+    assert torch.equal(home, torch.arange(3.0))
+
+
+def test_there_is_nobody_to_talk_to():
+    halves = Box(0, 1, 0, 1, 0, 1), Box(0, 1, 1, 2, 0, 1)
+    kept, talks = Plan(halves, halves, 0), Plan(halves, halves[::-1], 0)
+    cpu = torch.device("cpu")
+    Alone().start_exchange(kept, [], [], False, cpu).wait()
+    with pytest.raises(RuntimeError, match="by itself"):
+        Alone().start_exchange(talks, [], [], False, cpu)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        Alone().start_send(torch.zeros(1), 1, 0)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        Alone().receive(torch.zeros(1), 1, 0)

@@ -1,0 +1,112 @@
+"""How a process finds its ranks; real launchers, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spatialdl
+from spatialdl.comm import world
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.launch import mpiexec_command
+
+SMALL = [
+    *("parallel=sp", "model.width=4", "data.image_size=[41,37]", "data.samples=8"),
+    *("data.batch_size=4", "trainer.max_steps=3", "trainer.precision=float64"),
+    *("comm.check=true", "device=cpu"),
+]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+USER_PROGRAM = """
+import torch, torch.distributed as dist
+import spatialdl
+dist.init_process_group("gloo")
+mesh = spatialdl.init_mesh((2, 1))
+image = torch.arange(2 * 7 * 5.0).view(1, 2, 7, 5).requires_grad_()
+x = spatialdl.shard(image, mesh)
+y = torch.nn.functional.conv2d(x, torch.ones(1, 2, 3, 3), padding=1)
+expected = torch.nn.functional.conv2d(image, torch.ones(1, 2, 3, 3), padding=1)
+torch.testing.assert_close(y.full_tensor(), expected)
+assert mesh.comm.allgather(dist.get_rank()) == [0, 1]
+print("rank", dist.get_rank(), "is content", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Runs a command in an empty folder, where MPI may be out of reach."""
+    (tmp_path / "path" / "mpi4py").mkdir(parents=True)
+    (tmp_path / "path" / "mpi4py" / "__init__.py").write_text("raise ImportError('no MPI here')")
+
+    def run(command: list[str], mpi: bool = True) -> subprocess.CompletedProcess[str]:
+        launcher = ("OMPI_", "PMI", "PMIX", "PRTE", "MASTER_", "TORCHELASTIC")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
+        environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+        if not mpi:
+            found = [str(tmp_path / "path"), *os.environ.get("PYTHONPATH", "").split()]
+            environment["PYTHONPATH"] = os.pathsep.join(found)
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+
+    return run
+
+
+def losses(folder: Path) -> list[float]:
+    found: list[float] = json.loads((folder / "summary.json").read_text())["loss"]
+    return found
+
+
+def test_torchrun_trains_without_mpi_and_equals_mpiexec(start, tmp_path):
+    train = ["-m", "spatialdl.train", *SMALL]
+    python = sys.executable
+    runs = {
+        "torchrun": ([python, *TORCHRUN, *train, "comm.transport=torch"], False),
+        "mpiexec": ([*mpiexec_command(2), python, *train], True),
+        "both": ([*mpiexec_command(2), python, *train, "comm.transport=torch"], True),
+    }
+    for name, (command, mpi) in runs.items():
+        done = start([*command, f"hydra.run.dir={name}"], mpi)
+        assert done.returncode == 0, done.stderr
+    expected = losses(tmp_path / "mpiexec")
+    assert len(expected) == 3
+    for name in ("torchrun", "both"):
+        assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-10)
+
+
+def test_a_program_that_torchrun_starts_gets_its_ranks(start, tmp_path):
+    (tmp_path / "program.py").write_text(USER_PROGRAM)
+    done = start([sys.executable, *TORCHRUN, "program.py"], mpi=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank} is content" in done.stdout for rank in (0, 1))
+
+
+def test_an_error_on_a_rank_of_torchrun_ends_all(start):
+    train = ["-m", "spatialdl.train", *SMALL, "data.image_size=[1,37]"]
+    done = start([sys.executable, *TORCHRUN, *train], mpi=False)
+    assert done.returncode != 0
+    assert done.stderr.count("1x37") == 1
+    assert "mpiexec" not in done.stderr
+
+
+def test_a_process_that_nobody_launched_is_alone(monkeypatch):
+    monkeypatch.setattr(world, "launched", lambda: None)
+    monkeypatch.setattr(world._Chosen, "world", None)
+    found = world.start_world("torch")
+    assert isinstance(found, Alone)
+    assert world.world() is found
+    mesh = spatialdl.init_mesh()
+    assert (mesh.size, mesh.comm.allgather(3), mesh.comm.gather(4)) == (1, [3], [4])
+    with pytest.raises(ValueError, match="this world has 1"):
+        spatialdl.init_mesh((2, 1))

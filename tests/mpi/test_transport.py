@@ -1,0 +1,234 @@
+"""Both transports do the same; over torch.distributed networks equal one process as over MPI."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from functools import cache
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import spatialdl
+from spatialdl.comm import gpu
+from spatialdl.comm.communicator import Communicator, as_communicator
+from spatialdl.comm.distributed import TorchCommunicator
+from spatialdl.comm.launch import launched
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.plan import Plan
+from spatialdl.comm.repartition import move, move_back, view_of
+from spatialdl.comm.world import torch_world
+from spatialdl.layout import Box, Layout
+from tests.mpi.test_equal_numbers import TOLERANCE, Case, OddNet, parallel, reference
+
+CASES = [
+    Case("sp", "resnet18", (70, 93), ((2, 1),)),
+    Case("sp", "odd", (41, 67), ((1, 2),), microbatches=3, batch=7),
+    Case("dp", "odd", (45, 50), ((1, 1),), data=2, microbatches=2, batch=8),
+    Case("pp", "resnet18", (70, 93), ((1, 1), (1, 1)), microbatches=2),
+    Case("sp", "resnet18", (32, 32), ((3, 1),), batch=8),
+    Case("sp+pp", "resnet18", (70, 93), ((1, 2), (1, 1)), microbatches=2),
+    Case("sp+pp", "odd", (101, 50), ((1, 1), (2, 1)), microbatches=2, cut=("4",)),
+    Case("sp", "resnet18", (70, 93), ((2, 2),)),
+    Case("dp+sp", "odd", (41, 67), ((1, 2),), data=2, microbatches=2, batch=9),
+    Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 2)), microbatches=2),
+]
+
+
+@cache
+def over_torch() -> Communicator:
+    return torch_world(launched())
+
+
+@pytest.fixture(params=["mpi", "torch"])
+def ranks(request: pytest.FixtureRequest) -> Communicator:
+    """All ranks, over each transport."""
+    return as_communicator(MPI.COMM_WORLD) if request.param == "mpi" else over_torch()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_one_process_over_torch(case: Case) -> None:
+    if case.placement.world_size != MPI.COMM_WORLD.size:
+        pytest.skip(f"needs {case.placement.describe()}")
+    ours, plain = parallel(case, over_torch()), reference(case)  # type: ignore[arg-type]
+    assert ours.losses == pytest.approx(plain.losses, abs=TOLERANCE)
+    for name, value in ours.state.items():
+        difference = (value.double() - plain.state[name].double()).abs().max()
+        assert difference <= TOLERANCE, f"{name} differs by {difference}"
+
+
+def test_ranks_are_numbered_alike(ranks: Communicator) -> None:
+    assert (ranks.rank, ranks.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert isinstance(ranks, MpiCommunicator | TorchCommunicator)
+
+
+def test_objects_go_to_one_or_all(ranks: Communicator) -> None:
+    own = {"rank": ranks.rank}
+    everybody = [{"rank": rank} for rank in range(ranks.size)]
+    assert ranks.allgather(own) == everybody
+    last = ranks.size - 1
+    assert ranks.gather(own, last) == (everybody if ranks.rank == last else None)
+    assert ranks.bcast(own, last) == everybody[last]
+    assert ranks.allreduce(ranks.rank + 1) == sum(range(1, ranks.size + 1))
+    assert ranks.allreduce(f"{ranks.rank}", op=operator.add) == "0123456"[: ranks.size]
+    assert ranks.allreduce(ranks.rank, op=MPI.MAX) == last
+    ranks.barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
+def test_sums_are_new_and_the_same_bits(ranks: Communicator, dtype: torch.dtype) -> None:
+    own = (torch.arange(35).view(5, 7) / 3 + ranks.rank).to(dtype).t()
+    before = own.clone()
+    total = ranks.all_reduce(own)
+    assert torch.equal(own, before)
+    parts = ranks.all_gather(own)
+    assert parts.shape == (ranks.size, 7, 5)
+    torch.testing.assert_close(total, parts.sum(0).to(dtype))
+    assert torch.equal(parts[ranks.rank], own)
+    assert all(torch.equal(theirs, total) for theirs in ranks.all_gather(total))
+
+
+def test_a_sum_may_be_started_and_waited_for(ranks: Communicator) -> None:
+    values = ranks.home(torch.arange(1000.0) * (ranks.rank + 1))
+    ranks.start_all_reduce(values).wait()
+    assert torch.equal(values, torch.arange(1000.0) * sum(range(1, ranks.size + 1)))
+
+
+def test_ranks_split_in_the_order_of_their_keys(ranks: Communicator) -> None:
+    """Backwards, so that the order of the world does not do."""
+    color = ranks.rank % 2
+    part = ranks.split(color, -ranks.rank)
+    mine = [rank for rank in reversed(range(ranks.size)) if rank % 2 == color]
+    assert (part.size, part.rank) == (len(mine), mine.index(ranks.rank))
+    assert part.allgather(ranks.rank) == mine
+    assert part.all_gather(torch.tensor(ranks.rank)).tolist() == mine
+    assert part.bcast(ranks.rank) == mine[0]
+    again = part.split(0, -part.rank).duplicate()
+    assert again.allgather(ranks.rank) == mine[::-1]
+    if part.size > 1 and part.rank < 2:
+        other = 1 - part.rank
+        sending = part.start_send(torch.tensor([ranks.rank]), other, 5)
+        landed = torch.zeros(1, dtype=torch.int64)
+        part.receive(landed, other, 5)
+        sending.wait()
+        assert landed.item() == mine[other]
+
+
+def test_messages_are_told_apart_by_tags(ranks: Communicator) -> None:
+    """Any view is sent as it looks, and lands in any other."""
+    lane = ranks.duplicate()
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(3, 4, 5, generator=draw).to(torch.bfloat16) for _ in range(3)]
+    if ranks.rank == 0:
+        views = [values[0].clone(), values[1].transpose(0, 2).contiguous().transpose(0, 2)]
+        views.append(torch.stack([values[2], values[0]], 3)[..., 0])
+        tags = (7, 8, 7)
+        sendings = [lane.start_send(view, 1, tag) for view, tag in zip(views, tags, strict=True)]
+        for sending in sendings:
+            sending.wait()
+    elif ranks.rank == 1:
+        for expected, tag in ((1, 8), (0, 7), (2, 7)):
+            landed = torch.zeros(4, 3, 5, dtype=torch.bfloat16).transpose(0, 1)
+            lane.receive(landed, 0, tag)
+            assert torch.equal(landed, values[expected])
+
+
+def shifted(ranks: Communicator, size: tuple[int, int, int]) -> Plan:
+    """Every rank needs its rows of a striped image, one more on either side, and all columns."""
+    layout = Layout.even(size, (ranks.size, 1))
+    samples, height, width = size
+    needed = [
+        Box(0, samples, max(box.row0 - 1, 0), min(box.row1 + 1, height), 0, width)
+        for box in layout.boxes
+    ]
+    return Plan(layout.boxes, needed, ranks.rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_plan_moves_the_same(
+    ranks: Communicator, dtype: torch.dtype, channels_last: bool
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    image = (torch.randn(2, 3, 13, 6, generator=draw) > 0).to(dtype)
+    plan = shifted(ranks, (2, 13, 6))
+    whole = Box(0, 2, 0, 13, 0, 6)
+    tile = view_of(image, whole, plan.own).clone()
+    if channels_last:
+        tile = tile.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(move(ranks, plan, tile), view_of(image, whole, plan.need))
+
+
+def test_a_plan_moves_back_what_all_ranks_hold(ranks: Communicator) -> None:
+    plan = shifted(ranks, (1, 2 * ranks.size, 3))
+    grad = torch.full((1, 2, plan.need.shape[1], 3), float(ranks.rank + 1), dtype=torch.float64)
+    back = move_back(ranks, plan, grad)
+    held = [rank + 1 for rank in (ranks.rank - 1, ranks.rank, ranks.rank + 1)]
+    first = ranks.rank + 1 + (held[0] if ranks.rank > 0 else 0)
+    last = ranks.rank + 1 + (held[2] if ranks.rank < ranks.size - 1 else 0)
+    assert back[0, 0, :, 0].tolist() == [first, last]
+
+
+def test_ranks_without_neighbours_take_part(ranks: Communicator) -> None:
+    """Rank 0 sends to rank 1 only; the others have nothing to do."""
+    own = [Box(0, 1, rank, rank + 1, 0, 4) for rank in range(ranks.size)]
+    needed = [own[0], own[0], *own[2:]]
+    plan = Plan(own, needed, ranks.rank)
+    tile = torch.full((1, 1, 1, 4), float(ranks.rank))
+    for _ in range(3):
+        moved: Tensor = move(ranks, plan, tile)
+        assert moved.unique().tolist() == [0.0 if ranks.rank == 1 else float(ranks.rank)]
+
+
+# --- on a GPU
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("torch.cuda.is_available() is false: there is no GPU here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def over_host_or_device(ranks: Communicator) -> None:
+    if isinstance(ranks, TorchCommunicator) and torch.cuda.device_count() < ranks.size:
+        pytest.skip(f"NCCL needs a GPU a rank, here {ranks.size} share {torch.cuda.device_count()}")
+
+
+def test_a_plan_moves_tensors_on_a_gpu(ranks: Communicator, device: torch.device) -> None:
+    over_host_or_device(ranks)
+    image = torch.randn(2, 3, 13, 6, generator=torch.Generator().manual_seed(1))
+    plan, whole = shifted(ranks, (2, 13, 6)), Box(0, 2, 0, 13, 0, 6)
+    tile = view_of(image, whole, plan.own).to(device).contiguous(memory_format=torch.channels_last)
+    for _ in range(20):  # memory is given back and taken again while messages are under way
+        moved = move(ranks, plan, tile + 0)
+        assert torch.equal(moved.cpu(), view_of(image, whole, plan.need))
+        back = move_back(ranks, plan, moved)
+        assert back.device == tile.device
+    total = ranks.all_reduce(tile)
+    assert total.device == tile.device
+    torch.testing.assert_close(total.cpu(), ranks.all_reduce(tile.cpu()))
+
+
+def test_ranks_agree_whether_mpi_takes_device_memory(device: torch.device) -> None:
+    aware = gpu.cuda_aware(as_communicator(MPI.COMM_WORLD), device)  # type: ignore[arg-type]
+    assert len(set(MPI.COMM_WORLD.allgather(aware))) == 1
+    assert gpu.says_cuda_aware() or not aware
+
+
+def test_equals_one_process_on_a_gpu(ranks: Communicator, device: torch.device) -> None:
+    over_host_or_device(ranks)
+    mesh = spatialdl.init_mesh((ranks.size, 1), comm=ranks)
+    torch.manual_seed(1)
+    plain = OddNet().double().to(device)
+    ours = copy.deepcopy(plain)
+    images = torch.randn(2, 3, 101, 50, dtype=torch.float64, device=device)
+    images = torch.from_numpy(ranks.bcast(images.cpu().numpy())).to(device)
+    plain(images).square().sum().backward()
+    ours(spatialdl.shard(images, mesh)).square().sum().backward()
+    spatialdl.average_gradients(ours, mesh)
+    for (name, theirs), parameter in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        difference = (theirs.grad - parameter.grad).abs().max().item()
+        assert difference <= 1e-9, f"{name} differs by {difference}"
