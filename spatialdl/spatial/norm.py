@@ -15,9 +15,10 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
+from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.mesh import Mesh
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
-from spatialdl.spatial.window import check_image
+from spatialdl.spatial.span import HALF, split_dims, without_dims
+from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 aten = torch.ops.aten
 
@@ -29,12 +30,17 @@ class Moments(NamedTuple):
     mean: Tensor
     variance: Tensor
 
+    def of(self, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance in the type in which `tile` is normalised, never half precision."""
+        wide = torch.float32 if tile.dtype in HALF else tile.dtype
+        return self.mean.to(wide), self.variance.to(wide)
 
-def global_moments(tile: Tensor, count: int, comm: Communicator) -> Moments:
+
+def global_moments(tile: Tensor, count: int, comm: Communicator, name: str) -> Moments:
     """Mean and variance over the tiles of all ranks.
 
     Args:
-        tile: (N, C, h, w); may be empty.
+        tile: (N, C, ...); may be empty.
         count: pixels per channel on all ranks together.
     """
     mean, variance = _tile_moments(tile)
@@ -42,7 +48,7 @@ def global_moments(tile: Tensor, count: int, comm: Communicator) -> Moments:
         return Moments(count, mean, variance)
     own = tile.numel() // max(tile.shape[1], 1)
     message = torch.cat([mean.new_full((1,), own), mean, variance])
-    gathered = gather_over_ranks(comm, message, "batch_norm statistics")
+    gathered = gather_over_ranks(comm, message, f"{name} statistics")
     channels = tile.shape[1]
     counts, means, variances = torch.split(gathered, [1, channels, channels], dim=1)
     mean = (counts * means).sum(0) / count
@@ -54,14 +60,18 @@ def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
     if tile.numel() == 0:
         zeros = tile.new_zeros(tile.shape[1], dtype=torch.float64)
         return zeros, zeros
+    wide = tile.float() if tile.dtype in HALF else tile
     if tile.device.type == "cpu":  # Welford's method in one pass, twice as fast as var_mean
-        mean, variance = torch.batch_norm_update_stats(tile, None, None, 0.0)
+        mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
     else:
-        variance, mean = torch.var_mean(tile, (0, 2, 3), correction=0)
+        dims = tuple(d for d in range(tile.dim()) if d != 1)
+        variance, mean = torch.var_mean(wide, dims, correction=0)
     return mean.double(), variance.double()
 
 
 class _BatchNorm(torch.autograd.Function):
+    """Keeps the tile and its statistics."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -73,21 +83,23 @@ class _BatchNorm(torch.autograd.Function):
         mesh: Mesh,
     ) -> Tensor:
         ctx.mesh, ctx.eps, ctx.count = mesh, eps, moments.pixels
-        mean, variance = moments.mean.to(tile.dtype), moments.variance.to(tile.dtype)
+        mean, variance = moments.of(tile)
         ctx.save_for_backward(tile, weight, mean, variance)
-        return _normalise(tile, weight, bias, mean, variance, eps)
+        return normalised(tile, weight, bias, mean, variance, eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, weight, mean, variance = ctx.saved_tensors
-        grad_weight, grad_bias = _sums(grad, tile, mean, variance, ctx.eps)
+        grad_weight, grad_bias = gradient_sums(grad, tile, mean, variance, ctx.eps)
         needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_tile = None
         if needs_tile:
             sums = torch.cat([grad_bias, grad_weight]).double()
             totals = sum_over_ranks(ctx.mesh.grid_comm, sums, "batch_norm backward") / ctx.count
-            grad_tile = _grad_tile(grad, tile, weight, mean, variance, ctx.eps, totals)
+            if weight is not None:
+                totals = totals * weight.repeat(2)
+            grad_tile = gradient_of_tile(grad, tile, weight, mean, variance, ctx.eps, totals)
         return (
             grad_tile,
             grad_weight if needs_weight else None,
@@ -98,7 +110,7 @@ class _BatchNorm(torch.autograd.Function):
         )
 
 
-def _normalise(
+def normalised(
     tile: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -106,12 +118,14 @@ def _normalise(
     variance: Tensor,
     eps: float,
 ) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` per channel in one pass."""
     if tile.numel() == 0:
         return torch.empty_like(tile)
+    weight, bias = (None if value is None else value.to(mean.dtype) for value in (weight, bias))
     return torch.batch_norm(tile, weight, bias, mean, variance, False, 0.0, eps, False)
 
 
-def _sums(
+def gradient_sums(
     grad: Tensor, tile: Tensor, mean: Tensor, variance: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Sums of ``grad * (x - mean) / std`` and of ``grad`` over this tile, per channel."""
@@ -125,7 +139,7 @@ def _sums(
     return grad_weight, grad_bias
 
 
-def _grad_tile(
+def gradient_of_tile(
     grad: Tensor,
     tile: Tensor,
     weight: Tensor | None,
@@ -134,21 +148,35 @@ def _grad_tile(
     eps: float,
     totals: Tensor,
 ) -> Tensor:
-    """Ioffe and Szegedy (2015), section 3: the gradient through the statistics too."""
+    """Ioffe and Szegedy (2015), section 3: the gradient through the statistics too.
+
+    Args:
+        totals: means over all pixels that share a statistic of ``weight * grad``, per channel,
+            followed by those of ``weight * grad * (x - mean) / std``.
+    """
     if tile.numel() == 0:
         return torch.empty_like(tile)
-    mean_grad, mean_projection = totals.to(tile.dtype).chunk(2)
+    mean_grad, mean_projection = totals.to(mean.dtype).chunk(2)
     scale = (variance + eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight
     # in two passes: -scale * (mean_projection * normalised x + mean_grad), then + scale * grad
     result = torch.batch_norm(
         tile, -scale * mean_projection, -scale * mean_grad, mean, variance, False, 0.0, eps, False
     )
-    return result.addcmul_(grad, scale.view(1, -1, 1, 1))
+    if weight is not None:
+        scale = scale * weight
+    return result.addcmul_(grad, scale.to(grad.dtype).view(-1, *[1] * (tile.dim() - 2)))
 
 
-@register_op(F.batch_norm)
+def check_channels(name: str, x: SpatialTensor) -> None:
+    """Refuse an image whose second dim is split: it does not hold the channels."""
+    if x.dim() < 2 or 1 in split_dims(x):
+        raise UnsupportedSpatialOp(
+            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)}: add the missing "
+            "dim before the image is split"
+        )
+
+
+@register_op(F.batch_norm, split=("input",))
 def batch_norm(
     input: SpatialTensor,
     running_mean: Tensor | None,
@@ -159,31 +187,46 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    check_image("batch_norm", input)
-    tile, layout, mesh = to_tile(input), input.spatial_layout, input.mesh
+    check_channels("batch_norm", input)
+    tile, mesh = to_tile(input), input.mesh
     if not training:
         if running_mean is None or running_var is None:
             raise ValueError("batch_norm in evaluation needs running statistics")
-        return from_tile(
-            F.batch_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps),
-            layout,
-            mesh,
-        )
+        y = F.batch_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
+        return without_dims(input, y, ())
+    if momentum is None:
+        raise TypeError("batch_norm: momentum must be a number; BatchNorm layers take None")
     count = input.numel() // input.shape[1]
     if count == 1:
         raise ValueError(
             f"batch_norm needs more than one value per channel to train, got {tuple(input.shape)}"
         )
     with torch.no_grad():
-        moments = global_moments(tile, count, mesh.grid_comm)
-        _update_running(moments, running_mean, running_var, momentum)
-    normalised = _BatchNorm.apply(tile, weight, bias, moments, eps, mesh)  # type: ignore[no-untyped-call]
-    return from_tile(normalised, layout, mesh)
+        moments = global_moments(tile, count, mesh.grid_comm, "batch_norm")
+        update_running(moments, running_mean, running_var, momentum)
+    y = _BatchNorm.apply(tile, weight, bias, moments, eps, mesh)  # type: ignore[no-untyped-call]
+    return without_dims(input, y, ())
 
 
-def _update_running(
+@register_op(torch.batch_norm, split=("input",))
+def torch_batch_norm(
+    input: SpatialTensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def update_running(
     moments: Moments, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> None:
+    """Move running statistics towards those of this batch; the variance is the unbiased one."""
     unbiased = moments.variance * (moments.pixels / (moments.pixels - 1))
     for running, value in ((running_mean, moments.mean), (running_var, unbiased)):
         if running is not None:

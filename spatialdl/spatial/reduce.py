@@ -1,19 +1,24 @@
-"""Reductions over the whole image: global pooling, sum, mean.
+"""Reductions over any dims: sums, means, products, norms, counts.
 
-Their result is a plain tensor, the same on every rank, with which the rest of the network goes on
-as usual.
+Over rows or columns their result is a plain tensor, the same on every rank, with which the rest of
+the network goes on as usual; over other dims it is split as its input.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
+from spatialdl.comm.reduce import differentiable_gather, differentiable_sum, sum_over_ranks
+from spatialdl.spatial.extremes import extreme
+from spatialdl.spatial.span import HALF, Span, dims_of, reduction, span_of, without_dims
+from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
 def _image_sum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> Tensor:
@@ -36,40 +41,280 @@ def adaptive_avg_pool2d(input: SpatialTensor, output_size: Any) -> Tensor:
     return _image_sum(input, (-2, -1), True, "adaptive_avg_pool2d") / (height * width)
 
 
-def _reduce(func: Any, x: SpatialTensor, dim: Any, keepdim: bool, mean: bool) -> Tensor:
-    every = tuple(range(x.dim()))
-    if dim is None or dim == ():
-        dims = every
-    else:
-        dims = tuple(d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim))
-    split = {x.dim() - 2, x.dim() - 1}
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    if split <= set(dims):
-        total = _image_sum(x, dims, keepdim, func.__name__)
-    elif not split & set(dims) and 0 not in dims and keepdim:
-        total = from_tile(to_tile(x).sum(dims, keepdim=True), x.spatial_layout, x.mesh)
-    else:
-        raise refusal(
-            func, [x], f"reduce over both image dims, or over channels with keepdim; not {dim}"
-        )
-    return total / count if mean else total
+Function = Callable[..., Any]
 
 
-@register_op(Tensor.sum)
-@register_op(torch.sum)
+def reduce_over(
+    x: SpatialTensor,
+    dim: Any,
+    keepdim: bool,
+    local: Callable[[Tensor], Tensor],
+    across: Callable[[Tensor, Span], Tensor],
+) -> Tensor:
+    """Reduce by `local` what is not split, else by `across`, which is told the span."""
+    span = span_of(x, dim)
+    if span.crosses:
+        return across(to_tile(x), span)
+    return without_dims(x, local(to_tile(x)), () if keepdim else span.dims)
+
+
+def _sum_type(tile: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    integral = not (tile.is_floating_point() or tile.is_complex())
+    return dtype or (torch.int64 if integral else tile.dtype)
+
+
+def _sum(tile: Tensor, span: Span, dtype: torch.dtype | None = None, nan: bool = False) -> Tensor:
+    """Half precision is added up in float32 until the very end."""
+    result = _sum_type(tile, dtype)
+    add = torch.nansum if nan else torch.sum
+    part = add(tile, span.dims, keepdim=True, dtype=torch.float32 if result in HALF else result)
+    return span.sum(part, "sum").to(result)
+
+
+@reduction(torch.sum, Tensor.sum)
 def image_sum(
-    input: SpatialTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    func: Function,
+    input: SpatialTensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    source: Any = input if dtype is None else input.to(dtype)
-    return _reduce(torch.sum, source, dim, keepdim, mean=False)
+    local = partial(func, dim=dim, keepdim=keepdim, dtype=dtype)
+    return reduce_over(input, dim, keepdim, local, partial(_sum, dtype=dtype))
 
 
-@register_op(Tensor.mean)
-@register_op(torch.mean)
+@reduction(torch.nansum, Tensor.nansum)
+def image_nansum(
+    func: Function,
+    input: SpatialTensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    local = partial(func, dim=dim, keepdim=keepdim, dtype=dtype)
+    return reduce_over(input, dim, keepdim, local, partial(_sum, dtype=dtype, nan=True))
+
+
+@reduction(torch.mean, Tensor.mean)
 def image_mean(
-    input: SpatialTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    func: Function,
+    input: SpatialTensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    source: Any = input if dtype is None else input.to(dtype)
-    return _reduce(torch.mean, source, dim, keepdim, mean=True)
+    def across(tile: Tensor, span: Span) -> Tensor:
+        result = dtype or tile.dtype
+        wide = torch.float32 if result in HALF else result
+        return (_sum(tile, span, wide) / span.count).to(result)
+
+    local = partial(func, dim=dim, keepdim=keepdim, dtype=dtype)
+    return reduce_over(input, dim, keepdim, local, across)
+
+
+@reduction(torch.nanmean, Tensor.nanmean)
+def image_nanmean(
+    func: Function,
+    input: SpatialTensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    def across(tile: Tensor, span: Span) -> Tensor:
+        result = dtype or tile.dtype
+        wide = torch.float32 if result in HALF else result
+        present = (~tile.isnan()).sum(span.dims, keepdim=True)
+        total = _sum(tile, span, wide, nan=True)
+        return (total / span.sum(present, "nanmean")).to(result)
+
+    local = partial(func, dim=dim, keepdim=keepdim, dtype=dtype)
+    return reduce_over(input, dim, keepdim, local, across)
+
+
+def _gathered(part: Tensor, span: Span, fill: float, name: str) -> Tensor:
+    """The parts of all ranks, (ranks, ...) in the full size; differentiable."""
+    return differentiable_gather(span.mesh.grid_comm, span.placed(part, fill), name)
+
+
+@reduction(torch.prod, Tensor.prod)
+def image_prod(
+    func: Function,
+    input: SpatialTensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    def across(tile: Tensor, span: Span) -> Tensor:
+        result = _sum_type(tile, dtype)
+        for d in span.dims:
+            tile = tile.prod(d, keepdim=True, dtype=result)
+        return _gathered(tile, span, 1.0, "prod").prod(0)
+
+    options = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+    return reduce_over(input, dim, keepdim, partial(func, dtype=dtype, **options), across)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """Keeps the tile and the result, as PyTorch does."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, span: Span) -> Tensor:
+        total = log_sum_exp(tile, span)
+        ctx.save_for_backward(tile, total)
+        ctx.span = span
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tile, total = ctx.saved_tensors
+        span = ctx.span
+        grad = span.own(sum_over_ranks(span.mesh.grid_comm, grad, "logsumexp backward"))
+        total = span.own(total)
+        return grad * (tile - total.masked_fill(total.isneginf(), 0)).exp(), None
+
+
+def log_sum_exp(tile: Tensor, span: Span) -> Tensor:
+    """The logarithm of the sum of exponentials over the whole image, in its full size."""
+    largest = span.max(highest_of(tile, span), -math.inf, "logsumexp")
+    shift = largest.masked_fill(largest.isinf(), 0)
+    part = (tile - span.own(shift)).exp().sum(span.dims, keepdim=True)
+    if not span.crosses:
+        return part.log() + shift
+    whole = sum_over_ranks(span.mesh.grid_comm, span.placed(part), "logsumexp")
+    return whole.log() + shift
+
+
+def highest_of(tile: Tensor, span: Span) -> Tensor:
+    """The largest of this tile; minus infinity if it is empty."""
+    if tile.numel() > 0:
+        return tile.amax(span.dims, keepdim=True)
+    return tile.sum(span.dims, keepdim=True).fill_(-math.inf)
+
+
+@reduction(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+def image_logsumexp(
+    func: Function, input: SpatialTensor, dim: Any, keepdim: bool = False
+) -> Tensor:
+    def across(tile: Tensor, span: Span) -> Tensor:
+        floating = tile if tile.is_floating_point() else tile.to(torch.get_default_dtype())
+        total: Tensor = _LogSumExp.apply(floating, span)  # type: ignore[no-untyped-call]
+        return total
+
+    return reduce_over(input, dim, keepdim, partial(func, dim=dim, keepdim=keepdim), across)
+
+
+def _norm(tile: Tensor, span: Span, order: float, dtype: torch.dtype | None) -> Tensor:
+    """Norms of the ranks' parts are combined by the same norm; those that cannot be, otherwise."""
+    tile = tile.to(dtype or tile.dtype)
+    if math.isinf(order):
+        return extreme(tile.abs(), span, 1 if order > 0 else -1)
+    result = tile.dtype
+    if order == 0:
+        return _sum((tile != 0).to(result) + 0 * tile.nan_to_num(0.0, 0.0, 0.0), span)
+    if result in HALF:
+        tile = tile.float()
+    if tile.numel() > 0:
+        part = torch.linalg.vector_norm(tile, order, span.dims, keepdim=True)
+    else:
+        part = tile.abs().sum(span.dims, keepdim=True) + (0.0 if order > 0 else math.inf)
+    parts = _gathered(part, span, 0.0 if order > 0 else math.inf, "norm")
+    normed: Tensor = torch.linalg.vector_norm(parts, order, 0)
+    return normed.to(result)
+
+
+@reduction(torch.linalg.vector_norm)
+def image_vector_norm(
+    func: Function,
+    x: SpatialTensor,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    local = partial(func, ord=ord, dim=dim, keepdim=keepdim, dtype=dtype)
+    return reduce_over(x, dim, keepdim, local, partial(_norm, order=float(ord), dtype=dtype))
+
+
+@reduction(torch.norm, Tensor.norm)
+def image_norm(
+    func: Function,
+    input: SpatialTensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The p-norm of vectors; "fro" is the 2-norm."""
+    if p == "nuc":
+        raise refusal(func, [input], "a norm of matrices is no sum over ranks")
+    order = 2.0 if p in (None, "fro") else float(p)
+    local = partial(torch.linalg.vector_norm, ord=order, dim=dim, keepdim=keepdim, dtype=dtype)
+    return reduce_over(input, dim, keepdim, local, partial(_norm, order=order, dtype=dtype))
+
+
+@reduction(torch.linalg.norm)
+def image_linalg_norm(
+    func: Function,
+    input: SpatialTensor,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A norm of vectors, or the Frobenius norm."""
+    one_dim = dim is not None and len(dims_of(input, dim)) == 1
+    if ord not in (None, "fro") and not one_dim:
+        raise refusal(func, [input], "a norm of matrices is no sum over ranks")
+    normed: Tensor = image_norm(func, input, ord, dim, keepdim, dtype)
+    return normed
+
+
+@reduction(F.normalize)
+def normalize(
+    func: Function, input: SpatialTensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12
+) -> Tensor:
+    norm: Tensor = torch.norm(input, p, dim, keepdim=True)
+    return input / norm.clamp_min(eps)
+
+
+def _decide(func: Function, input: SpatialTensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
+    """``any`` and ``all`` by counting what speaks for the one, against the other."""
+
+    def across(tile: Tensor, span: Span) -> Tensor:
+        speaks = tile == 0 if every else tile != 0
+        count = span.sum(speaks.sum(span.dims, keepdim=True), func.__name__)
+        decided = count == 0 if every else count > 0
+        return decided.to(torch.uint8 if tile.dtype == torch.uint8 else torch.bool)
+
+    options = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+    return reduce_over(input, dim, keepdim, partial(func, **options), across)
+
+
+@reduction(torch.any, Tensor.any)
+def image_any(
+    func: Function, input: SpatialTensor, dim: Any = None, keepdim: bool = False
+) -> Tensor:
+    return _decide(func, input, dim, keepdim, every=False)
+
+
+@reduction(torch.all, Tensor.all)
+def image_all(
+    func: Function, input: SpatialTensor, dim: Any = None, keepdim: bool = False
+) -> Tensor:
+    return _decide(func, input, dim, keepdim, every=True)
+
+
+@reduction(torch.count_nonzero, Tensor.count_nonzero)
+def image_count_nonzero(func: Function, input: SpatialTensor, dim: Any = None) -> Tensor:
+    def across(tile: Tensor, span: Span) -> Tensor:
+        return span.sum((tile != 0).sum(span.dims, keepdim=True), "count_nonzero")
+
+    return reduce_over(input, dim, False, partial(func, dim=dim), across)

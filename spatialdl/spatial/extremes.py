@@ -1,0 +1,227 @@
+"""Largest and smallest values, and where they are.
+
+Among equal values the gradient is shared evenly by ``amax``, ``amin`` and by ``max`` and ``min``
+without a dim, and goes to the first by ``max`` and ``min`` with a dim, as in PyTorch, over the
+whole image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
+from spatialdl.spatial.span import (
+    Span,
+    checked,
+    dims_of,
+    positions,
+    reduction,
+    span_of,
+    split_dims,
+    without_dims,
+)
+from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
+
+Function = Callable[..., Any]
+
+
+def _least(dtype: torch.dtype, sign: int) -> float:
+    """What loses against every value of a type."""
+    if dtype.is_floating_point:
+        return -sign * math.inf
+    if dtype == torch.bool:
+        return float(sign < 0)
+    return torch.iinfo(dtype).min if sign > 0 else torch.iinfo(dtype).max
+
+
+def _of_all_ranks(part: Tensor, span: Span, sign: int) -> Tensor:
+    """The extreme of the ranks' parts in the full size; sign 1 for the largest, -1 for smallest."""
+    whole = span.placed(part, _least(part.dtype, sign))
+    gathered = gather_over_ranks(span.mesh.grid_comm, whole, "amax" if sign > 0 else "amin")
+    return gathered.amax(0) if sign > 0 else gathered.amin(0)
+
+
+def _of_tile(tile: Tensor, span: Span, sign: int) -> Tensor:
+    if tile.numel() == 0:
+        shape = [1 if d in span.dims else n for d, n in enumerate(tile.shape)]
+        return tile.new_full(shape, _least(tile.dtype, sign))
+    reduce = torch.amax if sign > 0 else torch.amin
+    return reduce(tile, span.dims, keepdim=True)
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, span: Span, sign: int) -> Tensor:
+        best = _of_all_ranks(_of_tile(tile, span, sign), span, sign)
+        ctx.save_for_backward(tile, best)
+        ctx.span = span
+        return best
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tile, best = ctx.saved_tensors
+        span, comm = ctx.span, ctx.span.mesh.grid_comm
+        equal = tile == span.own(best)
+        ties = span.own_sum(equal.sum(span.dims, keepdim=True), "amax ties")
+        share = span.own(sum_over_ranks(comm, grad, "amax backward")) / ties
+        return equal * share, None, None
+
+
+def extreme(tile: Tensor, span: Span, sign: int) -> Tensor:
+    """The largest (sign 1) or smallest (-1) over the whole image, in its full size."""
+    best: Tensor = _Extreme.apply(tile, span, sign)  # type: ignore[no-untyped-call]
+    return best
+
+
+def _amax(func: Function, x: SpatialTensor, dim: Any, keepdim: bool, sign: int) -> Tensor:
+    span = span_of(x, dim)
+    if span.crosses:
+        return extreme(to_tile(x), span, sign)
+    return without_dims(x, func(to_tile(x), dim, keepdim), () if keepdim else span.dims)
+
+
+@reduction(torch.amax, Tensor.amax)
+def amax(func: Function, input: SpatialTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return _amax(torch.amax, input, dim, keepdim, 1)
+
+
+@reduction(torch.amin, Tensor.amin)
+def amin(func: Function, input: SpatialTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return _amax(torch.amin, input, dim, keepdim, -1)
+
+
+@reduction(torch.aminmax, Tensor.aminmax)
+def aminmax(
+    func: Function, input: SpatialTensor, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    smallest = _amax(torch.amin, input, dim, keepdim, -1)
+    return smallest, _amax(torch.amax, input, dim, keepdim, 1)
+
+
+# --- where they are
+
+
+def _first_of_tile(
+    tile: Tensor, dim: int | None, sign: int, places: Tensor, span: Span
+) -> tuple[Tensor, Tensor]:
+    """The extreme of this tile and its global place, which is `beyond` where there is none."""
+    value = _of_tile(tile, span, sign)
+    if tile.numel() == 0:
+        return value, torch.full(value.shape, _BEYOND, device=tile.device)
+    find = torch.argmax if sign > 0 else torch.argmin
+    if dim is None:
+        return value, places.flatten()[find(tile)].reshape(value.shape)
+    return value, places[find(tile, dim, keepdim=True)]
+
+
+_BEYOND = torch.iinfo(torch.int64).max
+
+
+def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor, Span]:
+    """Where the first extreme is along `dim` (None: in the flattened image), in the full size."""
+    span, tile = span_of(x, dim), to_tile(x).detach()
+    places = _places(x).to(tile.device) if dim is None else positions(x, dim).to(tile.device)
+    value, place = _first_of_tile(tile, dim, sign, places, span)
+    comm = span.mesh.grid_comm
+    values = gather_over_ranks(comm, span.placed(value, _least(value.dtype, sign)), "argmax")
+    rivals = gather_over_ranks(comm, span.placed(place, _BEYOND), "argmax")
+    best = values.amax(0) if sign > 0 else values.amin(0)
+    wins = (values == best) | (values.isnan() & best.isnan())
+    return rivals.masked_fill(~wins, _BEYOND).amin(0), span
+
+
+def _places(x: SpatialTensor) -> Tensor:
+    """The index in the flattened whole tensor of every element of this tile."""
+    places = torch.zeros((), dtype=torch.int64)
+    for dim, size in enumerate(x.shape):
+        places = places[..., None] * size + positions(x, dim)
+    return places
+
+
+class _Picked(torch.autograd.Function):
+    """The values at given places; only they have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, place: Tensor, own: Tensor, span: Span, dim: int) -> Tensor:
+        shape = [1] * tile.dim()
+        shape[dim] = -1
+        chosen = own.view(shape) == span.own(place)
+        ctx.save_for_backward(chosen)
+        ctx.span = span
+        part = torch.where(chosen, tile, 0).sum(span.dims, keepdim=True, dtype=tile.dtype)
+        return sum_over_ranks(span.mesh.grid_comm, span.placed(part), "max")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (chosen,) = ctx.saved_tensors
+        span = ctx.span
+        total = span.own(sum_over_ranks(span.mesh.grid_comm, grad, "max backward"))
+        return torch.where(chosen, total, 0), None, None, None, None
+
+
+def _with_places(
+    func: Function, x: SpatialTensor, dim: int, keepdim: bool, sign: int
+) -> tuple[Tensor, Tensor]:
+    (number,) = dims_of(x, dim)
+    if number not in split_dims(x):
+        values, places = func(to_tile(x), dim, keepdim)
+        removed = () if keepdim else (number,)
+        return without_dims(x, values, removed), without_dims(x, places, removed)
+    place, span = first_extreme(x, number, sign)
+    tile = to_tile(x)
+    own = positions(x, number).to(tile.device)
+    return _Picked.apply(tile, place, own, span, number), place  # type: ignore[no-untyped-call]
+
+
+def _max_or_min(
+    func: Function, x: SpatialTensor, dim: Any = None, keepdim: bool = False, *, sign: int
+) -> Tensor | tuple[Tensor, Tensor]:
+    if dim is None:
+        return extreme(to_tile(x), span_of(x, None), sign)
+    return _with_places(func, x, dim, keepdim, sign)
+
+
+def _register_max_and_min(func: Function, pairwise: Function, sign: int) -> None:
+    """``torch.max`` is two functions: with a second tensor it is ``torch.maximum``."""
+    reduce = checked(func, partial(_max_or_min, sign=sign))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
+            return pairwise(*args, **kwargs)
+        return reduce(*args, **kwargs)
+
+    register_op(func)(call)
+
+
+_register_max_and_min(torch.max, torch.maximum, 1)
+_register_max_and_min(Tensor.max, torch.maximum, 1)
+_register_max_and_min(torch.min, torch.minimum, -1)
+_register_max_and_min(Tensor.min, torch.minimum, -1)
+
+
+@reduction(Tensor.argmax, torch.argmax)
+def argmax(
+    func: Function, input: SpatialTensor, dim: int | None = None, keepdim: bool = False
+) -> Tensor:
+    return _place(func, input, dim, keepdim, 1)
+
+
+@reduction(Tensor.argmin, torch.argmin)
+def argmin(
+    func: Function, input: SpatialTensor, dim: int | None = None, keepdim: bool = False
+) -> Tensor:
+    return _place(func, input, dim, keepdim, -1)
+
+
+def _place(func: Function, x: SpatialTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
+    if dim is None or dim % x.dim() in split_dims(x):
+        return first_extreme(x, dim, sign)[0]
+    return without_dims(x, func(to_tile(x), dim, keepdim), () if keepdim else dims_of(x, dim))

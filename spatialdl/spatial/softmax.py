@@ -1,0 +1,102 @@
+"""Softmax: over channels every tile by itself, over rows and columns the whole image together.
+
+Stable as PyTorch's: the largest value of all ranks is subtracted first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.spatial.reduce import log_sum_exp
+from spatialdl.spatial.span import Span, dims_of, in_float32, span_of, without_data, without_dims
+from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
+
+
+class _Softmax(torch.autograd.Function):
+    """Keeps the result, or its logarithm."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, span: Span, log: bool) -> Tensor:
+        y = tile - span.own(log_sum_exp(tile, span))
+        y = y if log else y.exp()
+        ctx.save_for_backward(y)
+        ctx.span, ctx.log = span, log
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        span = ctx.span
+        weighted = grad if ctx.log else grad * y
+        total = span.own_sum(weighted.sum(span.dims, keepdim=True), "softmax backward")
+        return (grad - y.exp() * total if ctx.log else weighted - y * total), None, None
+
+
+def _softmax(x: SpatialTensor, dim: int | None, dtype: torch.dtype | None, log: bool) -> Tensor:
+    function = torch.log_softmax if log else torch.softmax
+    if dim is None:  # what PyTorch chooses, with a warning
+        dim = 0 if x.dim() in (0, 1, 3) else 1
+    like = function(without_data(x), dim, dtype)  # PyTorch's own errors, on all ranks alike
+    span, tile = span_of(x, dims_of(x, dim)), to_tile(x)
+    if not span.crosses:
+        return without_dims(x, function(tile, dim, dtype), ())
+    tile = in_float32(tile) if dtype is None else tile.to(dtype)
+    wide = torch.promote_types(tile.dtype, torch.float32)
+    y: Tensor = _Softmax.apply(tile.to(wide), span, log)  # type: ignore[no-untyped-call]
+    result = like.dtype if tile.dtype == like.dtype else tile.dtype
+    return without_dims(x, y.to(result), ())
+
+
+@register_op(torch.softmax, torch.Tensor.softmax, torch.special.softmax, split=("input",))
+def softmax(input: SpatialTensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return _softmax(input, dim, dtype, log=False)
+
+
+@register_op(
+    torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax, split=("input",)
+)
+def log_softmax(input: SpatialTensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return _softmax(input, dim, dtype, log=True)
+
+
+@register_op(F.softmax, split=("input",))
+def f_softmax(
+    input: SpatialTensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _softmax(input, dim, dtype, log=False)
+
+
+@register_op(F.log_softmax, split=("input",))
+def f_log_softmax(
+    input: SpatialTensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _softmax(input, dim, dtype, log=True)
+
+
+@register_op(F.softmin, split=("input",))
+def softmin(
+    input: SpatialTensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    negative: Any = -input
+    return _softmax(negative, dim, dtype, log=False)
+
+
+@register_op(F.gumbel_softmax, split=("logits",))
+def gumbel_softmax(logits: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    raise refusal(
+        F.gumbel_softmax, [logits], "add noise of spatialdl.random and take softmax instead"
+    )

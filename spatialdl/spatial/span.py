@@ -1,0 +1,193 @@
+"""Which dims a reduction of a split tensor runs over, and what ranks must tell each other for it.
+
+A reduction over rows or columns gives a plain tensor, the same on every rank. Each rank reduces
+its tile, puts the result where it belongs in the full size (a sum over the rows alone still has
+all columns), and the ranks combine what they have. Everything here keeps reduced dims as dims of
+size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_ranks
+from spatialdl.layout import Box, Layout
+from spatialdl.mesh import Mesh
+from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The dims of a reduction, and where the tile lies in the dims that are kept.
+
+    Attributes:
+        dims: the reduced dims, not negative.
+        count: how many elements of the whole tensor become one.
+        crosses: whether rows or columns are among them, so that ranks must talk.
+        kept: the split dims that are kept, each with the global positions of the tile in it and
+            its global size; empty if nothing crosses.
+        mesh: the ranks.
+    """
+
+    dims: tuple[int, ...]
+    count: int
+    crosses: bool
+    kept: tuple[tuple[int, Tensor, int], ...]
+    mesh: Mesh
+
+    def placed(self, part: Tensor, fill: float = 0.0) -> Tensor:
+        """`part`, of this tile, in the full size of the dims that are kept; `fill` elsewhere."""
+        for dim, positions, size in self.kept:
+            shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
+            full = part.new_full(shape, fill)
+            part = full.index_copy(dim, positions.to(part.device), part)
+        return part
+
+    def own(self, whole: Tensor) -> Tensor:
+        """The part of `whole` (of the full size) that belongs to this tile."""
+        for dim, positions, _ in self.kept:
+            whole = whole.index_select(dim, positions.to(whole.device))
+        return whole
+
+    def sum(self, part: Tensor, name: str) -> Tensor:
+        """The sum over all ranks of their parts, in the full size; differentiable."""
+        if not self.crosses:
+            return part
+        return differentiable_sum(self.mesh.grid_comm, self.placed(part), name)
+
+    def own_sum(self, part: Tensor, name: str) -> Tensor:
+        """This tile's part of the sum over all ranks; autograd does not see it."""
+        if not self.crosses:
+            return part
+        return self.own(sum_over_ranks(self.mesh.grid_comm, self.placed(part), name))
+
+    def max(self, part: Tensor, lowest: float, name: str) -> Tensor:
+        """The largest over all ranks, in the full size; autograd does not see it."""
+        if not self.crosses:
+            return part
+        return max_over_ranks(self.mesh.grid_comm, self.placed(part, lowest), name)
+
+
+def dims_of(x: Tensor, dim: Any) -> tuple[int, ...]:
+    """The dims that a reduction means, not negative; None and () mean all."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(x.dim()))
+    chosen = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(sorted(d % x.dim() for d in chosen))
+
+
+def split_dims(x: SpatialTensor) -> tuple[int, ...]:
+    """The dims that hold rows or columns, not negative: two of them, one if they are merged."""
+    return tuple(sorted({x.spatial_dims.rows % x.dim(), x.spatial_dims.cols % x.dim()}))
+
+
+def span_of(x: SpatialTensor, dim: Any) -> Span:
+    """The span of a reduction of `x` over `dim` (a number, several, or None for all)."""
+    dims, split = dims_of(x, dim), split_dims(x)
+    crosses = bool(set(dims) & set(split))
+    kept = tuple((d, positions(x, d), x.shape[d]) for d in split if crosses and d not in dims)
+    return Span(dims, prod(x.shape[d] for d in dims), crosses, kept, x.mesh)
+
+
+def positions(x: SpatialTensor, dim: int) -> Tensor:
+    """Where in the global dim `dim` the elements of this rank's tile are; (tile's size,) int64."""
+    number = dim % x.dim()
+    if number not in split_dims(x):
+        return torch.arange(x.shape[number])
+    layout = x.spatial_layout
+    return _split_positions(layout, x.mesh.own_box(layout), x.spatial_dims, number - x.dim())
+
+
+@lru_cache(maxsize=4096)
+def _split_positions(layout: Layout, box: Box, dims: SpatialDims, dim: int) -> Tensor:
+    _, height, width = layout.size
+    rows, cols = torch.arange(box.row0, box.row1), torch.arange(box.col0, box.col1)
+    if dims.merged:
+        inner, size, outer = (rows[:, None] * width + cols).flatten(), height * width, None
+    else:
+        inner, size = (rows, height) if dim == dims.rows else (cols, width)
+        outer = dims.outer_rows if dim == dims.rows else dims.outer_cols
+    blocks = torch.arange(dims.outer_rows if outer is None else outer)
+    return (blocks[:, None] * size + inner).flatten()
+
+
+def without_dims(x: SpatialTensor, tile: Tensor, removed: tuple[int, ...]) -> SpatialTensor:
+    """`tile` as the split tensor that `x` becomes when dims that are not split are removed."""
+    rows, cols = (d % x.dim() for d in (x.spatial_dims.rows, x.spatial_dims.cols))
+    dims = x.spatial_dims._replace(
+        rows=rows - x.dim() + sum(d > rows for d in removed),
+        cols=cols - x.dim() + sum(d > cols for d in removed),
+    )
+    return from_tile(tile, x.spatial_layout, x.mesh, dims)
+
+
+def in_float32(tile: Tensor) -> Tensor:
+    """`tile` as autocast on a GPU gives it to norms and to softmax."""
+    if tile.is_cuda and torch.is_autocast_enabled("cuda") and tile.dtype in HALF:
+        return tile.float()
+    return tile
+
+
+# --- how reductions are registered
+
+Call = Callable[..., Any]
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input"}
+
+
+def reduction(*functions: Call) -> Callable[[Call], Call]:
+    """Register a reduction under several names.
+
+    The decorated handler takes the function called and its arguments, and gives the result with
+    or without the reduced dims. What PyTorch itself refuses (a dim out of range, a type) is
+    refused alike on all ranks, because the call is tried without data first; that also tells the
+    shape of the result.
+    """
+
+    def register(handler: Call) -> Call:
+        for function in functions:
+            register_op(function)(checked(function, handler))
+        return handler
+
+    return register
+
+
+def checked(function: Call, handler: Call) -> Call:
+    """The handler of a reduction as `reduction` registers it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+        if kwargs.get("out") is None:
+            kwargs.pop("out", None)
+        x = args[0] if args else kwargs.pop("input")
+        others = [*args[1:], *kwargs.values()]
+        if not isinstance(x, SpatialTensor) or any(isinstance(o, Tensor) for o in others):
+            split = [o for o in (x, *others) if isinstance(o, SpatialTensor)]
+            raise refusal(function, split, "only its input may be a tensor")
+        expected = function(without_data(x), *args[1:], **kwargs)
+        return _shaped(handler(function, x, *args[1:], **kwargs), expected)
+
+    return call
+
+
+def without_data(x: Tensor) -> Tensor:
+    """A tensor such as `x`, plain and whole, on the meta device."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _shaped(result: Any, expected: Any) -> Any:
+    """`result`, of which the ranks have kept all dims, in the shape that is expected."""
+    if isinstance(expected, Tensor):
+        same = result.shape == expected.shape
+        return result if same else result.reshape(expected.shape)
+    shaped = [_shaped(value, like) for value, like in zip(result, expected, strict=True)]
+    return type(expected)(shaped)
