@@ -1,0 +1,69 @@
+"""Attention over the tokens of a split image.
+
+Each rank keeps its own queries; keys and values are gathered for them (networks for large images
+make these few first), or stay where they are if attention goes over windows that lie inside tiles.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.spatial.contract import contract
+from spatialdl.spatial.table import refusal, register_op, spatial_in
+from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.spatial.window import nothing
+
+
+@register_op(F.scaled_dot_product_attention, split=("query", "key", "value", "attn_mask"))
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    split = spatial_in((query, key, value, attn_mask))
+    if dropout_p > 0 or is_causal:
+        what = "dropout" if dropout_p > 0 else "a causal mask"
+        raise refusal(
+            F.scaled_dot_product_attention, split, f"{what} over split tokens is not supported"
+        )
+    features = [x for x in (query, key, value) if isinstance(x, SpatialTensor)]
+    if any(-1 in (x.spatial_dims.rows, x.spatial_dims.cols) for x in features):
+        raise refusal(
+            F.scaled_dot_product_attention, split, "its last dim, of features, must not be split"
+        )
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if not isinstance(query, SpatialTensor):
+        # a few queries of the whole image, the same on every rank: they look at everything
+        key, value, attn_mask = (_whole(x) for x in (key, value, attn_mask))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+    operands = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
+    batch = string.ascii_uppercase[: max(x.dim() for x in operands) - 2]
+    ends = ("le", "se", "sv", "ls")
+    letters = [
+        batch[len(batch) - (x.dim() - 2) :] + end for x, end in zip(operands, ends, strict=False)
+    ]
+
+    def local(*tiles: Tensor) -> Tensor:
+        query, key, value, *mask = tiles
+        if query.numel() == 0:  # PyTorch's leaves keys and values out of the graph then
+            return nothing((*query.shape[:-1], value.shape[-1]), *tiles)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask[0] if mask else None, **options
+        )
+
+    return contract(
+        F.scaled_dot_product_attention, operands, letters, batch + "lv", local, linear=False
+    )
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, SpatialTensor) else x
