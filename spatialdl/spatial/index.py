@@ -1,0 +1,221 @@
+"""Indexing and slicing: along rows and columns a repartition, along all other dims local.
+
+One row or one column of an image is a plain tensor, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import plan_for
+from spatialdl.comm.repartition import repartition
+from spatialdl.layout import Bounds, Box
+from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.operands import lift
+from spatialdl.spatial.reindex import AxisMap, Segment, one_sample, reindex, split_dims
+from spatialdl.spatial.span import without_data
+from spatialdl.spatial.table import is_spatial, refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+
+Item = slice | int | Tensor | None
+ALL = slice(None)
+
+
+class _Entry(NamedTuple):
+    """One item of an index, and the dim (negative) of the tensor that it is for."""
+
+    item: Item
+    dim: int
+
+
+def _entries(x: SpatialTensor, index: Any) -> list[_Entry]:
+    """An index in full length, an item for every dim."""
+    given = [_item(x, item) for item in (index if isinstance(index, tuple) else (index,))]
+    used = sum(_width(item) for item in given)
+    if ... not in [item for item in given if not isinstance(item, Tensor)]:
+        given.append(...)
+    entries, dim = [], -x.dim()
+    for item in given:
+        missing = max(x.dim() - used, 0)
+        for one in [ALL] * missing if isinstance(item, EllipsisType) else [item]:
+            entries.append(_Entry(one, dim))
+            dim += _width(one)
+    without_data(x)[tuple(ALL if isinstance(e.item, Tensor) else e.item for e in entries)]
+    return entries
+
+
+def _item(x: SpatialTensor, item: Any) -> Any:
+    if item is None or isinstance(item, slice | EllipsisType):
+        return item
+    if isinstance(item, bool) or is_spatial(item):
+        raise refusal(
+            Tensor.__getitem__, [x], "a mask chooses pixels; use torch.where or masked_fill"
+        )
+    if isinstance(item, Tensor) or hasattr(item, "__len__"):
+        item = torch.as_tensor(item)
+        if item.dim() > 0:
+            return item
+    return item.__index__()
+
+
+def _width(item: Any) -> int:
+    """How many dims of the tensor an item is for."""
+    if item is None or isinstance(item, EllipsisType):
+        return 0
+    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return item.dim() if is_mask else 1
+
+
+def _result_dims(entries: Sequence[_Entry], dims: SpatialDims) -> SpatialDims:
+    """Where rows and columns are in the result, as PyTorch orders its dims."""
+    labels: list[int] = []  # the dim of the tensor that each dim of the result comes from
+    tensors: list[int] = []  # where in `labels` tensors index
+    for item, dim in entries:
+        if isinstance(item, Tensor):
+            tensors.append(len(labels))
+        if not isinstance(item, int):
+            labels.append(0 if item is None or isinstance(item, Tensor) else dim)
+    if tensors:
+        shapes = [_shape_as_index(e.item) for e in entries if isinstance(e.item, Tensor)]
+        count = len(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+        together = tensors[-1] - tensors[0] == len(tensors) - 1
+        first = tensors[0] if together else 0
+        labels = [label for place, label in enumerate(labels) if place not in tensors]
+        labels[first:first] = [0] * count
+    rows, cols = (labels.index(dim) - len(labels) for dim in (dims.rows, dims.cols))
+    return dims._replace(rows=rows, cols=cols)
+
+
+def _shape_as_index(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.dtype in (torch.bool, torch.uint8):
+        return (int(torch.count_nonzero(tensor)),)
+    return tuple(tensor.shape)
+
+
+def _is_all(item: Item, size: int) -> bool:
+    return isinstance(item, slice) and item.indices(size) == (0, size, 1)
+
+
+def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, Item]:
+    """The items for rows and columns; both are `:` if they are merged or have a factor.
+
+    Raises:
+        UnsupportedSpatialOp: for tensors, and for a part of merged rows and columns.
+    """
+    dims = x.spatial_dims
+    for item, dim in entries:
+        covered = range(dim, dim + _width(item))
+        if isinstance(item, Tensor) and (dims.rows in covered or dims.cols in covered):
+            raise refusal(
+                Tensor.__getitem__,
+                [x],
+                "an index tensor or mask may choose channels or samples, not rows or columns; "
+                "slice them, or use torch.where or masked_fill",
+            )
+    items = {e.dim: e.item for e in entries if e.item is not None}
+    if not all(_is_all(items[dim], x.shape[dim]) for dim in (dims.rows, dims.cols)):
+        split_dims(Tensor.__getitem__, x)
+        return items[dims.rows], items[dims.cols]
+    return ALL, ALL
+
+
+def _axis(item: Item, bounds: Bounds) -> AxisMap:
+    if not isinstance(item, slice) or _is_all(item, bounds[-1]):
+        return AxisMap.identity(bounds)
+    read = range(*item.indices(bounds[-1]))
+    return AxisMap.of([Segment(len(read), read.start, read.step)], bounds, read.step)
+
+
+@register_op(Tensor.__getitem__, split=("input", "index"))
+def getitem(input: SpatialTensor, index: Any) -> Tensor:
+    if not isinstance(input, SpatialTensor):
+        raise refusal(Tensor.__getitem__, [index], "a split tensor cannot be an index")
+    entries = _entries(input, index)
+    if all(e.item is not None and _is_all(e.item, input.shape[e.dim]) for e in entries):
+        return input
+    row_item, col_item = _on_split_dims(input, entries)
+    if isinstance(row_item, int) or isinstance(col_item, int):
+        return _line(input, entries, row_item, col_item)
+    layout = input.spatial_layout
+    rows, cols = _axis(row_item, layout.rows), _axis(col_item, layout.cols)
+    sliced = reindex(Tensor.__getitem__, input, rows, cols, is_view=True)
+    local = _local(entries, input.spatial_dims)
+    if all(isinstance(item, slice) and item == ALL for item in local):
+        return sliced
+    dims = _result_dims(entries, input.spatial_dims)
+    return from_tile(to_tile(sliced)[local], sliced.spatial_layout, sliced.mesh, dims)
+
+
+def _local(entries: Sequence[_Entry], dims: SpatialDims) -> tuple[Item, ...]:
+    """The index for a tile whose rows and columns have been sliced already."""
+    return tuple(
+        ALL if e.dim in (dims.rows, dims.cols) and e.item is not None else e.item for e in entries
+    )
+
+
+def _line(x: SpatialTensor, entries: Sequence[_Entry], row_item: Item, col_item: Item) -> Tensor:
+    """Part of one row, or of one column, on every rank."""
+    layout, dims = one_sample(x.spatial_layout), (x.spatial_dims.rows, x.spatial_dims.cols)
+    rows, cols = _interval(row_item, layout.rows[-1]), _interval(col_item, layout.cols[-1])
+    needed = (Box(0, 1, *rows, *cols),) * len(layout.boxes)
+    plan = plan_for(layout.boxes, needed, x.mesh.part)
+    image = to_tile(x).movedim(dims, (-2, -1)).unsqueeze(0)
+    box = repartition(image, x.mesh.grid_comm, plan, name="__getitem__").squeeze(0)
+    local = dict(zip(dims, (_within(row_item), _within(col_item)), strict=True))
+    whole: Tensor = box.movedim((-2, -1), dims)
+    return whole[tuple(local.get(e.dim, e.item) if e.item is not None else None for e in entries)]
+
+
+def _interval(item: Item, size: int) -> tuple[int, int]:
+    if isinstance(item, int):
+        return item % size, item % size + 1
+    assert isinstance(item, slice)
+    read = range(*item.indices(size))
+    return (read[0], read[-1] + 1) if read else (0, 0)
+
+
+def _within(item: Item) -> Item:
+    """The item for the interval that it reads."""
+    return 0 if isinstance(item, int) else slice(None, None, item.step)  # type: ignore[union-attr]
+
+
+@register_op(Tensor.__setitem__)
+def setitem(input: Tensor, index: Any, value: Any) -> None:
+    """Into channels or samples, all rows and columns: local. By a mask: `masked_fill_`."""
+    if not isinstance(input, SpatialTensor):
+        split = [x for x in (index, value) if isinstance(x, SpatialTensor)]
+        raise refusal(Tensor.__setitem__, split, "a whole tensor cannot take a split one in place")
+    is_number = not isinstance(value, Tensor) or value.dim() == 0
+    if isinstance(index, SpatialTensor) and index.dtype == torch.bool and is_number:
+        input.masked_fill_(index, value)
+        return
+    entries = _entries(input, index)
+    row_item, col_item = _on_split_dims(input, entries)
+    height, width = input.spatial_layout.size[1:]
+    if not (_is_all(row_item, height) and _is_all(col_item, width)):
+        raise refusal(
+            Tensor.__setitem__,
+            [input],
+            "a part of the rows or columns cannot be written; use torch.where, F.pad or torch.cat",
+        )
+    tile = to_tile(input).clone()
+    local = _local(entries, input.spatial_dims)
+    tile[local] = _tile_for(input, entries, tile[local], value)
+    input.copy_(from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims))
+
+
+def _tile_for(x: SpatialTensor, entries: Sequence[_Entry], target: Tensor, value: Any) -> Any:
+    """This rank's tile of what is written to `target`, a part of the tile of `x`."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    dims = _result_dims(entries, x.spatial_dims)
+    region = SpatialTensor(target.detach(), x.spatial_layout, x.mesh, dims)
+    while value.dim() > region.dim() and value.shape[0] == 1:
+        value = value[0]
+    lifted = lift(Tensor.__setitem__, value, region, region.shape)
+    return to_tile(lifted) if isinstance(lifted, SpatialTensor) else lifted
