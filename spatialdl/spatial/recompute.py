@@ -114,9 +114,10 @@ def recompute_blocks(model: nn.Module) -> list[str]:
         The names of the blocks; they keep their names and their state dict.
     """
     blocks = dict(_blocks(model, ""))
-    for block in {id(block): block for block in blocks.values()}.values():
-        kind: Any = type(block)
-        block.__class__ = _recomputed_class(kind)
+    for block in blocks.values():
+        if not isinstance(block, Recomputed):
+            kind: Any = type(block)
+            block.__class__ = _recomputed_class(kind)
     return list(blocks)
 
 
@@ -129,7 +130,7 @@ def _blocks(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         within = _blocks(child, full)
         if not within and is_list and kinds[type(child)] > 1 and weight_layers(child) >= WEIGHTS:
             within = [(full, child)]
-        found += [] if isinstance(child, Recomputed) else within
+        found += within
     return found
 
 

@@ -108,19 +108,21 @@ def _holds_all(plan: Plan) -> bool:
 
 
 class _Nothing(torch.autograd.Function):
-    """An output without pixels, kept in the graph so that all ranks walk the same graph."""
+    """An output without pixels, kept in the graph so that all ranks walk the same graph.
+
+    It saves its inputs, as the operation does on ranks that have pixels: under checkpointing,
+    which runs the forward again when it first wants something saved, all ranks come to that at the
+    same place.
+    """
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-        ctx.inputs = [(value.shape, value.dtype, value.device) for value in inputs]
+        ctx.save_for_backward(*inputs)
         return inputs[0].new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = (
-            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs
-        )
-        return None, *zeros
+        return None, *(torch.zeros_like(value) for value in ctx.saved_tensors)
 
 
 def nothing(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
