@@ -86,56 +86,6 @@ def test_a_frozen_kernel_and_a_frozen_image(meshes: dict) -> None:
         close(mean_over_ranks(ours, mesh), torch.autograd.grad(loss, [plain])[0], "frozen image")
 
 
-@pytest.mark.parametrize("seed", seeds(30, 300))
-def test_max_pooling(seed: int, meshes: dict) -> None:
-    rng = random.Random(seed)
-    s = draw(rng, meshes, pooling=True)
-    stride = rng.choice((None, s.stride))
-    ceil_mode = rng.random() < 0.5
-
-    def pool(x: Tensor) -> Tensor:
-        return F.max_pool2d(x, s.kernel, stride, s.padding, s.dilation, ceil_mode)
-
-    check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, ceil {ceil_mode}")
-
-
-@pytest.mark.parametrize("seed", seeds(30, 300))
-def test_average_pooling(seed: int, meshes: dict) -> None:
-    rng = random.Random(seed)
-    s = draw(rng, meshes, pooling=True)
-    stride = rng.choice((None, s.stride))
-    options = (rng.random() < 0.5, rng.random() < 0.5, rng.choice((None, None, 3)))
-
-    def pool(x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, s.kernel, stride, s.padding, *options)
-
-    check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, options {options}")
-
-
-@pytest.mark.parametrize("divisor", [None, 5])
-@pytest.mark.parametrize("include_pad", [True, False])
-@pytest.mark.parametrize("padding", [0, 1])
-def test_average_of_windows_that_hang_over(
-    padding: int, include_pad: bool, divisor: int | None, meshes: dict
-) -> None:
-    """With ceil mode the last window may reach beyond the padding; that part never counts."""
-
-    def pool(x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, 4, 3, padding, True, include_pad, divisor)
-
-    for mesh in meshes.values():
-        for size in ((8, 9), (12, 11), (18, 7)):
-            image = parameter(random.Random(6), 1, 2, *size)
-            check(pool, image, [], mesh, f"{size} on {mesh.grid}")
-
-
-def test_max_pooling_of_whole_numbers_pads_below_all_of_them(meshes: dict) -> None:
-    labels = torch.arange(-60, 0).reshape(1, 1, 10, 6)
-    for mesh in meshes.values():
-        ours = F.max_pool2d(shard(labels, mesh), 3, 2, 1).full_tensor()
-        assert torch.equal(ours, F.max_pool2d(labels.double(), 3, 2, 1).long())
-
-
 def test_three_dim_images_do_not_pass_for_four(meshes: dict) -> None:
     """(N, H, W): the second dim is not the channels."""
     weight = torch.ones(2, 2, 3, 3)
