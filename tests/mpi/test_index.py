@@ -22,7 +22,7 @@ def any_slice(rng: random.Random, size: int) -> slice:
     while True:
         start, stop = rng.randint(-size - 2, size), rng.randint(-size, size + 3)
         chosen = slice(rng.choice((None, start)), rng.choice((None, stop)), rng.choice((None, 2)))
-        if len(range(*chosen.indices(size))):
+        if range(*chosen.indices(size)):
             return chosen
 
 
@@ -49,7 +49,10 @@ def test_any_index(seed: int, meshes: dict) -> None:
     s = draw(rng, meshes)
     order = rng.choice(((0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 3)))
     sizes = [s.image.shape[dim] for dim in order]
-    items = [any_item(rng, size, dim > 1) for dim, size in zip(order, sizes[: rng.randint(1, 4)])]
+    items = [
+        any_item(rng, size, dim > 1)
+        for dim, size in zip(order, sizes[: rng.randint(1, 4)], strict=False)
+    ]
     if isinstance(items[-1], slice) and items[-1] == ALL and rng.random() < 0.5:
         items[-1] = ...
     if rng.random() < 0.2:
