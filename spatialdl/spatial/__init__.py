@@ -1,12 +1,29 @@
 """SpatialTensor and the operations it knows, one family a file."""
 
 from spatialdl.spatial import (  # noqa: F401  (they register)
+    along,
+    attention,
     conv,
+    dropout,
+    extremes,
+    flip,
+    group_norm,
+    index,
+    layer_norm,
+    losses,
+    matmul,
+    moments,
     norm,
+    operands,
+    pad,
     pointwise,
     pool,
     reduce,
+    scatter,
+    slices,
+    softmax,
     transposed,
+    views,
 )
 from spatialdl.spatial.tensor import SpatialTensor, register_op
 

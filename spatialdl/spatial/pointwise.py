@@ -5,40 +5,36 @@ Most pointwise operations need nothing here: PyTorch marks them, and the guard l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
+from spatialdl.spatial.norm import check_channels
+from spatialdl.spatial.span import split_dims, without_data, without_dims
+from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
-def _identity_or_refuse(func: object, x: SpatialTensor, p: float, training: bool) -> Tensor:
-    if not training or p == 0.0:
-        return x
-    raise refusal(
-        func, [x], "random masks over a split image are not supported yet; set p=0 or use eval()"
-    )
-
-
-@register_op(F.dropout)
-def dropout(
-    input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    return _identity_or_refuse(F.dropout, input, p, training)
-
-
-@register_op(F.dropout2d)
-def dropout2d(
-    input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    return _identity_or_refuse(F.dropout2d, input, p, training)
-
-
-@register_op(F.prelu)
-@register_op(torch.prelu)
+@register_op(F.prelu, torch.prelu, Tensor.prelu, split=("input",))
 def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
-    tile = F.prelu(to_tile(input), weight)  # a weight per channel, or one for all
-    return from_tile(tile, input.spatial_layout, input.mesh)
+    if weight.numel() > 1:
+        check_channels("prelu", input)
+    return without_dims(input, F.prelu(to_tile(input), weight), ())
+
+
+@register_op(F.logsigmoid, split=("input",))
+def logsigmoid(input: SpatialTensor) -> Tensor:
+    return without_dims(input, F.logsigmoid(to_tile(input)), ())
+
+
+@register_op(F.glu, split=("input",))
+def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
+    F.glu(without_data(input), dim)  # PyTorch's own errors, on all ranks alike
+    if dim % input.dim() in split_dims(input):
+        raise refusal(F.glu, [input], f"dim {dim} is split; halve one that is not")
+    return without_dims(input, F.glu(to_tile(input), dim), ())
 
 
 @register_op(torch.Tensor.contiguous)
@@ -46,3 +42,14 @@ def contiguous(
     input: SpatialTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
     return input.clone(memory_format=memory_format)
+
+
+def _register_factory(func: Callable[..., Tensor]) -> None:
+    @register_op(func)
+    def factory(self: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor of the size that is asked for, the same on every rank."""
+        return func(torch.empty(0, dtype=self.dtype, device=self.device), *args, **kwargs)
+
+
+for _func in (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full):
+    _register_factory(_func)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.tape import Tape
+from spatialdl.random import same_again
 
 WEIGHTS = 2
 """Convolutions or linear layers in a block; with one, all that it keeps is its input anyway."""
@@ -53,6 +54,7 @@ class _Run:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.tape = Tape()
+        self.random = same_again()
         self.buffers = [
             (module, name, buffer.detach().clone())
             for module in modules
@@ -66,6 +68,7 @@ class _SecondRun:
 
     def __init__(self, run: _Run) -> None:
         self._buffers, self._replaying = run.buffers, run.tape.replay()
+        self._random = run.random
         self._real: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def __enter__(self) -> None:
@@ -73,6 +76,7 @@ class _SecondRun:
         for module, name, start in self._buffers:
             module._buffers[name] = start.clone()
         self._replaying.__enter__()
+        self._random.__enter__()
 
     def __exit__(
         self,
@@ -80,6 +84,7 @@ class _SecondRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._random.__exit__(kind, error, trace)
         self._replaying.__exit__(kind, error, trace)
         for module, name, buffer in self._real:
             module._buffers[name] = buffer

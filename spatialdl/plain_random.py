@@ -1,0 +1,201 @@
+"""Random functions of PyTorch, drawn from `spatialdl.random`.
+
+Each is written once: for any part of a whole tensor. `PLAIN` has them for tensors that are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.random import (
+    Region,
+    bernoulli,
+    keep_mask,
+    next_key,
+    normal,
+    uniform,
+    whole,
+)
+
+_ALPHA = 1.7580993408473766  # Klambauer et al. (2017): minus the limit of SELU
+
+
+class _Masked(torch.autograd.Function):
+    """``x * keep * scale``; keeps the mask, a byte for each number of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return x * (keep.to(x.dtype) * scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (keep,) = ctx.saved_tensors
+        return grad * (keep.to(grad.dtype) * ctx.scale), None, None
+
+
+def dropped(
+    x: Tensor, region: Region, key: int, p: float, channels: bool = False, alpha: bool = False
+) -> Tensor:
+    """Dropout of the part `region` of a whole tensor.
+
+    Args:
+        channels: drop whole channels.
+        alpha: keep mean and variance (Klambauer et al., 2017).
+    """
+    if p == 1:
+        return x * torch.zeros_like(x)
+    keep = keep_mask(region.of_channels() if channels else region, 1 - p, key, x.device)
+    if not alpha:
+        masked: Tensor = _Masked.apply(x, keep, 1 / (1 - p))  # type: ignore[no-untyped-call]
+        return masked
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    shift = keep.to(x.dtype).sub_(1).mul_(_ALPHA * scale).add_(_ALPHA * scale * p)
+    masked = _Masked.apply(x, keep, scale)  # type: ignore[no-untyped-call]
+    return masked + shift
+
+
+def check_probability(p: float) -> None:
+    """Refuse what is no probability, as PyTorch does."""
+    if p < 0.0 or p > 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _dropout(channels: bool = False, alpha: bool = False, unbatched: int = 0) -> Any:
+    """`unbatched`: the number of dims of an input without a dim of samples; 0: there is none."""
+
+    def dropout(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        check_probability(p)
+        if not training or p == 0 or input.numel() == 0:
+            return input
+        x = input.unsqueeze(0) if input.dim() == unbatched else input
+        if channels and x.dim() < 2:
+            raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+        y = dropped(x, whole(x.shape), next_key(), p, channels, alpha).view(input.shape)
+        return input.copy_(y) if inplace else y
+
+    return dropout
+
+
+def _in_place(function: Callable[..., Tensor]) -> Any:
+    def dropout_(input: Tensor, p: float, train: bool) -> Tensor:
+        return function(input, p, train, True)
+
+    return dropout_
+
+
+def _by_position(function: Callable[..., Tensor]) -> Any:
+    def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+        return function(input, p, train)
+
+    return dropout
+
+
+def _native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not train and train is not None:
+        return input, torch.ones_like(input, dtype=torch.bool)
+    keep = keep_mask(whole(input.shape), 1 - p, next_key(), input.device)
+    y: Tensor = _Masked.apply(input, keep, 0.0 if p == 1 else 1 / (1 - p))  # type: ignore[no-untyped-call]
+    return y, keep
+
+
+# --- factories
+
+
+def _shape(size: tuple[Any, ...]) -> Sequence[int]:
+    return size if not size or isinstance(size[0], int) else tuple(size[0])
+
+
+def _factory(draw: Callable[..., Tensor], function: Callable[..., Tensor]) -> Any:
+    def factory(*size: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        shape = _shape(size or (kwargs.pop("size"),))
+        like = torch.empty(0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        if not like.is_floating_point() or kwargs.get("out") is not None:
+            return function(*size, requires_grad=requires_grad, **kwargs)
+        numbers = draw(whole(shape), next_key(), like.dtype, like.device)
+        return numbers.requires_grad_(requires_grad)
+
+    return factory
+
+
+def _factory_like(draw: Callable[..., Tensor]) -> Any:
+    def factory(
+        input: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        place = torch.device(device or input.device)
+        numbers = draw(whole(input.shape), next_key(), dtype or input.dtype, place)
+        return numbers.requires_grad_(requires_grad)
+
+    return factory
+
+
+def _bernoulli(input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
+    chances = input.detach() if p is None else torch.full_like(input, p)
+    return bernoulli(chances, whole(input.shape), next_key())
+
+
+def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: None = None) -> Tensor:
+    chances = torch.as_tensor(p, dtype=torch.float64, device=self.device).expand(self.shape)
+    return self.copy_(bernoulli(chances, whole(self.shape), next_key()))
+
+
+def float_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers are drawn that are then written into a tensor of `dtype`."""
+    return dtype if dtype.is_floating_point else torch.float64
+
+
+def _uniform_(self: Tensor, from_: float = 0, to: float = 1, **kwargs: Any) -> Tensor:
+    low, high = kwargs.get("from", from_), to
+    numbers = uniform(whole(self.shape), next_key(), float_type(self.dtype), self.device)
+    return self.copy_(numbers * (high - low) + low)
+
+
+def _normal_(self: Tensor, mean: float = 0, std: float = 1, *, generator: None = None) -> Tensor:
+    numbers = normal(whole(self.shape), next_key(), float_type(self.dtype), self.device)
+    return self.copy_(numbers * std + mean)
+
+
+_PIXELS, _CHANNELS = _dropout(), _dropout(channels=True)
+_ALPHA_PIXELS = _dropout(alpha=True)
+_ALPHA_CHANNELS = _dropout(channels=True, alpha=True)
+
+PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.dropout: _PIXELS,
+    F.dropout1d: _dropout(channels=True, unbatched=2),
+    F.dropout2d: _CHANNELS,
+    F.dropout3d: _dropout(channels=True, unbatched=4),
+    F.alpha_dropout: _ALPHA_PIXELS,
+    F.feature_alpha_dropout: _ALPHA_CHANNELS,
+    torch.dropout: _by_position(_PIXELS),
+    torch.dropout_: _in_place(_PIXELS),
+    torch.feature_dropout: _by_position(_CHANNELS),
+    torch.feature_dropout_: _in_place(_CHANNELS),
+    torch.alpha_dropout: _by_position(_ALPHA_PIXELS),
+    torch.alpha_dropout_: _in_place(_ALPHA_PIXELS),
+    torch.feature_alpha_dropout: _by_position(_ALPHA_CHANNELS),
+    torch.feature_alpha_dropout_: _in_place(_ALPHA_CHANNELS),
+    torch.native_dropout: _native_dropout,
+    torch.rand: _factory(uniform, torch.rand),
+    torch.randn: _factory(normal, torch.randn),
+    torch.rand_like: _factory_like(uniform),
+    torch.randn_like: _factory_like(normal),
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.bernoulli_: _bernoulli_,
+    Tensor.uniform_: _uniform_,
+    Tensor.normal_: _normal_,
+}

@@ -1,0 +1,188 @@
+"""Random numbers by key and place, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import spatialdl
+from spatialdl.random import (
+    Region,
+    _bits,
+    checkpoint_contexts,
+    keep_mask,
+    key_of,
+    keyed,
+    normal,
+    scope,
+    uniform,
+    whole,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_it_is_splitmix64() -> None:
+    """The first outputs for the seed 0, of the authors' program; we keep the upper 53 bits."""
+    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert _bits(0, torch.arange(4)).tolist() == [word >> 11 for word in known]
+
+
+def test_keys_differ() -> None:
+    keys = {key_of(*numbers) for numbers in [(), (0,), (0, 0), (0, 1), (1, 0), (-1,), (2**64 + 5,)]}
+    assert len(keys) == 7
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 5, 7), (3, 2, 300, 301)])
+def test_a_part_draws_what_the_whole_draws(shape: tuple[int, ...]) -> None:
+    """Chunks of any size, too."""
+    full = uniform(whole(shape), 5, torch.float64, CPU)
+    mask = keep_mask(whole(shape), 0.3, 5, CPU)
+    assert full.shape == mask.shape == shape
+    positions = tuple(torch.arange(size)[size // 3 :: 2] for size in shape)
+    part = Region(positions, shape)
+    expected = full
+    for dim, places in enumerate(positions):
+        expected = expected.index_select(dim, places)
+    assert torch.equal(uniform(part, 5, torch.float64, CPU), expected)
+    assert torch.equal(mask, full < 0.3)
+
+
+def test_numbers_are_as_they_should_be() -> None:
+    region = whole((4, 50, 50, 20))
+    numbers = uniform(region, 9, torch.float64, CPU)
+    assert 0 <= numbers.min() < 1e-3
+    assert 1 - 1e-3 < numbers.max() < 1
+    assert numbers.mean().item() == pytest.approx(0.5, abs=3e-3)
+    assert numbers.var().item() == pytest.approx(1 / 12, abs=1e-3)
+    bell = normal(region, 9, torch.float64, CPU)
+    moments = [bell.mean(), bell.var(), bell.pow(3).mean(), bell.pow(4).mean()]
+    assert torch.stack(moments).tolist() == pytest.approx([0, 1, 0, 3], abs=4e-2)
+    flat = numbers.flatten() - 0.5
+    for lag in (1, 20, 1000):
+        assert abs((flat[lag:] * flat[:-lag]).mean().item()) < 1e-3
+    other = uniform(region, 10, torch.float64, CPU).flatten() - 0.5
+    assert abs((flat * other).mean().item()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_never_one(dtype: torch.dtype) -> None:
+    numbers = uniform(whole((100_000,)), 0, dtype, CPU)
+    assert numbers.dtype == dtype
+    assert numbers.max() < 1
+
+
+def draw() -> list[Tensor]:
+    x = torch.ones(3, 4, 5, 6)
+    return [
+        F.dropout(x),
+        F.dropout2d(x),
+        nn.Dropout(0.2)(x),
+        torch.rand(3, 1),
+        torch.rand((3, 1), dtype=torch.float64),
+        torch.randn(size=(2, 2)),
+        torch.rand_like(x),
+        torch.randn_like(x),
+        torch.bernoulli(x * 0.3),
+        torch.empty(8).bernoulli_(0.5),
+        x.new_empty(8).uniform_(2, 3),
+        torch.empty(8).normal_(5, 0.1),
+        torch.empty(8).bernoulli_(torch.full((8,), 0.5)),
+    ]
+
+
+def test_a_key_repeats_and_leaves_the_default_generator_alone() -> None:
+    before = torch.get_rng_state()
+    results = []
+    for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3)):
+        with keyed(*key):
+            results.append(draw())
+    assert torch.equal(torch.get_rng_state(), before)
+    for same in zip(*results[:2], strict=True):
+        assert torch.equal(*same)
+    for other in results[2:]:
+        assert not any(torch.equal(a, b) for a, b in zip(results[0][6:8], other[6:8], strict=True))
+    numbers = results[0]
+    assert numbers[3].dtype == torch.float32
+    assert numbers[4].dtype == torch.float64
+    assert 2 <= numbers[10].min() <= numbers[10].max() < 3
+
+
+def test_a_generator_of_ones_own_is_left_alone() -> None:
+    expected = torch.rand(5, generator=torch.Generator().manual_seed(3))
+    with keyed(0, 0):
+        assert torch.equal(torch.rand(5, generator=torch.Generator().manual_seed(3)), expected)
+
+
+def test_calls_differ_and_contexts_nest() -> None:
+    with keyed(0, 0):
+        first, second = torch.rand(5), torch.rand(5)
+        with keyed(0, 0):
+            assert torch.equal(torch.rand(5), first)
+        third = torch.rand(5)
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+    with keyed(0, 0):
+        assert [torch.equal(torch.rand(5), x) for x in (first, second, third)] == [True] * 3
+
+
+def test_a_scope_does_not_depend_on_what_ran_before() -> None:
+    with keyed(0, 0):
+        with scope("a"):
+            first = torch.rand(5)
+        torch.rand(5)
+        with scope("b"):
+            other = torch.rand(5)
+    with keyed(0, 0), scope("b"):
+        assert torch.equal(torch.rand(5), other)
+    assert not torch.equal(first, other)
+    with scope("a"):  # outside of a key it does nothing
+        assert torch.rand(5).shape == (5,)
+
+
+def test_dropout_keeps_the_mean_and_its_gradient_has_the_mask() -> None:
+    x = torch.ones(8, 16, 40, 40, requires_grad=True)
+    with keyed(0, 1):
+        for p in (0.1, 0.5, 0.9):
+            y = F.dropout(x, p)
+            assert y.mean().item() == pytest.approx(1, abs=2e-2)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(grad, y.detach())
+        y = F.alpha_dropout(torch.randn(200, 1000), 0.3)
+        assert [y.mean().item(), y.std().item()] == pytest.approx([0, 1], abs=2e-2)
+        mask = F.dropout2d(x)[:, :, :1, :1]
+        assert torch.equal(F.dropout3d(x.detach())[:, :1, :1, :1] > -1, torch.ones(8, 1, 1, 1) > 0)
+        assert set(mask.flatten().tolist()) == {0.0, 2.0}
+
+
+def test_errors_of_pytorch_stay() -> None:
+    with keyed(0, 0):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            F.dropout(torch.ones(3), 2.0)
+        assert F.dropout(torch.ones(3), training=False).tolist() == [1, 1, 1]
+
+
+def test_checkpointing_draws_the_same_again() -> None:
+    def block(x: Tensor) -> Tensor:
+        return F.dropout(x.sin(), 0.5).sin()
+
+    grads = []
+    for context_fn in (None, checkpoint_contexts):
+        x = torch.linspace(0, 1, 50, requires_grad=True)
+        with keyed(4, 4):
+            torch.rand(1)
+            if context_fn is None:
+                y = block(x)
+            else:
+                y = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+        y.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+def test_it_is_part_of_the_package() -> None:
+    assert spatialdl.random.keyed is keyed
