@@ -1,0 +1,211 @@
+"""``python -m spatialdl.check my_package.build_model --size 96x80 --grid 2x2``
+
+Does one training step of a network on a split image and in one process, compares every number, and
+prints which operations are exact and which are refused, and where. Started as one process, it
+starts the ranks itself. Exit code 0 if all is exact, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spatialdl.comm.abort import describe_error, install_abort_hook
+from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
+from spatialdl.errors import UnsupportedSpatialOp
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from spatialdl.checking.compare import Difference, Numbers
+    from spatialdl.checking.record import Recorder
+    from spatialdl.mesh import Mesh
+
+SEED = 0
+EXACT = "exact"
+MOST_DIFFERENCES = 10
+
+
+def main() -> None:
+    """Check the network on as many ranks as the grid has parts."""
+    options = _options(sys.argv[1:])
+    if launched() is not None:
+        install_abort_hook()
+        end_with_launcher()
+        exact = _check(options)
+        sys.exit(0 if exact or options.answer else 1)
+    try:
+        _look(options)
+        exact = _check(options) if options.grid == (1, 1) else _start(options)
+    except (ValueError, UnsupportedSpatialOp, OSError) as error:
+        sys.exit(f"error: {describe_error(error)}")
+    sys.exit(0 if exact else 1)
+
+
+def _start(options: argparse.Namespace) -> bool:
+    """Run this command on several ranks.
+
+    What they find comes back in a file: launchers complain about ranks that end with an error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer"
+        ranks = options.grid[0] * options.grid[1]
+        code = start_ranks(ranks, "spatialdl.check", [*sys.argv[1:], "--answer", str(answer)])
+        return code == 0 and answer.read_text() == EXACT
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m spatialdl.check",
+        description="Compare a network on a split image with one process, number by number.",
+    )
+    parser.add_argument(
+        "network", help="package.module.function or file.py:function; makes the network"
+    )
+    parser.add_argument("--size", type=_pair, required=True, help="rows x columns: 96x80")
+    parser.add_argument("--grid", type=_pair, required=True, help="rows x columns of ranks: 2x2")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--batch", type=int, default=2, help="images (default 2)")
+    parser.add_argument("--channels", type=int, default=3, help="of an image (default 3)")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--train", dest="train", action="store_true", default=True)
+    mode.add_argument("--eval", dest="train", action="store_false", help="default: --train")
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.batch < 1 or options.channels < 1:
+        parser.error("--batch and --channels must be at least 1")
+    return options
+
+
+def _pair(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None or "0" in found.groups():
+        raise argparse.ArgumentTypeError(f"{text} is not ROWSxCOLUMNS, such as 96x80")
+    return int(found[1]), int(found[2])
+
+
+def _look(options: argparse.Namespace) -> None:
+    """Find the user's mistakes before ranks start, so that they are told once."""
+    from spatialdl.checking.compare import differences
+    from spatialdl.checking.network import build
+
+    (rows, cols), (height, width) = options.grid, options.size
+    if height < rows or width < cols:
+        raise ValueError(
+            f"an image of {height}x{width} is smaller than the grid {rows}x{cols}: use a smaller "
+            "grid or a larger image"
+        )
+    network = build(options.network, SEED)
+    first, second = (_plain_step(options, network, seed) for seed in (SEED, SEED + 1))
+    changed = differences(second, first)
+    if changed:
+        raise ValueError(
+            f"one process gives other numbers each time ({changed[0]}), so there is nothing to "
+            "compare with: switch off what is random in the network, or take --eval"
+        )
+
+
+def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> Numbers:
+    """What one process gives; `network` is left as it was, but for its type, mode and dropout.
+
+    Raises:
+        ValueError: if it cannot do a step.
+    """
+    import torch
+
+    from spatialdl.checking.compare import one_step
+    from spatialdl.checking.network import switch_off_dropout
+    from spatialdl.checking.record import users_line_of
+
+    network.to(getattr(torch, options.dtype)).train(options.train)
+    switch_off_dropout(network)
+    torch.manual_seed(seed)
+    image = _image(options)
+    try:
+        return one_step(copy.deepcopy(network), image)
+    except Exception as error:
+        raise ValueError(
+            f"one process cannot do a step with images {tuple(image.shape)}: "
+            f"{type(error).__name__} at {users_line_of(error)}: {error}"
+        ) from error
+
+
+def _image(options: argparse.Namespace) -> Tensor:
+    import torch
+
+    draw = torch.Generator().manual_seed(SEED)
+    shape = (options.batch, options.channels, *options.size)
+    return torch.randn(shape, generator=draw, dtype=getattr(torch, options.dtype))
+
+
+def _check(options: argparse.Namespace) -> bool:
+    """What every rank does: both steps, and the comparison; rank 0 prints it."""
+    from spatialdl.checking.compare import differences, one_step
+    from spatialdl.checking.network import build
+    from spatialdl.checking.record import Recorder
+    from spatialdl.comm import check
+    from spatialdl.mesh import init_mesh
+
+    mesh = init_mesh(options.grid)
+    check.enable()
+    network = build(options.network, SEED)
+    plain = _plain_step(options, network, SEED)
+    recorder = Recorder(network, mesh)
+    refusal, found = "", []
+    try:
+        with recorder:
+            ours = one_step(network, _image(options), mesh=mesh)
+        found = differences(ours, plain)
+    except UnsupportedSpatialOp as error:
+        refusal = str(error)
+    everywhere = list(dict.fromkeys(one for rank in mesh.comm.allgather(found) for one in rank))
+    exact = not (refusal or everywhere or recorder.refused)
+    if mesh.comm.rank == 0:
+        print("\n".join(_report(options, mesh, plain, recorder, refusal, everywhere)), flush=True)
+        if options.answer:
+            options.answer.write_text(EXACT if exact else "not exact")
+    return exact
+
+
+def _report(
+    options: argparse.Namespace,
+    mesh: Mesh,
+    plain: Numbers,
+    recorder: Recorder,
+    refusal: str,
+    found: list[Difference],
+) -> list[str]:
+    height, width = options.size
+    lines = [
+        f"{options.network}: images {options.batch}x{options.channels}x{height}x{width}, "
+        f"{options.dtype}, {'training' if options.train else 'evaluation'}, on "
+        f"{mesh.grid[0]}x{mesh.grid[1]} ranks",
+        "",
+        *recorder.table(exact=not (found or refusal)),
+        "",
+    ]
+    for operation in recorder.refused:
+        lines += [f"refused: {operation.place()}", f"    {operation.reason}"]
+    if refusal and not any(operation.reason == refusal for operation in recorder.refused):
+        lines += ["refused in backward:", f"    {refusal}"]
+    numbers = f"outputs, loss, {len(plain.gradients)} gradients and {len(plain.buffers)} buffers"
+    if refusal:
+        lines.append("not compared: what is refused ended the run")
+    elif found:
+        lines.append(f"NOT EQUAL to one process: {len(found)} of {numbers}")
+        lines += [f"    {difference}" for difference in found[:MOST_DIFFERENCES]]
+    else:
+        gathered = ", with what is refused done on the gathered image" if recorder.refused else ""
+        lines.append(f"equal to one process: {numbers}{gathered}")
+    exact = not (found or refusal or recorder.refused)
+    return [*lines, "exact" if exact else "not exact"]
+
+
+if __name__ == "__main__":
+    main()

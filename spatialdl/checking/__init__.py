@@ -1,0 +1,1 @@
+"""What `python -m spatialdl.check` and the tests of whole networks share."""

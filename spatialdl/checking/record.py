@@ -1,0 +1,184 @@
+"""Which operations a network does on a split image, and which of them are refused, where.
+
+A refused operation does not end the run: it is done on the gathered image, and its result is split
+again where that is possible. So one run finds all that is missing, and how often.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_flatten, tree_map
+
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.mesh import Mesh
+from spatialdl.spatial import SpatialTensor
+from spatialdl.spatial.split import shard
+
+_HERE = Path(__file__).parent.parent
+_LIBRARIES = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    *(f"{_HERE / name}" for name in ("check.py", f"checking{os.sep}", f"spatial{os.sep}")),
+)
+
+
+class Operation:
+    """One function of PyTorch's, as the network calls it on split images.
+
+    Attributes:
+        name: such as ``torch.nn.functional.conv2d``.
+        calls: how often it was called.
+        refused: how many of the calls were refused.
+        reason: why the first of them was.
+        where: ``file:line`` of that call in the network's source, or what is known of it.
+        module: name and kind of the module in which it was.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+        self.refused = 0
+        self.reason = ""
+        self.where = ""
+        self.module = ""
+
+    def place(self) -> str:
+        """The operation, and where the first refused call of it is."""
+        at = f" at {self.where}" if self.where else ""
+        return f"{self.name}{at}" + (f" in {self.module}" if self.module else "")
+
+
+class Recorder(TorchFunctionMode):
+    """Counts operations on split images while it is active.
+
+    Args:
+        mesh: over which results of refused operations are split again.
+        keep_going: gather for what is refused; otherwise the refusal is noted and raised.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, keep_going: bool = True) -> None:
+        super().__init__()
+        self.operations: dict[str, Operation] = {}
+        self._mesh = mesh
+        self._keep_going = keep_going
+        self._inside: list[str] = []
+        for name, module in model.named_modules():
+            _follow(module, f"{name or 'the network'} ({type(module).__name__})", self._inside)
+
+    @property
+    def refused(self) -> list[Operation]:
+        """The operations of which a call was refused."""
+        return [operation for operation in self.operations.values() if operation.refused]
+
+    def table(self, exact: bool) -> list[str]:
+        """One line an operation: its calls and what became of them.
+
+        Args:
+            exact: whether all numbers equal those of one process.
+        """
+        width = max((len(name) for name in self.operations), default=0)
+        width = max(width, len("operation"))
+        lines = [f"{'operation':{width}}  calls  verdict"]
+        for name, operation in self.operations.items():
+            done = operation.calls - operation.refused
+            words = [f"refused {operation.where}".strip()] if operation.refused else []
+            if done and operation.refused:
+                words[0] = f"{operation.refused} {words[0]}"
+            if done:
+                words.append("exact" if exact else "done")
+            lines.append(f"{name:{width}}  {operation.calls:5}  {', '.join(words)}")
+        return lines
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _spatial(args, kwargs):
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except UnsupportedSpatialOp as refusal:
+            self._note_refusal(func, refusal)
+            if not self._keep_going or _writes(func, kwargs):
+                raise
+            return self._gathered(func, args, kwargs)
+        if any(isinstance(value, Tensor) for value in tree_flatten(result)[0]):
+            self._operation(func).calls += 1
+        return result
+
+    def _operation(self, func: Callable[..., Any]) -> Operation:
+        name = _name(func)
+        return self.operations.setdefault(name, Operation(name))
+
+    def _note_refusal(self, func: Callable[..., Any], refusal: UnsupportedSpatialOp) -> None:
+        operation = self._operation(func)
+        operation.calls += 1
+        operation.refused += 1
+        if operation.refused == 1:
+            operation.reason = str(refusal)
+            operation.where = _users_line(sys._getframe())
+            operation.module = self._inside[-1] if self._inside else ""
+
+    def _gathered(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(
+            lambda value: value.full_tensor() if isinstance(value, SpatialTensor) else value,
+            (args, kwargs),
+        )
+        return tree_map(self._split_again, func(*args, **kwargs))
+
+    def _split_again(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() != 4:
+            return value
+        fits = all(n >= parts for n, parts in zip(value.shape[2:], self._mesh.grid, strict=True))
+        return shard(value, self._mesh) if fits else value
+
+
+def _follow(module: nn.Module, name: str, inside: list[str]) -> None:
+    """Have `inside` end with the name of the module that is running."""
+    module.register_forward_pre_hook(lambda *_: inside.append(name))
+    module.register_forward_hook(lambda *_: _leave(inside), always_call=True)
+
+
+def _leave(inside: list[str]) -> None:
+    if inside:
+        inside.pop()
+
+
+def _spatial(*values: Any) -> bool:
+    return any(isinstance(value, SpatialTensor) for value in tree_flatten(values)[0])
+
+
+def _name(func: Callable[..., Any]) -> str:
+    found: str = resolve_name(func) or getattr(func, "__name__", str(func))
+    return found.removesuffix(".__get__").replace("torch.nn.functional.", "F.")
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    dunder = name.endswith("__")
+    in_place = name.endswith("_") and not dunder
+    return in_place or name in ("__setitem__", "__set__") or "out" in kwargs
+
+
+def users_line_of(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of `error` that is neither PyTorch nor this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [one for one in frames if not one.filename.startswith((*_LIBRARIES, "<"))]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "no line of the network"
+
+
+def _users_line(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost caller that is neither PyTorch nor this package."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
