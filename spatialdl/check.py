@@ -156,7 +156,7 @@ def _check(options: argparse.Namespace) -> bool:
     check.enable()
     network = build(options.network, SEED)
     plain = _plain_step(options, network, SEED)
-    recorder = Recorder(network, mesh)
+    recorder = Recorder(network)
     refusal, found = "", []
     try:
         with recorder:

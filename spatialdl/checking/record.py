@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.mesh import Mesh
 from spatialdl.spatial import SpatialTensor
+from spatialdl.spatial.dims import IMAGE, from_image, to_image
 from spatialdl.spatial.split import shard
+from spatialdl.spatial.tensor import from_tile, to_tile
 
 _HERE = Path(__file__).parent.parent
 _LIBRARIES = (
@@ -61,14 +62,13 @@ class Recorder(TorchFunctionMode):
     """Counts operations on split images while it is active.
 
     Args:
-        mesh: over which results of refused operations are split again.
+        model: tells in which module an operation is.
         keep_going: gather for what is refused; otherwise the refusal is noted and raised.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, keep_going: bool = True) -> None:
+    def __init__(self, model: nn.Module, keep_going: bool = True) -> None:
         super().__init__()
         self.operations: dict[str, Operation] = {}
-        self._mesh = mesh
         self._keep_going = keep_going
         self._inside: list[str] = []
         for name, module in model.named_modules():
@@ -127,17 +127,30 @@ class Recorder(TorchFunctionMode):
             operation.module = self._inside[-1] if self._inside else ""
 
     def _gathered(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        like = _spatial(args, kwargs)[0]
         args, kwargs = tree_map(
             lambda value: value.full_tensor() if isinstance(value, SpatialTensor) else value,
             (args, kwargs),
         )
-        return tree_map(self._split_again, func(*args, **kwargs))
+        return tree_map(lambda value: _split_as(like, value), func(*args, **kwargs))
 
-    def _split_again(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() != 4:
-            return value
-        fits = all(n >= parts for n, parts in zip(value.shape[2:], self._mesh.grid, strict=True))
-        return shard(value, self._mesh) if fits else value
+
+def _split_as(like: SpatialTensor, value: Any) -> Any:
+    """A whole result split where `like` is, if it can be seen that it holds an image there."""
+    if not isinstance(value, Tensor) or value.dim() != like.dim():
+        return value
+    mesh, dims = like.mesh, like.spatial_dims
+    if dims == IMAGE and value.dim() == 4:  # an image of any size
+        fits = all(n >= parts for n, parts in zip(value.shape[2:], mesh.grid, strict=True))
+        return shard(value, mesh) if fits else value
+    _, height, width = like.spatial_layout.size
+    if tuple(value.shape) != dims.sizes(value.shape, height, width):
+        return value
+    image = to_image(value, dims, height, width)
+    split = shard(image.reshape(1, -1, height, width), mesh)
+    tile = to_tile(split)
+    tile = tile.reshape(*image.shape[:-2], *tile.shape[-2:])
+    return from_tile(from_image(tile, dims, value.shape), split.spatial_layout, mesh, dims)
 
 
 def _follow(module: nn.Module, name: str, inside: list[str]) -> None:
@@ -151,8 +164,8 @@ def _leave(inside: list[str]) -> None:
         inside.pop()
 
 
-def _spatial(*values: Any) -> bool:
-    return any(isinstance(value, SpatialTensor) for value in tree_flatten(values)[0])
+def _spatial(*values: Any) -> list[SpatialTensor]:
+    return [value for value in tree_flatten(values)[0] if isinstance(value, SpatialTensor)]
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spatialdl.checking.network import switch_off_dropout
+
 ODD = (70, 93)
 EVEN = (96, 80)
 SQUARE = (64, 64)
@@ -40,6 +42,7 @@ class Entry(NamedTuple):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             network = self.build().double().train()
+        switch_off_dropout(network)
         for name, parameter in network.named_parameters():
             parameter.data = _drawn(name, parameter)
         return network
@@ -333,6 +336,22 @@ _KL = {
 }
 _MONAI_SWIN = {"feature_size": 12, "depths": (2, 2, 1, 1), "num_heads": (1, 2, 2, 2)}
 
+
+class _Reconstruction(nn.Module):
+    """What a variational autoencoder makes of an image without drawing random numbers."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.network.reconstruct(image)
+
+
+def _autoencoder_kl() -> nn.Module:
+    return _Reconstruction(_monai("AutoencoderKL", **_PLANE, **_KL).build())
+
+
 MONAI: dict[str, Entry] = {
     "UNet": _monai("UNet", **_PLANE, **_WIDTHS),
     "UNet residual, batch norm": _monai(
@@ -501,14 +520,7 @@ MONAI: dict[str, Entry] = {
         **_CODER,
         use_mean_at_inference=True,
     ),
-    "AutoencoderKL": _monai(
-        "AutoencoderKL",
-        (32, 40),
-        **_PLANE,
-        **_KL,
-        with_encoder_nonlocal_attn=False,
-        with_decoder_nonlocal_attn=False,
-    ),
+    "AutoencoderKL": Entry(_autoencoder_kl, (32, 40)),
     "DiffusionModelUNet": _monai(
         "DiffusionModelUNet",
         (32, 40),

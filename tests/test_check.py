@@ -1,0 +1,232 @@
+"""The command as users run it: a network of theirs in a folder of theirs, on ranks it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spatialdl import check as command
+
+NETWORKS = """\
+import torch
+from torch import nn
+
+
+class Exact(nn.Module):
+    def __init__(self):
+        super().__init__()
+        first = nn.Conv2d(3, 4, 3, 2, 1)
+        self.body = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.3))
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return {"map": self.head(self.body(x))}
+
+
+class Refused(Exact):
+    def forward(self, x):
+        x = self.body(x)
+        x = torch.cumsum(x, 3)
+        return self.head(x), torch.linalg.svdvals(x)
+
+
+class InPlace(Exact):
+    def forward(self, x):
+        return self.head(self.body(x)).cumsum_(2)
+
+
+class Noise(Exact):
+    def forward(self, x):
+        return self.body(x) * torch.rand(())
+
+
+class Wrong(Exact):
+    # what it does with the size of its tile depends on the rank
+    def forward(self, x):
+        tile = x.to_local() if hasattr(x, "to_local") else x
+        return self.body(x) * tile.shape[2]
+
+
+def chain():
+    return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Linear(18, 4), nn.Softmax(3))
+
+
+def number():
+    return 3
+
+
+def needs(width):
+    return Exact()
+
+
+thing = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("project")
+    (made / "my_package").mkdir()
+    (made / "my_package" / "__init__.py").write_text("")
+    (made / "my_package" / "networks.py").write_text(NETWORKS)
+    return made
+
+
+def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "spatialdl.check", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def line_of(text: str) -> int:
+    """The line of the networks' file with `text` in it."""
+    return next(n for n, line in enumerate(NETWORKS.split("\n"), 1) if text in line)
+
+
+def test_an_exact_network(folder: Path) -> None:
+    done = check(folder, "my_package.networks.Exact", "--size", "21x18", "--grid", "1x2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0] == (
+        "my_package.networks.Exact: images 2x3x21x18, float64, training, on 1x2 ranks"
+    )
+    rows = [line.split() for line in lines if line.endswith("  exact")]
+    assert [row[:2] for row in rows] == [
+        ["F.conv2d", "2"],
+        ["F.batch_norm", "1"],
+        ["F.relu", "1"],
+        ["F.dropout", "1"],
+    ]
+    assert "equal to one process: outputs, loss, 7 gradients and 3 buffers" in lines
+    assert lines[-1] == "exact"
+
+
+def test_refused_operations_are_named_with_their_lines(folder: Path) -> None:
+    done = check(folder, "my_package/networks.py:Refused", "--size", "13x10", "--grid", "2x1")
+    assert done.returncode == 1
+    cumsum = f"my_package/networks.py:{line_of('cumsum(x')}"
+    values = f"my_package/networks.py:{line_of('svdvals')}"
+    said = done.stdout.replace(f"{folder}/", "")
+    table = said[: said.index("refused: ")]
+    assert any(
+        line.startswith("torch.cumsum") and line.endswith(f"refused {cumsum}")
+        for line in table.splitlines()
+    ), said
+    assert f"refused {values}" in table
+    assert f"refused: torch.cumsum at {cumsum} in the network (Refused)\n    cumsum cannot" in said
+    assert "with what is refused done on the gathered image" in said
+    assert said.splitlines()[-1] == "not exact"
+
+
+def test_a_refusal_that_cannot_be_gathered_ends_the_run(folder: Path) -> None:
+    done = check(folder, "my_package.networks.InPlace", "--size", "13x10", "--grid", "2x1")
+    assert done.returncode == 1
+    assert f"refused {folder}/my_package/networks.py:{line_of('cumsum_')}" in done.stdout
+    assert "not compared: what is refused ended the run" in done.stdout
+
+
+def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
+    done = check(folder, "my_package.networks.chain", "--size", "13x18", "--grid", "1x2")
+    assert done.returncode == 1
+    assert "refused: F.linear in 1 (Linear)" in done.stdout
+
+
+def test_other_numbers_are_shown(folder: Path) -> None:
+    done = check(
+        folder, "my_package.networks.Wrong", "--size", "12x10", "--grid", "2x1", "--eval",
+        "--dtype", "float32",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "float32, evaluation, on 2x1 ranks" in done.stdout
+    assert "NOT EQUAL to one process" in done.stdout
+    assert "output: off by up to " in done.stdout
+    assert done.stdout.splitlines()[-1] == "not exact"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("no_package.build", (), "no_package.build is not to be found: No module named"),
+        ("my_package.networks.absent", (), "is not to be found: "),
+        ("absent.py:build", (), "there is no file absent.py"),
+        ("my_package/networks.py:absent", (), "my_package/networks.py has no absent"),
+        ("my_package.networks.thing", (), "is an int, not a function that makes the network"),
+        ("my_package.networks.number", (), "gives an int, not a torch.nn.Module"),
+        ("my_package.networks.needs", (), "must make the network without arguments"),
+        ("my_package.networks.Noise", (), "one process gives other numbers each time"),
+        (
+            "my_package.networks.Exact",
+            ("--channels", "4"),
+            "images (2, 4, 21, 18): RuntimeError at ",
+        ),
+        (
+            "my_package.networks.Exact",
+            ("--grid", "30x1"),
+            "an image of 21x18 is smaller than the grid 30x1",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_ranks_start(
+    folder: Path,
+    name: str,
+    options: tuple[str, ...],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(command, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    arguments = [name, "--size", "21x18", "--grid", "2x1", *options]
+    monkeypatch.setattr(sys, "argv", ["check", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        command.main()
+    said = str(stop.value)
+    assert said.startswith("error: ")
+    assert len(said.splitlines()) == 1
+    assert sentence in said
+
+
+def test_a_mistake_is_told_once(folder: Path) -> None:
+    done = check(folder, "no_package.build", "--size", "21x18", "--grid", "2x1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no_package.build is not to be found")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("size", ["96", "0x8", "axb"])
+def test_what_is_no_size(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", "nets.build", "--size", size, "--grid", "2x1"])
+    with pytest.raises(SystemExit) as stop:
+        command.main()
+    assert stop.value.code == 2
+    assert f"{size} is not ROWSxCOLUMNS" in capsys.readouterr().err
+
+
+def test_under_a_launcher_the_exit_code_is_that_of_the_ranks(folder: Path) -> None:
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    launcher = [mpiexec, "--oversubscribe", "--allow-run-as-root", "-n", "2", sys.executable, "-m"]
+    arguments = ["spatialdl.check", "my_package.networks.Refused", "--size", "13x10"]
+    done = subprocess.run(
+        [*launcher, *arguments, "--grid", "2x1"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("not exact") == 1
