@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import spatial
+from spatialdl.bench import halo, memory, spatial
 
-BENCHES: dict[str, Callable[[Sequence[str]], None]] = {"spatial": spatial.main}
+BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
+    "halo": halo.main,
+    "memory": memory.main,
+    "spatial": spatial.main,
+}
 
 
 def main() -> None:

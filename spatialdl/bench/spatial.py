@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     order = [side for _ in range(options.rounds) for side in sides]
     for side in tqdm(order, desc="runs", unit="run"):
-        runs[side].append(_run(*sides[side]))
+        runs[side].append(run_worker(*sides[side]))
     result = summarise(options, runs)
     print(table(result))
     folder = Path(options.out)
@@ -83,7 +83,7 @@ def _environment(threads: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
-def _run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -108,7 +108,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
     }
     return {
         "command": " ".join(["python -m spatialdl.bench spatial", *_options_given(options)]),
-        "machine": f"{os.cpu_count()} cores, {_cpu_model()}",
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "sides": values,
@@ -125,7 +125,12 @@ def _options_given(options: argparse.Namespace) -> list[str]:
     return [f"--{key} {value}" for key, value in vars(options).items() if key != "out"]
 
 
-def _cpu_model() -> str:
+def machine() -> str:
+    """What the numbers were taken on."""
+    return f"{os.cpu_count()} cores, {cpu_model()}"
+
+
+def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import time
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl import models
+from spatialdl.pipeline.partition import cut
 
 WARM_UP = 1
+CLASSES = 10
+OVER_LIMIT = 75
+"""Exit code of a rank that took more memory than it may."""
 
 
 def main() -> None:
@@ -30,9 +35,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--grid", type=int, nargs=2)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--limit", type=float, help="MB above the baseline; more ends the job")
     options = parser.parse_args()
     mesh = spatialdl.init_mesh(tuple(options.grid)) if options.grid else None
     baseline = _peak_bytes()
+    if options.limit is not None:
+        Thread(target=_watch, args=(baseline + options.limit * 2**20,), daemon=True).start()
     found = measure(options, mesh)
     found["memory_mb"] = (_peak_bytes() - baseline) / 2**20
     everybody = [found] if mesh is None else mesh.comm.gather(found)
@@ -43,10 +52,11 @@ def main() -> None:
 def measure(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> dict[str, Any]:
     """Train `steps` steps after a warm-up; the same images and weights on every side."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(models, options.model)(num_classes=10)
+    model: nn.Module = getattr(models, options.model)(num_classes=CLASSES)
+    model = cut(model, (1,), recompute=options.recompute)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images = _images(options, mesh)
-    labels = torch.arange(options.batch) % 10
+    labels = _labels(options, mesh)
     seconds = []
     cpu = 0.0
     for step in range(WARM_UP + options.steps):
@@ -77,6 +87,17 @@ def _images(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> Tensor:
     return spatialdl.from_local(images, mesh, size) if mesh else images
 
 
+def _labels(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> Tensor:
+    """A class for every image; for a U-Net one for every pixel of the own box."""
+    labels = torch.arange(options.batch) % CLASSES
+    if options.model != "unet":
+        return labels
+    size = (options.size, options.size)
+    row0, row1, col0, col1 = mesh.box(size) if mesh else (0, size[0], 0, size[1])
+    masks = labels.view(-1, 1, 1).repeat(1, row1 - row0, col1 - col0)
+    return spatialdl.from_local(masks, mesh, size) if mesh else masks
+
+
 def _train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -99,6 +120,14 @@ def _together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "threads": ranks[0]["threads"],
         "host": os.uname().nodename,
     }
+
+
+def _watch(most: float) -> None:
+    """End the process when it takes more than so many bytes."""
+    while _peak_bytes() <= most:
+        Event().wait(0.05)
+    os.write(1, b"over limit\n")
+    os._exit(OVER_LIMIT)
 
 
 def _peak_bytes() -> int:

@@ -1,0 +1,202 @@
+"""The largest square image that trains within a limit of memory a rank, on 1, 2, 4 ranks.
+
+Every answer is a real run of two training steps; one that takes more than the limit is stopped. The
+peak at one fixed size is told, too. Memory is the peak resident set above what the imports take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from spatialdl.bench.spatial import machine
+from spatialdl.bench.worker import OVER_LIMIT
+from spatialdl.comm.launch import mpiexec_command
+
+STEP = 64
+"""Sides are multiples of this."""
+
+KILLED = (137, -9)
+Measure = Callable[[int], float | None]
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m spatialdl.bench memory", *arguments]),
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "options": vars(options),
+        "rows": [],
+    }
+    sides = [(ranks, again) for again in (False, True) for ranks in options.ranks]
+    with tqdm(total=len(sides), desc="sides", unit="side") as bar:
+        for ranks, again in sides:
+            result["rows"].append(_measure_side(options, ranks, again, bar))
+            bar.update()
+    print(table(result))
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"memory-{options.model}-{options.limit:.0f}mb"
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(result, folder / f"{name}.png")
+    print(f"\nwritten: {folder / name}.json and .png")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench memory", description=__doc__)
+    parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
+    parser.add_argument("--limit", type=float, default=1500, help="MB a rank (%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="(%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="images a step (%(default)s)")
+    parser.add_argument("--size", type=int, default=2048, help="fixed size (%(default)s)")
+    parser.add_argument("--largest", type=int, default=16384, help="try no more (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="threads in all (%(default)s)")
+    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
+    options = parser.parse_args(arguments)
+    if min(options.limit, options.batch, options.threads, *options.ranks) <= 0:
+        raise ValueError("limit, ranks, batch and threads must be more than 0")
+    if options.size < 1 or options.largest < STEP:
+        raise ValueError(f"size must be at least 1, largest at least {STEP}")
+    return options
+
+
+def grid_of(ranks: int) -> tuple[int, int]:
+    """The most square grid of so many ranks, with more rows than columns."""
+    cols = max(n for n in range(1, int(sqrt(ranks)) + 1) if ranks % n == 0)
+    return ranks // cols, cols
+
+
+def _measure_side(
+    options: argparse.Namespace, ranks: int, again: bool, bar: tqdm[None]
+) -> dict[str, Any]:
+    runs: dict[int, float | None] = {}
+    what = f"{ranks} rank{'s' * (ranks > 1)}{', recompute' * again}"
+
+    def measure(side: int) -> float | None:
+        bar.set_postfix_str(f"{what}: {side}x{side}")
+        runs[side] = _run(options, ranks, again, side, options.limit)
+        return runs[side]
+
+    largest = search(measure, options.limit, options.largest)
+    bar.set_postfix_str(f"{what}: {options.size}x{options.size}")
+    at_size = runs.get(options.size) or _run(options, ranks, again, options.size, None)
+    return {
+        "ranks": ranks,
+        "grid": grid_of(ranks),
+        "recompute": again,
+        "largest": largest,
+        "memory_mb": runs.get(largest),
+        "memory_mb_at_size": at_size,
+        "runs": {str(side): found for side, found in sorted(runs.items())},
+    }
+
+
+def search(measure: Measure, limit: float, most: int) -> int:
+    """The largest multiple of `STEP` up to `most` for which `measure` gives a number; 0 if none.
+
+    Bisection between the largest side that trained and the smallest that did not. Memory grows
+    with the area, so where the last run says what fits, that is tried first.
+    """
+    fits, too_large = 0, most // STEP * STEP + STEP
+    following = 8 * STEP
+    while too_large - fits > STEP:
+        side = min(max(following, fits + STEP), too_large - STEP)
+        memory = measure(side)
+        if memory is None:
+            too_large = side
+            following = fits + (side - fits) * 3 // 4 // STEP * STEP
+        else:
+            fits = side
+            following = min(int(side * sqrt(limit / max(memory, 1.0))), 4 * side) // STEP * STEP
+    return fits
+
+
+def _run(
+    options: argparse.Namespace, ranks: int, again: bool, side: int, limit: float | None
+) -> float | None:
+    """Peak MB of the largest rank; None if it was more than the limit."""
+    rows, cols = grid_of(ranks)
+    command = [
+        *([] if ranks == 1 else mpiexec_command(ranks)),
+        *(sys.executable, "-m", "spatialdl.bench.worker", "--model", options.model),
+        *("--size", str(side), "--batch", str(options.batch), "--steps", "1"),
+        *(() if ranks == 1 else ("--grid", str(rows), str(cols))),
+        *(("--recompute",) if again else ()),
+        *(() if limit is None else ("--limit", str(limit))),
+    ]
+    threads = str(max(1, options.threads // ranks))
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if "over limit" in done.stdout or done.returncode in (OVER_LIMIT, *KILLED):
+        return None
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    found = float(json.loads(done.stdout.strip().splitlines()[-1])["memory_mb"])
+    return found if limit is None or found <= limit else None
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line a side, as text."""
+    options, rows = result["options"], result["rows"]
+    size = options["size"]
+    lines = [
+        result["command"],
+        f"{result['machine']}, {result['date']}",
+        "",
+        f"{options['model']}, batch {options['batch']}, {options['limit']:.0f} MB a rank",
+        "",
+        f"{'':24}{'largest image':>16}{'times the':>12}{f'peak at {size}':>16}{'of one':>10}",
+        f"{'':24}{'':>16}{'pixels':>12}{'MB a rank':>16}{'process':>10}",
+    ]
+    first = rows[0]
+    for row in rows:
+        title = f"{row['ranks']} rank{'s' * (row['ranks'] > 1)}{', recompute' * row['recompute']}"
+        pixels = (row["largest"] / first["largest"]) ** 2 if first["largest"] else 0.0
+        image = f"{row['largest']}x{row['largest']}"
+        at_size, one = row["memory_mb_at_size"], first["memory_mb_at_size"]
+        peak = "killed" if at_size is None else f"{at_size:.0f}"
+        share = f"{at_size / one:.2f}" if at_size and one else ""
+        lines.append(f"{title:24}{image:>16}{pixels:12.2f}{peak:>16}{share:>10}")
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Bars: the side of the largest image, and the peak at one size."""
+    from matplotlib.figure import Figure
+
+    options, rows = result["options"], result["rows"]
+    figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 2)
+    figure.suptitle(f"{options['model']}, batch {options['batch']}, training", fontsize=11)
+    limit, size = options["limit"], options["size"]
+    titles = (
+        ("largest", f"largest square image within {limit:.0f} MB a rank,\npixels a side"),
+        ("memory_mb_at_size", f"peak of a rank at {size}x{size}, MB;\nas a share of one process"),
+    )
+    ranks = options["ranks"]
+    for panel, (key, title) in zip(panels, titles, strict=True):
+        for offset, again, colour in ((-0.2, False, "#1f5fa8"), (0.2, True, "#d1701f")):
+            heights = [row[key] or 0 for row in rows if row["recompute"] == again]
+            label = "blocks recomputed" if again else "activations kept"
+            places = [place + offset for place in range(len(ranks))]
+            bars = panel.bar(places, heights, width=0.38, color=colour, label=label)
+            one = 1 if key == "largest" else rows[0][key] or 1
+            form = "%.0f" if key == "largest" else "%.2f"
+            panel.bar_label(bars, [form % (value / one) for value in heights], fontsize=8)
+        panel.set_xticks(range(len(ranks)), [f"{n} rank{'s' * (n > 1)}" for n in ranks])
+        panel.set_title(title, fontsize=9)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(y=0.12)
+    panels[0].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.savefig(path)
