@@ -6,10 +6,12 @@ The ranks agree on each verdict, also when one of them has failed where the othe
 from __future__ import annotations
 
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +106,15 @@ def _compared(case: Case, split: tuple[int, ...], mesh: Mesh, expected: Result) 
     except DifferentError as error:
         return Verdict(Kind.WRONG, str(error))
     except Exception as error:  # anything else is a fault of ours
-        return Verdict(Kind.WRONG, f"{type(error).__name__}: {error}")
+        return Verdict(Kind.WRONG, f"{type(error).__name__}: {error} at {_lines(error)}")
     return Verdict(Kind.EXACT)
+
+
+def _lines(error: Exception) -> str:
+    """The innermost lines of this package in which it came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/spatialdl/" in frame.filename]
+    return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in ours[:-4:-1])
 
 
 def agree_on(mesh: Mesh, verdict: Verdict) -> Verdict:
