@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.plan import Piece, Plan
+from spatialdl.comm.held import Held
+from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import repartition, shape_of, view_of
 from spatialdl.layout import Box, Layout, Window
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.edges import Cut, Strip, cut_dim
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
-from spatialdl.spatial.window import check_image, check_output, nothing, pair, window_move
+from spatialdl.spatial.window import (
+    autocast_cast,
+    check_image,
+    check_output,
+    nothing,
+    pair,
+    window_move,
+)
 
 aten = torch.ops.aten
 
@@ -109,25 +117,13 @@ class TileGeometry:
         """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
         return [like.new_zeros(shape_of(like, edge.box) if edge else (0,)) for edge in self.edges]
 
-    def arrivals(self, strips: list[Tensor], pieces: tuple[Piece, ...], own: Box) -> list[Tensor]:
-        """Where in the strips each piece of the halo lies."""
-        views = []
-        for piece in pieces:
-            side = _side(piece.box, own)
-            edge = self.edges[side]
-            if edge is None:
-                raise RuntimeError(f"no strip for halo {piece.box} of tile {own}")
-            views.append(view_of(strips[side], edge.box, piece.box))
-        return views
-
-
-def _side(box: Box, own: Box) -> int:
-    """Corners belong to the strips above and below, which span the whole width."""
-    if box.row0 < own.row0:
-        return 0
-    if box.row0 >= own.row1:
-        return 1
-    return 2 if box.col0 < own.col0 else 3
+    def held(self, strips: list[Tensor]) -> list[Held]:
+        """The strips with their boxes; those above and below come first and hold the corners."""
+        return [
+            Held(strip, edge.box)
+            for strip, edge in zip(strips, self.edges, strict=True)
+            if edge is not None
+        ]
 
 
 @lru_cache(maxsize=4096)
@@ -173,8 +169,8 @@ class _TileConvolution(torch.autograd.Function):
         exchange = start_exchange(
             mesh.grid_comm,
             plan,
-            [view_of(tile, plan.own, piece.box) for piece in plan.sends],
-            geometry.arrivals(strips, plan.receives, plan.own),
+            [Held(tile, plan.own)],
+            geometry.held(strips),
             device=tile.device,
             name="conv2d",
         )
@@ -200,13 +196,15 @@ class _TileConvolution(torch.autograd.Function):
         grad_strips, weight_parts = _strip_gradients(
             conv, geometry, grad, weight, strips, needs_tile, needs_weight
         )
-        arrivals = [grad.new_empty(shape_of(tile, piece.box)) for piece in plan.sends]
+        arrivals = [
+            Held(grad.new_empty(shape_of(tile, piece.box)), piece.box) for piece in plan.sends
+        ]
         exchange = None
         if needs_tile:
             exchange = start_exchange(
                 ctx.mesh.grid_comm,
                 plan,
-                geometry.arrivals(grad_strips, plan.receives, plan.own),
+                geometry.held(grad_strips),
                 arrivals,
                 device=tile.device,
                 adjoint=True,
@@ -224,8 +222,8 @@ class _TileConvolution(torch.autograd.Function):
                 edge.taps_of(grad_weight).add_(part)
         if exchange is not None and grad_tile is not None:
             exchange.wait()
-            for piece, arrival in zip(plan.sends, arrivals, strict=True):
-                view_of(grad_tile, plan.own, piece.box).add_(arrival)
+            for arrival, box in arrivals:
+                view_of(grad_tile, plan.own, box).add_(arrival)
         return grad_tile, grad_weight, grad_bias, None, None, None, None
 
 
@@ -313,7 +311,8 @@ def conv2d(
     output, plan = window_move(input.spatial_layout, rows, cols, size, input.mesh.part)
     conv = Convolution((rows.stride, cols.stride), (rows.dilation, cols.dilation), groups)
     geometry = tile_geometry(input.spatial_layout, output, rows, cols, input.mesh.part)
-    tile, mesh = to_tile(input), input.mesh
+    tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
+    mesh = input.mesh
     if geometry is None:
         y = _with_copied_halo(tile, weight, bias, conv, output, plan, mesh)
     elif not plan.talks and geometry.rows.skip == geometry.cols.skip == 0:

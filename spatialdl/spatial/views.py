@@ -36,14 +36,18 @@ def _aligned(bounds: Bounds, step: int) -> Bounds:
     return tuple((2 * bound + step) // (2 * step) * step for bound in bounds)
 
 
-def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> SpatialTensor:
+def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
     """`x` viewed as the global `shape`.
+
+    An image of one pixel that loses its rows or columns so becomes a plain tensor.
 
     Raises:
         UnsupportedSpatialOp: if this mixes rows or columns with other dims.
     """
     size = x.spatial_layout.size[1:]
     view = regroup(tuple(x.shape), shape, x.spatial_dims, *size)
+    if size == (1, 1) and (view is None or view.dims.merged or view.dims.outer_cols > 1):
+        return x.full_tensor().reshape(shape)
     if view is None:
         raise refusal(
             func,
@@ -213,15 +217,13 @@ def reversed_dims(input: SpatialTensor) -> Tensor:
 # --- dims that come and go
 
 
-def _without(x: SpatialTensor, gone: set[int], func: Any) -> Tensor:
+def _without(x: SpatialTensor, gone: set[int]) -> Tensor:
     """`x` without its dims `gone`, of size 1."""
     dims, count = x.spatial_dims, x.dim()
     if not gone:
         return x.view(tuple(x.shape))
-    if any(dims.holds(dim, count) for dim in gone):
-        raise refusal(
-            func, [x], "a dim of rows or columns cannot be taken away; name the dims to squeeze"
-        )
+    if any(dims.holds(dim, count) for dim in gone):  # one row or one column: small
+        return x.full_tensor().squeeze(tuple(gone))
 
     def shifted(old: int) -> int:  # dims behind it that are gone no longer count
         return old + sum(1 for dim in gone if dim > old + count)
@@ -236,7 +238,7 @@ def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     count = input.dim()
     asked = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
     gone = {d % count for d in asked if input.shape[d] == 1}
-    return _without(input, gone, torch.squeeze)
+    return _without(input, gone)
 
 
 @register_op(torch.unsqueeze, Tensor.unsqueeze, split=("input",))

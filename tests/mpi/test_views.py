@@ -51,7 +51,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(N * C, H, W),
     "view_as": lambda x: x.view(N * C, 1, H, W).view_as(x),
     "unflatten": lambda x: x.unflatten(1, (2, 2)),
-    "nn.Unflatten": lambda x: nn.Unflatten(1, (-1, 2))(x),
+    "nn.Unflatten": nn.Unflatten(1, (-1, 2)),
     "samples among the tokens": lambda x: x.permute(0, 2, 3, 1).reshape(-1, C),
     "and out of them": lambda x: x.permute(0, 2, 3, 1).reshape(-1, C).tanh().view(N, H, W, C),
     "rows as samples": lambda x: x.permute(0, 2, 3, 1).reshape(N * H, W, C),
@@ -118,6 +118,29 @@ def test_convolutions_between_tokens(meshes: dict[tuple[int, int], Mesh]) -> Non
     for mesh in meshes.values():
         image = parameter(random.Random(0), N, C, H, W)
         check(hybrid, image, [weight], mesh, f"hybrid on {mesh.grid} ")
+
+
+ONE_PIXEL: dict[str, Callable[[Tensor], Tensor]] = {
+    "flatten": lambda x: x.flatten(1),
+    "reshape": lambda x: x.reshape(N, C),
+    "squeeze": lambda x: x.squeeze(-1).squeeze(-1),
+    "squeeze both": lambda x: x.squeeze((2, 3)),
+    "tokens": lambda x: x.flatten(2).transpose(1, 2),
+    "the same shape": lambda x: x.view(N, C, 1, 1),
+    "permute and view": lambda x: x.permute(0, 2, 3, 1).reshape(N, C),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PIXEL)
+def test_an_image_of_one_pixel_may_lose_its_dims(name: str, meshes: dict) -> None:
+    """What a pooling over everything gives is an image still; a dense head comes after it."""
+
+    def pooled(x: Tensor) -> Tensor:
+        return ONE_PIXEL[name](F.avg_pool2d(x, (H, W)))
+
+    for mesh in meshes.values():
+        image = parameter(random.Random(0), N, C, H, W)
+        check(pooled, image, [], mesh, f"{name} on {mesh.grid} ")
 
 
 @pytest.mark.parametrize(
