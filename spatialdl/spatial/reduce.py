@@ -15,31 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.comm.reduce import differentiable_gather, differentiable_sum, sum_over_ranks
+from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
 from spatialdl.spatial.extremes import extreme
 from spatialdl.spatial.span import HALF, Span, dims_of, reduction, span_of, without_dims
-from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
-
-
-def _image_sum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> Tensor:
-    tile = to_tile(x)
-    return differentiable_sum(x.mesh.grid_comm, tile.sum(dims, keepdim=keepdim), name)
-
-
-@register_op(F.adaptive_avg_pool2d)
-@register_op(torch._C._nn.adaptive_avg_pool2d)
-def adaptive_avg_pool2d(input: SpatialTensor, output_size: Any) -> Tensor:
-    sizes = (output_size,) * 2 if isinstance(output_size, int) else tuple(output_size)
-    if sizes != (1, 1):
-        raise refusal(
-            F.adaptive_avg_pool2d,
-            [input],
-            f"a split image can be pooled to 1x1 only, not to {output_size}; call full_tensor() "
-            "before it",
-        )
-    height, width = input.shape[-2:]
-    return _image_sum(input, (-2, -1), True, "adaptive_avg_pool2d") / (height * width)
-
+from spatialdl.spatial.tensor import SpatialTensor, refusal, to_tile
 
 Function = Callable[..., Any]
 
@@ -217,15 +196,17 @@ def _norm(tile: Tensor, span: Span, order: float, dtype: torch.dtype | None) -> 
     result = tile.dtype
     if order == 0:
         return _sum((tile != 0).to(result) + 0 * tile.nan_to_num(0.0, 0.0, 0.0), span)
-    if result in HALF:
-        tile = tile.float()
+    wide = tile.abs().dtype if tile.is_complex() else torch.float64  # roots are rounded once
     if tile.numel() > 0:
-        part = torch.linalg.vector_norm(tile, order, span.dims, keepdim=True)
+        part = torch.linalg.vector_norm(
+            tile, order, span.dims, keepdim=True, dtype=None if tile.is_complex() else wide
+        )
     else:
-        part = tile.abs().sum(span.dims, keepdim=True) + (0.0 if order > 0 else math.inf)
+        empty = tile.abs().sum(span.dims, keepdim=True, dtype=wide)
+        part = empty + (0.0 if order > 0 else math.inf)
     parts = _gathered(part, span, 0.0 if order > 0 else math.inf, "norm")
     normed: Tensor = torch.linalg.vector_norm(parts, order, 0)
-    return normed.to(result)
+    return normed.to(wide if tile.is_complex() else result)
 
 
 @reduction(torch.linalg.vector_norm)

@@ -270,3 +270,34 @@ def test_three_dim_images_do_not_pass_for_four(meshes: dict) -> None:
         for call in calls:
             with pytest.raises(UnsupportedSpatialOp, match=r"takes \(N, C, H, W\)"):
                 call(shard(torch.rand(2, 8, 8), mesh))
+
+
+REARRANGED: dict[str, Operation] = {
+    "layer_norm of channels at the end": lambda x, w, b: F.layer_norm(
+        x.permute(0, 2, 3, 1), (4,), w, b
+    ),
+    "layer_norm of tokens": lambda x, w, b: F.layer_norm(x.flatten(2).transpose(1, 2), (4,), w, b),
+    "rms_norm of channels at the end": lambda x, w, b: (
+        F.rms_norm(x.permute(0, 2, 3, 1), (4,), w) + b
+    ),
+    "layer_norm of columns and channels": lambda x, w, b: F.layer_norm(
+        x.permute(0, 2, 3, 1), (7, 4), w.expand(7, 4), b.expand(7, 4)
+    ),
+    "layer_norm of all tokens": lambda x, w, b: F.layer_norm(
+        x.flatten(2).transpose(1, 2), (63, 4), w.expand(63, 4), b.expand(63, 4)
+    ),
+    "batch_norm of tokens": lambda x, w, b: F.batch_norm(x.flatten(2), None, None, w, b, True),
+    "batch_norm of samples and tokens": lambda x, w, b: F.batch_norm(
+        x.permute(0, 2, 3, 1).flatten(0, 2), None, None, w, b, True
+    ),
+    "group_norm of tokens": lambda x, w, b: F.group_norm(x.flatten(2), 2, w, b),
+    "instance_norm of tokens": lambda x, w, b: F.instance_norm(x.flatten(2), None, None, w, b),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_rows_and_columns_at_other_dims(name: str, meshes: dict) -> None:
+    rng = random.Random(8)
+    for mesh in meshes.values():
+        arguments = [parameter(rng, 4), parameter(rng, 4)]
+        check(REARRANGED[name], parameter(rng, 2, 4, 9, 7), arguments, mesh, f"{name} {mesh.grid}")

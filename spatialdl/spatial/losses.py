@@ -1,0 +1,259 @@
+"""Losses on dense outputs: the numbers of the whole image, whatever each rank holds of it.
+
+Numerators and denominators are summed over the ranks, in float64, so that parts weigh what they
+hold. Without a reduction the losses of the pixels are split as the image is. The functions of
+``torch.nn.functional`` are written in Python; what is taught here is what they call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.comm.reduce import differentiable_sum
+from spatialdl.mesh import Mesh
+from spatialdl.spatial.operands import lift, on_one_layout
+from spatialdl.spatial.span import HALF, split_dims, without_data, without_dims
+from spatialdl.spatial.table import inside, spatial_in
+from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
+
+Function = Callable[..., Any]
+_nn = torch._C._nn
+_NONE, _MEAN, _SUM = 0, 1, 2  # PyTorch's numbers for reductions
+
+
+def _added_up(function: Function, tile: Tensor, *others: Any) -> Tensor:
+    """The sum of a loss over this tile; `function` is told the reduction. In float64."""
+    if tile.dtype in HALF:  # a sum may be larger than half precision can say
+        pixels: Tensor = function(tile, *others, _NONE)
+        return pixels.sum(dtype=torch.float64)
+    total: Tensor = function(tile, *others, _SUM)
+    return total.double()
+
+
+def _over_ranks(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) -> Tensor:
+    """The quotient of the sums over all ranks of `total` and `weight`."""
+    if not isinstance(weight, Tensor):
+        return differentiable_sum(mesh.grid_comm, total, name) / weight
+    both = differentiable_sum(mesh.grid_comm, torch.stack([total, weight.double()]), name)
+    return both[0] / both[1]
+
+
+# --- pixel by pixel
+
+
+def _plain(value: Any) -> Any:
+    return without_data(value) if isinstance(value, Tensor) else value
+
+
+def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: Any) -> Tensor:
+    """A loss of tensors that broadcast to one image; `options` follow the reduction."""
+    like = func(*map(_plain, operands), reduction, *options)  # PyTorch's errors, on all ranks
+    (lifted, _) = on_one_layout(func, operands, {})
+    first = spatial_in(lifted)[0]
+    tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
+    if reduction == _NONE:
+        return without_dims(first, func(*tiles, reduction, *options), ())
+
+    def called(*arguments: Any) -> Tensor:
+        pixels: Tensor = func(*arguments, *options)
+        return pixels
+
+    total = _added_up(called, tiles[0], *tiles[1:])
+    count = first.numel() if reduction == _MEAN else 1
+    return _over_ranks(first.mesh, total, count, func.__name__).to(like.dtype)
+
+
+@register_op(_nn.mse_loss)
+def mse_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
+    return _pixelwise(_nn.mse_loss, [input, target], reduction)
+
+
+@register_op(_nn.l1_loss)
+def l1_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
+    return _pixelwise(_nn.l1_loss, [input, target], reduction)
+
+
+@register_op(_nn.soft_margin_loss)
+def soft_margin_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
+    return _pixelwise(_nn.soft_margin_loss, [input, target], reduction)
+
+
+@register_op(_nn.smooth_l1_loss)
+def smooth_l1_loss(
+    input: Tensor, target: Tensor, reduction: int = _MEAN, beta: float = 1.0
+) -> Tensor:
+    return _pixelwise(_nn.smooth_l1_loss, [input, target], reduction, beta)
+
+
+@register_op(_nn.huber_loss)
+def huber_loss(input: Tensor, target: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
+    return _pixelwise(_nn.huber_loss, [input, target], reduction, delta)
+
+
+@register_op(_nn.binary_cross_entropy)
+def binary_cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN
+) -> Tensor:
+    return _pixelwise(_nn.binary_cross_entropy, [input, target, weight], reduction)
+
+
+@register_op(torch.binary_cross_entropy_with_logits)
+def binary_cross_entropy_with_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = _MEAN,
+) -> Tensor:
+    operands = [input, target, weight, pos_weight]
+    return _pixelwise(torch.binary_cross_entropy_with_logits, operands, reduction)
+
+
+@register_op(torch.kl_div)
+def kl_div(
+    input: Tensor, target: Tensor, reduction: int = _MEAN, log_target: bool = False
+) -> Tensor:
+    def divergence(input: Tensor, target: Tensor, reduction: int) -> Tensor:
+        return torch.kl_div(input, target, reduction, log_target=log_target)
+
+    return _pixelwise(divergence, [input, target], reduction)
+
+
+@register_op(torch.poisson_nll_loss)
+def poisson_nll_loss(
+    input: Tensor, target: Tensor, log_input: bool, full: bool, eps: float, reduction: int
+) -> Tensor:
+    def likelihood(input: Tensor, target: Tensor, reduction: int) -> Tensor:
+        return torch.poisson_nll_loss(input, target, log_input, full, eps, reduction)
+
+    return _pixelwise(likelihood, [input, target], reduction)
+
+
+@register_op(torch.hinge_embedding_loss)
+def hinge_embedding_loss(
+    input: Tensor, target: Tensor, margin: float = 1.0, reduction: int = _MEAN
+) -> Tensor:
+    def hinge(input: Tensor, target: Tensor, reduction: int) -> Tensor:
+        return torch.hinge_embedding_loss(input, target, margin, reduction)
+
+    return _pixelwise(hinge, [input, target], reduction)
+
+
+@register_op(torch.margin_ranking_loss)
+def margin_ranking_loss(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN
+) -> Tensor:
+    def ranking(input1: Tensor, input2: Tensor, target: Tensor, reduction: int) -> Tensor:
+        return torch.margin_ranking_loss(input1, input2, target, margin, reduction)
+
+    return _pixelwise(ranking, [input1, input2, target], reduction)
+
+
+@register_op(torch.broadcast_tensors)
+def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+        tensors = tuple(tensors[0])
+    lifted: tuple[Tensor, ...] = tuple(on_one_layout(torch.broadcast_tensors, list(tensors), {})[0])
+    return lifted
+
+
+@register_op(F.l1_loss)
+def weighted_l1_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch forgets the weight when it asks whether an operand wants to handle the loss."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    if frame.f_code is F.l1_loss.__code__:
+        kwargs.setdefault("weight", frame.f_locals.get("weight"))
+    function = inside(F.l1_loss)
+    assert function is not None
+    loss: Tensor = function(*args, **kwargs)
+    return loss
+
+
+# --- over classes
+
+
+def _class_map(func: Function, logits: SpatialTensor, target: Tensor) -> Tensor:
+    """The tile of a target, of classes (N, H, W) or of probabilities as the logits."""
+    if target.shape == logits.shape:
+        lifted = lift(func, target, logits, logits.shape)
+    else:
+        template = without_dims(logits, to_tile(logits).detach().select(1, 0).clone(), (1,))
+        lifted = lift(func, target, template, template.shape)
+    return to_tile(lifted)  # type: ignore[arg-type]
+
+
+def _check_classes(func: Function, input: Any, target: Any) -> None:
+    if not isinstance(input, SpatialTensor):
+        raise refusal(func, spatial_in([target]), "its target is split, but its input is not")
+    if input.dim() < 2 or 1 in split_dims(input):
+        raise refusal(func, [input], "it takes (N, C, H, W), the classes in the second dim")
+
+
+def _weight_of_classes(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What the pixels of this tile weigh together."""
+    counted = target[target != ignore_index]
+    if weight is None:
+        return torch.tensor(counted.numel(), dtype=torch.float64, device=target.device)
+    return weight[counted].sum(dtype=torch.float64)
+
+
+def _over_classes(
+    func: Function,
+    input: SpatialTensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    *options: Any,
+) -> Tensor:
+    _check_classes(func, input, target)
+    like = func(_plain(input), _plain(target), _plain(weight), reduction, ignore_index, *options)
+    tile, classes = to_tile(input), _class_map(func, input, target)
+    if reduction == _NONE:
+        pixels = func(tile, classes, weight, _NONE, ignore_index, *options)
+        return without_dims(input, pixels, (1,))
+
+    def called(tile: Tensor, reduction: int) -> Tensor:
+        loss: Tensor = func(tile, classes, weight, reduction, ignore_index, *options)
+        return loss
+
+    total = _added_up(called, tile)
+    whole: Tensor | float = 1.0
+    if reduction == _MEAN and target.shape == input.shape:
+        whole = input.numel() / input.shape[1]
+    elif reduction == _MEAN:
+        whole = _weight_of_classes(classes, weight, ignore_index)
+    return _over_ranks(input.mesh, total, whole, func.__name__).to(like.dtype)
+
+
+@register_op(_nn.cross_entropy_loss)
+def cross_entropy_loss(
+    input: SpatialTensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    return _over_classes(
+        _nn.cross_entropy_loss, input, target, weight, reduction, ignore_index, label_smoothing
+    )
+
+
+@register_op(_nn.nll_loss_nd)
+def nll_loss(
+    input: SpatialTensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+) -> Tensor:
+    return _over_classes(_nn.nll_loss_nd, input, target, weight, reduction, ignore_index)

@@ -1,0 +1,102 @@
+"""Gathering and scattering along a dim that is not split, and one-hot maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.comm.reduce import max_over_ranks
+from spatialdl.spatial.operands import lift, own_box_of
+from spatialdl.spatial.span import split_dims, without_dims
+from spatialdl.spatial.table import spatial_in
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
+
+Function = Callable[..., Any]
+
+
+def _check(func: Function, x: SpatialTensor, dim: int, *operands: Any) -> None:
+    """All of one image, and `dim` not split."""
+    if dim % x.dim() in split_dims(x):
+        raise refusal(func, [x], f"dim {dim} is split; do it over a dim that is not")
+    for other in operands:
+        if isinstance(other, Tensor) and other.dim() != x.dim():
+            raise refusal(func, [x], f"another tensor has {other.dim()} dims")
+        if isinstance(other, Tensor) and any(other.shape[d] != x.shape[d] for d in split_dims(x)):
+            raise refusal(func, [x], f"another tensor has the shape {tuple(other.shape)}")
+
+
+def _tile_of(func: Function, value: Any, x: SpatialTensor) -> Any:
+    """The own part of a tensor of the image of `x`, with any size in the dims not split."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, SpatialTensor):
+        return to_tile(lift(func, value, x, value.shape))  # type: ignore[arg-type]
+    return to_tile(own_box_of(func, value, x, value.shape))
+
+
+@register_op(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
+def gather(input: Tensor, dim: Any, index: Any, *, sparse_grad: bool = False) -> Tensor:
+    if isinstance(dim, Tensor):  # take_along_dim(input, indices, dim)
+        dim, index = index, dim
+    first = spatial_in([input, index])[0]
+    if dim is None:
+        raise refusal(torch.gather, [first], "name a dim that is not split")
+    _check(torch.gather, first, dim, input, index)
+    tile = _tile_of(torch.gather, input, first)
+    return without_dims(first, tile.gather(dim, _tile_of(torch.gather, index, first)), ())
+
+
+def _scattered(func: Function, x: Tensor, dim: int, index: Tensor, src: Any, kwargs: Any) -> Tensor:
+    first = spatial_in([x, index, src])[0]
+    _check(func, first, dim, x, index, src)
+    tile, places, values = (_tile_of(func, value, first) for value in (x, index, src))
+    return without_dims(first, func(tile, dim, places, values, **kwargs), ())
+
+
+def _register(func: Function, in_place: Function) -> None:
+    @register_op(func, getattr(Tensor, func.__name__))
+    def scatter(input: Tensor, dim: int, index: Tensor, *src: Any, **kwargs: Any) -> Tensor:
+        values = src[0] if src else kwargs.pop("src", kwargs.pop("value", None))
+        return _scattered(func, input, dim, index, values, kwargs)
+
+    @register_op(in_place)
+    def scatter_(input: Tensor, dim: int, index: Tensor, *src: Any, **kwargs: Any) -> Tensor:
+        result = scatter(input, dim, index, *src, **kwargs)
+        if isinstance(input, SpatialTensor):
+            return input.copy_(result)
+        return _replaced(in_place, input, result)
+
+
+def _replaced(func: Function, whole: Tensor, result: Tensor) -> Tensor:
+    """A whole tensor that took a split one in place: the result is split.
+
+    ``torch.zeros(size).scatter_(1, labels, 1)`` is how many make one-hot maps. The whole tensor
+    would not have what was written, so it is emptied: it must not be used any more.
+    """
+    if whole.requires_grad or not whole.is_contiguous() or whole._is_view():
+        raise refusal(func, spatial_in([result]), "a whole tensor cannot take a split one in place")
+    whole.set_()  # type: ignore[call-overload]
+    return result
+
+
+_register(torch.scatter, Tensor.scatter_)
+_register(torch.scatter_add, Tensor.scatter_add_)
+
+
+@register_op(F.one_hot)
+def one_hot(tensor: SpatialTensor, num_classes: int = -1) -> Tensor:
+    tile, comm = to_tile(tensor), tensor.mesh.grid_comm
+    if num_classes == -1:
+        highest = tile.amax() if tile.numel() > 0 else tile.new_zeros(())
+        num_classes = int(max_over_ranks(comm, highest, "one_hot")) + 1
+    if tile.numel() > 0:
+        hot = F.one_hot(tile, num_classes)
+    else:
+        hot = tile.new_zeros((*tile.shape, num_classes))
+    dims = tensor.spatial_dims
+    dims = dims._replace(rows=dims.rows - 1, cols=dims.cols - 1)
+    return from_tile(hot, tensor.spatial_layout, tensor.mesh, dims)
