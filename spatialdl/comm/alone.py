@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.held import Held
 from spatialdl.comm.plan import Plan
 
 
@@ -60,8 +61,8 @@ class Alone:
     def start_exchange(
         self,
         plan: Plan,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
+        sends: Sequence[Held],
+        receives: Sequence[Held],
         adjoint: bool,
         device: torch.device,
     ) -> Done:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from spatialdl.comm.held import Held
 from spatialdl.comm.plan import Plan
 
 if TYPE_CHECKING:
@@ -78,25 +79,18 @@ class Communicator(Protocol):
     def start_exchange(
         self,
         plan: Plan,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
+        sends: Sequence[Held],
+        receives: Sequence[Held],
         adjoint: bool,
         device: torch.device,
     ) -> Pending:
-        """Start to move views on `device` along a plan, see `comm.exchange`."""
+        """Start to move tensors on `device` along a plan, see `comm.exchange`."""
 
     def start_send(self, view: Tensor, rank: int, tag: int) -> Pending:
         """Start to send a view to a rank."""
 
     def receive(self, view: Tensor, rank: int, tag: int) -> None:
         """Fill a view with what a rank sends; messages of one tag arrive in order."""
-
-
-def peers_of(plan: Plan, adjoint: bool) -> tuple[list[int], list[int]]:
-    """Whom this rank receives from, and whom it sends to, in the order of the views."""
-    sources = [piece.peer for piece in plan.receives]
-    targets = [piece.peer for piece in plan.sends]
-    return (targets, sources) if adjoint else (sources, targets)
 
 
 def as_communicator(comm: Communicator | MPI.Intracomm) -> Communicator:

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 def mpi_type(view: Tensor) -> MPI.Datatype:
     """A committed datatype that describes `view` relative to its first element."""
-    return _strided_type(tuple(view.shape), tuple(view.stride()), view.element_size())
+    return strided_type(tuple(view.shape), tuple(view.stride()), view.element_size())
 
 
 @lru_cache(maxsize=4096)
-def _strided_type(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
+def strided_type(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
+    """The same for a view that is not there yet; strides in elements."""
     from mpi4py import MPI
 
     datatype = MPI.BYTE.Create_contiguous(itemsize)

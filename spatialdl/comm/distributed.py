@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spatialdl.comm.communicator import Pending, fold, peers_of
+from spatialdl.comm.communicator import Pending, fold
 from spatialdl.comm.gpu import StagedExchange
+from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.plan import Plan
 
 
@@ -103,36 +104,35 @@ class TorchCommunicator:
     def start_exchange(
         self,
         plan: Plan,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
+        sends: Sequence[Held],
+        receives: Sequence[Held],
         adjoint: bool,
         device: torch.device,
     ) -> Pending:
         if device.type == "cpu" or self._has_nccl:
             return self._start_packed(plan, sends, receives, adjoint)
 
-        def talk(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        def talk(outgoing: Sequence[Held], incoming: Sequence[Held]) -> None:
             self._start_packed(plan, outgoing, incoming, adjoint).wait()
 
-        return StagedExchange(sends, receives, talk, device, on_device=False)
+        return StagedExchange(plan, sends, receives, adjoint, talk, device, on_device=False)
 
     def _start_packed(
-        self, plan: Plan, sends: Sequence[Tensor], receives: Sequence[Tensor], adjoint: bool
+        self, plan: Plan, sends: Sequence[Held], receives: Sequence[Held], adjoint: bool
     ) -> Pending:
-        sources, targets = peers_of(plan, adjoint)
-        landed = [_room_for(view) for view in receives]
+        outgoing, incoming = pieces_of(plan, adjoint)
+        views = views_of(incoming, receives)
+        landed = [_room_for(view) for view in views]
         operations = [
-            self._operation(dist.irecv, buffer, peer)
-            for buffer, peer in zip(landed, sources, strict=True)
+            self._operation(dist.irecv, room, piece.peer)
+            for room, piece in zip(landed, incoming, strict=True)
         ] + [
-            self._operation(dist.isend, view.contiguous(), peer)
-            for view, peer in zip(sends, targets, strict=True)
+            self._operation(dist.isend, view.contiguous(), piece.peer)
+            for view, piece in zip(views_of(outgoing, sends), outgoing, strict=True)
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         arrivals = [
-            (view, buffer)
-            for view, buffer in zip(receives, landed, strict=True)
-            if buffer is not view
+            (view, room) for view, room in zip(views, landed, strict=True) if room is not view
         ]
         return _Works(works, arrivals, operations)
 

@@ -1,38 +1,39 @@
-"""Messages along a plan: tensor views go to the plan's peers, on whichever transport."""
+"""Messages along a plan: pieces of tensors go to its peers, on whichever transport."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from spatialdl.comm import check
 from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Communicator, Pending
+from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.tape import exchange_once
+from spatialdl.comm.tape import exchange_once, taped
 
 
 def start_exchange(
     comm: Communicator,
     plan: Plan,
-    sends: Sequence[Tensor],
-    receives: Sequence[Tensor],
+    sends: Sequence[Held],
+    receives: Sequence[Held],
     *,
     device: torch.device,
     adjoint: bool = False,
     name: str = "repartition",
 ) -> Pending:
-    """Start to move `sends` to, and fill `receives` from, the plan's peers.
+    """Start to send the plan's pieces to its peers, and to receive theirs.
 
-    Every rank of `comm` must call it, with neighbours or without. Views must not be used before
-    ``wait()`` of what is returned.
+    Every rank of `comm` must call it, with neighbours or without. Pieces must not be written into,
+    nor those received read, before ``wait()`` of what is returned.
 
     Args:
-        sends: a view per ``plan.sends`` (per ``plan.receives`` if `adjoint`).
-        receives: a view per ``plan.receives`` (per ``plan.sends`` if `adjoint`).
-        device: where the views lie; on ``meta`` nothing is moved.
+        sends: tensors that hold ``plan.sends`` (``plan.receives`` if `adjoint`); of several that
+            hold a piece the first counts.
+        receives: tensors that hold ``plan.receives`` (``plan.sends`` if `adjoint`).
+        device: where the tensors lie; on ``meta`` nothing is moved.
         adjoint: the plan backwards.
         name: of the operation, for the check.
     """
@@ -44,4 +45,6 @@ def start_exchange(
             check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
         return comm.start_exchange(plan, sends, receives, adjoint, device)
 
-    return exchange_once(start, receives)
+    if not taped():
+        return start()
+    return exchange_once(start, views_of(pieces_of(plan, adjoint)[1], receives))

@@ -17,43 +17,53 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from spatialdl.comm.held import Held, pieces_of, views_of
+from spatialdl.comm.plan import Plan
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 log = logging.getLogger("spatialdl.comm")
 
-Talk = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+Talk = Callable[[Sequence[Held], Sequence[Held]], None]
 
 
 class StagedExchange:
-    """An exchange under way whose views lie on a GPU.
+    """An exchange under way whose tensors lie on a GPU.
 
     Args:
-        sends: views to be sent.
-        receives: views to be filled.
-        talk: moves contiguous buffers, one per view, and returns when that is done.
-        device: the GPU; a rank may have no views.
+        plan, sends, receives, adjoint: see `comm.exchange`.
+        talk: moves contiguous buffers, one for each piece, and returns when that is done.
+        device: the GPU; a rank may have no pieces.
         on_device: whether `talk` can read device memory; else it gets pinned host memory.
     """
 
     def __init__(
         self,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
+        plan: Plan,
+        sends: Sequence[Held],
+        receives: Sequence[Held],
+        adjoint: bool,
         talk: Talk,
         device: torch.device,
         on_device: bool,
     ) -> None:
-        self._sends, self._receives = sends, receives  # kept, or their memory would be reused
+        outgoing, incoming = pieces_of(plan, adjoint)
+        self._keep: object = (sends, receives)  # or their memory would be used again
+        self._views = views_of(incoming, receives)
         self._talk, self._on_device = talk, on_device
         self._current = torch.cuda.current_stream(device)
         self._stream = side_stream(device)
         self._stream.wait_stream(self._current)
         with torch.cuda.stream(self._stream):
             self._outgoing = [
-                self._buffer(view).copy_(view, non_blocking=True) for view in self._sends
+                Held(self._buffer(view).copy_(view, non_blocking=True), piece.box)
+                for view, piece in zip(views_of(outgoing, sends), outgoing, strict=True)
             ]
-            self._incoming = [self._buffer(view) for view in self._receives]
+            self._incoming = [
+                Held(self._buffer(view), piece.box)
+                for view, piece in zip(self._views, incoming, strict=True)
+            ]
             self._packed = self._stream.record_event()
 
     def _buffer(self, view: Tensor) -> Tensor:
@@ -66,11 +76,10 @@ class StagedExchange:
         self._packed.synchronize()
         self._talk(self._outgoing, self._incoming)
         with torch.cuda.stream(self._stream):
-            for view, landed in zip(self._receives, self._incoming, strict=True):
-                view.copy_(landed, non_blocking=True)
+            for view, landed in zip(self._views, self._incoming, strict=True):
+                view.copy_(landed.tensor, non_blocking=True)
         self._current.wait_stream(self._stream)
-        self._sends = self._receives = ()
-        self._outgoing, self._incoming = [], []
+        self._keep, self._views, self._outgoing, self._incoming = None, [], [], []
 
 
 @cache

@@ -1,7 +1,7 @@
 """The first transport: MPI, by mpi4py.
 
-Views travel straight from and into where they lie, described by datatypes; one neighbourhood
-collective moves all messages of a plan.
+Tensors travel straight from and into where they lie, described by datatypes, unless packing turns
+out to be faster here, see `comm.ways`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.communicator import Pending, peers_of
+from spatialdl.comm.communicator import Pending
 from spatialdl.comm.datatypes import buffer, mpi_type, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
+from spatialdl.comm.held import Held, pieces_of
 from spatialdl.comm.plan import Plan
+from spatialdl.comm.ways import WAYS, Request, fastest
 
 
 class MpiCommunicator(MPI.Intracomm):
     """A `Communicator` that is one of mpi4py's too."""
+
+    _way: str | None = None
+
+    @property
+    def way(self) -> str | None:
+        """How it makes exchanges: a key of `ways.WAYS`, found out at the first one."""
+        return self._way
 
     def split(self, color: int, key: int) -> MpiCommunicator:
         return MpiCommunicator(self.Split(color, key))
@@ -36,7 +45,7 @@ class MpiCommunicator(MPI.Intracomm):
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         spec = [buffer(values), values.numel(), reduction_type(values)]
-        return _Request(self.Iallreduce(MPI.IN_PLACE, spec, MPI.SUM), values)
+        return Request(self.Iallreduce(MPI.IN_PLACE, spec, MPI.SUM), values)
 
     def home(self, tensor: Tensor) -> Tensor:
         return tensor.cpu()
@@ -50,29 +59,30 @@ class MpiCommunicator(MPI.Intracomm):
     def start_exchange(
         self,
         plan: Plan,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
+        sends: Sequence[Held],
+        receives: Sequence[Held],
         adjoint: bool,
         device: torch.device,
     ) -> Pending:
         if device.type == "cpu":
             return self._start_on_host(plan, sends, receives, adjoint)
 
-        def talk(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        def talk(outgoing: Sequence[Held], incoming: Sequence[Held]) -> None:
             self._start_on_host(plan, outgoing, incoming, adjoint).wait()
 
-        return StagedExchange(sends, receives, talk, device, on_device=cuda_aware(self, device))
+        aware = cuda_aware(self, device)
+        return StagedExchange(plan, sends, receives, adjoint, talk, device, on_device=aware)
 
     def _start_on_host(
-        self, plan: Plan, sends: Sequence[Tensor], receives: Sequence[Tensor], adjoint: bool
+        self, plan: Plan, sends: Sequence[Held], receives: Sequence[Held], adjoint: bool
     ) -> Pending:
-        graph = self._graph(plan, adjoint)
-        request = graph.Ineighbor_alltoallw(_message(sends), _message(receives))
-        return _Request(request, (sends, receives))
+        if self._way is None:
+            self._way = fastest(self, plan, sends, receives, adjoint)
+        return WAYS[self._way](self, plan, sends, receives, adjoint)
 
     def start_send(self, view: Tensor, rank: int, tag: int) -> Pending:
         view = view.cpu()
-        return _Request(self.Isend(_span(view), rank, tag), view)
+        return Request(self.Isend(_span(view), rank, tag), view)
 
     def receive(self, view: Tensor, rank: int, tag: int) -> None:
         landed = view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
@@ -84,7 +94,7 @@ class MpiCommunicator(MPI.Intracomm):
     def _graphs(self) -> dict[tuple[bytes, bool], MPI.Distgraphcomm]:
         return {}
 
-    def _graph(self, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
+    def graph(self, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
         """The communicator in which a rank's neighbours are the plan's peers.
 
         One per set of neighbours, because MPI libraries have few contexts to give away. Whether
@@ -92,29 +102,10 @@ class MpiCommunicator(MPI.Intracomm):
         """
         key = (plan.graph, adjoint)
         if key not in self._graphs:
-            sources, targets = peers_of(plan, adjoint)
+            sends, receives = pieces_of(plan, adjoint)
+            sources, targets = [p.peer for p in receives], [p.peer for p in sends]
             self._graphs[key] = self.Create_dist_graph_adjacent(sources, targets)
         return self._graphs[key]
-
-
-class _Request:
-    """An MPI request, and the buffers that must outlive it."""
-
-    def __init__(self, request: MPI.Request, keep: object) -> None:
-        self._request, self._keep = request, keep
-
-    def wait(self) -> None:
-        self._request.Wait()
-        self._keep = None
-
-
-def _message(views: Sequence[Tensor]) -> list[object]:
-    return [
-        MPI.BOTTOM,
-        [1] * len(views),
-        [view.data_ptr() for view in views],
-        [mpi_type(view) for view in views],
-    ]
 
 
 def _span(view: Tensor) -> list[object]:

@@ -1,41 +1,50 @@
-"""Sums over ranks: of statistics, of losses, of gradients."""
+"""Sums, extremes and collections over ranks: of statistics, of losses, of gradients."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spatialdl.comm import check
-from spatialdl.comm.datatypes import buffer, reduction_type
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.tape import once
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+# what MPI cannot add up, or not without loss
+_SUMMED_AS = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+}
 
 
-def sum_over_ranks(comm: MPI.Intracomm, values: Tensor, name: str = "sum") -> Tensor:
+def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Tensor:
     """The sum of `values` over the ranks of `comm`, the same bits on every rank.
 
     `values` itself is left as it is; half precision is added up in float32.
     """
     if comm.size == 1 or values.device.type == "meta":
         return values.clone()
-    check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
-    from mpi4py import MPI
+    if values.is_complex():
+        parts = sum_over_ranks(comm, torch.view_as_real(values.resolve_conj()), name)
+        return torch.view_as_complex(parts)
 
-    summable = values.dtype not in (torch.float16, torch.bfloat16)
-    total = values.to("cpu", values.dtype if summable else torch.float32, copy=True).contiguous()
-    kind = reduction_type(total)
-    comm.Allreduce(MPI.IN_PLACE, [buffer(total), total.numel(), kind], op=MPI.SUM)
-    return total.to(values.device, values.dtype)
+    def ask() -> Tensor:
+        check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
+        wider = _SUMMED_AS.get(values.dtype, values.dtype)
+        return comm.all_reduce(values.to(wider)).to(values.dtype)
+
+    return once(ask)
 
 
 class _SumOverRanks(torch.autograd.Function):
     """The backward of an all-reduce is an all-reduce: each rank's loss counts."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, comm: MPI.Intracomm, name: str) -> Tensor:
+    def forward(ctx: Any, values: Tensor, comm: Communicator, name: str) -> Tensor:
         ctx.comm, ctx.name = comm, name
         return sum_over_ranks(comm, values, name)
 
@@ -45,7 +54,45 @@ class _SumOverRanks(torch.autograd.Function):
         return sum_over_ranks(ctx.comm, grad, f"{ctx.name} backward"), None, None
 
 
-def differentiable_sum(comm: MPI.Intracomm, values: Tensor, name: str) -> Tensor:
+def differentiable_sum(comm: Communicator, values: Tensor, name: str) -> Tensor:
     """`sum_over_ranks` that autograd sees."""
     total: Tensor = _SumOverRanks.apply(values, comm, name)  # type: ignore[no-untyped-call]
     return total
+
+
+def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") -> Tensor:
+    """What all ranks of `comm` bring, (ranks, ...), in their order; shapes must be equal."""
+    if comm.size == 1 or values.device.type == "meta":
+        return values.detach().expand(comm.size, *values.shape).clone()
+
+    def ask() -> Tensor:
+        check.agree(comm, f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}")
+        return comm.all_gather(values.detach().resolve_conj())
+
+    return once(ask)
+
+
+def max_over_ranks(comm: Communicator, values: Tensor, name: str = "max") -> Tensor:
+    """The largest of `values` over the ranks of `comm`; NaN wherever any rank has NaN."""
+    return gather_over_ranks(comm, values, name).amax(0)
+
+
+class _GatherOverRanks(torch.autograd.Function):
+    """Every rank's loss counts, so the gradient of a rank's part is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, comm: Communicator, name: str) -> Tensor:
+        ctx.comm, ctx.name = comm, name
+        return gather_over_ranks(comm, values, name)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = sum_over_ranks(ctx.comm, grad, f"{ctx.name} backward")
+        return total[ctx.comm.rank], None, None
+
+
+def differentiable_gather(comm: Communicator, values: Tensor, name: str) -> Tensor:
+    """`gather_over_ranks` that autograd sees."""
+    gathered: Tensor = _GatherOverRanks.apply(values, comm, name)  # type: ignore[no-untyped-call]
+    return gathered

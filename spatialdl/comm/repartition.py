@@ -6,23 +6,21 @@ the same plan backwards, overlapping parts added.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.held import Held
 from spatialdl.comm.plan import Plan
 from spatialdl.layout import Box
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def view_of(tensor: Tensor, held: Box, box: Box) -> Tensor:
     """The part `box` of a tensor (N, ..., H, W) that holds the box `held`."""
-    batch, rows, cols = box.slices_in(held)
-    return tensor[batch, ..., rows, cols]
+    return Held(tensor, held).view(box)
 
 
 def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
@@ -41,7 +39,7 @@ def empty_for(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def move(
-    comm: MPI.Intracomm, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
+    comm: Communicator, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
     """The box that this rank needs, from the tile (N, ..., H, W) that it owns.
 
@@ -51,8 +49,8 @@ def move(
     exchange = start_exchange(
         comm,
         plan,
-        [view_of(tile, plan.own, piece.box) for piece in plan.sends],
-        [view_of(out, plan.need, piece.box) for piece in plan.receives],
+        [Held(tile, plan.own)],
+        [Held(out, plan.need)],
         device=tile.device,
         name=name,
     )
@@ -62,14 +60,14 @@ def move(
     return out
 
 
-def move_back(comm: MPI.Intracomm, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
+def move_back(comm: Communicator, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
     """The adjoint of `move`: what every rank holds of this rank's box, added up."""
     out = empty_for(grad, shape_of(grad, plan.own)).zero_()
-    arrivals = [grad.new_empty(shape_of(grad, piece.box)) for piece in plan.sends]
+    arrivals = [Held(grad.new_empty(shape_of(grad, piece.box)), piece.box) for piece in plan.sends]
     exchange = start_exchange(
         comm,
         plan,
-        [view_of(grad, plan.need, piece.box) for piece in plan.receives],
+        [Held(grad, plan.need)],
         arrivals,
         device=grad.device,
         adjoint=True,
@@ -78,15 +76,15 @@ def move_back(comm: MPI.Intracomm, plan: Plan, grad: Tensor, name: str = "repart
     if not plan.kept.is_empty:
         view_of(out, plan.own, plan.kept).copy_(view_of(grad, plan.need, plan.kept))
     exchange.wait()
-    for piece, arrival in zip(plan.sends, arrivals, strict=True):
-        view_of(out, plan.own, piece.box).add_(arrival)
+    for arrival, box in arrivals:
+        view_of(out, plan.own, box).add_(arrival)
     return out
 
 
 class _Repartition(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tile: Tensor, comm: MPI.Intracomm, plan: Plan, fill: float, name: str
+        ctx: Any, tile: Tensor, comm: Communicator, plan: Plan, fill: float, name: str
     ) -> Tensor:
         ctx.comm, ctx.plan, ctx.name = comm, plan, name
         return move(comm, plan, tile, fill, name)
@@ -98,7 +96,7 @@ class _Repartition(torch.autograd.Function):
 
 
 def repartition(
-    tile: Tensor, comm: MPI.Intracomm, plan: Plan, fill: float = 0.0, name: str = "repartition"
+    tile: Tensor, comm: Communicator, plan: Plan, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
     """Move a tile to the box that this rank needs; differentiable.
 

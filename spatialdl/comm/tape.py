@@ -83,6 +83,11 @@ def replaying() -> bool:
     return False
 
 
+def taped() -> bool:
+    """Whether a tape is in use, recording or replaying."""
+    return _thread.running is not None
+
+
 def once(ask: Callable[[], Value]) -> Value:
     """What `ask` gives; in a second run, what it gave in the first, without asking."""
     return _once(_thread.running, ask)

@@ -1,0 +1,152 @@
+"""A halo exchange of ours against the same bytes sent by hand, alternately in one go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spatialdl.bench.spatial import machine, run_worker
+from spatialdl.comm.launch import mpiexec_command
+
+OURS = ("spatialdl", "spatialdl, new strips")
+BOUNDS = ("no communication", "memcpy")
+TARGET = 1.3
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
+    result = summarise(options, _run(options))
+    print(table(result))
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, cols = options.grid
+    name = f"halo-{rows}x{cols}-{options.channels}x{options.side}"
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(result, folder / f"{name}.png")
+    print(f"\nwritten: {folder / name}.json and .png")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench halo", description=__doc__)
+    parser.add_argument(
+        "--grid", type=int, nargs=2, default=[2, 2], metavar=("ROWS", "COLS"), help="(2 2)"
+    )
+    parser.add_argument("--channels", type=int, default=64, help="of the tile (%(default)s)")
+    parser.add_argument("--side", type=int, default=256, help="of the tile (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="of all variants (%(default)s)")
+    parser.add_argument(
+        "--exchanges", type=int, default=10, help="in a row, timed together (%(default)s)"
+    )
+    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
+    options = parser.parse_args(arguments)
+    if min(*options.grid, options.channels, options.side, options.rounds, options.exchanges) < 1:
+        raise ValueError("grid, channels, side, rounds and exchanges must be at least 1")
+    if options.grid == [1, 1]:
+        raise ValueError("a grid of 1x1 has no halo: take at least 2 ranks")
+    return options
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    rows, cols = options.grid
+    command = [
+        *(*mpiexec_command(rows * cols), sys.executable, "-m", "spatialdl.bench.halo_worker"),
+        *("--grid", str(rows), str(cols), "--channels", str(options.channels)),
+        *("--side", str(options.side), "--rounds", str(options.rounds)),
+        *("--exchanges", str(options.exchanges)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if rows * cols > (os.cpu_count() or 1):
+        environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    return run_worker(command, environment)
+
+
+def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the rounds, and how ours compare with the best by hand, round by round."""
+    seconds: dict[str, list[float]] = found["seconds"]
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    best = min((n for n in median if n not in OURS + BOUNDS), key=lambda name: median[name])
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(times, seconds[best], strict=True))
+        for name, times in seconds.items()
+    }
+    rows, cols = options.grid
+    given = f"--grid {rows} {cols} " + " ".join(
+        f"--{key} {getattr(options, key)}" for key in ("channels", "side", "rounds", "exchanges")
+    )
+    return {
+        "command": f"python -m spatialdl.bench halo {given}",
+        "machine": machine(),
+        "mpi": found["mpi"].split(",")[0].strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "options": vars(options),
+        "strip_bytes": options.channels * options.side * 4,
+        "bytes": found["bytes"],
+        "way": found["way"],
+        "seconds": seconds,
+        "median": median,
+        "best": best,
+        "ratio": ratios,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Microseconds of an exchange, and the ratio to the best variant by hand, as text."""
+    rows, cols = result["options"]["grid"]
+    lines = [
+        result["command"],
+        f"{result['machine']}, {result['mpi']}, {result['date']}",
+        f"{rows}x{cols} ranks, float32, strips of {result['strip_bytes'] / 1024:.0f} KB, "
+        f"{result['bytes'] / 1024:.0f} KB a rank; we took: {result['way']}",
+        "",
+        f"{'':26}{'median, us':>12}{'quartiles, us':>20}{'ratio':>9}",
+    ]
+    for name, times in result["seconds"].items():
+        low, middle, high = (1e6 * value for value in statistics.quantiles(times, n=4))
+        quartiles = f"{low:.1f} to {high:.1f}"
+        lines.append(f"{name:26}{middle:12.1f}{quartiles:>20}{result['ratio'][name]:9.2f}")
+    lines.append(f"\nratio: to the best by hand ({result['best']}), median over the rounds")
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Bars of the medians, with the middle half of the rounds as a line."""
+    from matplotlib.figure import Figure
+
+    names = list(result["seconds"])
+    figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
+    panel = figure.subplots()
+    for position, name in enumerate(names):
+        low, middle, high = (
+            1e6 * value for value in statistics.quantiles(result["seconds"][name], n=4)
+        )
+        color = "#1f5fa8" if name in OURS else "#c9c9c9" if name in BOUNDS else "#8a8a8a"
+        panel.barh(position, middle, color=color, height=0.62)
+        panel.plot([low, high], [position, position], color="black", linewidth=1)
+        text = f" {middle:.0f} us, {result['ratio'][name]:.2f}"
+        panel.text(max(middle, high), position, text, va="center", fontsize=8)
+    limit = TARGET * 1e6 * result["median"][result["best"]]
+    panel.axvline(limit, color="#b03030", linewidth=1, linestyle="--")
+    panel.set_yticks(range(len(names)), names, fontsize=9)
+    panel.invert_yaxis()
+    panel.margins(x=0.18)
+    panel.set_xlim(left=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.set_xlabel(
+        f"time of an exchange, microseconds (median, middle half of the rounds), and ratio to "
+        f"the best by hand; dashed: {TARGET} times it",
+        fontsize=8,
+    )
+    rows, cols = result["options"]["grid"]
+    panel.set_title(
+        f"halo exchange, {rows}x{cols} ranks on {result['machine'].split(',')[0]}, strips of "
+        f"{result['strip_bytes'] / 1024:.0f} KB, {result['mpi']}",
+        fontsize=10,
+    )
+    figure.savefig(path)

@@ -1,0 +1,261 @@
+"""The ranks of the halo benchmark: one exchange, by us and by hand in several ways.
+
+All variants move the same pieces of the same tile to the same places, except the one in two
+phases, which needs a padded tile and sends the corners along with the rows. Prints one line of
+JSON: per variant, the seconds of an exchange on the slowest rank, one number a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import spatialdl
+from spatialdl.comm.alone import Alone, Done
+from spatialdl.comm.datatypes import buffer, mpi_type
+from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.held import Held, views_of
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.comm.repartition import view_of
+from spatialdl.layout import Layout, Window, needed_boxes
+from spatialdl.spatial.conv import TileGeometry, tile_geometry
+
+Exchange = Callable[[], None]
+HALO = Window(kernel=3, padding=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--grid", type=int, nargs=2, required=True)
+    parser.add_argument("--channels", type=int, required=True)
+    parser.add_argument("--side", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--exchanges", type=int, required=True)
+    options = parser.parse_args()
+    mesh = spatialdl.init_mesh(tuple(options.grid))
+    halo = Halo(mesh, options.channels, options.side)
+    seconds = measure(halo, options.rounds, options.exchanges)
+    if mesh.comm.rank == 0:
+        result = {
+            "seconds": seconds,
+            "bytes": halo.bytes,
+            "way": getattr(mesh.grid_comm, "way", None),
+            "mpi": MPI.Get_library_version(),
+        }
+        print(json.dumps(result))
+
+
+def measure(halo: Halo, rounds: int, exchanges: int) -> dict[str, list[float]]:
+    """Seconds of an exchange, of the variants in turn, round by round."""
+    variants = halo.variants()
+    for exchange in variants.values():
+        exchange()
+    halo.check()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, exchange in variants.items():
+            halo.comm.Barrier()
+            started = time.perf_counter()
+            for _ in range(exchanges):
+                exchange()
+            own = (time.perf_counter() - started) / exchanges
+            seconds[name].append(halo.comm.allreduce(own, op=MPI.MAX))
+    return seconds
+
+
+class Silent(Alone):
+    """Exchanges move nothing, to know the time without communication."""
+
+    def start_exchange(self, *_: object) -> Done:
+        return Done()
+
+
+class Halo:
+    """The tile of one rank, and who sends what of it to whom."""
+
+    def __init__(self, mesh: spatialdl.Mesh, channels: int, side: int) -> None:
+        rows, cols = mesh.grid
+        layout = Layout.even((1, rows * side, cols * side), mesh.grid)
+        self.mesh, self.comm = mesh, MPI.Intracomm(MPI.COMM_WORLD.Dup())
+        self.plan: Plan = plan_for(layout.boxes, needed_boxes(layout, HALO, HALO), mesh.part)
+        geometry = tile_geometry(layout, layout, HALO, HALO, mesh.part)
+        if geometry is None:
+            raise ValueError(f"tiles of {side}x{side} pixels have no halo")
+        self.geometry: TileGeometry = geometry
+        picture = torch.arange(rows * side).view(-1, 1) * 1000.0 + torch.arange(cols * side)
+        self._image = picture.expand(1, channels, -1, -1)
+        self.tile = view_of(self._image, layout.whole, self.plan.own).clone()
+        self.strips = geometry.strips(self.tile)
+        self.sends = views_of(self.plan.sends, [Held(self.tile, self.plan.own)])
+        self.receives = views_of(self.plan.receives, geometry.held(self.strips))
+        self.targets = [piece.peer for piece in self.plan.sends]
+        self.sources = [piece.peer for piece in self.plan.receives]
+        self.bytes = sum(view.numel() for view in self.sends) * self.tile.element_size()
+        self._layout = layout
+
+    def variants(self) -> dict[str, Exchange]:
+        """Us first; then by hand, all set up beforehand; then the bounds."""
+        return {
+            "spatialdl": self._ours(),
+            "spatialdl, new strips": self._ours(new_strips=True),
+            "pack, Isend/Irecv": self._packed(),
+            "datatypes, Isend/Irecv": self._typed(),
+            "persistent requests": self._persistent(),
+            "neighbor_alltoallw": self._neighbours(),
+            "Sendrecv in two phases": self._two_phases(),
+            "no communication": self._nothing(),
+            "memcpy": self._memcpy(),
+        }
+
+    def check(self) -> None:
+        """What the last variant that wrote into the strips left there is the neighbours' pixels."""
+        for piece, view in zip(self.plan.receives, self.receives, strict=True):
+            if not torch.equal(view, view_of(self._image, self._layout.whole, piece.box)):
+                raise RuntimeError(f"wrong pixels in {piece.box}")
+
+    def _ours(self, new_strips: bool = False) -> Exchange:
+        """As a convolution does it; it needs new strips each time, the variants by hand do not."""
+        comm, plan, geometry, tile = self.mesh.grid_comm, self.plan, self.geometry, self.tile
+
+        def exchange() -> None:
+            strips = geometry.strips(tile) if new_strips else self.strips
+            sends, receives = [Held(tile, plan.own)], geometry.held(strips)
+            start_exchange(comm, plan, sends, receives, device=tile.device, name="halo").wait()
+
+        return exchange
+
+    def _nothing(self) -> Exchange:
+        """Ours with an exchanger that moves nothing."""
+        alone, plan, geometry, tile = Silent(), self.plan, self.geometry, self.tile
+
+        def exchange() -> None:
+            sends, receives = [Held(tile, plan.own)], geometry.held(self.strips)
+            start_exchange(alone, plan, sends, receives, device=tile.device, name="halo").wait()
+
+        return exchange
+
+    def _packed(self) -> Exchange:
+        outgoing = [torch.empty(view.shape) for view in self.sends]
+        incoming = [torch.empty(view.shape) for view in self.receives]
+        outgoing_memory, incoming_memory = map(_memories, (outgoing, incoming))
+
+        def exchange() -> None:
+            requests = [
+                self.comm.Irecv(memory, source)
+                for memory, source in zip(incoming_memory, self.sources, strict=True)
+            ]
+            for view, packed, memory, target in zip(
+                self.sends, outgoing, outgoing_memory, self.targets, strict=True
+            ):
+                packed.copy_(view)
+                requests.append(self.comm.Isend(memory, target))
+            MPI.Request.Waitall(requests)
+            for view, packed in zip(self.receives, incoming, strict=True):
+                view.copy_(packed)
+
+        return exchange
+
+    def _typed(self) -> Exchange:
+        outgoing, incoming = map(_typed, (self.sends, self.receives))
+
+        def exchange() -> None:
+            requests = [
+                self.comm.Irecv(message, source)
+                for message, source in zip(incoming, self.sources, strict=True)
+            ]
+            requests += [
+                self.comm.Isend(message, target)
+                for message, target in zip(outgoing, self.targets, strict=True)
+            ]
+            MPI.Request.Waitall(requests)
+
+        return exchange
+
+    def _persistent(self) -> Exchange:
+        requests: list[MPI.Prequest] = [
+            self.comm.Recv_init(message, source)
+            for message, source in zip(_typed(self.receives), self.sources, strict=True)
+        ] + [
+            self.comm.Send_init(message, target)
+            for message, target in zip(_typed(self.sends), self.targets, strict=True)
+        ]
+
+        def exchange() -> None:
+            MPI.Prequest.Startall(requests)
+            MPI.Request.Waitall(requests)
+
+        return exchange
+
+    def _neighbours(self) -> Exchange:
+        graph = self.comm.Create_dist_graph_adjacent(self.sources, self.targets)
+        outgoing, incoming = map(_absolute, (self.sends, self.receives))
+
+        def exchange() -> None:
+            graph.Neighbor_alltoallw(outgoing, incoming)
+
+        return exchange
+
+    def _two_phases(self) -> Exchange:
+        """Columns, then rows with what the columns brought, in a tile with a margin."""
+        _, channels, height, width = self.tile.shape
+        self._padded = padded = self.tile.new_zeros(channels, height + 2, width + 2)
+        padded[:, 1:-1, 1:-1] = self.tile[0]
+        rows, cols = self.mesh.grid
+        row, col = divmod(self.mesh.part, cols)
+        inner = slice(1, -1)
+
+        def peer(r: int, c: int) -> int:
+            return r * cols + c if 0 <= r < rows and 0 <= c < cols else MPI.PROC_NULL
+
+        steps = [
+            (padded[:, inner, width], peer(row, col + 1), padded[:, inner, 0], peer(row, col - 1)),
+            (padded[:, inner, 1], peer(row, col - 1), padded[:, inner, -1], peer(row, col + 1)),
+            (padded[:, height], peer(row + 1, col), padded[:, 0], peer(row - 1, col)),
+            (padded[:, 1], peer(row - 1, col), padded[:, -1], peer(row + 1, col)),
+        ]
+        calls = [
+            (_typed([send])[0], target, _typed([receive])[0], source)
+            for send, target, receive, source in steps
+        ]
+
+        def exchange() -> None:
+            for outgoing, target, incoming, source in calls:
+                self.comm.Sendrecv(outgoing, target, 0, incoming, source)
+
+        return exchange
+
+    def _memcpy(self) -> Exchange:
+        source = torch.ones(self.bytes // 4)
+        target = torch.empty_like(source)
+
+        def exchange() -> None:
+            target.copy_(source)
+
+        return exchange
+
+
+def _memories(tensors: Sequence[Tensor]) -> list[MPI.buffer]:
+    return [buffer(tensor) for tensor in tensors]
+
+
+def _typed(views: Sequence[Tensor]) -> list[list[object]]:
+    """Views as messages of one datatype each."""
+    return [
+        [MPI.buffer.fromaddress(view.data_ptr(), mpi_type(view).extent), 1, mpi_type(view)]
+        for view in views
+    ]
+
+
+def _absolute(views: Sequence[Tensor]) -> list[object]:
+    addresses = [view.data_ptr() for view in views]
+    return [MPI.BOTTOM, [1] * len(views), addresses, [mpi_type(view) for view in views]]
+
+
+if __name__ == "__main__":
+    main()

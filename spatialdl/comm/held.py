@@ -1,0 +1,47 @@
+"""Tensors, and the boxes of the global image that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from spatialdl.comm.plan import Piece, Plan
+from spatialdl.layout import Box
+
+
+class Held(NamedTuple):
+    """A tensor (N, ..., H, W) that holds a box of the global image."""
+
+    tensor: Tensor
+    box: Box
+
+    def view(self, box: Box) -> Tensor:
+        """The part of the tensor that lies in `box`."""
+        batch, rows, cols = box.slices_in(self.box)
+        return self.tensor[batch, ..., rows, cols]
+
+
+def pieces_of(plan: Plan, adjoint: bool) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """What this rank sends, and what it receives."""
+    return (plan.receives, plan.sends) if adjoint else (plan.sends, plan.receives)
+
+
+def views_of(pieces: tuple[Piece, ...], held: Sequence[Held]) -> list[Tensor]:
+    """A view for each piece, of the first tensor that holds it."""
+    places = holders(pieces, tuple(each.box for each in held))
+    return [held[place].view(piece.box) for place, piece in zip(places, pieces, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def holders(pieces: tuple[Piece, ...], boxes: tuple[Box, ...]) -> tuple[int, ...]:
+    """For each piece the index of the first box that contains it."""
+    found = []
+    for piece in pieces:
+        inside = [i for i, box in enumerate(boxes) if box.intersect(piece.box) == piece.box]
+        if not inside:
+            raise RuntimeError(f"no tensor holds {piece.box}, only {boxes}")
+        found.append(inside[0])
+    return tuple(found)

@@ -1,0 +1,210 @@
+"""Ways to move the pieces of a plan over MPI, and which of them is the fastest here.
+
+By one neighbourhood collective, by a message for each piece straight from and into where it lies,
+or by a message for each packed piece. Which is best depends on the MPI library and the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from spatialdl.comm.communicator import Pending
+from spatialdl.comm.datatypes import buffer, strided_type
+from spatialdl.comm.held import Held, holders, pieces_of, views_of
+from spatialdl.comm.plan import Plan
+from spatialdl.layout import Box
+
+if TYPE_CHECKING:
+    from spatialdl.comm.mpi import MpiCommunicator
+
+TAG = 32767
+"""Of the messages of exchanges: the largest that every MPI has."""
+
+TRIALS = 3
+CLEARLY = 0.9
+"""Another way than the first is taken only if it needs less than this part of its time."""
+
+Way = Callable[["MpiCommunicator", Plan, Sequence[Held], Sequence[Held], bool], Pending]
+
+
+def by_neighbours(
+    comm: MpiCommunicator,
+    plan: Plan,
+    sends: Sequence[Held],
+    receives: Sequence[Held],
+    adjoint: bool,
+) -> Pending:
+    """One collective among the plan's peers."""
+    graph = comm.graph(plan, adjoint)
+    outgoing = _collective_message(plan, adjoint, sends)
+    incoming = _collective_message(plan, not adjoint, receives)
+    return Request(graph.Ineighbor_alltoallw(outgoing, incoming), (sends, receives))
+
+
+def by_messages(
+    comm: MpiCommunicator,
+    plan: Plan,
+    sends: Sequence[Held],
+    receives: Sequence[Held],
+    adjoint: bool,
+) -> Pending:
+    """A message for each piece, from and into where it lies."""
+    outgoing, incoming = pieces_of(plan, adjoint)
+    requests = [
+        comm.Irecv([MPI.buffer.fromaddress(address, span), 1, datatype], piece.peer, TAG)
+        for piece, (address, span, datatype) in zip(
+            incoming, _addressed(plan, not adjoint, receives), strict=True
+        )
+    ]
+    requests += [
+        comm.Isend([MPI.buffer.fromaddress(address, span), 1, datatype], piece.peer, TAG)
+        for piece, (address, span, datatype) in zip(
+            outgoing, _addressed(plan, adjoint, sends), strict=True
+        )
+    ]
+    return Requests(requests, (sends, receives))
+
+
+def by_packing(
+    comm: MpiCommunicator,
+    plan: Plan,
+    sends: Sequence[Held],
+    receives: Sequence[Held],
+    adjoint: bool,
+) -> Pending:
+    """A message for each piece, in one piece of memory."""
+    outgoing, incoming = pieces_of(plan, adjoint)
+    views = views_of(incoming, receives)
+    landed = [torch.empty(view.shape, dtype=view.dtype) for view in views]
+    packed = [view.contiguous() for view in views_of(outgoing, sends)]
+    requests = [
+        comm.Irecv([buffer(room), MPI.BYTE], piece.peer, TAG)
+        for room, piece in zip(landed, incoming, strict=True)
+    ] + [
+        comm.Isend([buffer(content), MPI.BYTE], piece.peer, TAG)
+        for content, piece in zip(packed, outgoing, strict=True)
+    ]
+    return Requests(requests, packed, list(zip(views, landed, strict=True)))
+
+
+WAYS: dict[str, Way] = {
+    "neighbourhood collective": by_neighbours,
+    "a message for each piece": by_messages,
+    "packed pieces": by_packing,
+}
+
+
+def fastest(
+    comm: MpiCommunicator,
+    plan: Plan,
+    sends: Sequence[Held],
+    receives: Sequence[Held],
+    adjoint: bool,
+) -> str:
+    """The fastest way for this exchange, which is made a few times; all ranks find the same."""
+    own = []
+    for way in WAYS.values():
+        seconds = []
+        for _ in range(1 + TRIALS):
+            started = time.perf_counter()
+            way(comm, plan, sends, receives, adjoint).wait()
+            seconds.append(time.perf_counter() - started)
+        own.append(min(seconds[1:]))
+    slowest = [max(times) for times in zip(*comm.allgather(own), strict=True)]
+    first, *others = zip(slowest, WAYS, strict=True)
+    best = min(others)
+    return best[1] if best[0] < CLEARLY * first[0] else first[1]
+
+
+class Request:
+    """An MPI request, and the buffers that must outlive it."""
+
+    def __init__(self, request: MPI.Request, keep: object) -> None:
+        self._request, self._keep = request, keep
+
+    def wait(self) -> None:
+        self._request.Wait()
+        self._keep = None
+
+
+class Requests:
+    """Several requests, the buffers that must outlive them, and what to unpack afterwards."""
+
+    def __init__(
+        self,
+        requests: list[MPI.Request],
+        keep: object,
+        arrivals: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self._requests, self._keep, self._arrivals = requests, keep, arrivals
+
+    def wait(self) -> None:
+        MPI.Request.Waitall(self._requests)
+        for view, landed in self._arrivals:
+            view.copy_(landed)
+        self._keep, self._arrivals = None, ()
+
+
+class _Places(NamedTuple):
+    """Where the pieces of one side of a plan lie, relative to the tensors that hold them."""
+
+    counts: list[int]
+    offsets: list[tuple[int, int]]  # which tensor, bytes from its first element
+    spans: list[int]
+    types: list[MPI.Datatype]
+
+
+def _collective_message(plan: Plan, receiving: bool, held: Sequence[Held]) -> list[object]:
+    places, bases = _places_in(plan, receiving, held)
+    return [
+        MPI.BOTTOM,
+        places.counts,
+        [bases[tensor] + offset for tensor, offset in places.offsets],
+        places.types,
+    ]
+
+
+def _addressed(
+    plan: Plan, receiving: bool, held: Sequence[Held]
+) -> list[tuple[int, int, MPI.Datatype]]:
+    places, bases = _places_in(plan, receiving, held)
+    addresses = [bases[tensor] + offset for tensor, offset in places.offsets]
+    return list(zip(addresses, places.spans, places.types, strict=True))
+
+
+def _places_in(plan: Plan, receiving: bool, held: Sequence[Held]) -> tuple[_Places, list[int]]:
+    described = tuple((box, tensor.shape, tensor.stride()) for tensor, box in held)
+    itemsize = held[0].tensor.element_size() if held else 1
+    bases = [tensor.data_ptr() for tensor, _ in held]
+    return _places(plan, receiving, described, itemsize), bases
+
+
+@lru_cache(maxsize=4096)
+def _places(
+    plan: Plan,
+    receiving: bool,
+    described: tuple[tuple[Box, tuple[int, ...], tuple[int, ...]], ...],
+    itemsize: int,
+) -> _Places:
+    """Kept for each plan and each way tensors lie in memory: an exchange then costs no slicing."""
+    pieces = plan.receives if receiving else plan.sends
+    places = _Places([1] * len(pieces), [], [], [])
+    inside = holders(pieces, tuple(box for box, _, _ in described))
+    for piece, tensor in zip(pieces, inside, strict=True):
+        box, shape, strides = described[tensor]
+        part = piece.box.slices_in(box)
+        first = sum(s.start * strides[dim] for s, dim in zip(part, (0, -2, -1), strict=True))
+        count, height, width = piece.box.shape
+        sizes = (count, *shape[1:-2], height, width)
+        last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        places.offsets.append((tensor, first * itemsize))
+        places.spans.append((last + 1) * itemsize)
+        places.types.append(strided_type(sizes, strides, itemsize))
+    return places
