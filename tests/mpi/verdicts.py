@@ -212,15 +212,22 @@ def _compare(case: Case, ours: Result, plain: Result) -> None:
 def _compare_results(ours: Result, plain: Result, values: bool) -> None:
     for number, (one, other) in enumerate(zip(ours.outputs, plain.outputs, strict=True)):
         _compare_values(f"output {number}", one, other, values)
+    rounded = max((_tolerance(v.dtype) for v in plain.outputs if isinstance(v, Tensor)), default=0)
     for number, (one, other) in enumerate(zip(ours.gradients, plain.gradients, strict=True)):
         if one is not None or other is not None:
             known = one if other is None else other
             zeros = torch.zeros_like(known)
             pair = (zeros if gradient is None else gradient for gradient in (one, other))
-            _compare_values(f"gradient of tensor {number}", *pair, values)
+            _compare_values(f"gradient of tensor {number}", *pair, values, rounded)
 
 
-def _compare_values(what: str, ours: Any, plain: Any, values: bool) -> None:
+def _tolerance(dtype: torch.dtype) -> float:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return 0
+    return TOLERANCES.get(dtype, 1e-2)
+
+
+def _compare_values(what: str, ours: Any, plain: Any, values: bool, rounded: float = 0) -> None:
     if not isinstance(plain, Tensor):
         if type(ours) is not type(plain) or (values and not _equal(ours, plain)):
             raise DifferentError(f"{what}: {ours!r} instead of {plain!r}"[:150])
@@ -232,9 +239,9 @@ def _compare_values(what: str, ours: Any, plain: Any, values: bool) -> None:
         ours, plain = ours.to_dense(), plain.to_dense()
     if not values:
         return
-    tolerance = TOLERANCES.get(plain.dtype, 1e-2 if plain.dtype.is_floating_point else 0)
-    if plain.dtype in (torch.complex32,):
-        ours, plain, tolerance = ours.to(torch.complex64), plain.to(torch.complex64), 1e-2
+    tolerance = max(_tolerance(plain.dtype), rounded)
+    if plain.dtype == torch.complex32:
+        ours, plain = ours.to(torch.complex64), plain.to(torch.complex64)
     if not torch.allclose(ours, plain, rtol=tolerance, atol=tolerance, equal_nan=True):
         where = ~torch.isclose(ours, plain, rtol=tolerance, atol=tolerance, equal_nan=True)
         place = tuple(where.nonzero()[0].tolist())
