@@ -129,7 +129,11 @@ def _redrawn(sample: Sample, size: tuple[int, int]) -> Sample | None:
         image = (*IMAGE, *size)
         shapes = [image if tuple(t.shape) == first else tuple(t.shape) for t in tensors]
     drawn = torch.Generator().manual_seed(0)
-    changed = [_drawn(t, shape, drawn) for t, shape in zip(tensors, shapes, strict=True)]
+    whole_numbers = not tensors[0].is_floating_point()
+    changed = [
+        _drawn(t, shape, drawn, not whole_numbers and t.dtype == torch.int64)
+        for t, shape in zip(tensors, shapes, strict=True)
+    ]
     return sample._replace(tensors=changed)
 
 
@@ -141,13 +145,21 @@ def _resized(
     return (*shape[:-2], *size)
 
 
-def _drawn(tensor: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Values of `tensor`, which stay within what the operator takes, in another shape."""
+def _drawn(
+    tensor: Tensor, shape: tuple[int, ...], generator: torch.Generator, indices: bool
+) -> Tensor:
+    """Values of `tensor`, which stay within what the operator takes, in another shape.
+
+    Args:
+        indices: they choose from an image; PyTorch does not always check that they are inside.
+    """
     if tuple(tensor.shape) == shape or tensor.numel() == 0:
         return tensor
     count = torch.Size(shape).numel()
     chosen = torch.randint(tensor.numel(), (count,), generator=generator)
     values = tensor.detach().reshape(-1)[chosen].reshape(shape)
+    if indices:
+        values = values % min(shape)
     return values.requires_grad_(tensor.requires_grad)
 
 
