@@ -1,0 +1,150 @@
+"""Interpolation of split images against one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spatialdl import UnsupportedSpatialOp, shard
+from spatialdl.spatial import SpatialTensor
+from tests.mpi.equality import check, draw, parameter, seeds
+
+MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
+SMOOTH = ("bilinear", "bicubic")
+
+
+def any_size(rng: random.Random, sizes: list[int]) -> dict[str, Any]:
+    kind = rng.choice(("size", "whole", "scale", "pair", "one", "recomputed"))
+    if kind == "size":
+        return {"size": tuple(rng.randint(1, 2 * n + 3) for n in sizes)}
+    if kind == "whole":
+        factors = [rng.choice((1, 2, 3, 4)) for _ in sizes]
+        return {"size": [f * n for f, n in zip(factors, sizes, strict=True)]}
+    if kind == "one":
+        return {"size": rng.choice((1, 5))}
+    scales = (2, 2.0, 3.0, 1.5, 0.5, 0.7, 1 / 3, 2.3, 1.04)
+    allowed = [s for s in scales if min(sizes) * s >= 1]
+    scale = (rng.choice(allowed), rng.choice(allowed)) if kind == "pair" else rng.choice(allowed)
+    return {"scale_factor": scale, "recompute_scale_factor": kind == "recomputed" or None}
+
+
+@pytest.mark.parametrize("seed", seeds(40, 500))
+@pytest.mark.parametrize("mode", MODES)
+def test_interpolate(mode: str, seed: int, meshes: dict) -> None:
+    rng = random.Random(seed)
+    s = draw(rng, meshes)
+    options = any_size(rng, list(s.image.shape[2:]))
+    if mode in SMOOTH:
+        one_column = F.interpolate(s.image, **options).shape[-1] == 1
+        options["align_corners"] = rng.choice((None, False, True))
+        options["antialias"] = rng.random() < 0.25 and not one_column
+    if mode == "area" and isinstance(options.get("scale_factor"), tuple):
+        options["recompute_scale_factor"] = True
+
+    def resize(x: Tensor) -> Tensor:
+        return F.interpolate(x, mode=mode, **options)
+
+    check(resize, s.image, [], s.mesh, f"{s}, {mode}, {options}")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Upsample(scale_factor=2),
+        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+        nn.Upsample((17, 40), mode="bicubic"),
+        nn.UpsamplingNearest2d(scale_factor=3),
+        nn.UpsamplingBilinear2d((9, 9)),
+    ],
+    ids=str,
+)
+def test_modules(module: nn.Module, meshes: dict) -> None:
+    rng = random.Random(0)
+    for mesh in meshes.values():
+        check(module, parameter(rng, 2, 3, 7, 10), [], mesh, f"{module} on {mesh.grid}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_down_to_one_pixel_and_up_again(mode: str, meshes: dict) -> None:
+    """Ranks run out of pixels, and get some again."""
+
+    def chain(x: Tensor) -> Tensor:
+        for size in ((5, 6), (1, 1), (4, 3), (2, 1), (13, 9)):
+            x = F.interpolate(x, size, mode=mode).sin()
+        return x
+
+    rng = random.Random(0)
+    for mesh in meshes.values():
+        check(chain, parameter(rng, 2, 3, 9, 11), [], mesh, f"{mode} on {mesh.grid}")
+
+
+def test_a_pooled_map_grows_back(meshes: dict) -> None:
+    """Chen et al. (2017), DeepLab: image-level features beside the map."""
+
+    def pooled(x: Tensor) -> Tensor:
+        level = F.interpolate(F.adaptive_avg_pool2d(x, 1), x.shape[2:], mode="bilinear")
+        return x * level
+
+    rng = random.Random(0)
+    for mesh in meshes.values():
+        check(pooled, parameter(rng, 2, 3, 9, 11), [], mesh, f"on {mesh.grid}")
+
+
+def test_a_whole_factor_keeps_the_cut(meshes: dict) -> None:
+    for mesh in meshes.values():
+        x = shard(torch.zeros(1, 1, 9, 10), mesh)
+        for mode in ("nearest", "bilinear", "bicubic"):
+            grown = F.interpolate(x, scale_factor=2, mode=mode).spatial_layout
+            assert grown.rows == tuple(2 * bound for bound in x.spatial_layout.rows)
+            assert grown.cols == tuple(2 * bound for bound in x.spatial_layout.cols)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(14, 30), (23, 7)])
+def test_other_types(mode: str, dtype: torch.dtype, size: tuple[int, int], meshes: dict) -> None:
+    whole = parameter(random.Random(0), 2, 3, 7, 10).to(dtype)
+    plain = F.interpolate(whole, size, mode=mode)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for mesh in meshes.values():
+        ours = F.interpolate(shard(whole, mesh), size, mode=mode)
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.full_tensor(), plain, rtol=tolerance, atol=tolerance)
+
+
+def test_bytes(meshes: dict) -> None:
+    whole = (torch.arange(2 * 3 * 7 * 10) % 251).view(2, 3, 7, 10).to(torch.uint8)
+    for mesh in meshes.values():
+        x = shard(whole, mesh)
+        for size in ((14, 30), (5, 23)):
+            ours = F.interpolate(x, size, mode="nearest")
+            assert isinstance(ours, SpatialTensor)
+            assert torch.equal(ours.full_tensor(), F.interpolate(whole, size, mode="nearest"))
+        with pytest.raises(UnsupportedSpatialOp, match="floating-point"):
+            F.interpolate(x, (5, 23), mode="bilinear")
+
+
+def test_antialiasing_to_one_column_is_refused(meshes: dict) -> None:
+    """PyTorch itself repeats the first row then: an image of ones by rows shows it."""
+    ramp = torch.arange(6.0).view(1, 1, 6, 1).expand(1, 1, 6, 4)
+    wrong = F.interpolate(ramp, (3, 1), mode="bilinear", antialias=True)
+    assert bool(torch.all(wrong == wrong[0, 0, 0, 0]))
+    for mesh in meshes.values():
+        with pytest.raises(UnsupportedSpatialOp, match="one column"):
+            F.interpolate(shard(ramp, mesh), (3, 1), mode="bilinear", antialias=True)
+
+
+def test_what_pytorch_refuses(meshes: dict) -> None:
+    for mesh in meshes.values():
+        x = shard(torch.zeros(1, 1, 7, 8), mesh)
+        with pytest.raises(ValueError, match="align_corners"):
+            F.interpolate(x, 3, mode="nearest", align_corners=True)
+        with pytest.raises(ValueError, match="size or scale_factor"):
+            F.interpolate(x)
+        with pytest.raises(RuntimeError, match="greater than 0"):
+            F.interpolate(x, scale_factor=0.01)
