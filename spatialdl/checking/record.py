@@ -140,10 +140,11 @@ def _split_as(like: SpatialTensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() != like.dim():
         return value
     mesh, dims = like.mesh, like.spatial_dims
-    if dims == IMAGE and value.dim() == 4:  # an image of any size
-        fits = all(n >= parts for n, parts in zip(value.shape[2:], mesh.grid, strict=True))
-        return shard(value, mesh) if fits else value
     _, height, width = like.spatial_layout.size
+    if dims == IMAGE and value.dim() == 4:  # an image of any size
+        height, width = value.shape[2:]
+    if height < mesh.grid[0] or width < mesh.grid[1]:
+        return value
     if tuple(value.shape) != dims.sizes(value.shape, height, width):
         return value
     image = to_image(value, dims, height, width)
