@@ -37,7 +37,12 @@ def views_of(pieces: tuple[Piece, ...], held: Sequence[Held]) -> list[Tensor]:
 
 @lru_cache(maxsize=4096)
 def holders(pieces: tuple[Piece, ...], boxes: tuple[Box, ...]) -> tuple[int, ...]:
-    """For each piece the index of the first box that contains it."""
+    """For each piece the index of the first box that contains it.
+
+    A box for each piece is that piece's own: what comes from two ranks may be the same pixels.
+    """
+    if boxes == tuple(piece.box for piece in pieces):
+        return tuple(range(len(pieces)))
     found = []
     for piece in pieces:
         inside = [i for i, box in enumerate(boxes) if box.intersect(piece.box) == piece.box]
