@@ -1,6 +1,7 @@
 """SpatialTensor and the operations it knows, one family a file."""
 
 from spatialdl.spatial import (  # noqa: F401  (they register)
+    adaptive,
     along,
     attention,
     conv,

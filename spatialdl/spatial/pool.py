@@ -118,7 +118,7 @@ def _pool_arguments(rows: Window, cols: Window) -> tuple[Any, ...]:
 
 def _inside_image(pooled: Tensor, indices: Tensor, need: Box, rows: Window, cols: Window) -> Tensor:
     """Where all that is read is -inf, PyTorch names the first pixel that is no padding."""
-    if not bool(pooled.isneginf().any()):
+    if pooled.is_meta or not bool(pooled.isneginf().any()):
         return indices
     width = need.shape[2]
     row, col = indices // width, indices % width

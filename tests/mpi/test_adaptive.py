@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from spatialdl import UnsupportedSpatialOp, shard
+from spatialdl.spatial import SpatialTensor
+from tests.mpi.equality import Operation, check, draw, kept_for_backward, parameter, seeds
+
+POOLS: dict[str, Operation] = {"average": F.adaptive_avg_pool2d, "max": F.adaptive_max_pool2d}
+each_pool = pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+
+
+def draw_size(rng: random.Random) -> Any:
+    """Smaller than the grid, larger than the image, one of both left as it is."""
+    sizes = [rng.choice((1, 1, 2, 3, 5, 7, 11, None)) for _ in range(2)]
+    return rng.choice((tuple(sizes), tuple(sizes), rng.choice((1, 2, 6))))
+
+
+@each_pool
+@pytest.mark.parametrize("seed", seeds(30, 300))
+def test_adaptive_pooling(seed: int, pool: Operation, meshes: dict) -> None:
+    rng = random.Random(seed)
+    s, size = draw(rng, meshes), draw_size(rng)
+    check(lambda x: pool(x, size), s.image, [], s.mesh, f"{s} to {size}")
+
+
+@each_pool
+def test_images_of_one_pixel_a_rank(pool: Operation, meshes: dict) -> None:
+    for grid, mesh in meshes.items():
+        image = parameter(random.Random(0), 2, 3, *grid)
+        for size in ((1, 1), (1, 2), (5, 3), (None, None)):
+            check(lambda x, size=size: pool(x, size), image, [], mesh, f"{grid} to {size}")
+
+
+@each_pool
+def test_where_ranks_have_no_pixels(pool: Operation, meshes: dict) -> None:
+    def few(x: Tensor) -> Tensor:
+        return pool(F.max_pool2d(x, 3, 3), (2, 3))
+
+    for mesh in meshes.values():
+        check(few, parameter(random.Random(1), 2, 3, 6, 6), [], mesh, f"on {mesh.grid}")
+
+
+@each_pool
+def test_to_one_pixel_it_is_whole_and_the_same_everywhere(pool: Operation, meshes: dict) -> None:
+    for mesh in meshes.values():
+        x = shard(torch.rand(2, 3, 9, 8), mesh)
+        whole = pool(x, 1)
+        assert not isinstance(whole, SpatialTensor)
+        of_all = MPI.COMM_WORLD.allgather(whole)
+        assert all(torch.equal(value, whole) for value in of_all)
+        assert isinstance(pool(x, (1, 2)), SpatialTensor)
+
+
+def test_modules_pool_as_their_functions(meshes: dict) -> None:
+    weight = parameter(random.Random(2), 3, 3, 1, 1)
+
+    def gate(x: Tensor, weight: Tensor) -> Tensor:
+        average, highest = nn.AdaptiveAvgPool2d(1)(x), nn.AdaptiveMaxPool2d((1, 1))(x)
+        return x * torch.sigmoid(F.conv2d(average, weight) + F.conv2d(highest, weight))
+
+    for mesh in meshes.values():
+        image = parameter(random.Random(3), 2, 3, 13, 11)
+        check(gate, image, [weight], mesh, f"gate on {mesh.grid}")
+        for layer in (nn.AdaptiveAvgPool2d((None, 4)), nn.AdaptiveMaxPool2d((3, None))):
+            check(layer, image, [], mesh, f"{layer} on {mesh.grid}")
+
+
+@pytest.mark.parametrize("size", [1, (2, 3), 7])
+@pytest.mark.parametrize("case", ["all equal", "zeros after relu", "nan", "minus infinity"])
+def test_the_gradient_of_a_maximum_goes_to_the_pixel_that_pytorch_names(
+    case: str, size: Any, meshes: dict
+) -> None:
+    image = parameter(random.Random(4), 2, 3, 11, 10)
+    if case == "all equal":
+        image.fill_(2.0)
+    elif case == "zeros after relu":
+        image = (image - 1).clamp(min=0)
+    elif case == "nan":
+        image[:, :, ::2, ::3] = float("nan")
+    else:
+        image[:, 1:] = float("-inf")
+    for mesh in meshes.values():
+        grads, values = [], []
+        for split in (False, True):
+            leaf = image.clone().requires_grad_()
+            y = F.adaptive_max_pool2d(shard(leaf, mesh) if split else leaf, size)
+            y = y.full_tensor() if isinstance(y, SpatialTensor) else y
+            grads += torch.autograd.grad(y, [leaf], parameter(random.Random(5), *y.shape))
+            values.append(y)
+        torch.testing.assert_close(values[1], values[0], equal_nan=True, rtol=0, atol=0)
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
+
+
+@each_pool
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_types_of_numbers(dtype: torch.dtype, pool: Operation, meshes: dict) -> None:
+    draws = torch.Generator().manual_seed(0)
+    image = torch.randint(-3, 4, (2, 4, 12, 8), generator=draws).to(dtype)
+    for mesh in meshes.values():
+        for size in (1, 4, (3, None)):
+            for x in (image, image.to(memory_format=torch.channels_last)):
+                ours, plain = pool(shard(x, mesh), size), pool(x, size)
+                assert ours.dtype == dtype
+                whole = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
+                torch.testing.assert_close(whole, plain)
+
+
+@each_pool
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(guard: type, pool: Operation, meshes: dict) -> None:
+    image = parameter(random.Random(6), 1, 2, 11, 12)
+    for mesh in meshes.values():
+        for x in (image, image.clone().requires_grad_()):
+            with guard():
+                ours = pool(shard(x, mesh), (3, 2))
+                assert not ours.requires_grad
+                torch.testing.assert_close(ours.full_tensor(), pool(x, (3, 2)))
+
+
+def test_backward_keeps_no_pixel(meshes: dict) -> None:
+    for mesh in meshes.values():
+        x = shard(torch.rand(1, 4, 32, 36), mesh).requires_grad_()
+        for size in (1, 3, (4, None)):
+            average: Operation = lambda x, size=size: F.adaptive_avg_pool2d(x, size)  # noqa: E731
+            assert sum(kept_for_backward(average, x).values()) <= 8
+        places = kept_for_backward(lambda x: F.adaptive_max_pool2d(x, 3), x)
+        assert sum(places.values()) <= 4 * 3 * 3 * 8  # of what the tile touches
+
+
+def test_places_and_outputs_without_pixels_are_refused_by_name(meshes: dict) -> None:
+    calls: list[Operation] = [
+        lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True)[0],
+        lambda x: nn.AdaptiveMaxPool2d(2, return_indices=True)(x)[0],
+        lambda x: F.adaptive_max_pool2d_with_indices(x, 1)[0],
+        lambda x: torch._C._nn.adaptive_max_pool2d(x, (2, 2))[0],
+        lambda x: F.adaptive_max_pool2d(x, 0),
+    ]
+    for mesh in meshes.values():
+        for call in calls:
+            with pytest.raises(UnsupportedSpatialOp, match="adaptive_max_pool2d"):
+                call(shard(torch.rand(1, 4, 8, 8), mesh))
+
+
+@each_pool
+def test_what_pytorch_refuses_is_refused_on_every_rank(pool: Operation, meshes: dict) -> None:
+    for mesh in meshes.values():
+        numbers = shard(torch.ones(1, 4, 8, 8, dtype=torch.int64), mesh)
+        for x, size in ((numbers, 2), (numbers.double(), (2, -1)), (numbers.double(), (1, 2, 3))):
+            with pytest.raises(ValueError, match="adaptive_"):
+                pool(x, size)
+            with pytest.raises((ValueError, RuntimeError)):
+                pool(x.full_tensor(), size)
