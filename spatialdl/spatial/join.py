@@ -1,0 +1,124 @@
+"""Joining tensors: cat and stack along any dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import plan_for
+from spatialdl.layout import Box, Layout, even_bounds
+from spatialdl.spatial.operands import own_box_of
+from spatialdl.spatial.reindex import fetch, one_sample, split_dims
+from spatialdl.spatial.span import without_data
+from spatialdl.spatial.table import refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
+
+CAT_NAMES = (torch.cat, torch.concat, torch.concatenate)
+
+
+@register_op(*CAT_NAMES, split=("tensors",))
+def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
+    dim = dim if axis is None else axis
+    whole = torch.cat([without_data(tensor) for tensor in tensors], dim)
+    given = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch's legacy: empty vectors
+    first = next(x for x in given if isinstance(x, SpatialTensor))
+    dim = dim % first.dim() - first.dim()
+    if first.spatial_dims.holds(dim, first.dim()):
+        joined = _along_split_dim(given, first, dim)
+    else:
+        tiles = [_tile_beside(x, first) for x in given]
+        layout, mesh, dims = first.spatial_layout, first.mesh, first.spatial_dims
+        joined = from_tile(torch.cat(tiles, dim), layout, mesh, dims)
+    return joined if joined.dtype == whole.dtype else joined.to(whole.dtype)
+
+
+def _tile_beside(x: Tensor, first: SpatialTensor) -> Tensor:
+    """This rank's tile of an operand, cut as `first` is; a whole tensor gives its own box."""
+    _check_dims(x, first)
+    if isinstance(x, SpatialTensor):
+        return to_tile(on_layout(x, first.spatial_layout))
+    return to_tile(own_box_of(torch.cat, x, first, x.shape))
+
+
+def _check_dims(x: Tensor, first: SpatialTensor) -> None:
+    if isinstance(x, SpatialTensor) and x.spatial_dims != first.spatial_dims:
+        raise refusal(
+            torch.cat,
+            [first],
+            f"another operand is split{x.spatial_dims.describe() or ', rows and columns last'}; "
+            "permute it so that rows and columns are at the same dims",
+        )
+
+
+def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
+    """One image below, or beside, the other: each brings to every rank what lies in its box."""
+    if first.spatial_dims.merged:
+        raise refusal(
+            torch.cat,
+            [first],
+            "nothing can be put beside the tokens of an image, as a class token is; keep it in a "
+            "tensor of its own, or call full_tensor() before it",
+        )
+    dims = split_dims(torch.cat, first)
+    is_row = dim == dims[0]
+    sizes = [x.shape[dim] for x in given]
+    output = _taller(first.spatial_layout, sum(sizes), is_row)
+    starts = accumulate(sizes, initial=0)
+    pieces = [
+        _within(x, first, output, start, is_row) for x, start in zip(given, starts, strict=False)
+    ]
+    image = torch.cat(pieces, -2 if is_row else -1)
+    return from_tile(image.movedim((-2, -1), dims), output, first.mesh, first.spatial_dims)
+
+
+def _taller(layout: Layout, size: int, is_row: bool) -> Layout:
+    rows, cols = layout.grid
+    if is_row:
+        return Layout((0, 1), even_bounds(size, rows), layout.cols)
+    return Layout((0, 1), layout.rows, even_bounds(size, cols))
+
+
+def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, is_row: bool) -> Tensor:
+    """What of `x`, which begins at `start` of the output, lies in this rank's box of it."""
+    _check_dims(x, first)
+    dims, mesh = (first.spatial_dims.rows, first.spatial_dims.cols), first.mesh
+    size = x.shape[dims[0] if is_row else dims[1]]
+    needed = tuple(_shifted(box, start, size, is_row) for box in output.boxes)
+    if isinstance(x, SpatialTensor):
+        plan = plan_for(one_sample(x.spatial_layout).boxes, needed, mesh.part)
+        return fetch(to_tile(x).movedim(dims, (-2, -1)), plan, mesh, name="cat")
+    own = needed[mesh.part]
+    image = x.movedim(dims, (-2, -1))
+    return image[..., own.row0 : own.row1, own.col0 : own.col1]
+
+
+def _shifted(box: Box, start: int, size: int, is_row: bool) -> Box:
+    low, high = (box.row0, box.row1) if is_row else (box.col0, box.col1)
+    low, high = (min(max(edge - start, 0), size) for edge in (low, high))
+    if is_row:
+        return Box(0, 1, low, high, box.col0, box.col1)
+    return Box(0, 1, box.row0, box.row1, low, high)
+
+
+@register_op(torch.stack, split=("tensors",))
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    torch.stack([without_data(x) for x in tensors], dim)
+    return cat([x.unsqueeze(dim) for x in tensors], dim)
+
+
+@register_op(torch.hstack, split=("tensors",))
+def hstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat(tensors, 1)
+
+
+@register_op(torch.vstack, torch.row_stack, split=("tensors",))
+def vstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([x if x.dim() > 1 else x.unsqueeze(0) for x in tensors], 0)
+
+
+@register_op(torch.dstack, split=("tensors",))
+def dstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([x if x.dim() > 2 else x.unsqueeze(-1) for x in tensors], 2)

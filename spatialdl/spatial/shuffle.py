@@ -1,0 +1,78 @@
+"""Pixels that become channels, and back: pixel shuffle, pixel unshuffle, channel shuffle."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.layout import Bounds, Layout
+from spatialdl.spatial.span import without_data
+from spatialdl.spatial.table import refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
+
+
+def _check(function: object, x: SpatialTensor) -> None:
+    if x.spatial_dims != type(x.spatial_dims)() or x.dim() < 3:
+        raise refusal(function, [x], "it takes (..., C, H, W): rows and columns last")
+
+
+@register_op(F.pixel_shuffle, torch.pixel_shuffle, split=("input",))
+def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
+    """Shi et al. (2016): C*r*r channels of one pixel become r*r pixels of C channels; local."""
+    _check(torch.pixel_shuffle, input)
+    torch.pixel_shuffle(without_data(input), upscale_factor)
+    layout = input.spatial_layout
+    output = Layout(
+        (0, 1), _times(layout.rows, upscale_factor), _times(layout.cols, upscale_factor)
+    )
+    tile = to_tile(input)
+    if tile.numel():
+        tile = torch.pixel_shuffle(tile, upscale_factor)
+    else:  # see `pixel_unshuffle`, which is its backward
+        *others, channels, height, width = tile.shape
+        sizes = height * upscale_factor, width * upscale_factor
+        tile = tile.reshape(*others, channels // upscale_factor**2, *sizes)
+    return from_tile(tile, output, input.mesh)
+
+
+def _times(bounds: Bounds, factor: int) -> Bounds:
+    return tuple(bound * factor for bound in bounds)
+
+
+@register_op(F.pixel_unshuffle, torch.pixel_unshuffle, split=("input",))
+def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
+    """The inverse. Squares of pixels that the cut runs through are brought to one rank first."""
+    _check(torch.pixel_unshuffle, input)
+    torch.pixel_unshuffle(without_data(input), downscale_factor)
+    output = _unshuffled(input.spatial_layout, downscale_factor)
+    aligned = Layout(
+        (0, 1), _times(output.rows, downscale_factor), _times(output.cols, downscale_factor)
+    )
+    tile = to_tile(on_layout(input, aligned))
+    *others, channels, height, width = tile.shape
+    sizes = height // downscale_factor, width // downscale_factor
+    if tile.numel():
+        tile = torch.pixel_unshuffle(tile, downscale_factor)
+    else:  # PyTorch forgets to count the channels of what has no pixels
+        tile = tile.reshape(*others, channels * downscale_factor**2, *sizes)
+    return from_tile(tile, output, input.mesh)
+
+
+@lru_cache(maxsize=4096)
+def _unshuffled(layout: Layout, factor: int) -> Layout:
+    _, height, width = layout.size
+    return layout.strided((factor, factor), (height // factor, width // factor))
+
+
+@register_op(F.channel_shuffle, torch.channel_shuffle, split=("input",))
+def channel_shuffle(input: SpatialTensor, groups: int) -> Tensor:
+    """Zhang et al. (2018), ShuffleNet; local."""
+    torch.channel_shuffle(without_data(input), groups)
+    if input.spatial_dims.holds(1, input.dim()):
+        raise refusal(torch.channel_shuffle, [input], "permute it so that dim 1 is the channels")
+    tile = to_tile(input)
+    shuffled = tile.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)  # type: ignore[no-untyped-call]
+    return from_tile(shuffled, input.spatial_layout, input.mesh, input.spatial_dims)
