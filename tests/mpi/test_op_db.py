@@ -91,6 +91,7 @@ def test_some_samples_are_exact_or_refused(name: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some have more than a thousand samples
 @pytest.mark.parametrize("name", operators())
 def test_all_samples_are_exact_or_refused(name: str, mesh: Mesh) -> None:
     counts, wrong = verdicts(name, mesh, None)
