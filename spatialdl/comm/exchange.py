@@ -39,12 +39,23 @@ def start_exchange(
     """
     if not plan.talks or device.type == "meta":
         return Done()
+    if taped():
+        views = views_of(pieces_of(plan, adjoint)[1], receives)
+        return exchange_once(
+            lambda: _start(comm, plan, sends, receives, device, adjoint, name), views
+        )
+    return _start(comm, plan, sends, receives, device, adjoint, name)
 
-    def start() -> Pending:
-        if check.enabled():
-            check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
-        return comm.start_exchange(plan, sends, receives, adjoint, device)
 
-    if not taped():
-        return start()
-    return exchange_once(start, views_of(pieces_of(plan, adjoint)[1], receives))
+def _start(
+    comm: Communicator,
+    plan: Plan,
+    sends: Sequence[Held],
+    receives: Sequence[Held],
+    device: torch.device,
+    adjoint: bool,
+    name: str,
+) -> Pending:
+    if check.enabled():
+        check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
+    return comm.start_exchange(plan, sends, receives, adjoint, device)

@@ -18,18 +18,17 @@ from spatialdl.comm.datatypes import buffer, mpi_type, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
 from spatialdl.comm.held import Held, pieces_of
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.ways import WAYS, Request, fastest
+from spatialdl.comm.ways import WAYS, Request, Way, by_messages, fastest
 
 
 class MpiCommunicator(MPI.Intracomm):
-    """A `Communicator` that is one of mpi4py's too."""
+    """A `Communicator` that is one of mpi4py's too.
 
-    _way: str | None = None
+    Attributes:
+        way: how it makes exchanges, a key of `ways.WAYS`; found out at the first one.
+    """
 
-    @property
-    def way(self) -> str | None:
-        """How it makes exchanges: a key of `ways.WAYS`, found out at the first one."""
-        return self._way
+    way: str | None = None
 
     def split(self, color: int, key: int) -> MpiCommunicator:
         return MpiCommunicator(self.Split(color, key))
@@ -65,20 +64,23 @@ class MpiCommunicator(MPI.Intracomm):
         device: torch.device,
     ) -> Pending:
         if device.type == "cpu":
-            return self._start_on_host(plan, sends, receives, adjoint)
-
-        def talk(outgoing: Sequence[Held], incoming: Sequence[Held]) -> None:
-            self._start_on_host(plan, outgoing, incoming, adjoint).wait()
+            start = self._fastest_way(plan, sends, receives, adjoint)
+            return start(self, plan, sends, receives, adjoint)
 
         aware = cuda_aware(self, device)
+
+        def talk(outgoing: Sequence[Held], incoming: Sequence[Held]) -> None:
+            start = by_messages if aware else self._fastest_way(plan, outgoing, incoming, adjoint)
+            start(self, plan, outgoing, incoming, adjoint).wait()
+
         return StagedExchange(plan, sends, receives, adjoint, talk, device, on_device=aware)
 
-    def _start_on_host(
+    def _fastest_way(
         self, plan: Plan, sends: Sequence[Held], receives: Sequence[Held], adjoint: bool
-    ) -> Pending:
-        if self._way is None:
-            self._way = fastest(self, plan, sends, receives, adjoint)
-        return WAYS[self._way](self, plan, sends, receives, adjoint)
+    ) -> Way:
+        if self.way is None:
+            self.way = fastest(self, plan, sends, receives, adjoint)
+        return WAYS[self.way]
 
     def start_send(self, view: Tensor, rank: int, tag: int) -> Pending:
         view = view.cpu()
