@@ -8,6 +8,7 @@ from spatialdl.spatial import (  # noqa: F401  (they register)
     dropout,
     extremes,
     flip,
+    fold,
     group_norm,
     index,
     join,
