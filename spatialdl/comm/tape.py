@@ -10,7 +10,8 @@ The tape in use belongs to a thread: on a GPU, backward runs in a thread of its 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, TypeVar
 
@@ -88,6 +89,16 @@ def taped() -> bool:
     return _thread.running is not None
 
 
+@contextmanager
+def aside() -> Iterator[None]:
+    """Talk as if no tape were running: for what is asked once and kept by whoever asked."""
+    around, _thread.running = _thread.running, None
+    try:
+        yield
+    finally:
+        _thread.running = around
+
+
 def once(ask: Callable[[], Value]) -> Value:
     """What `ask` gives; in a second run, what it gave in the first, without asking."""
     return _once(_thread.running, ask)
@@ -151,5 +162,10 @@ class _Arrived:
         if not isinstance(kept, list):
             raise RuntimeError(f"what arrived as number {self._place} was never waited for")
         for view, arrival in zip(self._receives, kept, strict=True):
+            if view.shape != arrival.shape:
+                raise RuntimeError(
+                    f"a second run asks for {tuple(view.shape)} where the first had "
+                    f"{tuple(arrival.shape)}: it must do what the first did"
+                )
             view.copy_(arrival)
         self._receives = ()

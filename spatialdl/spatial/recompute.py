@@ -47,7 +47,7 @@ def recompute(
 
 
 class _Run:
-    """What the second run starts from: the tape of the first, and the buffers before it.
+    """What the second run starts from: the tape of the first, random state and buffers before it.
 
     All buffers: BatchNorm's running statistics change without their version being counted up.
     """

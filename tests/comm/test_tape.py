@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spatialdl.comm.tape import Tape, exchange_once, once, replaying
+from spatialdl.comm.tape import Tape, aside, exchange_once, once, replaying
 
 
 class Asked:
@@ -100,3 +100,20 @@ def test_a_run_that_stops_early_leaves_no_tape_behind():
     ask = Asked()
     once(ask)
     assert tape.kept == []
+
+
+def test_what_is_said_aside_is_not_on_the_tape():
+    ask, tape = Asked(), Tape()
+    with tape.record(), aside():
+        once(ask)
+    assert tape.kept == []
+    with tape.replay(), aside():
+        assert once(ask).tolist() == [2, 2]
+
+
+def test_a_second_run_that_asks_for_something_else_is_refused():
+    tape, view = Tape(), torch.zeros(2)
+    with tape.record():
+        exchange_once(lambda: Exchange([view], 1.0), [view]).wait()
+    with tape.replay(), pytest.raises(RuntimeError, match=r"asks for \(3,\) .* first had \(2,\)"):
+        exchange_once(pytest.fail, [torch.zeros(3)]).wait()

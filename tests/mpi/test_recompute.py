@@ -140,6 +140,25 @@ def test_checkpoints_of_ranks_without_pixels(size, reentrant, meshes: dict) -> N
             close(ours, plain, f"{size} on {mesh.grid} ")
 
 
+def test_dropout_in_recomputed_blocks_drops_the_same(meshes: dict) -> None:  # noqa: F811
+    """Outside of `keyed` too, where ranks first agree on a seed in the middle of a block."""
+    for mesh in meshes.values():
+        x = shard(torch.rand(1, 4, 9, 8, dtype=torch.float64), mesh)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout(), nn.Conv2d(4, 4, 3)) for _ in range(2))
+        ).double()
+        assert recompute_blocks(model) == ["0", "1"]
+        kept: list[Tensor] = []
+        for block in model:
+            block[1].register_forward_hook(
+                lambda _, __, y, kept=kept: kept.append(y.to_local() != 0)
+            )
+        model(x).sum().backward()
+        assert len(kept) == 4
+        assert torch.equal(kept[0], kept[3])  # backward begins at the end
+        assert torch.equal(kept[1], kept[2])
+
+
 def test_running_again_says_nothing_to_other_ranks(meshes: dict, monkeypatch) -> None:  # noqa: F811
     said: Counter[str] = Counter()
     for mesh in meshes.values():
