@@ -46,7 +46,7 @@ def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
     Before anything is exchanged: half as many bytes travel, and backward sees what forward saw.
     """
     kind = next(x.device.type for x in tensors if x is not None)
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
