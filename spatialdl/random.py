@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from spatialdl.comm.reduce import gather_over_ranks
+from spatialdl.comm.tape import aside
 from spatialdl.mesh import Mesh
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -231,7 +232,8 @@ def _stream_of(mesh: Mesh) -> _Stream:
     """Ranks agree on a seed once: that of rank 0; data replicas draw numbers of their own."""
     if mesh not in _of_meshes:
         own = torch.tensor(_signed(torch.initial_seed() & _WORD))
-        seed = int(gather_over_ranks(mesh.grid_comm, own, "random seed")[0])
+        with aside():
+            seed = int(gather_over_ranks(mesh.grid_comm, own, "random seed")[0])
         _of_meshes[mesh] = _Stream(key_of(seed, mesh.replica))
     return _of_meshes[mesh]
 
