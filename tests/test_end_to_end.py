@@ -59,3 +59,37 @@ def test_equals_one_process(parallel, ranks, one_process, tmp_path):
     (found,), (expected,) = ours["validation"], plain["validation"]
     assert found == pytest.approx(expected, abs=1e-10)
     assert found["samples"] == 3
+
+
+def test_a_u_net_on_two_ranks_equals_one_process(tmp_path):
+    plain, split = (
+        train(
+            tmp_path / name.replace("=", "-"),
+            *("model=unet", "model.width=2", "model.depth=2", "data.num_classes=3", name, *more),
+        )
+        for name, *more in (
+            ("parallel=none",),
+            ("parallel=sp", "parallel.recompute=block", "parallel.grid=[1,2]"),
+        )
+    )
+    assert split["loss"] == pytest.approx(plain["loss"], abs=1e-10)
+    (found,), (expected,) = split["validation"], plain["validation"]
+    for key in ("accuracy", "mean_dice", "mean_iou", "dice", "iou", "samples"):
+        assert found[key] == pytest.approx(expected[key], abs=1e-10)
+
+
+def test_a_u_net_cannot_be_cut_into_stages(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "spatialdl.train", *SMALL, "model=unet", "parallel=lp"),
+            f"hydra.run.dir={tmp_path / 'run'}",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "UNet cannot be cut into 2 stages" in done.stderr
+    assert "take parallel=sp or dp, which cut no network" in done.stderr
