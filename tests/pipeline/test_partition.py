@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from spatialdl.models import resnet18, resnet50, resnet110_v2
-from spatialdl.pipeline.partition import Stage, balance, chain, cut, layer_costs, meta_copy
+from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
+from spatialdl.pipeline.partition import (
+    Stage,
+    balance,
+    chain,
+    cut,
+    layer_costs,
+    meta_copy,
+    pieces,
+)
 
 
 def small(**options) -> nn.Module:
@@ -203,3 +211,36 @@ def test_a_weight_in_two_stages_is_refused():
     layer = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="'0' and '2' share a weight, but lie in stages 0 and 1"):
         cut(nn.Sequential(layer, nn.ReLU(), layer), (1, 1), ["2"])
+
+
+def kinds(found: list[list[nn.Module]]) -> list[str]:
+    return [" ".join(type(layer).__name__ for layer in piece) for piece in found]
+
+
+def test_loose_layers_run_again_in_pieces_of_two_convolutions():
+    layers = [
+        *(nn.ReLU(), nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1), nn.ReLU()),
+        *(nn.Conv2d(1, 1, 1), nn.Sigmoid()),
+    ]
+    assert kinds(pieces(layers)) == ["ReLU", "Conv2d BatchNorm2d Conv2d ReLU", "Conv2d Sigmoid"]
+
+
+def test_blocks_run_again_by_themselves():
+    model = resnet18(num_classes=2, width=2)
+    (stage,) = cut(model, [1], recompute=True)
+    assert kinds(pieces([layer for _, layer in chain(model)])) == [
+        "Conv2d BatchNorm2d ReLU MaxPool2d",
+        *["BasicBlock"] * 8,
+        *("AdaptiveAvgPool2d", "Flatten", "Linear"),
+    ]
+    assert list(stage.state_dict()) == list(resnet18(num_classes=2, width=2).state_dict())
+
+
+def test_a_network_without_blocks_cannot_recompute():
+    with pytest.raises(ValueError, match=r"finds no blocks in Bilinear"):
+        cut(nn.Bilinear(1, 1, 1), [1], recompute=True)
+
+
+def test_a_network_that_is_no_chain_is_told_what_else_there_is():
+    with pytest.raises(ValueError, match=r"UNet cannot be cut into 2 stages.*parallel=sp or dp"):
+        cut(unet(width=2), [1, 1])
