@@ -27,7 +27,11 @@ MEASURES = {
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
-    sides = {"one process": _one_process(options), f"{options.ranks} ranks": _ranks(options)}
+    sides = {
+        "one process": _one_process(options),
+        "memory kept": _one_process(options, "--keep-memory"),
+        f"{options.ranks} ranks": _ranks(options),
+    }
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     order = [side for _ in range(options.rounds) for side in sides]
     for side in tqdm(order, desc="runs", unit="run"):
@@ -47,7 +51,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
     parser.add_argument("--size", type=int, default=1024, help="side of the image (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="images a step (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="rows of the grid (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="tiles of the image (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="threads in all (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps a run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each side (%(default)s)")
@@ -69,14 +73,21 @@ def _worker(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _one_process(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, *_worker(options)], _environment(options.threads)
+def _one_process(options: argparse.Namespace, *more: str) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, *_worker(options), *more], _environment(options.threads)
 
 
 def _ranks(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     threads = max(1, options.threads // options.ranks)
     command = [*mpiexec_command(options.ranks), sys.executable, *_worker(options)]
-    return [*command, "--grid", str(options.ranks), "1"], _environment(threads)
+    grid = ["--grid", *map(str, grid_of(options.ranks))]
+    return [*command, *grid, "--keep-memory"], _environment(threads)
+
+
+def grid_of(ranks: int) -> tuple[int, int]:
+    """The grid nearest to a square, with more rows than columns."""
+    cols = max(cols for cols in range(1, ranks + 1) if ranks % cols == 0 and cols * cols <= ranks)
+    return ranks // cols, cols
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -92,7 +103,7 @@ def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of both sides, and the ratio of the ranks to the one process, run by run."""
+    """Medians of all sides, and the ratios of the ranks to one process, run by run."""
     values = {
         side: {
             "seconds": [statistics.median(run["seconds"]) for run in found],
@@ -101,11 +112,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
         }
         for side, found in runs.items()
     }
-    one, many = values.values()
-    ratios = {
-        measure: [b / a for a, b in zip(one[measure], many[measure], strict=True)]
-        for measure in MEASURES
-    }
+    one, kept, many = values.values()
     return {
         "command": " ".join(["python -m spatialdl.bench spatial", *_options_given(options)]),
         "machine": machine(),
@@ -116,8 +123,16 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
             side: {measure: statistics.median(found) for measure, found in measures.items()}
             for side, measures in values.items()
         },
-        "ratio": {measure: statistics.median(found) for measure, found in ratios.items()},
-        "speed": 1 / statistics.median(ratios["seconds"]),
+        "ratio": _ratios(many, one),
+        "ratio_to_memory_kept": _ratios(many, kept),
+        "speed": 1 / _ratios(many, one)["seconds"],
+    }
+
+
+def _ratios(many: dict[str, list[float]], one: dict[str, list[float]]) -> dict[str, float]:
+    return {
+        measure: statistics.median(b / a for a, b in zip(one[measure], many[measure], strict=True))
+        for measure in MEASURES
     }
 
 
@@ -146,12 +161,17 @@ def table(result: dict[str, Any]) -> str:
         f"{result['command']}",
         f"{result['machine']}, {result['date']}",
         "",
-        f"{'':28}" + "".join(f"{side:>14}" for side in sides) + f"{'ratio':>10}",
+        f"{'':28}" + "".join(f"{side:>14}" for side in sides) + f"{'ratio':>10}{'to kept':>10}",
     ]
     for measure, title in MEASURES.items():
         row = "".join(f"{result['median'][side][measure]:14.2f}" for side in sides)
-        lines.append(f"{title:28}{row}{result['ratio'][measure]:10.2f}")
-    lines.append(f"\nspeed of {sides[1]}: {result['speed']:.2f} of one process on the same cores")
+        ratios = result["ratio"][measure], result["ratio_to_memory_kept"][measure]
+        lines.append(f"{title:28}{row}" + "".join(f"{ratio:10.2f}" for ratio in ratios))
+    lines += [
+        "",
+        f"speed of {sides[2]}: {result['speed']:.2f} of one process on the same cores",
+        "memory kept: one process that keeps freed memory, as all ranks do",
+    ]
     return "\n".join(lines)
 
 
@@ -170,7 +190,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
         sides = list(result["median"])
         heights = [result["median"][side][measure] for side in sides]
-        panel.bar(sides, heights, color=["#8a8a8a", "#1f5fa8"], width=0.6)
+        panel.bar(sides, heights, color=["#8a8a8a", "#c4c4c4", "#1f5fa8"], width=0.6)
         for position, side in enumerate(sides):
             found = result["sides"][side][measure]
             panel.plot([position] * len(found), found, "o", color="black", markersize=3)

@@ -18,7 +18,8 @@ from spatialdl.mesh import Mesh
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 2**20
+"""Small gradients travel together; large ones alone, without a copy of all gradients at once."""
 
 
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -45,10 +46,11 @@ def average(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
             parameter.grad = torch.zeros_like(parameter)
     grads = [parameter.grad for parameter in used if parameter.grad is not None]
     for bucket in buckets(grads, BUCKET_BYTES):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        mean = sum_over_ranks(mesh.comm, flat, "average_gradients") / mesh.size
-        for grad, part in zip(bucket, torch.split(mean, [g.numel() for g in bucket]), strict=True):
-            grad.copy_(part.view_as(grad))
+        flat = bucket[0] if len(bucket) == 1 else torch.cat([grad.reshape(-1) for grad in bucket])
+        total = sum_over_ranks(mesh.comm, flat, "average_gradients").reshape(-1)
+        parts = torch.split(total, [grad.numel() for grad in bucket])
+        for grad, part in zip(bucket, parts, strict=True):
+            grad.copy_(part.div_(mesh.size).view_as(grad))
 
 
 def buckets(tensors: Iterable[AnyTensor], limit: int) -> list[list[AnyTensor]]:

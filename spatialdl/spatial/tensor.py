@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.comm.plan import plan_for
@@ -174,18 +175,7 @@ class SpatialTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        handler = HANDLERS.get(func) or inside(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        if len(args) + len(kwargs) > 1:
-            args, kwargs = HANDLERS[any_other](func, args, kwargs)
-        outermost, _called.function = _called.function, func
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        finally:
-            _called.function = outermost
+        return _call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -198,6 +188,22 @@ class SpatialTensor(torch.Tensor):
         if pointwise or func in _PER_TILE:
             return _on_tiles(func, args, kwargs or {})
         raise refusal(_called.function or func, spatial_in((args, kwargs)))
+
+
+# torch.compile must not trace how tiles are exchanged: it runs the network around it as it is
+@_disable_dynamo
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    handler = HANDLERS.get(func) or inside(func)
+    if handler is not None:
+        return handler(*args, **kwargs)
+    if len(args) + len(kwargs) > 1:
+        args, kwargs = HANDLERS[any_other](func, args, kwargs)
+    outermost, _called.function = _called.function, func
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    finally:
+        _called.function = outermost
 
 
 def _strides(size: tuple[int, ...], tile: Tensor) -> tuple[int, ...]:
