@@ -21,8 +21,9 @@ from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
 from spatialdl.layout import EMPTY_BOX, Box, Layout, even_bounds
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.dims import TOKENS, SpatialDims
 from spatialdl.spatial.table import refusal, register_op, spatial_in
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image
 
 aten = torch.ops.aten
@@ -272,12 +273,52 @@ def _adaptive_max_pool2d(*args: Any, **kwargs: Any) -> Tensor:
     raise _no_indices(torch._C._nn.adaptive_max_pool2d, *args, **kwargs)
 
 
+# --- tokens
+
+
+def _image_of_tokens(func: Any, x: SpatialTensor, output_size: Any) -> SpatialTensor:
+    """Tokens (N, C, H*W) that are pooled to one, as the image (N, C, H, W)."""
+    size = output_size[0] if isinstance(output_size, tuple | list) else output_size
+    one_row = x.spatial_dims.outer_rows > 1 and x.spatial_dims == SpatialDims(-2, -1, x.shape[-2])
+    if x.dim() != 3 or not (x.spatial_dims == TOKENS or one_row) or size != 1:
+        raise refusal(
+            func, [x], "it pools tokens (N, C, H*W) to size 1 only; pool the image (N, C, H, W)"
+        )
+    return from_tile(image_of(x), x.spatial_layout, x.mesh)
+
+
+@register_op(torch.adaptive_avg_pool1d, split=("input",))
+def adaptive_avg_pool1d(input: SpatialTensor, output_size: Any) -> Tensor:
+    image = _image_of_tokens(F.adaptive_avg_pool1d, input, output_size)
+    return F.adaptive_avg_pool2d(image, 1).flatten(2)
+
+
+@register_op(F.adaptive_max_pool1d, split=("input",))
+def adaptive_max_pool1d(
+    input: SpatialTensor, output_size: Any, return_indices: bool = False
+) -> Tensor:
+    if return_indices:
+        raise _no_indices(F.adaptive_max_pool1d, input)
+    image = _image_of_tokens(F.adaptive_max_pool1d, input, output_size)
+    return F.adaptive_max_pool2d(image, 1).flatten(2)
+
+
+@register_op(torch.adaptive_max_pool1d)
+def _adaptive_max_pool1d(*args: Any, **kwargs: Any) -> Tensor:
+    raise _no_indices(torch.adaptive_max_pool1d, *args, **kwargs)
+
+
+@register_op(F.adaptive_max_pool1d_with_indices)
+def adaptive_max_pool1d_with_indices(*args: Any, **kwargs: Any) -> Tensor:
+    raise _no_indices(F.adaptive_max_pool1d_with_indices, *args, **kwargs)
+
+
 def _no_indices(func: Any, *args: Any, **kwargs: Any) -> Exception:
     return refusal(
         func,
         spatial_in((args, kwargs)),
-        "places within a split image are not supported; call torch.nn.functional."
-        "adaptive_max_pool2d without return_indices",
+        "places within a split image are not supported; call it of torch.nn.functional without "
+        "return_indices",
     )
 
 

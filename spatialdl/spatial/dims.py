@@ -59,6 +59,9 @@ class SpatialDims(NamedTuple):
 IMAGE = SpatialDims()
 """Rows and columns are the last two dims."""
 
+TOKENS = SpatialDims(-1, -1)
+"""Rows and columns are merged in the last dim."""
+
 
 def _unmerged(
     shape: Sequence[int], dims: SpatialDims, height: int, width: int

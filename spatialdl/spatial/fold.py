@@ -10,12 +10,10 @@ from torch import Tensor
 
 from spatialdl.comm.repartition import repartition
 from spatialdl.layout import Window
-from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.dims import TOKENS
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import check_image, check_output, nothing, pair, window_move
-
-TOKENS = SpatialDims(-1, -1)
 
 
 def _steps(window: Window) -> tuple[int, int, int]:

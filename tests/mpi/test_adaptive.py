@@ -158,3 +158,77 @@ def test_what_pytorch_refuses_is_refused_on_every_rank(pool: Operation, meshes: 
                 pool(x, size)
             with pytest.raises((ValueError, RuntimeError)):
                 pool(x.full_tensor(), size)
+
+
+TOKEN_POOLS: dict[str, Operation] = {"average": F.adaptive_avg_pool1d, "max": F.adaptive_max_pool1d}
+each_token_pool = pytest.mark.parametrize("pool", TOKEN_POOLS.values(), ids=TOKEN_POOLS)
+
+
+@each_token_pool
+def test_tokens_are_pooled_to_one(pool: Operation, meshes: dict) -> None:
+    """As Swin does: tokens are put behind the channels, and pooled to a plain tensor."""
+
+    def head(x: Tensor, weight: Tensor, size: Any = 1) -> Tensor:
+        tokens = x.flatten(2).transpose(1, 2) @ weight
+        pooled = pool(tokens.transpose(1, 2), size)
+        assert not isinstance(pooled, SpatialTensor)
+        return pooled
+
+    weight = parameter(random.Random(2), 3, 5)
+    for grid, mesh in meshes.items():
+        for size in ((13, 11), (9, 4)):
+            image = parameter(random.Random(3), 2, 3, *size)
+            check(head, image, [weight], mesh, f"{size} on {grid}")
+        check(lambda x, w: head(x, w, (1,)), image, [weight], mesh, f"a tuple on {grid}")
+        few = parameter(random.Random(4), 2, 3, 6, 6)
+        check(lambda x, w: head(F.max_pool2d(x, 3, 3), w), few, [weight], mesh, f"few on {grid}")
+        for size in (grid, (grid[0], 5), (7, grid[1])):
+            image = parameter(random.Random(5), 2, 3, *size)
+            check(lambda x: pool(x.flatten(2), 1), image, [], mesh, f"{size} on {grid}")
+        ties: Operation = lambda x: pool(x.relu().flatten(2), 1)  # noqa: E731
+        check(ties, -few.abs(), [], mesh, f"ties on {grid}")
+
+
+def test_modules_pool_tokens_as_their_functions(meshes: dict) -> None:
+    image = parameter(random.Random(5), 2, 3, 7, 10)
+    for mesh in meshes.values():
+        for layer in (nn.AdaptiveAvgPool1d(1), nn.AdaptiveMaxPool1d(1)):
+            of_tokens: Operation = lambda x, layer=layer: layer(x.flatten(2))  # noqa: E731
+            check(of_tokens, image, [], mesh, f"{layer} on {mesh.grid}")
+            of_all = MPI.COMM_WORLD.allgather(of_tokens(shard(image, mesh)))
+            assert all(torch.equal(value, of_all[0]) for value in of_all)
+
+
+@each_token_pool
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        lambda x, pool: pool(x.flatten(2), 2),
+        lambda x, pool: pool(x.flatten(2), (3,)),
+        lambda x, pool: pool(x.flatten(2).transpose(1, 2), 1),  # over channels
+        lambda x, pool: pool(x[0], 1),  # (C, H, W)
+        lambda x, pool: pool(x.flatten(2)[0], 1),  # (C, H*W)
+        lambda x, pool: pool(x.transpose(0, 1).reshape(4, -1)[None], 1),  # (1, C, N*H*W)
+    ],
+)
+def test_other_pools_of_tokens_are_refused_by_name(
+    tokens: Operation, pool: Operation, meshes: dict
+) -> None:
+    for mesh in meshes.values():
+        with pytest.raises(UnsupportedSpatialOp, match=r"adaptive_(avg|max)_pool1d"):
+            tokens(shard(torch.rand(2, 4, 8, 8), mesh), pool)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.adaptive_max_pool1d(x, 1, return_indices=True),
+        nn.AdaptiveMaxPool1d(1, return_indices=True),
+        lambda x: F.adaptive_max_pool1d_with_indices(x, 1),
+        lambda x: torch.adaptive_max_pool1d(x, 1),
+    ],
+)
+def test_places_of_tokens_are_refused_by_name(call: Operation, meshes: dict) -> None:
+    for mesh in meshes.values():
+        with pytest.raises(UnsupportedSpatialOp, match="adaptive_max_pool1d"):
+            call(shard(torch.rand(2, 4, 8, 8), mesh).flatten(2))
