@@ -13,8 +13,8 @@ import resource, sys, torch
 import spatialdl
 if sys.argv[1] == "keep":
     assert spatialdl.keep_freed_memory()
-x = torch.ones(4 * 2**20)
-for _ in range(20):  # the heap grows until a piece of it fits
+x = torch.ones(16 * 2**20)
+for _ in range(10):  # the heap grows until a piece of it fits
     x.clone()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
@@ -32,6 +32,6 @@ def faults(how: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can keep freed memory")
 def test_buffers_are_used_again_without_new_pages() -> None:
-    pages = 4 * 4 * 2**20 // 4096
+    pages = 4 * 16 * 2**20 // 4096
     assert faults("keep") < pages // 10
     assert faults("leave") > 4 * pages
