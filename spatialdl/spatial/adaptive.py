@@ -21,7 +21,7 @@ from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
 from spatialdl.layout import EMPTY_BOX, Box, Layout, even_bounds
 from spatialdl.mesh import Mesh
-from spatialdl.spatial.dims import TOKENS, SpatialDims
+from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image
@@ -279,8 +279,7 @@ def _adaptive_max_pool2d(*args: Any, **kwargs: Any) -> Tensor:
 def _image_of_tokens(func: Any, x: SpatialTensor, output_size: Any) -> SpatialTensor:
     """Tokens (N, C, H*W) that are pooled to one, as the image (N, C, H, W)."""
     size = output_size[0] if isinstance(output_size, tuple | list) else output_size
-    one_row = x.spatial_dims.outer_rows > 1 and x.spatial_dims == SpatialDims(-2, -1, x.shape[-2])
-    if x.dim() != 3 or not (x.spatial_dims == TOKENS or one_row) or size != 1:
+    if not are_tokens(x.shape, x.spatial_dims) or size != 1:
         raise refusal(
             func, [x], "it pools tokens (N, C, H*W) to size 1 only; pool the image (N, C, H, W)"
         )

@@ -63,6 +63,15 @@ TOKENS = SpatialDims(-1, -1)
 """Rows and columns are merged in the last dim."""
 
 
+def are_tokens(shape: Sequence[int], dims: SpatialDims) -> bool:
+    """Whether a tensor of `shape` is (N, C, H*W).
+
+    A view of an image of one row keeps this row in the dim of the channels.
+    """
+    one_row = dims.outer_rows > 1 and dims == SpatialDims(-2, -1, shape[-2])
+    return len(shape) == 3 and (dims == TOKENS or one_row)
+
+
 def _unmerged(
     shape: Sequence[int], dims: SpatialDims, height: int, width: int
 ) -> tuple[list[int], int, int]:

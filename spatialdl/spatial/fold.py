@@ -1,23 +1,36 @@
-"""Unfold: the pixels that each window reads, as tokens."""
+"""Unfold, the pixels that each window reads, as tokens; and fold, which adds them up again."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.comm.repartition import repartition
-from spatialdl.layout import Window
-from spatialdl.spatial.dims import TOKENS
-from spatialdl.spatial.table import refusal, register_op, spatial_in
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.comm.repartition import move, move_back, repartition
+from spatialdl.layout import Layout, Window, needed_boxes
+from spatialdl.mesh import Mesh
+from spatialdl.spatial.dims import TOKENS, are_tokens
+from spatialdl.spatial.table import refusal, register_op
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image, check_output, nothing, pair, window_move
 
 
-def _steps(window: Window) -> tuple[int, int, int]:
-    return window.kernel, window.stride, window.dilation
+def _windows(
+    name: str, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+) -> tuple[Window, Window]:
+    values = (pair(value) for value in (kernel_size, stride, padding, dilation))
+    rows, cols = (Window(*each) for each in zip(*values, strict=True))
+    for window in (rows, cols):
+        if min(window.kernel, window.stride, window.dilation) < 1 or window.padding < 0:
+            raise ValueError(
+                f"{name}: kernel, stride and dilation must be at least 1, padding at least 0; got "
+                f"{rows} and {cols}"
+            )
+    return rows, cols
 
 
 @register_op(F.unfold, torch._C._nn.im2col, split=("input",))
@@ -26,13 +39,7 @@ def unfold(
 ) -> Tensor:
     """(N, C, H, W) to (N, C * kernel rows * kernel columns, outputs), outputs row by row."""
     check_image("unfold", input)
-    values = (pair(value) for value in (kernel_size, stride, padding, dilation))
-    rows, cols = (Window(*each) for each in zip(*values, strict=True))
-    if min(*_steps(rows), *_steps(cols)) < 1 or min(rows.padding, cols.padding) < 0:
-        raise ValueError(
-            "unfold: kernel, stride and dilation must be at least 1, padding at least 0; got "
-            f"{rows} and {cols}"
-        )
+    rows, cols = _windows("unfold", kernel_size, dilation, padding, stride)
     size = rows.output_size(input.shape[-2]), cols.output_size(input.shape[-1])
     check_output("unfold", input, size)
     mesh = input.mesh
@@ -43,21 +50,90 @@ def unfold(
         values_of_one = input.shape[1] * rows.kernel * cols.kernel
         tokens = nothing((input.shape[0], values_of_one, 0), window)
     else:
-        tokens = F.unfold(
-            window,
-            (rows.kernel, cols.kernel),
-            (rows.dilation, cols.dilation),
-            0,
-            (rows.stride, cols.stride),
-        )
+        tokens = F.unfold(window, **_steps_of(rows, cols))
     return from_tile(tokens, output, mesh, TOKENS)
 
 
-@register_op(F.fold, torch._C._nn.col2im)
-def fold(*args: Any, **kwargs: Any) -> Tensor:
-    raise refusal(
-        F.fold,
-        spatial_in((args, kwargs)),
-        "windows that overlap over ranks are not added up; use conv_transpose2d, or call "
-        "full_tensor() before it",
-    )
+class FoldMove(NamedTuple):
+    """The layout of the image, and the plan that would bring what the windows of it read.
+
+    Backwards it adds up what the windows of all ranks write.
+    """
+
+    image: Layout
+    plan: Plan
+
+
+@lru_cache(maxsize=4096)
+def fold_move(
+    layout: Layout, rows: Window, cols: Window, size: tuple[int, int], part: int
+) -> FoldMove:
+    """How tokens on `layout` are folded to an image of `size` (H, W)."""
+    image = layout.scaled((rows.stride, cols.stride), size)
+    return FoldMove(image, plan_for(image.boxes, needed_boxes(layout, rows, cols), part))
+
+
+class _Fold(torch.autograd.Function):
+    """The adjoint of moving the windows and unfolding them; keeps no token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tile: Tensor, mesh: Mesh, plan: Plan, rows: Window, cols: Window
+    ) -> Tensor:
+        ctx.mesh, ctx.plan, ctx.steps, ctx.shape = mesh, plan, _steps_of(rows, cols), tile.shape
+        samples, height, width = plan.need.shape
+        if tile.numel() > 0:
+            windows = F.fold(tile, (height, width), **ctx.steps)
+        else:
+            channels = tile.shape[1] // (rows.kernel * cols.kernel)
+            windows = tile.new_zeros(samples, channels, height, width)
+        return move_back(mesh.grid_comm, plan, windows, "fold")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        windows = move(ctx.mesh.grid_comm, ctx.plan, grad, 0.0, "fold")
+        if windows.numel() > 0:
+            grad_tile = F.unfold(windows, **ctx.steps)
+        else:
+            grad_tile = grad.new_zeros(ctx.shape)
+        return grad_tile, None, None, None, None
+
+
+def _steps_of(rows: Window, cols: Window) -> dict[str, tuple[int, int]]:
+    """As `F.fold` takes them; padding is in the plan."""
+    return {
+        "kernel_size": (rows.kernel, cols.kernel),
+        "dilation": (rows.dilation, cols.dilation),
+        "stride": (rows.stride, cols.stride),
+    }
+
+
+@register_op(F.fold, torch._C._nn.col2im, split=("input",))
+def fold(
+    input: SpatialTensor,
+    output_size: Any,
+    kernel_size: Any,
+    dilation: Any = 1,
+    padding: Any = 0,
+    stride: Any = 1,
+) -> Tensor:
+    """(N, C * kernel rows * kernel columns, outputs) to (N, C, H, W), overlaps added up."""
+    if not are_tokens(input.shape, input.spatial_dims):
+        raise refusal(F.fold, [input], "it takes tokens (N, C * kernel size, outputs), as unfold's")
+    rows, cols = _windows("fold", kernel_size, dilation, padding, stride)
+    size = pair(output_size)
+    outputs = rows.output_size(size[0]), cols.output_size(size[1])
+    area, (_, values, count) = rows.kernel * cols.kernel, input.shape
+    if min(outputs) < 1 or outputs[0] * outputs[1] != count or values % area:
+        raise ValueError(
+            f"fold: {values} values of {count} windows cannot be folded to {size[0]}x{size[1]}: it "
+            f"takes {outputs[0]}x{outputs[1]} windows, and a multiple of {area} values"
+        )
+    layout, mesh = input.spatial_layout, input.mesh
+    if layout.size[1:] != outputs:
+        raise refusal(F.fold, [input], f"its windows would be {outputs[0]}x{outputs[1]}")
+    image, plan = fold_move(layout, rows, cols, size, mesh.part)
+    tile = image_of(input).flatten(2)
+    folded = _Fold.apply(tile, mesh, plan, rows, cols)  # type: ignore[no-untyped-call]
+    return from_tile(folded, image, mesh)

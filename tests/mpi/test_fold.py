@@ -38,11 +38,77 @@ def test_backward_keeps_no_pixel(meshes: dict) -> None:
         assert kept_for_backward(lambda x: F.unfold(x, 3, padding=1), x) == {}
 
 
-def test_fold_is_refused_by_name(meshes: dict) -> None:
+@pytest.mark.parametrize("seed", seeds(20, 200))
+def test_fold(seed: int, meshes: dict) -> None:
+    """Of tokens that are not what any image gives: each window has values of its own."""
+    rng = random.Random(seed)
+    s = draw(rng, meshes)
+    steps = (s.kernel, s.dilation, s.padding, s.stride)
+    taps = s.kernel[0] * s.kernel[1]
+
+    def fold(x: Tensor, weight: Tensor) -> Tensor:
+        tokens = torch.tanh(F.unfold(x, *steps).transpose(1, 2) @ weight).transpose(1, 2)
+        return F.fold(tokens, x.shape[-2:], *steps)
+
+    check(fold, s.image, [parameter(rng, 4 * taps, 3 * taps)], s.mesh, str(s))
+
+
+def test_a_transposed_convolution_by_fold(meshes: dict) -> None:
+    """To other sizes than the tokens came from, and with ranks that have none."""
+
+    def raised(x: Tensor, weight: Tensor) -> Tensor:
+        size = [2 * n + 3 for n in x.shape[-2:]]
+        tokens = weight @ x.flatten(2)
+        return nn.Fold(size, 5, stride=2, padding=0)(tokens)
+
+    def few(x: Tensor, weight: Tensor) -> Tensor:
+        return raised(F.max_pool2d(x, 3, 3), weight)
+
+    weight = parameter(random.Random(0), 2 * 25, 3)
     for mesh in meshes.values():
-        tokens = F.unfold(shard(torch.rand(1, 4, 8, 8), mesh), 2, stride=2)
+        for size in ((9, 8), (6, 6), (4, 13)):
+            image = parameter(random.Random(1), 2, 3, *size)
+            check(raised, image, [weight], mesh, f"{size} on {mesh.grid}")
+        check(few, parameter(random.Random(2), 2, 3, 6, 6), [weight], mesh, f"on {mesh.grid}")
+
+
+def test_folding_tokens_keeps_none_of_them(meshes: dict) -> None:
+    for mesh in meshes.values():
+        x = shard(torch.rand(1, 4, 16, 12), mesh).requires_grad_()
+        assert kept_for_backward(lambda x: F.fold(x.flatten(2), (17, 13), 2), x) == {}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.fold(x.flatten(2), (5, 17), 2),  # other rows and columns, as many windows
+        lambda x: F.fold(x.flatten(2).transpose(1, 2), (3, 3), 2),
+        lambda x: F.fold(x.flatten(2)[0], (9, 9), 2),
+    ],
+)
+def test_folds_of_anything_else_are_refused_by_name(call: Operation, meshes: dict) -> None:
+    for mesh in meshes.values():
         with pytest.raises(UnsupportedSpatialOp, match="fold cannot be done"):
-            F.fold(tokens, (8, 8), 2, stride=2)
+            call(shard(torch.rand(1, 4, 8, 8), mesh))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.fold(x.flatten(2), (9, 10), 2),
+        lambda x: F.fold(x.flatten(2), (1, 1), 2),
+        lambda x: F.fold(x.flatten(2), (10, 10), 3),
+        lambda x: F.fold(x.flatten(2), (9, 9), 2, stride=0),
+        lambda x: F.fold(x.flatten(2), (5, 9), 2, padding=(-1, 0)),
+    ],
+)
+def test_what_pytorch_does_not_fold_is_refused_on_every_rank(call: Operation, meshes: dict) -> None:
+    for mesh in meshes.values():
+        x = shard(torch.rand(1, 4, 8, 8), mesh)
+        with pytest.raises(ValueError, match="fold"):
+            call(x)
+        with pytest.raises((ValueError, RuntimeError)):
+            call(x.full_tensor())
 
 
 @pytest.mark.parametrize(
