@@ -227,7 +227,8 @@ def _places(
         count, height, width = piece.box.shape
         sizes = (count, *shape[1:-2], height, width)
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        span = 0 if 0 in sizes else last + 1  # without channels, or samples, nothing is sent
         places.offsets.append((tensor, first * itemsize))
-        places.spans.append((last + 1) * itemsize)
+        places.spans.append(span * itemsize)
         places.types.append(strided_type(sizes, strides, itemsize))
     return places

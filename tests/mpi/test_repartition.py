@@ -7,13 +7,18 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor
 
+from spatialdl.comm.held import Held
+from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
+from spatialdl.comm.ways import WAYS
 from spatialdl.layout import EMPTY_BOX, Box, Layout, even_bounds
 from spatialdl.spatial.window import nothing
+from tests.mpi.equality import check
 
 MOVED = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
@@ -146,6 +151,26 @@ def test_maps_and_volumes_move_as_images_do(shape: tuple[int, ...], world: MPI.I
     image = torch.rand(*shape, 8, 6, generator=torch.Generator().manual_seed(0))
     moved = move(world, plan, view_of(image, layout.whole, plan.own).clone())
     assert torch.equal(moved, image if world.rank == 0 else image[:0, ..., :0, :0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_nothing_is_in_the_pieces_nothing_goes_wrong(way: str, world: MPI.Intracomm) -> None:
+    """Channels are not cut, so pieces without any are in the plan."""
+    layout = Layout.even((2, 8, 6), (world.size, 1))
+    plan = plan_for(layout.boxes, (layout.whole,) * world.size, world.rank)
+    assert plan.talks
+    tile, out = (torch.empty(2, 0, *box.shape[1:]) for box in (plan.own, plan.need))
+    comm = MpiCommunicator(MPI.COMM_WORLD)
+    for first, then, adjoint in ((tile, out, False), (out, tile, True)):
+        sent, received = ((plan.own, plan.need), (plan.need, plan.own))[adjoint]
+        WAYS[way](comm, plan, [Held(first, sent)], [Held(then, received)], adjoint).wait()
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_an_image_without_samples_is_padded(mode: str, meshes: dict) -> None:
+    for mesh in meshes.values():
+        image = torch.empty(0, 3, 5, 6, dtype=torch.float64)
+        check(lambda x: F.pad(x, (1, 1, 1, 1), mode), image, [], mesh, f"on {mesh.grid}: ")
 
 
 def test_what_stays_at_home_is_not_sent(world: MPI.Intracomm) -> None:
