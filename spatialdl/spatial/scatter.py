@@ -38,16 +38,22 @@ def _tile_of(func: Function, value: Any, x: SpatialTensor) -> Any:
     return to_tile(own_box_of(func, value, x, value.shape))
 
 
-@register_op(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
-def gather(input: Tensor, dim: Any, index: Any, *, sparse_grad: bool = False) -> Tensor:
-    if isinstance(dim, Tensor):  # take_along_dim(input, indices, dim)
-        dim, index = index, dim
+@register_op(torch.gather, Tensor.gather, split=("input", "index"))
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     first = spatial_in([input, index])[0]
-    if dim is None:
-        raise refusal(torch.gather, [first], "name a dim that is not split")
     _check(torch.gather, first, dim, input, index)
     tile = _tile_of(torch.gather, input, first)
     return without_dims(first, tile.gather(dim, _tile_of(torch.gather, index, first)), ())
+
+
+@register_op(torch.take_along_dim, Tensor.take_along_dim, split=("input", "indices"))
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    func, first = torch.take_along_dim, spatial_in([input, indices])[0]
+    if dim is None:
+        raise refusal(func, [first], "it would count through all pixels; name a dim not split")
+    _check(func, first, dim, input, indices)
+    taken = func(_tile_of(func, input, first), _tile_of(func, indices, first), dim)
+    return without_dims(first, taken, ())
 
 
 def _scattered(func: Function, x: Tensor, dim: int, index: Tensor, src: Any, kwargs: Any) -> Tensor:
