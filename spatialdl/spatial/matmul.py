@@ -54,6 +54,12 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     return _matmul(torch.matmul, input, other)
 
 
+@register_op(Tensor.__rmatmul__, split=("input", "other"))
+def rmatmul(input: Tensor, other: Tensor) -> Tensor:
+    """``other @ input``, where `other` does not know how."""
+    return _matmul(torch.matmul, other, input)
+
+
 @register_op(torch.bmm, Tensor.bmm, split=("input", "mat2"))
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     _check_dims("bmm", input, mat2, 3)

@@ -120,7 +120,6 @@ _METHODS: set[Any] = {
     torch.Tensor.split,
     torch.Tensor.norm,
     torch.Tensor.__iter__,
-    torch.Tensor.__rmatmul__,
 }
 
 

@@ -34,6 +34,14 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "matmul": (lambda x, w: tokens(x) @ w, weights((C, 3))),
     "matmul of a vector": (lambda x, w: tokens(x).matmul(w), weights((C,))),
     "matmul from the left": (lambda x, w: w @ x.flatten(2), weights((3, C))),
+    "the reflected product": (
+        lambda x, w: Tensor.__rmatmul__(x.flatten(2), w),
+        weights((3, C)),
+    ),
+    "the reflected product of two images": (
+        lambda x: Tensor.__rmatmul__(tokens(x), x.flatten(2).cos()),
+        [],
+    ),
     "a batch of matrices": (lambda x, w: torch.matmul(tokens(x), w), weights((N, C, 3))),
     "bmm": (lambda x, w: torch.bmm(tokens(x), w), weights((N, C, 3))),
     "mm": (lambda x, w: tokens(x).reshape(-1, C).mm(w), weights((C, 3))),
