@@ -13,6 +13,7 @@ from spatialdl.comm.repartition import empty_for, move, shape_of, view_of
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout, Window, needed_boxes
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.dims import IMAGE
 from spatialdl.spatial.tensor import SpatialTensor
 
 
@@ -61,6 +62,11 @@ def check_image(name: str, x: SpatialTensor) -> None:
         raise UnsupportedSpatialOp(
             f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)}: add the missing "
             "dim before the image is split"
+        )
+    if x.spatial_dims != IMAGE:
+        raise UnsupportedSpatialOp(
+            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)} split "
+            f"{x.describe()}: permute or view it so that rows and columns are the last two dims"
         )
 
 
