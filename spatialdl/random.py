@@ -18,13 +18,13 @@ What runs again in backward must draw the same numbers again:
         block, x, use_reentrant=False, context_fn=spatialdl.random.checkpoint_contexts
     )
 
-Without `checkpoint_contexts` a mask of a split image that is drawn in backward raises an error.
-One of a plain tensor would be another than that of forward, and PyTorch does not always notice.
+Without `checkpoint_contexts` a mask that would be drawn again in backward raises an error.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +37,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import noop_context_fn
 
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.comm.tape import aside
@@ -211,9 +212,9 @@ def next_key(mesh: Mesh | None = None) -> int:
 
     Raises:
         RuntimeError: in backward, outside of what `checkpoint_contexts` restores: the mask would
-            not be that of forward.
+            not be that of forward. Within `keyed` already in forward.
     """
-    if torch._C._current_graph_task_id() != -1 and not _thread.again:
+    if not _thread.again and (torch._C._current_graph_task_id() != -1 or _would_differ()):
         raise RuntimeError(
             "a random mask is drawn during backward, where it would differ from that of forward: "
             "pass context_fn=spatialdl.random.checkpoint_contexts (and use_reentrant=False) to "
@@ -226,6 +227,19 @@ def next_key(mesh: Mesh | None = None) -> int:
         stream = _stream_of(mesh)
     stream.calls += 1
     return key_of(stream.key, stream.calls)
+
+
+def _would_differ() -> bool:
+    """Does a checkpoint that knows nothing of `keyed` run what draws now once more in backward?
+
+    Seen from its frames: in backward plain tensors draw without asking here.
+    """
+    frame = sys._getframe() if _thread.stream is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == noop_context_fn.__module__:
+            return frame.f_locals.get("context_fn", noop_context_fn) is noop_context_fn
+        frame = frame.f_back
+    return False
 
 
 def _stream_of(mesh: Mesh) -> _Stream:

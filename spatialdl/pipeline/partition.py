@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
+from spatialdl.random import scope
 from spatialdl.spatial.recompute import (
     WEIGHTS,
     Recomputed,
@@ -32,6 +33,8 @@ Layer = tuple[str, nn.Module]
 
 class Stage(nn.Module):
     """Consecutive layers of a network, under the names that they have in it.
+
+    Each layer draws random numbers by its name, so that they are the same in every stage.
 
     Attributes:
         recompute: whether loose layers run again in backward, see `pieces`.
@@ -51,52 +54,62 @@ class Stage(nn.Module):
             holder.add_module(name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = [self.get_submodule(path) for path in self.paths]
+        layers = [(path, self.get_submodule(path)) for path in self.paths]
         if not self.recompute:
             return _run(layers, x)
         for piece in pieces(layers):
-            saves = len(piece) > 1 or weight_layers(piece[0]) >= WEIGHTS
-            again = saves and not isinstance(piece[0], Recomputed)
-            x = recompute(_run, piece, x, modules=piece) if again else _run(piece, x)
+            modules = [layer for _, layer in piece]
+            saves = len(piece) > 1 or weight_layers(modules[0]) >= WEIGHTS
+            again = saves and not isinstance(modules[0], Recomputed)
+            x = recompute(_run, piece, x, modules=modules) if again else _run(piece, x)
         return x
 
 
-def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x)
+def _run(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    for path, layer in layers:
+        with scope(path):
+            x = layer(x)
     return x
 
 
-def pieces(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+def pieces(layers: Sequence[Layer]) -> list[list[Layer]]:
     """Layers of a chain in pieces that run again in backward together; or alone, as they are.
 
     A piece begins at a convolution or linear layer, so that its input is not written into, and
     holds two of them and what follows them. Blocks, which run again by themselves, stay alone.
     """
-    found: list[list[nn.Module]] = []
+    found: list[list[Layer]] = []
     weights = WEIGHTS  # of the piece at the end of `found`
-    for layer in layers:
+    for path, layer in layers:
         own = weight_layers(layer)
         is_block = isinstance(layer, Recomputed)
         begins = own > 0 and weights + own > WEIGHTS
         if is_block or begins or not found or weights == 0:
-            found.append([layer])
+            found.append([(path, layer)])
             weights = 0 if is_block else own
         else:
-            found[-1].append(layer)
+            found[-1].append((path, layer))
             weights += own
     return found
 
 
 def chain(model: nn.Module, prefix: str = "") -> list[Layer]:
     """The layers of a network in the order in which it calls them, as fine as it can be cut."""
-    if type(model).forward is not nn.Sequential.forward:
+    if not _only_calls_its_layers(model):
         return [(prefix, model)]
     layers: list[Layer] = []
     for name, child in model._modules.items():  # named_children leaves out what comes twice
         if child is not None:
             layers += chain(child, f"{prefix}.{name}" if prefix else name)
     return layers
+
+
+def _only_calls_its_layers(model: nn.Module) -> bool:
+    """A stage calls the layers alone: hooks and weights of what held them would be lost."""
+    before = model._forward_pre_hooks or model._backward_pre_hooks
+    after = model._forward_hooks or model._backward_hooks
+    own = before or after or model._parameters or model._buffers
+    return type(model).forward is nn.Sequential.forward and not own
 
 
 def cut(
@@ -124,7 +137,9 @@ def cut(
     if len(widths) == 1:
         if recompute and len(layers) == 1 and not blocks:
             raise _no_blocks(model)
-        return [Stage(layers, recompute)] if recompute and len(layers) > 1 else [model]
+        if not layers or layers[0][0] == "":
+            return [model]
+        return [Stage(layers, recompute and len(layers) > 1)]
     if len(layers) < len(widths):
         raise ValueError(
             f"{type(model).__name__} cannot be cut into {len(widths)} stages: its forward is no "

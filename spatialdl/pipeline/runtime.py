@@ -8,6 +8,7 @@ parallelism, several stages are a pipeline, or layer parallelism if there is one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from spatialdl.mesh import Mesh, Placement, dry_mesh, split_mesh
 from spatialdl.pipeline.partition import cut, meta_copy
 from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only
 from spatialdl.pipeline.statistics import ReplicaStatistics
+from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
@@ -84,6 +86,7 @@ class Pipeline:
         schedule: name of the schedule.
         gather_before: modules that get whole images, see `spatial.gather`.
         recompute: whether blocks run again in backward, see `spatial.recompute`.
+        seed: of the random numbers that the network draws in training.
 
     Attributes:
         stage: the layers of this rank, with their own names.
@@ -103,8 +106,10 @@ class Pipeline:
         *,
         gather_before: str | Sequence[str] = (),
         recompute: bool = False,
+        seed: int = 0,
     ) -> None:
         self.placement, self.criterion, self.image_size = placement, criterion, image_size
+        self.seed, self._step = seed, 0
         comm = as_communicator(comm)
         self.position = placement.position(comm.rank)
         self.device = device or torch.device("cpu")
@@ -130,8 +135,11 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.position.stage == self.placement.stages - 1
 
-    def train_step(self, microbatches: Sequence[Microbatch]) -> float:
+    def train_step(self, microbatches: Sequence[Microbatch], step: int) -> float:
         """Forward and backward of all micro-batches; averaged gradients are left in the stage.
+
+        Args:
+            step: number of the optimizer step; each draws random numbers of its own.
 
         Returns:
             The sum of weight * loss over the micro-batches of this replica on the last stage; 0
@@ -139,12 +147,14 @@ class Pipeline:
         """
         self.stage.train()
         self.stage.zero_grad()
+        self._step = step
         held: dict[int, _Held] = {}
         total = 0.0
         for action in self._actions(self._schedule, microbatches):
             number = action.microbatch
             if action.kind == "forward":
-                held[number] = self._forward(number, microbatches[number])
+                with self._random(number):
+                    held[number] = self._forward(number, microbatches[number])
             else:
                 total += self._backward(number, microbatches[number], held.pop(number))
         self._wait_sent()
@@ -163,6 +173,11 @@ class Pipeline:
         ]
         self._wait_sent()
         return outputs if self.is_last else []
+
+    def _random(self, number: int) -> AbstractContextManager[object]:
+        """Random numbers of a micro-batch: those of one process that accumulates over slices."""
+        piece = number * self.placement.data + self.position.replica
+        return keyed(self.seed, self._step, piece)
 
     def _actions(
         self,

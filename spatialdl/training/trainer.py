@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
 
+from spatialdl.allocator import keep_freed_memory
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
@@ -37,6 +38,7 @@ def run(config: DictConfig, run_dir: Path) -> None:
         ValueError: if the configuration does not fit together.
     """
     check.enable(bool(config.comm.check))
+    keep_freed_memory()
     trainer = Trainer(config, world())
     trainer.fit(run_dir)
 
@@ -70,6 +72,7 @@ class Trainer:
             self.device,
             gather_before=config.parallel.gather_before or (),
             recompute=config.parallel.recompute == "block",
+            seed=int(config.seed),
         )
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()
@@ -134,7 +137,7 @@ class Trainer:
 
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        total = self.pipeline.train_step([self._microbatch(part) for part in batch])
+        total = self.pipeline.train_step([self._microbatch(part) for part in batch], self.step)
         self.optimizer.step()
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()

@@ -1,7 +1,8 @@
 """The first promise: every layout gives the numbers of one process, to 1e-10 in float64.
 
 The reference is plain PyTorch in a loop, without a line of ours: it accumulates over the same
-slices of the batch, micro-batch by micro-batch, within it replica by replica.
+slices of the batch, micro-batch by micro-batch, within it replica by replica. Only where a network
+draws random numbers it does so by the same keys.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from spatialdl.layout import even_bounds
 from spatialdl.mesh import Placement
 from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
 from spatialdl.pipeline.runtime import Microbatch, Pipeline
+from spatialdl.random import keyed, scope
 from spatialdl.training.tasks import segmentation_loss
 
 STEPS = 4
+SEED = 11
 TOLERANCE = 1e-10
 
 
@@ -78,7 +81,67 @@ def vgg() -> nn.Module:
     return nn.Sequential(OrderedDict(features=features, classifier=head))
 
 
+class DropPath(nn.Module):
+    """Stochastic depth as in transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = 0.6 + torch.rand((len(x), 1, 1, 1), dtype=x.dtype, device=x.device)
+        return x.div(0.6) * keep.floor_()
+
+
+class RandomBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.drop, self.path = nn.BatchNorm2d(8), nn.Dropout(0.2), DropPath()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.norm(self.conv1(x)).relu())
+        return x + self.path(self.conv2(y))
+
+
+class RandomChain(nn.Sequential):
+    """Drops pixels, channels, whole branches, and in its head features."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            OrderedDict(
+                conv1=nn.Conv2d(3, 8, 3, stride=2, padding=1),
+                relu=nn.ReLU(inplace=True),
+                channels=nn.Dropout2d(0.3),
+                conv2=nn.Conv2d(8, 8, 3, padding=1),
+                pixels=nn.Dropout(0.3, inplace=True),
+                block1=RandomBlock(),
+                block2=RandomBlock(),
+                pool=nn.AdaptiveAvgPool2d(1),
+                flatten=nn.Flatten(),
+                features=nn.Dropout(0.2),
+                linear=nn.Linear(8, 5),
+            )
+        )
+
+
+class RandomNet(nn.Module):
+    """The same with a forward of its own; its blocks, not its layers, run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.drop = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Dropout2d(0.3)
+        self.blocks = nn.ModuleList([RandomBlock(), RandomBlock()])
+        self.linear = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.linear(F.dropout(x.mean((2, 3)), 0.2, self.training))
+
+
 NETWORKS = {
+    "random": RandomChain,
+    "random_net": RandomNet,
     "unet": lambda: unet(num_classes=5, width=4, depth=3),
     "vgg": vgg,
     "resnet18": lambda: resnet18(num_classes=5, width=8),
@@ -225,6 +288,29 @@ GATHERED = [
 ]
 
 
+RANDOM = [
+    Case("none", "random", (37, 29), ((1, 1),), microbatches=2),
+    Case("none", "random", (37, 29), ((1, 1),), microbatches=2, recompute=True),
+    Case("none", "random_net", (37, 29), ((1, 1),), recompute=True),
+    Case("sp", "random", (37, 29), ((2, 1),)),
+    Case("sp", "random", (37, 29), ((1, 2),), microbatches=2, batch=5, recompute=True),
+    Case("sp", "random_net", (37, 29), ((2, 1),), recompute=True),
+    Case("dp", "random", (37, 29), ((1, 1),), data=2, microbatches=2, batch=7),
+    Case("dp", "random_net", (37, 29), ((1, 1),), data=2),
+    Case("lp", "random", (37, 29), ((1, 1), (1, 1)), cut=("flatten",)),
+    Case("pp", "random", (37, 29), ((1, 1), (1, 1)), microbatches=2, cut=("block2",)),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, microbatches=2, cut=("pixels",), recompute=True),
+    Case("sp", "random_net", (37, 29), ((1, 3),)),
+    Case("sp+lp", "random", (37, 29), ((1, 2), (1, 1)), cut=("block1",)),
+    Case("sp+pp", "random", (37, 29), ((2, 1), (1, 1)), microbatches=2, cut=("block2",)),
+    Case("sp+pp", "random", (37, 29), ((1, 1), (1, 2)), 1, 2, 5, ("channels",), recompute=True),
+    Case("sp", "random", (37, 29), ((2, 2),)),
+    Case("dp+sp", "random", (37, 29), ((2, 1),), data=2, microbatches=2, batch=9),
+    Case("dp+sp", "random", (37, 29), ((1, 2),), data=2, recompute=True),
+    Case("dp+pp", "random", (37, 29), ((1, 1), (1, 1)), 2, 2, 8, ("block1",)),
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -258,6 +344,15 @@ def slices(case: Case) -> list[list[tuple[int, int]]]:
     return result
 
 
+def forward(model: nn.Module, x: Tensor) -> Tensor:
+    if not isinstance(model, RandomChain):
+        return model(x)
+    for name, layer in model.named_children():
+        with scope(name):
+            x = layer(x)
+    return x
+
+
 @cache
 def reference(case: Case) -> Outcome:
     model = network(case)
@@ -267,10 +362,12 @@ def reference(case: Case) -> Outcome:
         images, labels = images_and_labels(case, step)
         optimizer.zero_grad()
         total = 0.0
-        for start, stop in (piece for row in slices(case) for piece in row):
+        pieces = [piece for row in slices(case) for piece in row]
+        for number, (start, stop) in enumerate(pieces):
             if stop > start:
                 share = (stop - start) / case.batch
-                output = model(images[start:stop])
+                with keyed(SEED, step, number):
+                    output = forward(model, images[start:stop])
                 loss = F.cross_entropy(output, labels[start:stop], ignore_index=255) * share
                 loss.backward()
                 total += loss.item()
@@ -289,6 +386,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
         case.cut or None,
         gather_before=case.gather_before or (),
         recompute=case.recompute,
+        seed=SEED,
     )
     optimizer = optimiser(pipeline.stage.parameters())
     losses = []
@@ -306,7 +404,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
                     own_target(case, pipeline, labels[start:stop]) if pipeline.is_last else None,
                 )
             )
-        total = pipeline.train_step(microbatches)
+        total = pipeline.train_step(microbatches, step)
         counts = pipeline.is_last and pipeline.mesh.part == 0
         losses.append(world.allreduce(total / case.data if counts else 0.0))
         optimizer.step()
@@ -320,7 +418,7 @@ def own_target(case: Case, pipeline: Pipeline, target: Tensor) -> Tensor:
     return from_local(target[:, r0:r1, c0:c1].clone(), pipeline.mesh, case.size)
 
 
-@pytest.mark.parametrize("case", CASES + SEGMENTATION + RECOMPUTED + GATHERED, ids=str)
+@pytest.mark.parametrize("case", CASES + SEGMENTATION + RECOMPUTED + GATHERED + RANDOM, ids=str)
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
     if case.placement.world_size != world.size:
         pytest.skip(f"needs {case.placement.describe()}")

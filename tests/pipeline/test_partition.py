@@ -18,6 +18,7 @@ from spatialdl.pipeline.partition import (
     meta_copy,
     pieces,
 )
+from spatialdl.random import keyed, scope
 
 
 def small(**options) -> nn.Module:
@@ -117,6 +118,39 @@ def test_chain_goes_as_deep_as_there_is_no_forward():
     assert chain(nn.ReLU()) != []
 
 
+def test_a_chain_with_a_hook_or_a_weight_of_its_own_stays_whole():
+    hooked, weighted, inner = (nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3))
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    weighted.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    model = nn.Sequential(hooked, weighted, inner)
+    assert [path for path, _ in chain(model)] == ["0", "1", "2.0", "2.1"]
+    x = torch.randn(2, 3)
+    for stages in ([1], [1, 1]):
+        y = x
+        for stage in cut(model, stages, input_shape=(2, 3)):
+            y = stage(y)
+        assert torch.equal(y, model(x))
+
+
+def test_layers_draw_the_same_numbers_in_every_stage():
+    drop = nn.Dropout()  # called twice, it draws twice
+    model = nn.Sequential(nn.ReLU(), drop, nn.Sequential(nn.Dropout2d()), drop)
+    x = torch.rand(4, 9, 5, 5)
+    found = []
+    for names in (None, ["1"], ["2"], ["3"]):
+        y = x
+        for stage in cut(model, [1] * (2 if names else 1), names):
+            with keyed(seed=3, step=1):
+                y = stage(y)
+        found.append(y)
+    assert all(torch.equal(y, found[0]) for y in found)
+    with keyed(seed=3, step=1), scope("1"):
+        masks = [drop(x)]
+    with keyed(seed=3, step=1), scope("3"):
+        masks.append(drop(x))
+    assert not torch.equal(*masks)
+
+
 @pytest.mark.parametrize(("name", "first"), [("layer3", "layer3.0"), ("layer2.1", "layer2.1")])
 def test_cut_by_a_name_begins_there(name, first):
     _, second = cut(small(), [1, 1], [name])
@@ -213,8 +247,8 @@ def test_a_weight_in_two_stages_is_refused():
         cut(nn.Sequential(layer, nn.ReLU(), layer), (1, 1), ["2"])
 
 
-def kinds(found: list[list[nn.Module]]) -> list[str]:
-    return [" ".join(type(layer).__name__ for layer in piece) for piece in found]
+def kinds(found: list[list[tuple[str, nn.Module]]]) -> list[str]:
+    return [" ".join(type(layer).__name__ for _, layer in piece) for piece in found]
 
 
 def test_loose_layers_run_again_in_pieces_of_two_convolutions():
@@ -222,13 +256,14 @@ def test_loose_layers_run_again_in_pieces_of_two_convolutions():
         *(nn.ReLU(), nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1), nn.ReLU()),
         *(nn.Conv2d(1, 1, 1), nn.Sigmoid()),
     ]
-    assert kinds(pieces(layers)) == ["ReLU", "Conv2d BatchNorm2d Conv2d ReLU", "Conv2d Sigmoid"]
+    named = chain(nn.Sequential(*layers))
+    assert kinds(pieces(named)) == ["ReLU", "Conv2d BatchNorm2d Conv2d ReLU", "Conv2d Sigmoid"]
 
 
 def test_blocks_run_again_by_themselves():
     model = resnet18(num_classes=2, width=2)
     (stage,) = cut(model, [1], recompute=True)
-    assert kinds(pieces([layer for _, layer in chain(model)])) == [
+    assert kinds(pieces(chain(model))) == [
         "Conv2d BatchNorm2d ReLU MaxPool2d",
         *["BasicBlock"] * 8,
         *("AdaptiveAvgPool2d", "Flatten", "Linear"),
