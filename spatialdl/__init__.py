@@ -13,7 +13,6 @@ from spatialdl.errors import CommMismatch, ShardError, SlideError, UnsupportedSp
 from spatialdl.version import __version__
 
 if TYPE_CHECKING:
-    from spatialdl.allocator import keep_freed_memory
     from spatialdl.comm.gradients import average_gradients
     from spatialdl.comm.overlap import SpatialParallel
     from spatialdl.mesh import Mesh, init_mesh
@@ -35,7 +34,6 @@ __all__ = [
     "from_local",
     "gather_before",
     "init_mesh",
-    "keep_freed_memory",
     "recompute_blocks",
     "register_op",
     "shard",
@@ -49,7 +47,6 @@ _FOUND_IN = {
     "from_local": "spatialdl.spatial.split",
     "gather_before": "spatialdl.spatial.gather",
     "init_mesh": "spatialdl.mesh",
-    "keep_freed_memory": "spatialdl.allocator",
     "recompute_blocks": "spatialdl.spatial.recompute",
     "register_op": "spatialdl.spatial",
     "shard": "spatialdl.spatial.split",

@@ -29,7 +29,6 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     sides = {
         "one process": _one_process(options),
-        "memory kept": _one_process(options, "--keep-memory"),
         f"{options.ranks} ranks": _ranks(options),
     }
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -73,15 +72,15 @@ def _worker(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _one_process(options: argparse.Namespace, *more: str) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, *_worker(options), *more], _environment(options.threads)
+def _one_process(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, *_worker(options)], _environment(options.threads)
 
 
 def _ranks(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     threads = max(1, options.threads // options.ranks)
     command = [*mpiexec_command(options.ranks), sys.executable, *_worker(options)]
     grid = ["--grid", *map(str, grid_of(options.ranks))]
-    return [*command, *grid, "--keep-memory"], _environment(threads)
+    return [*command, *grid], _environment(threads)
 
 
 def grid_of(ranks: int) -> tuple[int, int]:
@@ -103,7 +102,7 @@ def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of all sides, and the ratios of the ranks to one process, run by run."""
+    """Medians of both sides, and the ratios of the ranks to one process, run by run."""
     values = {
         side: {
             "seconds": [statistics.median(run["seconds"]) for run in found],
@@ -112,7 +111,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
         }
         for side, found in runs.items()
     }
-    one, kept, many = values.values()
+    one, many = values.values()
     return {
         "command": " ".join(["python -m spatialdl.bench spatial", *_options_given(options)]),
         "machine": machine(),
@@ -124,7 +123,6 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
             for side, measures in values.items()
         },
         "ratio": _ratios(many, one),
-        "ratio_to_memory_kept": _ratios(many, kept),
         "speed": 1 / _ratios(many, one)["seconds"],
     }
 
@@ -161,17 +159,12 @@ def table(result: dict[str, Any]) -> str:
         f"{result['command']}",
         f"{result['machine']}, {result['date']}",
         "",
-        f"{'':28}" + "".join(f"{side:>14}" for side in sides) + f"{'ratio':>10}{'to kept':>10}",
+        f"{'':28}" + "".join(f"{side:>14}" for side in sides) + f"{'ratio':>10}",
     ]
     for measure, title in MEASURES.items():
         row = "".join(f"{result['median'][side][measure]:14.2f}" for side in sides)
-        ratios = result["ratio"][measure], result["ratio_to_memory_kept"][measure]
-        lines.append(f"{title:28}{row}" + "".join(f"{ratio:10.2f}" for ratio in ratios))
-    lines += [
-        "",
-        f"speed of {sides[2]}: {result['speed']:.2f} of one process on the same cores",
-        "memory kept: one process that keeps freed memory, as all ranks do",
-    ]
+        lines.append(f"{title:28}{row}{result['ratio'][measure]:10.2f}")
+    lines.append(f"\nspeed of {sides[1]}: {result['speed']:.2f} of one process on the same cores")
     return "\n".join(lines)
 
 
@@ -190,7 +183,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
         sides = list(result["median"])
         heights = [result["median"][side][measure] for side in sides]
-        panel.bar(sides, heights, color=["#8a8a8a", "#c4c4c4", "#1f5fa8"], width=0.6)
+        panel.bar(sides, heights, color=["#8a8a8a", "#1f5fa8"], width=0.6)
         for position, side in enumerate(sides):
             found = result["sides"][side][measure]
             panel.plot([position] * len(found), found, "o", color="black", markersize=3)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl import models
-from spatialdl.allocator import keep_freed_memory
 from spatialdl.pipeline.partition import cut
 
 WARM_UP = 1
@@ -38,11 +37,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--grid", type=int, nargs=2)
     parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--keep-memory", action="store_true", help="as the commands do")
     parser.add_argument("--limit", type=float, help="MB above the baseline; more ends the job")
     options = parser.parse_args()
-    if options.keep_memory:
-        keep_freed_memory()
     import_module("torch._dynamo")  # which PyTorch's optimizers import: no part of training
     mesh = spatialdl.init_mesh(tuple(options.grid)) if options.grid else None
     baseline = _peak_bytes()

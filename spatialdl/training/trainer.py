@@ -15,7 +15,6 @@ import torch
 from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
 
-from spatialdl.allocator import keep_freed_memory
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
@@ -38,7 +37,6 @@ def run(config: DictConfig, run_dir: Path) -> None:
         ValueError: if the configuration does not fit together.
     """
     check.enable(bool(config.comm.check))
-    keep_freed_memory()
     trainer = Trainer(config, world())
     trainer.fit(run_dir)
 
