@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+TASKS = ("classification", "segmentation")
 TRANSPORTS = ("auto", "mpi", "torch")
 
 log = logging.getLogger("spatialdl.train")
@@ -156,6 +157,7 @@ def _plan(config: DictConfig) -> Placement:
     choices = {
         "trainer.precision": PRECISIONS,
         "device": DEVICES,
+        "task": TASKS,
         "comm.transport": TRANSPORTS,
     }
     for key, known in choices.items():
