@@ -93,7 +93,7 @@ class Halo:
         self.tile = view_of(self._image, layout.whole, self.plan.own).clone()
         self.strips = geometry.strips(self.tile)
         self.sends = views_of(self.plan.sends, [Held(self.tile, self.plan.own)])
-        self.receives = views_of(self.plan.receives, geometry.held(self.strips))
+        self.receives = views_of(self.plan.receives, geometry.held(self.strips, self.plan.own))
         self.targets = [piece.peer for piece in self.plan.sends]
         self.sources = [piece.peer for piece in self.plan.receives]
         self.bytes = sum(view.numel() for view in self.sends) * self.tile.element_size()
@@ -125,7 +125,7 @@ class Halo:
 
         def exchange() -> None:
             strips = geometry.strips(tile) if new_strips else self.strips
-            sends, receives = [Held(tile, plan.own)], geometry.held(strips)
+            sends, receives = [Held(tile, plan.own)], geometry.held(strips, plan.own)
             start_exchange(comm, plan, sends, receives, device=tile.device, name="halo").wait()
 
         return exchange
@@ -135,7 +135,7 @@ class Halo:
         alone, plan, geometry, tile = Silent(), self.plan, self.geometry, self.tile
 
         def exchange() -> None:
-            sends, receives = [Held(tile, plan.own)], geometry.held(self.strips)
+            sends, receives = [Held(tile, plan.own)], geometry.held(self.strips, plan.own)
             start_exchange(alone, plan, sends, receives, device=tile.device, name="halo").wait()
 
         return exchange

@@ -117,13 +117,30 @@ class TileGeometry:
         """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
         return [like.new_zeros(shape_of(like, edge.box) if edge else (0,)) for edge in self.edges]
 
-    def held(self, strips: list[Tensor]) -> list[Held]:
-        """The strips with their boxes; those above and below come first and hold the corners."""
-        return [
-            Held(strip, edge.box)
-            for strip, edge in zip(strips, self.edges, strict=True)
-            if edge is not None
-        ]
+    def held(self, strips: list[Tensor], own: Box) -> list[Held]:
+        """What of the strips lies outside the tile `own`, where halos arrive, with its boxes.
+
+        Those above and below come first and hold the corners. A strip may reach over the tile and
+        beyond, if a neighbour's outputs are this tile's: what comes from there is another strip's.
+        """
+        found = []
+        for side, (strip, edge) in enumerate(zip(strips, self.edges, strict=True)):
+            if edge is not None:
+                box = _outside(edge.box, own, side)
+                view = strip if box == edge.box else view_of(strip, edge.box, box)
+                found.append(Held(view, box))
+        return found
+
+
+def _outside(box: Box, own: Box, side: int) -> Box:
+    """The part of `box` above, below, left or right (0 to 3) of the tile `own`."""
+    if side == 0:
+        return box._replace(row1=min(box.row1, own.row0))
+    if side == 1:
+        return box._replace(row0=max(box.row0, own.row1))
+    if side == 2:
+        return box._replace(col1=min(box.col1, own.col0))
+    return box._replace(col0=max(box.col0, own.col1))
 
 
 @lru_cache(maxsize=4096)
@@ -170,7 +187,7 @@ class _TileConvolution(torch.autograd.Function):
             mesh.grid_comm,
             plan,
             [Held(tile, plan.own)],
-            geometry.held(strips),
+            geometry.held(strips, plan.own),
             device=tile.device,
             name="conv2d",
         )
@@ -204,7 +221,7 @@ class _TileConvolution(torch.autograd.Function):
             exchange = start_exchange(
                 ctx.mesh.grid_comm,
                 plan,
-                geometry.held(grad_strips),
+                geometry.held(grad_strips, plan.own),
                 arrivals,
                 device=tile.device,
                 adjoint=True,

@@ -73,6 +73,21 @@ def test_a_chain_of_strided_convolutions_down_to_one_pixel(meshes: dict) -> None
         check(chain, parameter(rng, 2, 3, 21, 17), weights, mesh, f"chain on {mesh.grid}")
 
 
+def test_a_strip_that_reaches_over_the_tile_to_the_other_side(meshes: dict) -> None:
+    """The last output is rebalanced: its first rows, on the next rank, read far above its tile."""
+    rng = random.Random(7)
+    weights = [parameter(rng, 1, 1, 4, 4) for _ in range(5)]
+
+    def chain(x: Tensor, *weights: Tensor) -> Tensor:
+        for weight, stride in zip(weights, (2, 2, 2, 1, 1), strict=True):
+            x = F.conv2d(x, weight, None, stride, 1) / 4
+        return x
+
+    for mesh in meshes.values():
+        for size in ((70, 93), (93, 70)):
+            check(chain, parameter(rng, 2, 1, *size), weights, mesh, f"{size} on {mesh.grid}")
+
+
 def test_a_frozen_kernel_and_a_frozen_image(meshes: dict) -> None:
     rng = random.Random(2)
     image, weight = parameter(rng, 1, 2, 12, 12), parameter(rng, 2, 2, 3, 3)
