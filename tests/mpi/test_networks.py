@@ -30,8 +30,18 @@ FAST = {
 }
 
 REFUSED = {
-    "monai Classifier": "gather_before",  # flattens a map before a dense layer
+    "transformers PVT": "class token",
+    "transformers CvT class token": "class token",
+    "transformers DINOv3 ConvNext": "class token",
+    "transformers ViT": "class token",
+    "transformers DINOv2": "class token",
+    "transformers LeViT": "mix pixels",
+    "transformers SuperPoint": "index tensor or mask",
+    "transformers MobileViTV2": "conv2d on a split image takes",
+    "transformers MobileViTV2 segmentation": "conv2d on a split image takes",
+    "monai Classifier": "gather_before",
     "monai VarAutoEncoder": "gather_before",
+    "monai Quicknat": "places within a split image",
 }
 """The networks that are refused, and what the refusal says."""
 

@@ -44,6 +44,24 @@ class Verdict(NamedTuple):
     message: str = ""
 
 
+class Split(NamedTuple):
+    """Which tensors of a case are split, by their numbers, and where.
+
+    Attributes:
+        tensors: their numbers.
+        middle: their rows and columns are dims 1 and 2, as in (N, H, W, C), not the last two.
+    """
+
+    tensors: tuple[int, ...]
+    middle: bool = False
+
+    def up(self, tensor: Tensor, mesh: Mesh) -> Tensor:
+        """`tensor` split over the mesh."""
+        if not self.middle:
+            return shard(tensor, mesh)
+        return shard(tensor.permute(0, 3, 1, 2), mesh).permute(0, 2, 3, 1)
+
+
 class Result(NamedTuple):
     outputs: list[Any]
     gradients: list[Tensor | None]
@@ -53,26 +71,29 @@ class DifferentError(AssertionError):
     """Ours is not what one process gives."""
 
 
-def splits(case: Case, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Which tensors of a case to split: the first image, all images, all but the first."""
+def splits(case: Case, mesh: Mesh) -> list[Split]:
+    """The first image, all images, all but the first; the first with its channels last."""
     tensors = case.sample.tensors
-    fitting = tuple(i for i, tensor in enumerate(tensors) if _fits(tensor, mesh))
-    if 0 not in fitting:
-        return []
-    ways = {(0,): None, fitting: None}
-    if len(fitting) > 1 and not case.in_place:
-        ways[fitting[1:]] = None
+    fitting = tuple(i for i, tensor in enumerate(tensors) if _fits(tensor, mesh, middle=False))
+    ways: dict[Split, None] = {}
+    if 0 in fitting:
+        ways = {Split((0,)): None, Split(fitting): None}
+        if len(fitting) > 1 and not case.in_place:
+            ways[Split(fitting[1:])] = None
+    if tensors and _fits(tensors[0], mesh, middle=True):
+        ways[Split((0,), middle=True)] = None
     return list(ways)
 
 
-def _fits(tensor: Tensor, mesh: Mesh) -> bool:
+def _fits(tensor: Tensor, mesh: Mesh, middle: bool) -> bool:
     if tensor.layout != torch.strided or tensor.dim() != 4 or tensor.is_quantized:
         return False
-    return all(n >= parts for n, parts in zip(tensor.shape[2:], mesh.grid, strict=True))
+    image = tensor.shape[1:3] if middle else tensor.shape[2:]
+    return all(n >= parts for n, parts in zip(image, mesh.grid, strict=True))
 
 
-def judge(case: Case, split: tuple[int, ...], mesh: Mesh) -> Verdict:
-    """Compare one call, with the tensors of the numbers in `split` split over the mesh."""
+def judge(case: Case, split: Split, mesh: Mesh) -> Verdict:
+    """Compare one call, with some of its tensors split over the mesh, and all as they are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = _plain(case)
@@ -89,12 +110,12 @@ def _plain(case: Case) -> Result | None:
         return None
 
 
-def _compared(case: Case, split: tuple[int, ...], mesh: Mesh, expected: Result) -> Verdict:
+def _compared(case: Case, split: Split, mesh: Mesh, expected: Result) -> Verdict:
     leaves = [_copy(tensor) for tensor in case.sample.tensors]
     try:
-        ours = _run(case, leaves, lambda x: shard(x, mesh), split)
+        ours = _run(case, leaves, lambda x: split.up(x, mesh), split.tensors)
         averaged = [
-            gradient if index in split or gradient is None else _mean(gradient, mesh)
+            gradient if index in split.tensors or gradient is None else _mean(gradient, mesh)
             for index, gradient in enumerate(ours.gradients)
         ]
         ours = ours._replace(gradients=averaged)
