@@ -202,11 +202,12 @@ def _take(factors: list[_Factor], size: int, follower: int | None) -> list[_Fact
             rest = 1
         else:
             return None
-    # rows or columns of size 1 need a dim too: their own if there is one, else this
-    while factors and factors[-1].size == 1 and (not group or follower != 1):
-        group.append(factors.pop())
-        if size == 1:
+    # rows or columns of size 1 need a dim too: one of size 1 of their own, or that of the columns
+    # or rows beside them, or the last
+    while factors and factors[-1].size == 1:
+        if group and follower is not None and (follower == 1 or not group[-1].kind):
             break
+        group.append(factors.pop())
     return group
 
 
@@ -222,11 +223,12 @@ def _view_of(
         outer = prod(factor.size for factor in group[:first])
         inner = prod(factor.size for factor in group[last + 1 :])
         names = [group[number].kind for number in kinds]
-        if len(names) == 2 and (names != ["rows", "cols"] or last - first > 1 or inner > 1):
+        if len(names) == 2 and (names != ["rows", "cols"] or last - first > 1):
             return None
         for number, name in zip(kinds, names, strict=True):
-            kept = outer if number == first else 1
-            found[name] = dim, kept, group[number].size, inner
+            # (rows, columns, inner) in one dim: so many times as many columns
+            before, after = (outer if number == first else 1), (inner if number == last else 1)
+            found[name] = dim, before, group[number].size, after
     if len(found) < 2:
         return None
     (row, outer_rows, rows, row_factor) = found["rows"]

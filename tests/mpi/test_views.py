@@ -61,6 +61,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
         x.permute(0, 2, 3, 1) + image_of(windows(x.permute(0, 2, 3, 1), 2).exp(), 2, H, W)
     ),
     "patches": lambda x: x.reshape(N, C, H // 3, 3, W // 2, 2).transpose(3, 4).flatten(4),
+    "pixels and channels": lambda x: x.permute(0, 2, 3, 1).flatten(1),
+    "pixels and samples": lambda x: x.permute(2, 3, 0, 1).reshape(H * W * N, C),
     "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
     "squeeze all": lambda x: x.unsqueeze(1).unsqueeze(-1).squeeze(),
     "unsqueeze between": lambda x: x.unsqueeze(3).unsqueeze(0),
@@ -146,8 +148,8 @@ def test_an_image_of_one_pixel_may_lose_its_dims(name: str, meshes: dict) -> Non
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: x.permute(0, 2, 3, 1).flatten(1),
         lambda x: x.transpose(2, 3).flatten(2),
+        lambda x: x.permute(0, 3, 2, 1).flatten(1),
         lambda x: x.view(N, C, W, H),
     ],
 )

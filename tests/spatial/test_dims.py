@@ -85,6 +85,7 @@ def check_view(shape: tuple[int, ...], dims: SpatialDims, new_shape: tuple[int, 
         ("channels last", (2, H * W, 3)),
         ("channels last", (2, 3, 4, 2, 4, 3)),
         ("channels last", (2 * H * W, 3)),
+        ("channels last", (2, H * W * 3)),
         ("tokens", (2, H, W, 3)),
         ("tokens", (2, 3, 4, 2, 4, 3)),
         ("tokens", (2, H * W, 1, 3)),
@@ -103,7 +104,6 @@ def test_views_that_networks_make(form: str, new_shape: tuple[int, ...]) -> None
 @pytest.mark.parametrize(
     ("form", "new_shape"),
     [
-        ("channels last", (2, H * W * 3)),  # pixels and channels interleaved
         ("channels last", (2, H, W * 3, 2)),  # other pixels than there are
         ("image", (2, 3, W, H)),
         ("image", (2, 3, 5, 5)),
@@ -141,9 +141,25 @@ def factors(size: int) -> list[int]:
     return found
 
 
-def test_a_map_of_one_column_keeps_its_columns() -> None:
-    view = regroup((2, 3, 4, 1), (2, 3, 4), IMAGE, 4, 1)
+@pytest.mark.parametrize(
+    ("shape", "dims", "new_shape", "expected"),
+    [
+        ((2, 3, 4, 1), IMAGE, (2, 3, 4), SpatialDims(-1, -1)),
+        ((2, 3, 1, 4), IMAGE, (2, 3, 4), SpatialDims(-1, -1)),
+        ((2, 3, 1, 1), IMAGE, (2, 3, 1), SpatialDims(-1, -1)),
+        ((2, 3, 1, 1), IMAGE, (2, 3, 1, 1), IMAGE),
+        ((2, 3, 1, 1), IMAGE, (2, 1, 3, 1, 1), IMAGE),
+        ((2, 1, 1, 24), SpatialDims(-3, -2), (2, 1, 24), SpatialDims(-2, -2)),
+        ((2, 1, 5, 24), SpatialDims(-3, -2), (2, 5, 24), SpatialDims(-2, -2)),
+        ((2, 5, 1, 24), SpatialDims(-3, -2), (2, 5, 24), SpatialDims(-2, -2)),
+    ],
+)
+def test_rows_and_columns_of_size_one_go_where_networks_expect_them(
+    shape: tuple[int, ...],
+    dims: SpatialDims,
+    new_shape: tuple[int, ...],
+    expected: SpatialDims,
+) -> None:
+    view = regroup(shape, new_shape, dims, shape[dims.rows], shape[dims.cols])
     assert view is not None
-    assert view.dims == SpatialDims(-1, -1)
-    view = regroup((2, 1, 1, 5), (2, 1, 1, 5, 1), SpatialDims(-2, -3), 1, 1)
-    assert view is None or {view.dims.rows, view.dims.cols} <= set(range(-5, 0))
+    assert view.dims == expected
