@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 from mpi4py import MPI
 
 from spatialdl import UnsupportedSpatialOp, init_mesh
@@ -35,8 +36,7 @@ REFUSED = {
     "transformers DINOv3 ConvNext": "class token",
     "transformers ViT": "class token",
     "transformers DINOv2": "class token",
-    "transformers LeViT": "mix pixels",
-    "transformers SuperPoint": "index tensor or mask",
+    "transformers SuperPoint": "max_pool2d on a split image takes",
     "transformers MobileViTV2": "conv2d on a split image takes",
     "transformers MobileViTV2 segmentation": "conv2d on a split image takes",
     "monai Classifier": "gather_before",
@@ -55,8 +55,10 @@ def test_a_training_step_equals_that_of_one_process(name: str) -> None:
     mesh = init_mesh(GRIDS[MPI.COMM_WORLD.size])
     entry = NETWORKS[name]
     network = entry.network()
+    torch.manual_seed(2)  # stochastic depth draws a number per sample, the same on every rank
     plain = one_step(copy.deepcopy(network), entry.image(), tuple(entry.arguments))
     assert max(float(grad.abs().max()) for grad in plain.gradients.values() if grad is not None) > 0
+    torch.manual_seed(2)
     ours = one_step(network, entry.image(), tuple(entry.arguments), mesh)
     assert [str(difference) for difference in differences(ours, plain)] == []
 
