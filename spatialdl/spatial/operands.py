@@ -13,15 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.table import any_other, refusal, register_op
+from spatialdl.spatial.table import any_other, inside, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
 
 
 @register_op(any_other)
 def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of `func` with all tensor operands lifted to one shape and layout."""
-    if func is torch.autograd.grad:
-        return args, kwargs
     flat = tree_flatten((args, kwargs))[0]
     operands = [value for value in flat if isinstance(value, Tensor)]
     split = [value for value in operands if isinstance(value, SpatialTensor)]
@@ -40,6 +38,16 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return value if left_alone else lift(func, value, target, shape)
 
     return tree_map(lifted, (args, kwargs))  # type: ignore[no-any-return]
+
+
+@register_op(Tensor.backward)
+def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """A whole gradient of a split image is cut to the own box."""
+    if isinstance(self, SpatialTensor) and gradient is not None:
+        gradient = lift(Tensor.backward, gradient, self, self.shape)
+    run = inside(Tensor.backward)
+    if run is not None:
+        run(self, gradient, *args, **kwargs)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -59,14 +59,29 @@ def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -
     first, count = max(-before, 0), size + min(before, 0) + min(after, 0)
     if mode == "constant":
         return [Segment(size + before + after, -before)]
-    core = Segment(count, first)
-    if mode == "replicate":
-        return [Segment(left, 0, 0), core, Segment(right, size - 1, 0)]
-    if mode == "reflect":
-        return [Segment(left, left, -1), core, Segment(right, size - 2, -1)]
+    if mode in ("replicate", "reflect"):
+        return _mirrored(size, before, after, mode)
     if left > count or right > count:
         raise refusal(F.pad, [x], f"a circular pad of ({before}, {after}) takes what it crops")
-    return [Segment(left, first + count - left), core, Segment(right, first)]
+    return [
+        Segment(left, first + count - left),
+        Segment(count, first),
+        Segment(right, first),
+    ]
+
+
+def _mirrored(size: int, before: int, after: int, mode: str) -> list[Segment]:
+    """Output j reads input j - before, mirrored or held at the ends; a crop may reach the pad."""
+    total = size + before + after
+    left = min(max(before, 0), total)
+    first = left - before
+    count = max(0, min(size - first, total - left))
+    right = total - left - count
+    core = Segment(count, min(first, size - 1))
+    if mode == "replicate":
+        return [Segment(left, 0, 0), core, Segment(right, size - 1, 0)]
+    start = 2 * (size - 1) - (left + count - before)
+    return [Segment(left, max(before, 0), -1), core, Segment(right, max(start, 0), -1)]
 
 
 def _pad_other_dims(

@@ -117,6 +117,9 @@ _CHECKS = (
     "has_torch_function_variadic",
 )
 _METHODS: set[Any] = {
+    torch.Tensor.backward,
+    torch.autograd.backward,  # what is recomputed inside must find its handlers
+    torch.autograd.grad,
     torch.Tensor.split,
     torch.Tensor.norm,
     torch.Tensor.__iter__,

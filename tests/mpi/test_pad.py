@@ -149,3 +149,16 @@ def test_a_pad_keeps_the_cut_where_it_is(meshes: dict) -> None:
             (x.spatial_layout.cols, padded.cols),
         ):
             assert after[:-1] == before[:-1]
+
+
+@pytest.mark.parametrize("mode", ["replicate", "reflect"])
+@pytest.mark.parametrize("pads", [(5, -7), (5, -9), (-7, 5), (-9, 6), (4, -8), (-3, 2), (6, 6)])
+def test_a_crop_may_reach_into_the_pad(mode: str, pads: tuple[int, int], meshes: dict) -> None:
+    """Once the crop was taken from the image alone, and the output was too wide."""
+
+    def pad(x: Tensor) -> Tensor:
+        return F.pad(F.pad(x, (*pads, 1, 1), mode), (0, 0, *pads), mode)
+
+    for mesh in meshes.values():
+        image = parameter(random.Random(0), 1, 2, 8, 8)
+        check(pad, image, [], mesh, f"{mode} {pads} on {mesh.grid} ")
