@@ -474,7 +474,7 @@ ASKED: dict[str, Callable[[Tensor], object]] = {
     "mean over samples": lambda x: x.mean(0),
     "linear": lambda x: F.linear(x, image(3, W)),
     "matmul": lambda x: x @ image(W, 3),
-    "matmul of both": lambda x: x @ x.detach(),
+    "matmul of both": lambda x: x @ x.detach().mT,
     "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, image(4, 4)),
     "bilinear": lambda x: F.bilinear(x, x, image(2, W, W)),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
