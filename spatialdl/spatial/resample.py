@@ -57,8 +57,24 @@ def _resampling(
         raise refusal(
             function, [input], "PyTorch itself errs in images that become one column; two are exact"
         )
+    same_size = tuple(whole.shape[-2:]) == (height, width)
+    if mode == "cubic" and not antialias and same_size and input.requires_grad:
+        _check_unscaled(function, input, (row_scale, col_scale))
     fast = _by_kernel(input, rows, cols) if rows.factor and cols.factor else None
     return fast if fast is not None else _by_table(input, rows, cols)
+
+
+def _check_unscaled(
+    function: Call, input: SpatialTensor, scales: tuple[float | None, float | None]
+) -> None:
+    """PyTorch 2.13 interpolates forward, but hands the gradient on as if it had not."""
+    if any(scale not in (None, 1.0) for scale in scales):
+        raise refusal(
+            function,
+            [input],
+            f"PyTorch's own gradient is wrong where scale factors {scales} keep the size; "
+            "give size=, or recompute_scale_factor=True",
+        )
 
 
 def _bounds(bounds: Bounds, how: Resampling) -> Bounds:

@@ -49,7 +49,28 @@ def test_interpolate(mode: str, seed: int, meshes: dict) -> None:
     def resize(x: Tensor) -> Tensor:
         return F.interpolate(x, mode=mode, **options)
 
+    if mode == "bicubic" and scaled_to_the_same_size(s.image, options):
+        with pytest.raises(UnsupportedSpatialOp, match="gradient is wrong"):
+            resize(shard(s.image.requires_grad_(), s.mesh))
+        return
     check(resize, s.image, [], s.mesh, f"{s}, {mode}, {options}")
+
+
+def scaled_to_the_same_size(image: Tensor, options: dict[str, Any]) -> bool:
+    """PyTorch's bicubic gradient is that of a copy then, but its output is none."""
+    scale = options.get("scale_factor")
+    if scale is None or options["recompute_scale_factor"] or options["antialias"]:
+        return False
+    sizes = F.interpolate(image, scale_factor=scale, recompute_scale_factor=None).shape
+    return sizes == image.shape and scale not in (1, (1, 1))
+
+
+def test_scaling_to_the_same_size_is_exact_forward(meshes: dict) -> None:
+    image = parameter(random.Random(0), 1, 2, 23, 20)
+    expected = F.interpolate(image, scale_factor=1.04, mode="bicubic")
+    for mesh in meshes.values():
+        ours = F.interpolate(shard(image, mesh), scale_factor=1.04, mode="bicubic")
+        torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
