@@ -86,7 +86,7 @@ WHOLE: dict[str, Operation] = {
     "norm": lambda x: x.norm(),
     "norm 1": lambda x: x.norm(1),
     "sum in another type": lambda x: x.sum((2, 3), dtype=torch.float64),
-    "mean of floats": lambda x: x.float().mean((2, 3), dtype=torch.float64),
+    "mean in another type": lambda x: x.mean((2, 3), dtype=torch.float64),
     "numpy's names": lambda x: x.mean(axis=(2, 3), keepdims=True),
     "by name": lambda x: torch.sum(input=x, dim=3),
     "normalize": F.normalize,
