@@ -73,6 +73,7 @@ def inside(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "networks.py").write_text(NETWORK)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "networks", raising=False)  # of another test
     calls: list[tuple] = []
     trainer = types.ModuleType("spatialdl.training.trainer")
     trainer.run = lambda config, run_dir: calls.append((config, run_dir))
