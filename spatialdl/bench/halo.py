@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl.bench.spatial import machine, run_worker
+from spatialdl.bench.results import machine, publish, run_worker
 from spatialdl.comm.launch import mpiexec_command
 
 OURS = ("spatialdl", "spatialdl, new strips")
@@ -23,14 +22,9 @@ TARGET = 1.3
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     result = summarise(options, _run(options))
-    print(table(result))
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
     rows, cols = options.grid
     name = f"halo-{rows}x{cols}-{options.channels}x{options.side}"
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(result, folder / f"{name}.png")
-    print(f"\nwritten: {folder / name}.json and .png")
+    publish(result, table, draw, Path(options.out) / name)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

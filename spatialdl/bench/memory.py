@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.spatial import machine
+from spatialdl.bench.results import grid_of, machine, publish
 from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.launch import mpiexec_command
 
@@ -44,13 +44,8 @@ def main(arguments: Sequence[str]) -> None:
         for ranks, again in sides:
             result["rows"].append(_measure_side(options, ranks, again, bar))
             bar.update()
-    print(table(result))
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
     name = f"memory-{options.model}-{options.limit:.0f}mb"
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(result, folder / f"{name}.png")
-    print(f"\nwritten: {folder / name}.json and .png")
+    publish(result, table, draw, Path(options.out) / name)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,12 +64,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.size < 1 or options.largest < STEP:
         raise ValueError(f"size must be at least 1, largest at least {STEP}")
     return options
-
-
-def grid_of(ranks: int) -> tuple[int, int]:
-    """The most square grid of so many ranks, with more rows than columns."""
-    cols = max(n for n in range(1, int(sqrt(ranks)) + 1) if ranks % n == 0)
-    return ranks // cols, cols
 
 
 def _measure_side(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from spatialdl.bench.results import grid_of, machine, publish, run_worker
 from spatialdl.comm.launch import mpiexec_command
 
 MEASURES = {
@@ -36,13 +34,8 @@ def main(arguments: Sequence[str]) -> None:
     for side in tqdm(order, desc="runs", unit="run"):
         runs[side].append(run_worker(*sides[side]))
     result = summarise(options, runs)
-    print(table(result))
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
     name = f"spatial-{options.model}-{options.size}-{options.ranks}ranks"
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(result, folder / f"{name}.png")
-    print(f"\nwritten: {folder / name}.json and .png")
+    publish(result, table, draw, Path(options.out) / name)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -83,22 +76,8 @@ def _ranks(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     return [*command, *grid], _environment(threads)
 
 
-def grid_of(ranks: int) -> tuple[int, int]:
-    """The grid nearest to a square, with more rows than columns."""
-    cols = max(cols for cols in range(1, ranks + 1) if ranks % cols == 0 and cols * cols <= ranks)
-    return ranks // cols, cols
-
-
 def _environment(threads: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "OMPI_MCA_mpi_yield_when_idle": "1"}
-
-
-def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -136,20 +115,6 @@ def _ratios(many: dict[str, list[float]], one: dict[str, list[float]]) -> dict[s
 
 def _options_given(options: argparse.Namespace) -> list[str]:
     return [f"--{key} {value}" for key, value in vars(options).items() if key != "out"]
-
-
-def machine() -> str:
-    """What the numbers were taken on."""
-    return f"{os.cpu_count()} cores, {cpu_model()}"
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def table(result: dict[str, Any]) -> str:

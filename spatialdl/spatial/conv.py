@@ -18,59 +18,13 @@ from torch import Tensor
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Held
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.repartition import repartition, shape_of, view_of
+from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.layout import Box, Layout, Window
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.conv_window import Convolution, conv_of_window
 from spatialdl.spatial.edges import Cut, Strip, cut_dim
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
-from spatialdl.spatial.window import (
-    autocast_cast,
-    check_image,
-    check_output,
-    nothing,
-    pair,
-    window_move,
-)
-
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """What does not depend on the rank: strides, dilations, groups."""
-
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    groups: int
-
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]
-    ) -> Tensor:
-        return torch.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
-
-    def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        padding: tuple[int, int],
-        mask: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of input, weight and bias, as `mask` asks for."""
-        grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
-            grad,
-            x,
-            weight,
-            [weight.shape[0]],
-            self.stride,
-            padding,
-            self.dilation,
-            False,
-            (0, 0),
-            self.groups,
-            mask,
-        )
-        return grads
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
+from spatialdl.spatial.window import autocast_cast, check_image, check_output, pair, window_move
 
 
 @dataclass(frozen=True)
@@ -304,9 +258,9 @@ def _windows(
     return (rows, cols), size
 
 
-@register_op(torch.conv2d)
+@register_op(torch.conv2d, split=("input",))
 def conv2d(
-    input: Tensor,
+    input: SpatialTensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -314,9 +268,6 @@ def conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
-        split = [x for x in (input, weight) if isinstance(x, SpatialTensor)]
-        raise refusal(torch.conv2d, split, "a split tensor cannot be the kernel of a convolution")
     check_image("conv2d", input)
     if input.shape[1] != weight.shape[1] * groups:
         raise ValueError(
@@ -331,27 +282,9 @@ def conv2d(
     tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
     mesh = input.mesh
     if geometry is None:
-        y = _with_copied_halo(tile, weight, bias, conv, output, plan, mesh)
+        y = conv_of_window(tile, weight, bias, conv, mesh.own_box(output), plan, mesh)
     elif not plan.talks and geometry.rows.skip == geometry.cols.skip == 0:
         y = geometry.wanted(conv.forward(tile, weight, bias, geometry.padding))
     else:
         y = _TileConvolution.apply(tile, weight, bias, conv, geometry, plan, mesh)  # type: ignore[no-untyped-call]
     return from_tile(y, output, mesh)
-
-
-def _with_copied_halo(
-    tile: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Convolution,
-    output: Layout,
-    plan: Plan,
-    mesh: Mesh,
-) -> Tensor:
-    window = repartition(tile, mesh.grid_comm, plan, name="conv2d")
-    box = mesh.own_box(output)
-    if box.is_empty:
-        inputs = (window, weight) if bias is None else (window, weight, bias)
-        samples, height, width = box.shape
-        return nothing((samples, weight.shape[0], height, width), *inputs)
-    return conv.forward(window, weight, bias, (0, 0))

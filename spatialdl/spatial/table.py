@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spatialdl.spatial.tensor import SpatialTensor
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+_HOLDERS = (torch.Tensor, list, tuple, dict)
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
@@ -77,7 +78,7 @@ def _checked(
                 function, spatial_in((args, kwargs)), f"with these arguments ({error})"
             ) from None
         for name, value in bound.arguments.items():
-            if name not in split and spatial_in(value):
+            if name not in split and isinstance(value, _HOLDERS) and spatial_in(value):
                 raise refusal(function, spatial_in(value), f"its {name} cannot be a split tensor")
         return handler(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move_back, repartition
 from spatialdl.layout import Box, Layout, Window, transposed_boxes
 from spatialdl.mesh import Mesh
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
 from spatialdl.spatial.window import (
     arrived,
     autocast_cast,
@@ -212,9 +212,9 @@ def _check(
             )
 
 
-@register_op(torch.conv_transpose2d)  # F.conv_transpose2d is the same function
+@register_op(torch.conv_transpose2d, split=("input",))  # F.conv_transpose2d is the same function
 def conv_transpose2d(
-    input: Tensor,
+    input: SpatialTensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -223,11 +223,6 @@ def conv_transpose2d(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor:
-    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
-        split = [x for x in (input, weight) if isinstance(x, SpatialTensor)]
-        raise refusal(
-            torch.conv_transpose2d, split, "a split tensor cannot be the kernel of a convolution"
-        )
     extra = pair(output_padding)
     kernel, values = weight.shape[2:], (pair(stride), pair(padding), pair(dilation))
     rows, cols = (Window(int(k), *v) for k, *v in zip(kernel, *values, strict=True))

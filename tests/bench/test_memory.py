@@ -32,11 +32,6 @@ def test_nothing_fits_and_everything_fits():
     assert memory.search(lambda side: 1.0, 100, 2050) == 2048
 
 
-@pytest.mark.parametrize(("ranks", "grid"), [(1, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (3, 2))])
-def test_grids_are_as_square_as_can_be(ranks, grid):
-    assert memory.grid_of(ranks) == grid
-
-
 @pytest.fixture
 def runs(monkeypatch):
     """Stands in for training: MB by area, ranks and recomputation; 1 rank is killed at 960."""

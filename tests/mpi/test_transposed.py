@@ -258,5 +258,5 @@ def test_what_pytorch_refuses_is_refused_on_every_rank(
 def test_a_split_kernel_is_refused(meshes: dict) -> None:
     for mesh in meshes.values():
         kernel = shard(torch.rand(1, 1, 8, 8), mesh)
-        with pytest.raises(UnsupportedSpatialOp, match="cannot be the kernel"):
+        with pytest.raises(UnsupportedSpatialOp, match="its weight cannot be a split tensor"):
             F.conv_transpose2d(torch.rand(1, 1, 3, 3), kernel)
