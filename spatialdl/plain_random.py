@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.mesh import Mesh
 from spatialdl.random import (
     Region,
     bernoulli,
+    exponential,
     keep_mask,
     next_key,
     normal,
@@ -169,6 +171,85 @@ def _normal_(self: Tensor, mean: float = 0, std: float = 1, *, generator: None =
     return self.copy_(numbers * std + mean)
 
 
+def _exponential_(self: Tensor, lambd: float = 1, *, generator: None = None) -> Tensor:
+    numbers = exponential(whole(self.shape), next_key(), float_type(self.dtype), self.device)
+    return self.copy_(numbers / lambd)
+
+
+def _rrelu(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: None
+) -> Tensor:
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2)
+    slopes = uniform(whole(input.shape), next_key(), input.dtype, input.device)
+    return torch.where(input < 0, input * (slopes * (upper - lower) + lower), input)
+
+
+def _rrelu_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return input.copy_(_rrelu(input, *args, **kwargs))
+
+
+# --- attention
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    drop: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What `F.scaled_dot_product_attention` computes, with `drop` applied to the weights.
+
+    One function for whole and split tensors, so that both drop the same weights.
+    """
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if is_causal:
+        if attn_mask is not None:
+            raise RuntimeError("attention takes either attn_mask or is_causal, not both")
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is None:
+        return drop(scores.softmax(-1)) @ value
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+    else:
+        scores = scores + attn_mask
+    nothing_seen = scores.amax(-1, keepdim=True) == -math.inf  # PyTorch's answer to it is zero
+    weights = scores.masked_fill(nothing_seen, 0.0).softmax(-1).masked_fill(nothing_seen, 0.0)
+    return drop(weights) @ value
+
+
+def drop_whole(p: float, mesh: Mesh | None = None) -> Callable[[Tensor], Tensor]:
+    """Dropout of a tensor that all ranks of `mesh` hold whole."""
+    check_probability(p)
+    return lambda x: dropped(x, whole(x.shape), next_key(mesh), p) if p > 0 else x
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p == 0:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    drop = drop_whole(dropout_p)
+    return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
+
+
 _PIXELS, _CHANNELS = _dropout(), _dropout(channels=True)
 _ALPHA_PIXELS = _dropout(alpha=True)
 _ALPHA_CHANNELS = _dropout(channels=True, alpha=True)
@@ -198,4 +279,8 @@ PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.bernoulli_: _bernoulli_,
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
+    Tensor.exponential_: _exponential_,
+    torch.rrelu: _rrelu,
+    torch.rrelu_: _rrelu_,
+    F.scaled_dot_product_attention: _attention,
 }

@@ -35,12 +35,14 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import noop_context_fn
 
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.comm.tape import aside
+from spatialdl.composite import inside
 from spatialdl.mesh import Mesh
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -176,6 +178,17 @@ def normal(region: Region, key: int, dtype: torch.dtype, device: torch.device) -
     def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
         radius = (-2 * ((bits(0).double() + 1) * 2.0**-_BITS).log()).sqrt()
         return radius * (bits(1).double() * (2 * math.pi * 2.0**-_BITS)).cos()
+
+    return _drawn(region, key, out, made)
+
+
+def exponential(region: Region, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the exponential distribution of rate 1; never 0, of which logarithms are taken."""
+    out = torch.empty(region.size, dtype=dtype, device=device)
+
+    def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
+        smallest = torch.finfo(dtype).tiny
+        return -((bits(0).double() + 1) * 2.0**-_BITS).log().clamp_(max=-smallest)
 
     return _drawn(region, key, out, made)
 
@@ -337,10 +350,19 @@ class _Keyed(TorchFunctionMode):
         from spatialdl.plain_random import PLAIN
 
         kwargs = kwargs or {}
-        drawn = PLAIN.get(func)
-        if drawn is None or kwargs.get("generator") is not None or _is_split(types):
+        if _is_split(types) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        return drawn(*args, **kwargs)
+        drawn = PLAIN.get(func)
+        if drawn is not None:
+            return drawn(*args, **kwargs)
+        composite = inside(func) if getattr(func, "__module__", "") == F.__name__ else None
+        if composite is None:
+            return func(*args, **kwargs)
+        super().__enter__()  # type: ignore[no-untyped-call]  # what it calls may draw
+        try:
+            return composite(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _is_split(types: Any) -> bool:

@@ -76,6 +76,9 @@ def test_never_one(dtype: torch.dtype) -> None:
     assert numbers.max() < 1
 
 
+ATTENTION = nn.MultiheadAttention(6, 2, dropout=0.5)
+
+
 def draw() -> list[Tensor]:
     x = torch.ones(3, 4, 5, 6)
     return [
@@ -91,6 +94,12 @@ def draw() -> list[Tensor]:
         torch.empty(8).bernoulli_(0.5),
         x.new_empty(8).uniform_(2, 3),
         torch.empty(8).normal_(5, 0.1),
+        torch.empty(8).exponential_(),
+        F.gumbel_softmax(x),
+        F.rrelu(-x, training=True),
+        F.scaled_dot_product_attention(x, x, x * torch.rand(6), dropout_p=0.5),
+        F.fractional_max_pool2d(x * torch.rand(5, 6), 2, 3),
+        ATTENTION(x[0, 0, :, None], x[0, 0, :, None], torch.rand(5, 1, 6))[0],
         torch.empty(8).bernoulli_(torch.full((8,), 0.5)),
     ]
 

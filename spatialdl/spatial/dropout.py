@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.plain_random import check_probability, dropped, float_type
-from spatialdl.random import Region, bernoulli, next_key, normal, uniform
+from spatialdl.random import Region, bernoulli, exponential, next_key, normal, uniform
 from spatialdl.spatial.span import positions, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
@@ -108,3 +109,27 @@ def _register_in_place(func: Any, draw: Callable[..., Tensor], is_range: bool) -
 
 _register_in_place(Tensor.uniform_, uniform, is_range=True)
 _register_in_place(Tensor.normal_, normal, is_range=False)
+
+
+@register_op(Tensor.exponential_, split=("input",))
+def exponential_(
+    input: SpatialTensor, lambd: float = 1.0, *, generator: torch.Generator | None = None
+) -> Tensor:
+    _no_generator(Tensor.exponential_, input, generator)
+    key = next_key(input.mesh)
+    numbers = exponential(region_of(input), key, float_type(input.dtype), input.device) / lambd
+    return input.copy_(without_dims(input, numbers.to(input.dtype), ()))
+
+
+@register_op(torch.rrelu, split=("input",))
+def rrelu(
+    input: SpatialTensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+) -> Tensor:
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2)
+    return torch.where(input < 0, input * (torch.rand_like(input) * (upper - lower) + lower), input)
+
+
+@register_op(torch.rrelu_, split=("input",))
+def rrelu_(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return input.copy_(rrelu(input, *args, **kwargs))

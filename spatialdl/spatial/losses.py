@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.reduce import differentiable_sum
+from spatialdl.composite import inside
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.operands import lift, on_one_layout
 from spatialdl.spatial.span import HALF, split_dims, without_data, without_dims
-from spatialdl.spatial.table import inside, spatial_in
+from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 Function = Callable[..., Any]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from spatialdl.composite import inside
 from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.table import any_other, inside, refusal, register_op
+from spatialdl.spatial.table import any_other, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
 
 

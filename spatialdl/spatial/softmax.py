@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spatialdl.spatial.reduce import log_sum_exp
 from spatialdl.spatial.span import Span, dims_of, in_float32, span_of, without_data, without_dims
-from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
 class _Softmax(torch.autograd.Function):
@@ -93,10 +93,3 @@ def softmin(
 ) -> Tensor:
     negative: Any = -input
     return _softmax(negative, dim, dtype, log=False)
-
-
-@register_op(F.gumbel_softmax, split=("logits",))
-def gumbel_softmax(logits: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise refusal(
-        F.gumbel_softmax, [logits], "add noise of spatialdl.random and take softmax instead"
-    )

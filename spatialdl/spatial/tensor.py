@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
+from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh
@@ -31,7 +32,6 @@ from spatialdl.spatial.dims import IMAGE, SpatialDims, from_image, samples_of, t
 from spatialdl.spatial.table import (
     HANDLERS,
     any_other,
-    inside,
     refusal,
     register_op,
     spatial_in,

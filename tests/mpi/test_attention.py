@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import Mesh, UnsupportedSpatialOp, shard
+from spatialdl.random import keyed
 from tests.mpi.equality import check, parameter
 
 N, C, H, W = 2, 8, 12, 4
@@ -125,12 +126,65 @@ def test_an_encoder_layer(meshes: Meshes) -> None:
         check(lambda x: layer(tokens(x)), image, [], mesh, f"on {mesh.grid} ")
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"dropout_p": 0.5}])
-def test_refused(options: dict[str, object], meshes: Meshes) -> None:
+def half_seen() -> Tensor:
+    """A mask of which the first row sees nothing."""
+    mask = torch.rand(H * W, H * W, generator=torch.Generator().manual_seed(5)) < 0.5
+    mask[0] = False
+    return mask
+
+
+BY_HAND: dict[str, tuple[dict[str, object], int]] = {
+    "causal": ({"is_causal": True}, C),
+    "dropout": ({"dropout_p": 0.5}, C),
+    "dropout of all": ({"dropout_p": 1.0}, C),
+    "dropout and a mask": ({"dropout_p": 0.3, "attn_mask": half_seen()}, C),
+    "dropout and a bias": ({"dropout_p": 0.3, "attn_mask": half_seen() * 2.0, "scale": 0.3}, C),
+    "dropout, causal, shared heads": (
+        {"dropout_p": 0.3, "is_causal": True, "enable_gqa": True},
+        C // 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_attention_whose_weights_are_kept(name: str, meshes: Meshes) -> None:
+    """Dropout draws the same weights in every layout, within `keyed`."""
+    options, channels = BY_HAND[name]
+
+    def operation(x: Tensor) -> Tensor:
+        q, k = heads(tokens(x)), heads(tokens(x))[:, : channels * HEADS // C]
+        with keyed(1, 2):
+            return F.scaled_dot_product_attention(q, k, k.sin(), **options)
+
     for mesh in meshes.values():
-        t = tokens(shard(torch.rand(N, C, H, W), mesh))
-        with pytest.raises(UnsupportedSpatialOp, match="scaled_dot_product_attention"):
-            F.scaled_dot_product_attention(t, t, t, **options)
+        image = parameter(random.Random(9), N, C, H, W)
+        check(operation, image, [], mesh, f"{name} on {mesh.grid} ")
+
+
+def test_a_few_whole_queries_with_dropout(meshes: Meshes) -> None:
+    queries = parameter(random.Random(3), N, 5, C)
+
+    def operation(x: Tensor, q: Tensor) -> Tensor:
+        with keyed(1, 2):
+            y = F.scaled_dot_product_attention(q, tokens(x), tokens(x).sin(), dropout_p=0.4)
+        return y + 0 * x.sum()
+
+    for mesh in meshes.values():
+        image = parameter(random.Random(9), N, C, H, W)
+        check(operation, image, [queries], mesh, f"on {mesh.grid} ")
+
+
+def test_modules_with_dropout(meshes: Meshes) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(C, HEADS, 16, dropout=0.2, batch_first=True).double()
+
+    def operation(x: Tensor) -> Tensor:
+        with keyed(1, 2):
+            return layer(tokens(x))
+
+    for mesh in meshes.values():
+        image = parameter(random.Random(9), N, C, H, W)
+        check(operation, image, [], mesh, f"on {mesh.grid} ")
 
 
 def test_features_must_be_whole(meshes: Meshes) -> None:

@@ -63,6 +63,12 @@ DRAWN: dict[str, Operation] = {
     "bernoulli_": lambda x: filled(x, lambda y: y.bernoulli_(0.3)),
     "uniform_": lambda x: filled(x, lambda y: y.uniform_(-1, 2)),
     "normal_": lambda x: filled(x, lambda y: y.normal_(1, std=2)),
+    "exponential_": lambda x: filled(x, lambda y: y.exponential_(2.0)),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, 0.5, dim=1),
+    "gumbel_softmax, hard": lambda x: F.gumbel_softmax(x, 0.5, hard=True, dim=1),
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+    "rrelu in place": lambda x: F.rrelu(x - 0.5, 0.2, 0.4, training=True, inplace=True),
+    "rrelu in evaluation": nn.RReLU().eval(),
     "rand": lambda x: x * torch.rand(2, 4, 1, 1, dtype=torch.float64),
     "randn of a size": lambda x: x * torch.randn(x.shape, dtype=torch.float64),
     "stochastic depth, new_empty": drop_path,
@@ -207,5 +213,5 @@ def test_what_is_refused(meshes: dict) -> None:
         with pytest.raises(UnsupportedSpatialOp, match="not from a generator"):
             torch.bernoulli(x.sigmoid(), generator=torch.Generator())
         with pytest.raises(UnsupportedSpatialOp):
-            x.exponential_()
+            x.cauchy_()
         assert isinstance(F.dropout(x), SpatialTensor)
