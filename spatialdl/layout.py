@@ -55,6 +55,20 @@ class Box(NamedTuple):
             min(self.col1, other.col1),
         )
 
+    def without(self, part: Box) -> tuple[Box, ...]:
+        """What is left of this box when `part` is cut out of it, in boxes that do not overlap."""
+        part = self.intersect(part)
+        if part.is_empty:
+            return () if self.is_empty else (self,)
+        left: list[Box] = []
+        rest = self
+        for start, stop in (("batch0", "batch1"), ("row0", "row1"), ("col0", "col1")):
+            first, last = getattr(part, start), getattr(part, stop)
+            left.append(rest._replace(**{stop: first}))
+            left.append(rest._replace(**{start: last}))
+            rest = rest._replace(**{start: first, stop: last})
+        return tuple(box for box in left if not box.is_empty)
+
     def slices_in(self, outer: Box) -> tuple[slice, slice, slice]:
         """Where this box lies in a tensor that holds `outer`: (batch, rows, columns)."""
         return (

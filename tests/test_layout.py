@@ -274,6 +274,14 @@ def test_intersect_is_the_intersection_of_the_pixels(one, other):
     assert common.is_empty == (not pixels(common))
 
 
+@given(boxes, boxes)
+def test_without_leaves_every_other_pixel_once(one, other):
+    left = [pixel for box in one.without(other) for pixel in pixels(box)]
+    assert len(left) == len(set(left))
+    assert set(left) == pixels(one) - pixels(other)
+    assert not any(box.is_empty for box in one.without(other))
+
+
 @given(boxes)
 def test_shape_counts_the_pixels(box):
     samples, rows, cols = box.shape

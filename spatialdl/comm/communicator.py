@@ -67,6 +67,9 @@ class Communicator(Protocol):
             TypeError: for types that cannot be added on the transport.
         """
 
+    def all_reduce_(self, values: Tensor) -> None:
+        """Add up, in place, a contiguous tensor on `home`."""
+
     def start_all_reduce(self, values: Tensor) -> Pending:
         """Start to add up, in place, a contiguous tensor on `home`."""
 

@@ -82,8 +82,11 @@ class TorchCommunicator:
     def all_reduce(self, values: Tensor) -> Tensor:
         total = values.clone(memory_format=torch.contiguous_format)
         total = self.home(total)
-        dist.all_reduce(total, group=self._group)
+        self.all_reduce_(total)
         return total.to(values.device)
+
+    def all_reduce_(self, values: Tensor) -> None:
+        dist.all_reduce(values, group=self._group)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         return _Works([dist.all_reduce(values, group=self._group, async_op=True)])

@@ -13,13 +13,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm.reduce import sum_over_ranks
+from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
 from spatialdl.mesh import Mesh
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 BUCKET_BYTES = 2**20
-"""Small gradients travel together; large ones alone, without a copy of all gradients at once."""
+"""Smaller gradients travel together, in a copy; larger ones alone, from where they lie."""
 
 
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -44,13 +44,18 @@ def average(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    grads = [parameter.grad for parameter in used if parameter.grad is not None]
-    for bucket in buckets(grads, BUCKET_BYTES):
-        flat = bucket[0] if len(bucket) == 1 else torch.cat([grad.reshape(-1) for grad in bucket])
-        total = sum_over_ranks(mesh.comm, flat, "average_gradients").reshape(-1)
-        parts = torch.split(total, [grad.numel() for grad in bucket])
+    grads = [parameter.grad.detach() for parameter in used if parameter.grad is not None]
+    small = [grad for grad in grads if grad.nbytes < BUCKET_BYTES]
+    for grad in grads:
+        if grad.nbytes >= BUCKET_BYTES:
+            add_over_ranks_(mesh.comm, grad, "average_gradients")
+            grad.div_(mesh.size)
+    for bucket in buckets(small, BUCKET_BYTES):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        add_over_ranks_(mesh.comm, flat, "average_gradients")
+        parts = torch.split(flat.div_(mesh.size), [grad.numel() for grad in bucket])
         for grad, part in zip(bucket, parts, strict=True):
-            grad.copy_(part.div_(mesh.size).view_as(grad))
+            grad.copy_(part.view_as(grad))
 
 
 def buckets(tensors: Iterable[AnyTensor], limit: int) -> list[list[AnyTensor]]:

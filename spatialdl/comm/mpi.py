@@ -38,9 +38,12 @@ class MpiCommunicator(MPI.Intracomm):
 
     def all_reduce(self, values: Tensor) -> Tensor:
         total = values.to("cpu", copy=True).contiguous()
-        spec = [buffer(total), total.numel(), reduction_type(total)]
-        self.Allreduce(MPI.IN_PLACE, spec, MPI.SUM)
+        self.all_reduce_(total)
         return total.to(values.device)
+
+    def all_reduce_(self, values: Tensor) -> None:
+        spec = [buffer(values), values.numel(), reduction_type(values)]
+        self.Allreduce(MPI.IN_PLACE, spec, MPI.SUM)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         spec = [buffer(values), values.numel(), reduction_type(values)]

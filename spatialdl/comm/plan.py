@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -46,6 +47,23 @@ class Plan:
     def _pieces(self, mine: Box, theirs: Sequence[Box]) -> tuple[Piece, ...]:
         common = ((peer, mine.intersect(box)) for peer, box in enumerate(theirs))
         return tuple(Piece(p, box) for p, box in common if p != self.rank and not box.is_empty)
+
+    @cached_property
+    def nobodys(self) -> tuple[Box, ...]:
+        """The parts of what is needed that no rank owns; may overlap with what some rank owns."""
+        parts = [self.kept, *(piece.box for piece in self.receives)]
+        parts = [box for box in parts if not box.is_empty]
+        if not parts:
+            return () if self.need.is_empty else (self.need,)
+        edges = enumerate(zip(*parts, strict=True))
+        around = Box(*(max(ends) if number % 2 else min(ends) for number, ends in edges))
+        full = sum(math.prod(box.shape) for box in parts) == math.prod(around.shape)
+        return self.need.without(around) if full else (self.need,)
+
+    @cached_property
+    def unasked(self) -> tuple[Box, ...]:
+        """The parts of the own box that the rank itself does not need."""
+        return self.own.without(self.kept)
 
     @cached_property
     def links(self) -> npt.NDArray[np.bool_]:

@@ -40,6 +40,16 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
     return once(ask)
 
 
+def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> None:
+    """`sum_over_ranks` in place, without a copy where the transport can do without."""
+    direct = values.is_contiguous() and not values.is_complex() and values.dtype not in _SUMMED_AS
+    if comm.size > 1 and direct and comm.home(values) is values:
+        check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
+        comm.all_reduce_(values)
+    else:
+        values.copy_(sum_over_ranks(comm, values, name))
+
+
 class _SumOverRanks(torch.autograd.Function):
     """The backward of an all-reduce is an all-reduce: each rank's loss counts."""
 

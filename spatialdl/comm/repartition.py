@@ -45,7 +45,9 @@ def move(
 
     Pixels that nobody owns (outside the image) are set to `fill`.
     """
-    out = empty_for(tile, shape_of(tile, plan.need)).fill_(fill)
+    out = empty_for(tile, shape_of(tile, plan.need))
+    for box in plan.nobodys:
+        view_of(out, plan.need, box).fill_(fill)
     exchange = start_exchange(
         comm,
         plan,
@@ -62,7 +64,9 @@ def move(
 
 def move_back(comm: Communicator, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
     """The adjoint of `move`: what every rank holds of this rank's box, added up."""
-    out = empty_for(grad, shape_of(grad, plan.own)).zero_()
+    out = empty_for(grad, shape_of(grad, plan.own))
+    for box in plan.unasked:
+        view_of(out, plan.own, box).zero_()
     arrivals = [Held(grad.new_empty(shape_of(grad, piece.box)), piece.box) for piece in plan.sends]
     exchange = start_exchange(
         comm,

@@ -258,6 +258,11 @@ def _windows(
     return (rows, cols), size
 
 
+def _has_large_weight(input: SpatialTensor, weight: Tensor) -> bool:
+    """Whether copying the taps that halo strips meet costs more than copying the tile."""
+    return weight.numel() * input.mesh.grid_comm.size > input.numel()
+
+
 @register_op(torch.conv2d, split=("input",))
 def conv2d(
     input: SpatialTensor,
@@ -281,10 +286,10 @@ def conv2d(
     geometry = tile_geometry(input.spatial_layout, output, rows, cols, input.mesh.part)
     tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
     mesh = input.mesh
-    if geometry is None:
-        y = conv_of_window(tile, weight, bias, conv, mesh.own_box(output), plan, mesh)
-    elif not plan.talks and geometry.rows.skip == geometry.cols.skip == 0:
+    if geometry and not plan.talks and geometry.rows.skip == geometry.cols.skip == 0:
         y = geometry.wanted(conv.forward(tile, weight, bias, geometry.padding))
+    elif geometry is None or _has_large_weight(input, weight):
+        y = conv_of_window(tile, weight, bias, conv, mesh.own_box(output), plan, mesh)
     else:
         y = _TileConvolution.apply(tile, weight, bias, conv, geometry, plan, mesh)  # type: ignore[no-untyped-call]
     return from_tile(y, output, mesh)

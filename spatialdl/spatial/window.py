@@ -99,7 +99,9 @@ def window_again(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
     """The window that `read_window` gave, from the tile and what `arrived`; zeros outside."""
     if _holds_all(plan):
         return view_of(tile, plan.own, plan.need)
-    window = empty_for(tile, shape_of(tile, plan.need)).zero_()
+    window = empty_for(tile, shape_of(tile, plan.need))
+    for box in plan.nobodys:
+        view_of(window, plan.need, box).zero_()
     if not plan.kept.is_empty:
         view_of(window, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
     sizes = [view_of(window, plan.need, piece.box).numel() for piece in plan.receives]

@@ -64,6 +64,29 @@ def test_every_needed_pixel_of_the_image_comes_from_exactly_one_owner(exchange):
 
 
 @given(exchanges())
+def test_what_nobody_sends_and_what_the_rank_itself_does_not_need(exchange):
+    image = pixels(Box(0, SIZE[0], 0, SIZE[1], 0, SIZE[2]))
+    for plan in plans(exchange):
+        nobodys = {pixel for box in plan.nobodys for pixel in pixels(box)}
+        assert pixels(plan.need) - image <= nobodys <= pixels(plan.need)
+        unasked = {pixel for box in plan.unasked for pixel in pixels(box)}
+        assert unasked == pixels(plan.own) - pixels(plan.need)
+
+
+def test_around_an_image_only_the_padding_is_nobodys():
+    owned = [Box(0, 1, 0, 4, 0, 6), Box(0, 1, 4, 8, 0, 6)]
+    needed = [Box(0, 1, -1, 5, -1, 7), Box(0, 1, 3, 9, 0, 6)]
+    assert sum(len(pixels(box)) for box in Plan(owned, needed, 0).nobodys) == 8 + 2 * 5
+    assert Plan(owned, needed, 1).nobodys == (Box(0, 1, 8, 9, 0, 6),)
+
+
+def test_where_boxes_owned_leave_a_hole_all_that_is_needed_counts_as_nobodys():
+    owned = [Box(0, 1, 0, 2, 0, 6), Box(0, 1, 4, 8, 0, 6)]
+    needed = [Box(0, 1, 0, 8, 0, 6)] * 2
+    assert Plan(owned, needed, 0).nobodys == (needed[0],)
+
+
+@given(exchanges())
 def test_what_one_sends_the_other_receives(exchange):
     everyone = plans(exchange)
     sent = {(p.rank, piece.peer): piece.box for p in everyone for piece in p.sends}

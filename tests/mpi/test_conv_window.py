@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,3 +55,37 @@ def test_frozen_operands_where_ranks_have_no_pixels(meshes: dict) -> None:
                 loss = convolve(x, *leaves).square().sum()
                 grads += torch.autograd.grad(loss, [leaves[trained]])
             close(mean_over_ranks(grads[0], mesh), grads[1], where)
+
+
+LARGE = {
+    "3x3": {"padding": 1},
+    "stride": {"padding": 1, "stride": 2},
+    "dilation": {"padding": (2, 1), "dilation": (2, 1)},
+    "groups": {"padding": (0, 1), "groups": 2},
+    "same": {"padding": "same"},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_weights_larger_than_tiles(name: str, meshes: dict) -> None:
+    """There copying the tile is cheaper than copying the taps that strips meet."""
+    rng = random.Random(6)
+    weight = parameter(rng, 24, 32 // LARGE[name].get("groups", 1), 3, 3) / 8
+    for mesh in meshes.values():
+        image = parameter(rng, 2, 32, 11, 13)
+
+        def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return F.conv2d(x, weight, bias, **LARGE[name])
+
+        check(convolve, image, [weight, parameter(rng, 24)], mesh, f"{name} on {mesh.grid}: ")
+
+
+def test_beside_large_weights_only_what_other_ranks_sent_is_kept(meshes: dict) -> None:
+    for mesh in meshes.values():
+        image = torch.rand(1, 32, 12, 12, dtype=torch.float64)
+        x = shard(image, mesh).detach().requires_grad_()
+        weight = torch.rand(64, 32, 3, 3, dtype=torch.float64).requires_grad_()
+        kept = kept_for_backward(lambda x, w: F.conv2d(x, w, padding=1), x, weight)
+        rows, cols = (12 // n for n in mesh.grid)
+        strips = 2 * 32 * (rows + cols + 2) * 8
+        assert sum(kept.values()) - x.to_local().nbytes - weight.nbytes <= strips
