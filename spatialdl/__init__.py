@@ -9,8 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from spatialdl import allocator
 from spatialdl.errors import CommMismatch, ShardError, SlideError, UnsupportedSpatialOp
 from spatialdl.version import __version__
+
+allocator.prepare()
 
 if TYPE_CHECKING:
     from spatialdl.comm.gradients import average_gradients

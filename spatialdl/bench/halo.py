@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spatialdl import allocator
 from spatialdl.bench.results import machine, publish, run_worker
 from spatialdl.comm.launch import mpiexec_command
 
@@ -55,7 +56,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         *("--side", str(options.side), "--rounds", str(options.rounds)),
         *("--exchanges", str(options.exchanges)),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **allocator.environment(), "OMP_NUM_THREADS": "1"}
     if rows * cols > (os.cpu_count() or 1):
         environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return run_worker(command, environment)

@@ -1,7 +1,8 @@
 """The largest square image that trains within a limit of memory a rank, on 1, 2, 4 ranks.
 
 Every answer is a real run of two training steps; one that takes more than the limit is stopped. The
-peak at one fixed size is told, too. Memory is the peak resident set above what the imports take.
+peak at one fixed size is told, too, also of PyTorch as it comes, without the memory settings of
+`spatialdl.allocator`. Memory is the peak resident set above what the imports take.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from spatialdl import allocator
 from spatialdl.bench.results import grid_of, machine, publish
 from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.launch import mpiexec_command
@@ -40,7 +42,12 @@ def main(arguments: Sequence[str]) -> None:
         "rows": [],
     }
     sides = [(ranks, again) for again in (False, True) for ranks in options.ranks]
-    with tqdm(total=len(sides), desc="sides", unit="side") as bar:
+    with tqdm(total=1 + len(sides), desc="sides", unit="side") as bar:
+        bar.set_postfix_str(f"plain PyTorch: {options.size}x{options.size}")
+        result["plain_mb_at_size"] = _run(
+            options, 1, False, options.size, None, {allocator.SWITCH: "0"}
+        )
+        bar.update()
         for ranks, again in sides:
             result["rows"].append(_measure_side(options, ranks, again, bar))
             bar.update()
@@ -112,7 +119,12 @@ def search(measure: Measure, limit: float, most: int) -> int:
 
 
 def _run(
-    options: argparse.Namespace, ranks: int, again: bool, side: int, limit: float | None
+    options: argparse.Namespace,
+    ranks: int,
+    again: bool,
+    side: int,
+    limit: float | None,
+    memory: Mapping[str, str] | None = None,
 ) -> float | None:
     """Peak MB of the largest rank; None if it was more than the limit."""
     rows, cols = grid_of(ranks)
@@ -125,7 +137,9 @@ def _run(
         *(() if limit is None else ("--limit", str(limit))),
     ]
     threads = str(max(1, options.threads // ranks))
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    waiting = {"OMP_NUM_THREADS": threads, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    memory = allocator.environment() if memory is None else memory
+    environment = {**os.environ, **waiting, **memory}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if "over limit" in done.stdout or done.returncode in (OVER_LIMIT, *KILLED):
         return None
@@ -149,15 +163,21 @@ def table(result: dict[str, Any]) -> str:
         f"{'':24}{'':>16}{'pixels':>12}{'MB a rank':>16}{'process':>10}",
     ]
     first = rows[0]
+    one = first["memory_mb_at_size"]
+    lines.append(f"{'plain PyTorch':52}" + _peak(result["plain_mb_at_size"], one))
     for row in rows:
         title = f"{row['ranks']} rank{'s' * (row['ranks'] > 1)}{', recompute' * row['recompute']}"
         pixels = (row["largest"] / first["largest"]) ** 2 if first["largest"] else 0.0
         image = f"{row['largest']}x{row['largest']}"
-        at_size, one = row["memory_mb_at_size"], first["memory_mb_at_size"]
-        peak = "killed" if at_size is None else f"{at_size:.0f}"
-        share = f"{at_size / one:.2f}" if at_size and one else ""
-        lines.append(f"{title:24}{image:>16}{pixels:12.2f}{peak:>16}{share:>10}")
+        lines.append(f"{title:24}{image:>16}{pixels:12.2f}" + _peak(row["memory_mb_at_size"], one))
     return "\n".join(lines)
+
+
+def _peak(memory: float | None, one: float | None) -> str:
+    """Two columns: MB, and what share that is of one process."""
+    found = "killed" if memory is None else f"{memory:.0f}"
+    share = f"{memory / one:.2f}" if memory and one else ""
+    return f"{found:>16}{share:>10}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

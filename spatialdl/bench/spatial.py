@@ -1,4 +1,8 @@
-"""Spatial parallelism against one process on the same cores, alternately in one go."""
+"""Spatial parallelism against one process on the same cores, alternately in one go.
+
+One process is there twice: as PyTorch comes, and with the memory settings of `spatialdl.allocator`,
+which the ranks have.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from spatialdl import allocator
 from spatialdl.bench.results import grid_of, machine, publish, run_worker
 from spatialdl.comm.launch import mpiexec_command
 
+PLAIN = "plain PyTorch"
 MEASURES = {
     "seconds": "time of a step, s",
     "cpu_seconds": "CPU seconds of a step",
@@ -26,7 +32,8 @@ MEASURES = {
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     sides = {
-        "one process": _one_process(options),
+        PLAIN: _one_process(options, {allocator.SWITCH: "0"}),
+        "one process": _one_process(options, allocator.environment()),
         f"{options.ranks} ranks": _ranks(options),
     }
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -65,15 +72,17 @@ def _worker(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _one_process(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, *_worker(options)], _environment(options.threads)
+def _one_process(
+    options: argparse.Namespace, memory: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, *_worker(options)], _environment(options.threads) | memory
 
 
 def _ranks(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     threads = max(1, options.threads // options.ranks)
     command = [*mpiexec_command(options.ranks), sys.executable, *_worker(options)]
     grid = ["--grid", *map(str, grid_of(options.ranks))]
-    return [*command, *grid], _environment(threads)
+    return [*command, *grid], _environment(threads) | allocator.environment()
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -81,7 +90,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of both sides, and the ratios of the ranks to one process, run by run."""
+    """Medians of all sides, and the ratios of the ranks to the others, run by run."""
     values = {
         side: {
             "seconds": [statistics.median(run["seconds"]) for run in found],
@@ -90,7 +99,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
         }
         for side, found in runs.items()
     }
-    one, many = values.values()
+    many = list(values)[-1]
     return {
         "command": " ".join(["python -m spatialdl.bench spatial", *_options_given(options)]),
         "machine": machine(),
@@ -101,8 +110,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
             side: {measure: statistics.median(found) for measure, found in measures.items()}
             for side, measures in values.items()
         },
-        "ratio": _ratios(many, one),
-        "speed": 1 / _ratios(many, one)["seconds"],
+        "ratio": {side: _ratios(values[many], values[side]) for side in values if side != many},
     }
 
 
@@ -119,17 +127,19 @@ def _options_given(options: argparse.Namespace) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """The medians side by side, as text."""
-    sides = list(result["median"])
+    sides, ratios = list(result["median"]), result["ratio"]
     lines = [
         f"{result['command']}",
         f"{result['machine']}, {result['date']}",
         "",
-        f"{'':28}" + "".join(f"{side:>14}" for side in sides) + f"{'ratio':>10}",
+        f"{'':26}" + "".join(f"{side:>14}" for side in (*sides, *(f"/ {s}" for s in ratios))),
     ]
     for measure, title in MEASURES.items():
-        row = "".join(f"{result['median'][side][measure]:14.2f}" for side in sides)
-        lines.append(f"{title:28}{row}{result['ratio'][measure]:10.2f}")
-    lines.append(f"\nspeed of {sides[1]}: {result['speed']:.2f} of one process on the same cores")
+        medians = [result["median"][side][measure] for side in sides]
+        found = [*medians, *(ratio[measure] for ratio in ratios.values())]
+        lines.append(f"{title:26}" + "".join(f"{value:14.2f}" for value in found))
+    speeds = (f"{1 / ratio['seconds']:.2f} of {side}" for side, ratio in ratios.items())
+    lines.append(f"\nspeed of {sides[-1]}: {', '.join(speeds)}, on the same cores")
     return "\n".join(lines)
 
 
@@ -148,10 +158,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
         sides = list(result["median"])
         heights = [result["median"][side][measure] for side in sides]
-        panel.bar(sides, heights, color=["#8a8a8a", "#1f5fa8"], width=0.6)
+        panel.bar(sides, heights, color=["#c9c9c9", "#8a8a8a", "#1f5fa8"], width=0.6)
         for position, side in enumerate(sides):
             found = result["sides"][side][measure]
             panel.plot([position] * len(found), found, "o", color="black", markersize=3)
-        panel.set_title(f"{title}\nratio {result['ratio'][measure]:.2f}", fontsize=9)
+        ratios = " and ".join(f"{ratio[measure]:.2f}" for ratio in result["ratio"].values())
+        panel.set_title(f"{title}\n{sides[-1]}: {ratios} of the others", fontsize=9)
+        panel.tick_params(axis="x", labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from spatialdl import allocator
+
 GRACE_S = 10.0
 """Ranks that were told to stop and have not after this long are killed."""
 
@@ -153,7 +155,7 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
     Raises:
         FileNotFoundError: if there is no launcher.
     """
-    environment = dict(os.environ)
+    environment = {**os.environ, **allocator.environment()}
     if "SLURM_JOB_ID" in environment and not _in_slurm_step(environment):
         launcher = _srun(world_size)
         environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))

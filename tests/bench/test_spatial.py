@@ -1,0 +1,53 @@
+"""The spatial benchmark: what it makes of its measurements."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from spatialdl.allocator import SWITCH
+from spatialdl.bench import spatial
+
+SECONDS = {"plain": [2.0, 4.0, 2.0], "one": [1.0, 3.0, 2.0], "ranks": [1.5, 1.5, 1.5]}
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Stands in for training: three rounds of all sides."""
+    started: list[list[str]] = []
+
+    def run(command, environment):
+        started.append(command)
+        side = (
+            "ranks"
+            if "--grid" in command
+            else "one"
+            if "GLIBC_TUNABLES" in environment
+            else "plain"
+        )
+        seconds = SECONDS[side][(len(started) - 1) // 3]
+        return {"seconds": [seconds, 9.0, 0.5], "cpu_seconds": 2 * seconds, "memory_mb": 100.0}
+
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(spatial, "run_worker", run)
+    return started
+
+
+def test_ranks_are_compared_with_both_others_round_by_round(commands, tmp_path, capsys):
+    spatial.main(["--rounds", "3", "--size", "64", "--out", str(tmp_path)])
+    assert len(commands) == 9
+    result = json.loads((tmp_path / "spatial-resnet18-64-2ranks.json").read_text())
+    assert result["median"]["2 ranks"] == {"seconds": 1.5, "cpu_seconds": 3.0, "memory_mb": 100.0}
+    assert result["ratio"]["plain PyTorch"]["seconds"] == 0.75  # of 0.75, 0.375 and 0.75
+    assert result["ratio"]["one process"]["cpu_seconds"] == 0.75  # of 1.5, 0.5 and 0.75
+    assert "speed of 2 ranks: 1.33 of plain PyTorch, 1.33 of one process" in capsys.readouterr().out
+    with Image.open(tmp_path / "spatial-resnet18-64-2ranks.png") as picture:
+        assert len(picture.convert("RGB").getcolors(100_000)) > 5
+
+
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--threads", "3"]])
+def test_nothing_of_a_kind_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"must be|cannot be shared"):
+        spatial.main(wrong)
