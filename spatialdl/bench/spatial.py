@@ -132,12 +132,12 @@ def table(result: dict[str, Any]) -> str:
         f"{result['command']}",
         f"{result['machine']}, {result['date']}",
         "",
-        f"{'':26}" + "".join(f"{side:>14}" for side in (*sides, *(f"/ {s}" for s in ratios))),
+        f"{'':26}" + "".join(f"{side:>17}" for side in (*sides, *(f"/ {s}" for s in ratios))),
     ]
     for measure, title in MEASURES.items():
         medians = [result["median"][side][measure] for side in sides]
         found = [*medians, *(ratio[measure] for ratio in ratios.values())]
-        lines.append(f"{title:26}" + "".join(f"{value:14.2f}" for value in found))
+        lines.append(f"{title:26}" + "".join(f"{value:17.2f}" for value in found))
     speeds = (f"{1 / ratio['seconds']:.2f} of {side}" for side, ratio in ratios.items())
     lines.append(f"\nspeed of {sides[-1]}: {', '.join(speeds)}, on the same cores")
     return "\n".join(lines)

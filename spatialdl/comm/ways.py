@@ -6,6 +6,7 @@ or by a message for each packed piece. Which is best depends on the MPI library 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 TAG = 32767
 """Of the messages of exchanges: the largest that every MPI has."""
 
-TRIALS = 4
-CLEARLY = 0.8
+TRIALS, IN_A_ROW = 5, 4
+"""How often each way is timed, and how many exchanges at a time: single ones are too noisy."""
+
+CLEARLY = 0.9
 """Another way than the first is taken only if it needs less than this part of its time."""
 
 Way = Callable[["MpiCommunicator", Plan, Sequence[Held], Sequence[Held], bool], Pending]
@@ -129,15 +132,16 @@ def fastest(
     adjoint: bool,
 ) -> str:
     """The fastest way for this exchange, which is made a few times; all ranks find the same."""
-    own = [float("inf")] * len(WAYS)
+    own: list[list[float]] = [[] for _ in WAYS]
     for trial in range(1 + TRIALS):  # in turn, so that a disturbance meets all of them
         for number, way in enumerate(WAYS.values()):
             started = time.perf_counter()
-            way(comm, plan, sends, receives, adjoint).wait()
-            seconds = time.perf_counter() - started
+            for _ in range(IN_A_ROW):
+                way(comm, plan, sends, receives, adjoint).wait()
             if trial > 0:  # the first sets up connections and datatypes
-                own[number] = min(own[number], seconds)
-    slowest = [max(times) for times in zip(*comm.allgather(own), strict=True)]
+                own[number].append(time.perf_counter() - started)
+    everybody = comm.allgather([statistics.median(times) for times in own])
+    slowest = [max(times) for times in zip(*everybody, strict=True)]
     first, *others = zip(slowest, WAYS, strict=True)
     best = min(others)
     return best[1] if best[0] < CLEARLY * first[0] else first[1]
