@@ -58,6 +58,22 @@ def test_python_runs(block, tmp_path):
         assert done.stdout.count(said) == 2
 
 
+def test_the_network_that_is_checked_is_exact(tmp_path):
+    (network,) = (block for block in blocks("python") if name_of(block) == "networks.py")
+    (tmp_path / "networks.py").write_text(network)
+    (words,) = commands("spatialdl.check")
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal to one process" in done.stdout
+
+
 @pytest.mark.parametrize("words", commands("spatialdl.train"), ids=" ".join)
 def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
