@@ -31,6 +31,11 @@ test-mpi: $(READY)
 	        $(BIN)/python -m pytest tests/mpi -m "not slow" -p no:cacheprovider; \
 	done
 
+	# operators on a grid of one row
+	$(BIN)/mpiexec --oversubscribe --timeout 1200 -n 2 \
+	    $(BIN)/python -m pytest tests/mpi/test_op_db.py tests/mpi/test_attention.py \
+	        -m "not slow" -p no:cacheprovider
+
 	# other numbers of ranks: stages of 4 beside stages of 1 and 2
 	set -e; for ranks in 2 5 6; do \
 	    $(BIN)/mpiexec --oversubscribe --timeout 1200 -n $$ranks \
