@@ -7,9 +7,12 @@ messages in opposite directions wait for each other.
 
 from __future__ import annotations
 
+import atexit
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from spatialdl.comm.communicator import Pending, fold
 from spatialdl.comm.gpu import StagedExchange
 from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.plan import Plan
+
+_open: WeakSet[TorchCommunicator] = WeakSet()
 
 
 class TorchCommunicator:
@@ -45,6 +50,7 @@ class TorchCommunicator:
         )
         if self._has_nccl:  # connect all ranks now: an exchange may need only some of them
             dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+        _open.add(self)
 
     @classmethod
     def world(cls) -> TorchCommunicator:
@@ -58,6 +64,14 @@ class TorchCommunicator:
 
     def duplicate(self) -> TorchCommunicator:
         return TorchCommunicator(self._world_ranks)
+
+    def close(self) -> None:
+        """End the group and its threads; nothing can be sent after that."""
+        group, self._group = self._group, None
+        if group is None or not dist.is_initialized():
+            return
+        with suppress(ValueError):  # the program may have ended it and begun anew
+            dist.destroy_process_group(group)
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1))
@@ -153,6 +167,18 @@ class TorchCommunicator:
         dist.recv(landed, group=self._group, group_src=self._place[rank], tag=tag)
         if landed is not view:
             view.copy_(landed)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End all threads of gloo while Python is still whole.
+
+    Such a thread frees the tensors of its last message whenever it is scheduled, and one that does
+    so while the interpreter is being taken down ends the process: "terminate called without an
+    active exception".
+    """
+    for communicator in list(_open):
+        communicator.close()
 
 
 def _room_for(view: Tensor) -> Tensor:
