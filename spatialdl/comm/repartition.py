@@ -38,6 +38,20 @@ def empty_for(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kept)
 
 
+def room_for_window(tile: Tensor, plan: Plan, fill: float = 0.0) -> Tensor:
+    """Memory for the box that this rank needs; what nobody owns (outside the image) is `fill`."""
+    out = empty_for(tile, shape_of(tile, plan.need))
+    for box in plan.nobodys:
+        view_of(out, plan.need, box).fill_(fill)
+    return out
+
+
+def copy_kept(tile: Tensor, out: Tensor, plan: Plan) -> None:
+    """Copy what this rank needs of its own tile into the box that it needs."""
+    if not plan.kept.is_empty:
+        view_of(out, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
+
+
 def move(
     comm: Communicator, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
@@ -45,9 +59,7 @@ def move(
 
     Pixels that nobody owns (outside the image) are set to `fill`.
     """
-    out = empty_for(tile, shape_of(tile, plan.need))
-    for box in plan.nobodys:
-        view_of(out, plan.need, box).fill_(fill)
+    out = room_for_window(tile, plan, fill)
     exchange = start_exchange(
         comm,
         plan,
@@ -56,8 +68,7 @@ def move(
         device=tile.device,
         name=name,
     )
-    if not plan.kept.is_empty:
-        view_of(out, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
+    copy_kept(tile, out, plan)
     exchange.wait()
     return out
 

@@ -16,26 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.comm.repartition import move_back, repartition
 from spatialdl.layout import Box, Layout, Window, transposed_boxes
-from spatialdl.mesh import Mesh
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
-from spatialdl.spatial.window import (
-    arrived,
-    autocast_cast,
-    check_image,
-    nothing,
-    pair,
-    read_window,
-    window_again,
-)
+from spatialdl.spatial.window import autocast_cast, check_image, pair
+from spatialdl.spatial.window_function import apply_to_window
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class TransposedConvolution:
-    """A transposed convolution of the pixels that a rank has read.
+    """A `WindowFunction`: transposed convolution of the pixels that a rank has read.
 
     Attributes:
         padding: cuts outputs off both ends (PyTorch's meaning), as many as no rank misses.
@@ -51,14 +42,11 @@ class TransposedConvolution:
     fit: tuple[int, int, int, int]
     output: tuple[int, int, int]
 
-    def shape(self, weight: Tensor) -> tuple[int, int, int, int]:
+    def shape(self, weight: Tensor) -> tuple[int, ...]:
         samples, height, width = self.output
         return samples, weight.shape[1] * self.groups, height, width
 
     def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if window.numel() == 0:
-            y = window.new_zeros(self.shape(weight))
-            return y if bias is None else y + bias.view(1, -1, 1, 1)
         outside = max(self.fit) > 0  # outputs that read nothing have a bias all the same
         y = torch.conv_transpose2d(
             window,
@@ -77,9 +65,6 @@ class TransposedConvolution:
     def backward(
         self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of window and weight, as far as needed."""
-        if window.numel() == 0 or grad.numel() == 0:
-            return torch.zeros_like(window), torch.zeros_like(weight)
         if any(self.fit):
             grad = F.pad(grad, tuple(-count for count in self.fit))
         grad_window, grad_weight, _ = aten.convolution_backward(
@@ -133,46 +118,6 @@ def _local(plan: Plan, own: Box, rows: Window, cols: Window, groups: int) -> Tra
     padding, fit = (top[0], left[0]), (*left[1:], *top[1:])
     steps, spread = (rows.stride, cols.stride), (rows.dilation, cols.dilation)
     return TransposedConvolution(steps, spread, groups, padding, fit, own.shape)
-
-
-class _TransposedConvolution(torch.autograd.Function):
-    """Keeps the tile, which the network keeps anyhow, and the thin strips of other ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tile: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        local: TransposedConvolution,
-        plan: Plan,
-        mesh: Mesh,
-    ) -> Tensor:
-        window = read_window(tile, mesh, plan, "conv_transpose2d")
-        ctx.local, ctx.plan, ctx.mesh = local, plan, mesh
-        ctx.window_shape = window.shape
-        if ctx.needs_input_grad[1]:
-            ctx.save_for_backward(weight, tile, arrived(window, plan))
-        else:
-            ctx.save_for_backward(weight)
-        return local.forward(window, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *inputs = ctx.saved_tensors
-        plan, needs = ctx.plan, ctx.needs_input_grad
-        if needs[1]:
-            tile, others = inputs
-            window = window_again(tile, others, plan)
-        else:
-            window = grad.new_empty(()).expand(ctx.window_shape)  # only its shape counts
-        grad_tile = None
-        grad_window, grad_weight = ctx.local.backward(grad, window, weight, needs[:2])
-        if needs[0]:
-            grad_tile = move_back(ctx.mesh.grid_comm, plan, grad_window, "conv_transpose2d")
-        grad_bias = grad.sum((0, 2, 3)) if needs[2] else None
-        return grad_tile, grad_weight if needs[1] else None, grad_bias, None, None, None
 
 
 def _check(
@@ -240,27 +185,5 @@ def conv_transpose2d(
     output, plan = transposed_move(input.spatial_layout, rows, cols, size, mesh.part)
     local = _local(plan, mesh.own_box(output), rows, cols, groups)
     tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
-    if tile.is_complex():
-        y = _differentiated_by_pytorch(tile, weight, bias, local, plan, mesh)
-    else:
-        y = _TransposedConvolution.apply(tile, weight, bias, local, plan, mesh)  # type: ignore[no-untyped-call]
+    y = apply_to_window(local, tile, weight, bias, plan, mesh, "conv_transpose2d")
     return from_tile(y, output, mesh)
-
-
-def _differentiated_by_pytorch(
-    tile: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    local: TransposedConvolution,
-    plan: Plan,
-    mesh: Mesh,
-) -> Tensor:
-    """For complex numbers, whose backward PyTorch puts together from real ones.
-
-    Keeps the window.
-    """
-    window = repartition(tile, mesh.grid_comm, plan, name="conv_transpose2d")
-    if window.numel() > 0 and 0 not in local.output:
-        return local.forward(window, weight, bias)
-    zeros = nothing(local.shape(weight), window, weight).zero_()
-    return zeros if bias is None else zeros + bias.view(1, -1, 1, 1)

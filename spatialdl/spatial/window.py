@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.comm.repartition import empty_for, move, shape_of, view_of
+from spatialdl.comm.repartition import move, view_of
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout, Window, needed_boxes
 from spatialdl.mesh import Mesh
@@ -81,37 +81,13 @@ def check_output(name: str, x: SpatialTensor, size: tuple[int, int]) -> None:
 
 def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str, fill: float = 0.0) -> Tensor:
     """The box that this rank needs: a view where nobody talks and the tile holds all of it."""
-    if not plan.talks and _holds_all(plan):
+    if not plan.talks and holds_all(plan):
         return view_of(tile, plan.own, plan.need)
     return move(mesh.grid_comm, plan, tile, fill, name)
 
 
-def arrived(window: Tensor, plan: Plan) -> Tensor:
-    """The pixels of a window that came from other ranks, in one flat tensor.
-
-    They and the tile are all that backward must keep; one tensor, so that all ranks keep as many.
-    """
-    pieces = [view_of(window, plan.need, piece.box).reshape(-1) for piece in plan.receives]
-    return torch.cat(pieces) if pieces else window.new_empty(0)
-
-
-def window_again(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
-    """The window that `read_window` gave, from the tile and what `arrived`; zeros outside."""
-    if _holds_all(plan):
-        return view_of(tile, plan.own, plan.need)
-    window = empty_for(tile, shape_of(tile, plan.need))
-    for box in plan.nobodys:
-        view_of(window, plan.need, box).zero_()
-    if not plan.kept.is_empty:
-        view_of(window, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
-    sizes = [view_of(window, plan.need, piece.box).numel() for piece in plan.receives]
-    for piece, values in zip(plan.receives, torch.split(others, sizes), strict=True):
-        target = view_of(window, plan.need, piece.box)
-        target.copy_(values.view(target.shape))
-    return window
-
-
-def _holds_all(plan: Plan) -> bool:
+def holds_all(plan: Plan) -> bool:
+    """Whether this rank's tile holds all that it needs."""
     return plan.kept == plan.need and not plan.need.is_empty
 
 

@@ -1,0 +1,134 @@
+"""Functions of a window and a weight: a convolution, or a transposed one, of copied pixels.
+
+The tile is copied together with what it reads of other ranks; what is kept for backward is the
+tile, which the network keeps anyhow, and what came from the others, not the copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import Plan
+from spatialdl.comm.repartition import (
+    copy_kept,
+    move_back,
+    repartition,
+    room_for_window,
+    view_of,
+)
+from spatialdl.mesh import Mesh
+from spatialdl.spatial.window import holds_all, nothing, read_window
+
+
+class WindowFunction(Protocol):
+    """What one rank computes. Windows without pixels, and no outputs, never come to it."""
+
+    def shape(self, weight: Tensor) -> tuple[int, ...]:
+        """Of the outputs: samples, channels, rows, columns."""
+        ...
+
+    def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def backward(
+        self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of window and weight, as far as needed."""
+        ...
+
+
+def apply_to_window(
+    function: WindowFunction,
+    tile: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    mesh: Mesh,
+    name: str,
+) -> Tensor:
+    """The outputs of this rank, for which `plan` brings all that they read.
+
+    Complex numbers keep the window: PyTorch puts their backward together from real ones.
+    """
+    if tile.is_complex():
+        window = repartition(tile, mesh.grid_comm, plan, name=name)
+        return _outputs(function, window, weight, bias)
+    y: Tensor = _WindowFunction.apply(function, tile, weight, bias, plan, mesh, name)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _outputs(
+    function: WindowFunction, window: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    shape = function.shape(weight)
+    if window.numel() > 0 and 0 not in shape:
+        return function.forward(window, weight, bias)
+    y = nothing(shape, window, weight).zero_()
+    return y if bias is None else y + bias.view(1, -1, 1, 1)
+
+
+class _WindowFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: WindowFunction,
+        tile: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        mesh: Mesh,
+        name: str,
+    ) -> Tensor:
+        window = read_window(tile, mesh, plan, name)
+        ctx.function, ctx.plan, ctx.mesh, ctx.name = function, plan, mesh, name
+        ctx.window_shape = window.shape
+        if ctx.needs_input_grad[2]:
+            ctx.save_for_backward(weight, tile, _arrived(window, plan))
+        else:
+            ctx.save_for_backward(weight)
+        return _outputs(function, window, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *inputs = ctx.saved_tensors
+        _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        if needs_weight:
+            tile, others = inputs
+            window = _window_again(tile, others, ctx.plan)
+        else:
+            window = grad.new_empty(()).expand(ctx.window_shape)  # only its shape counts
+        if window.numel() > 0 and grad.numel() > 0:
+            needs = (needs_tile, needs_weight)
+            grad_window, grad_weight = ctx.function.backward(grad, window, weight, needs)
+        else:
+            grad_window, grad_weight = torch.zeros_like(window), torch.zeros_like(weight)
+        grad_tile = None
+        if needs_tile:
+            grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.name)
+        grad_bias = grad.sum((0, 2, 3)) if needs_bias else None
+        return None, grad_tile, grad_weight if needs_weight else None, grad_bias, None, None, None
+
+
+def _arrived(window: Tensor, plan: Plan) -> Tensor:
+    """The pixels of a window that came from other ranks, in one flat tensor.
+
+    One tensor, so that all ranks keep as many.
+    """
+    pieces = [view_of(window, plan.need, piece.box).reshape(-1) for piece in plan.receives]
+    return torch.cat(pieces) if pieces else window.new_empty(0)
+
+
+def _window_again(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
+    """The window that `read_window` gave, from the tile and what `_arrived`."""
+    if holds_all(plan):
+        return view_of(tile, plan.own, plan.need)
+    window = room_for_window(tile, plan)
+    copy_kept(tile, window, plan)
+    sizes = [view_of(window, plan.need, piece.box).numel() for piece in plan.receives]
+    for piece, values in zip(plan.receives, torch.split(others, sizes), strict=True):
+        target = view_of(window, plan.need, piece.box)
+        target.copy_(values.view(target.shape))
+    return window
