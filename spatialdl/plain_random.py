@@ -176,17 +176,28 @@ def _exponential_(self: Tensor, lambd: float = 1, *, generator: None = None) -> 
     return self.copy_(numbers / lambd)
 
 
+def rrelu_by(
+    rand_like: Callable[[Tensor], Tensor], input: Tensor, lower: float, upper: float, training: bool
+) -> Tensor:
+    """`torch.rrelu` of a whole tensor or a split one, as `rand_like` is."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2)
+    return torch.where(input < 0, input * (rand_like(input) * (upper - lower) + lower), input)
+
+
 def _rrelu(
     input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: None
 ) -> Tensor:
-    if not training:
-        return F.leaky_relu(input, (lower + upper) / 2)
-    slopes = uniform(whole(input.shape), next_key(), input.dtype, input.device)
-    return torch.where(input < 0, input * (slopes * (upper - lower) + lower), input)
+    return rrelu_by(_factory_like(uniform), input, lower, upper, training)
 
 
-def _rrelu_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return input.copy_(_rrelu(input, *args, **kwargs))
+def written_back(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The in-place variant of a function of one tensor."""
+
+    def function_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input.copy_(function(input, *args, **kwargs))
+
+    return function_
 
 
 # --- attention
@@ -226,13 +237,7 @@ def attention(
     return drop(weights) @ value
 
 
-def drop_whole(p: float, mesh: Mesh | None = None) -> Callable[[Tensor], Tensor]:
-    """Dropout of a tensor that all ranks of `mesh` hold whole."""
-    check_probability(p)
-    return lambda x: dropped(x, whole(x.shape), next_key(mesh), p) if p > 0 else x
-
-
-def _attention(
+def attention_of_whole(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -241,12 +246,18 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    mesh: Mesh | None = None,
 ) -> Tensor:
+    """`F.scaled_dot_product_attention` of tensors that all ranks of `mesh` hold whole."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    drop = drop_whole(dropout_p)
+    check_probability(dropout_p)
+
+    def drop(weights: Tensor) -> Tensor:
+        return dropped(weights, whole(weights.shape), next_key(mesh), dropout_p)
+
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
 
 
@@ -281,6 +292,6 @@ PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.normal_: _normal_,
     Tensor.exponential_: _exponential_,
     torch.rrelu: _rrelu,
-    torch.rrelu_: _rrelu_,
-    F.scaled_dot_product_attention: _attention,
+    torch.rrelu_: written_back(_rrelu),
+    F.scaled_dot_product_attention: attention_of_whole,
 }

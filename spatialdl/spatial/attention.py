@@ -7,14 +7,13 @@ make these few first), or stay where they are if attention goes over windows tha
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.plain_random import attention, drop_whole
+from spatialdl.plain_random import attention, attention_of_whole
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor
@@ -38,13 +37,18 @@ def scaled_dot_product_attention(
         raise refusal(
             F.scaled_dot_product_attention, split, "its last dim, of features, must not be split"
         )
-    if dropout_p > 0 or is_causal:
-        return _by_hand(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if not isinstance(query, SpatialTensor):
         # a few queries of the whole image, the same on every rank: they look at everything
         key, value, attn_mask = (_whole(x) for x in (key, value, attn_mask))
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+        return attention_of_whole(
+            *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            mesh=split[0].mesh,
+        )
+    if dropout_p > 0 or is_causal:
+        # more than PyTorch's kernel can: a rank keeps the weights of its own queries for all keys
+        drop = partial(F.dropout, p=dropout_p)
+        return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     operands = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
     batch = string.ascii_uppercase[: max(x.dim() for x in operands) - 2]
     ends = ("le", "se", "sv", "ls")
@@ -63,30 +67,6 @@ def scaled_dot_product_attention(
     return contract(
         F.scaled_dot_product_attention, operands, letters, batch + "lv", local, linear=False
     )
-
-
-def _by_hand(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Attention of which all weights are kept, for those that ask for more than PyTorch's kernel.
-
-    A rank has the weights of its own queries for all keys.
-    """
-    drop: Callable[[Tensor], Tensor]
-    if isinstance(query, SpatialTensor):
-        drop = partial(F.dropout, p=dropout_p)
-    else:
-        mesh = spatial_in((key, value, attn_mask))[0].mesh
-        key, value, attn_mask = (_whole(x) for x in (key, value, attn_mask))
-        drop = drop_whole(dropout_p, mesh)
-    return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
 
 
 def _whole(x: Any) -> Any:

@@ -10,10 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.plain_random import check_probability, dropped, float_type
+from spatialdl.plain_random import (
+    check_probability,
+    dropped,
+    float_type,
+    rrelu_by,
+    written_back,
+)
 from spatialdl.random import Region, bernoulli, exponential, next_key, normal, uniform
 from spatialdl.spatial.span import positions, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
@@ -125,11 +130,7 @@ def exponential_(
 def rrelu(
     input: SpatialTensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
 ) -> Tensor:
-    if not training:
-        return F.leaky_relu(input, (lower + upper) / 2)
-    return torch.where(input < 0, input * (torch.rand_like(input) * (upper - lower) + lower), input)
+    return rrelu_by(torch.rand_like, input, lower, upper, training)
 
 
-@register_op(torch.rrelu_, split=("input",))
-def rrelu_(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return input.copy_(rrelu(input, *args, **kwargs))
+register_op(torch.rrelu_, split=("input",))(written_back(rrelu))
