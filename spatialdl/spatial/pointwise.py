@@ -37,6 +37,21 @@ def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
     return without_dims(input, F.glu(to_tile(input), dim), ())
 
 
+@register_op(torch.masked_fill, Tensor.masked_fill, split=("input", "mask"))
+def masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    """Written with `torch.where`, which gives a trained value (a mask token) its gradient."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        raise ValueError(f"masked_fill takes one value, got a tensor {tuple(value.shape)}")
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=input.dtype, device=input.device)
+    return torch.where(mask, value.to(input.dtype), input)
+
+
+@register_op(Tensor.masked_fill_, split=("input", "mask"))
+def masked_fill_(input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return input.copy_(masked_fill(input, mask, value))
+
+
 @register_op(torch.Tensor.contiguous)
 def contiguous(
     input: SpatialTensor, memory_format: torch.memory_format = torch.contiguous_format

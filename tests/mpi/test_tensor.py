@@ -223,6 +223,26 @@ def test_a_trained_scalar_does_not_widen_the_type(mesh: Mesh) -> None:
     assert average(scale, mesh).item() == pytest.approx(image().sum().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("split_mask", [False, True])
+def test_filling_with_a_trained_value(split_mask: bool, in_place: bool, mesh: Mesh) -> None:
+    """A mask token. In place it once ended in an error of PyTorch about its number of dims."""
+    token = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    mask = image(1, 1, H, W, seed=1) > 0
+
+    def operation(x: Tensor) -> Tensor:
+        chosen = shard(mask, mesh) if split_mask and isinstance(x, SpatialTensor) else mask
+        filled = (x * 2).masked_fill_(chosen, token) if in_place else x.masked_fill(chosen, token)
+        return filled * filled
+
+    ours = value_and_gradient(operation, image(), mesh)
+    grad = average(token, mesh)
+    plain = value_and_gradient(operation, image(), None)
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(grad, token.grad)
+
+
 def average(parameter: Tensor | float, mesh: Mesh) -> Tensor | None:
     """The averaged gradient of a parameter, which is cleared."""
     if not isinstance(parameter, Tensor) or parameter.grad is None:
