@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -11,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl import allocator
-from spatialdl.bench.results import machine, publish, run_worker
+from spatialdl.bench.results import environment, machine, publish, run_worker
 from spatialdl.comm.launch import mpiexec_command
 
 OURS = ("spatialdl", "spatialdl, new strips")
@@ -56,10 +54,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         *("--side", str(options.side), "--rounds", str(options.rounds)),
         *("--exchanges", str(options.exchanges)),
     ]
-    environment = {**os.environ, **allocator.environment(), "OMP_NUM_THREADS": "1"}
-    if rows * cols > (os.cpu_count() or 1):
-        environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    return run_worker(command, environment)
+    return run_worker(command, environment(1))
 
 
 def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:

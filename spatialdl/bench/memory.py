@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl import allocator
-from spatialdl.bench.results import grid_of, machine, publish
+from spatialdl.bench.results import environment, grid_of, machine, publish
 from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.launch import mpiexec_command
 
@@ -44,9 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     sides = [(ranks, again) for again in (False, True) for ranks in options.ranks]
     with tqdm(total=1 + len(sides), desc="sides", unit="side") as bar:
         bar.set_postfix_str(f"plain PyTorch: {options.size}x{options.size}")
-        result["plain_mb_at_size"] = _run(
-            options, 1, False, options.size, None, {allocator.SWITCH: "0"}
-        )
+        result["plain_mb_at_size"] = _run(options, 1, False, options.size, None, plain=True)
         bar.update()
         for ranks, again in sides:
             result["rows"].append(_measure_side(options, ranks, again, bar))
@@ -124,7 +120,7 @@ def _run(
     again: bool,
     side: int,
     limit: float | None,
-    memory: Mapping[str, str] | None = None,
+    plain: bool = False,
 ) -> float | None:
     """Peak MB of the largest rank; None if it was more than the limit."""
     rows, cols = grid_of(ranks)
@@ -136,11 +132,8 @@ def _run(
         *(("--recompute",) if again else ()),
         *(() if limit is None else ("--limit", str(limit))),
     ]
-    threads = str(max(1, options.threads // ranks))
-    waiting = {"OMP_NUM_THREADS": threads, "OMPI_MCA_mpi_yield_when_idle": "1"}
-    memory = allocator.environment() if memory is None else memory
-    environment = {**os.environ, **waiting, **memory}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found_there = environment(max(1, options.threads // ranks), plain)
+    done = subprocess.run(command, env=found_there, capture_output=True, text=True, check=False)
     if "over limit" in done.stdout or done.returncode in (OVER_LIMIT, *KILLED):
         return None
     if done.returncode:

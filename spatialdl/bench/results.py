@@ -10,11 +10,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spatialdl import allocator
+
 
 def grid_of(ranks: int) -> tuple[int, int]:
     """The grid nearest to a square, with more rows than columns."""
     cols = max(cols for cols in range(1, ranks + 1) if ranks % cols == 0 and cols * cols <= ranks)
     return ranks // cols, cols
+
+
+def environment(threads: int, plain: bool = False) -> dict[str, str]:
+    """What a worker finds in its environment: memory as the product sets it, or as PyTorch comes.
+
+    Args:
+        threads: of each rank.
+        plain: leave memory as it is.
+    """
+    memory = {allocator.SWITCH: "0"} if plain else allocator.environment()
+    cores = {"OMP_NUM_THREADS": str(threads), "OMPI_MCA_mpi_yield_when_idle": "1"}
+    return {**os.environ, **memory, **cores}
 
 
 def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ which the ranks have.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -17,8 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl import allocator
-from spatialdl.bench.results import grid_of, machine, publish, run_worker
+from spatialdl.bench.results import environment, grid_of, machine, publish, run_worker
 from spatialdl.comm.launch import mpiexec_command
 
 PLAIN = "plain PyTorch"
@@ -32,8 +30,8 @@ MEASURES = {
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     sides = {
-        PLAIN: _one_process(options, {allocator.SWITCH: "0"}),
-        "one process": _one_process(options, allocator.environment()),
+        PLAIN: _one_process(options, plain=True),
+        "one process": _one_process(options, plain=False),
         f"{options.ranks} ranks": _ranks(options),
     }
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -72,21 +70,15 @@ def _worker(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _one_process(
-    options: argparse.Namespace, memory: dict[str, str]
-) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, *_worker(options)], _environment(options.threads) | memory
+def _one_process(options: argparse.Namespace, plain: bool) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, *_worker(options)], environment(options.threads, plain)
 
 
 def _ranks(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     threads = max(1, options.threads // options.ranks)
     command = [*mpiexec_command(options.ranks), sys.executable, *_worker(options)]
     grid = ["--grid", *map(str, grid_of(options.ranks))]
-    return [*command, *grid], _environment(threads) | allocator.environment()
-
-
-def _environment(threads: int) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "OMPI_MCA_mpi_yield_when_idle": "1"}
+    return [*command, *grid], environment(threads)
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

@@ -8,12 +8,21 @@ import sys
 
 import pytest
 
+from spatialdl import allocator
 from spatialdl.bench import results
 
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (3, 2))])
 def test_grids_are_as_square_as_can_be(ranks, grid):
     assert results.grid_of(ranks) == grid
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_memory_is_as_pytorch_comes_or_as_the_product_sets_it(plain):
+    found = results.environment(2, plain)
+    assert found["OMP_NUM_THREADS"] == "2"
+    settings = {allocator.SWITCH: "0"} if plain else allocator.environment()
+    assert settings.items() <= found.items()
 
 
 def test_a_worker_tells_in_its_last_line():
