@@ -4,6 +4,7 @@ from spatialdl.spatial import (  # noqa: F401  (they register)
     adaptive,
     along,
     attention,
+    channel_conv,
     conv,
     dropout,
     extremes,

@@ -21,7 +21,9 @@ from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.layout import Box, Layout, Window
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.channel_conv import check_channels, conv_of_channels, is_of_one_pixel
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
+from spatialdl.spatial.dims import IMAGE
 from spatialdl.spatial.edges import Cut, Strip, cut_dim
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, check_output, pair, window_move
@@ -273,12 +275,10 @@ def conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
+    if input.spatial_dims != IMAGE and is_of_one_pixel(weight, stride, padding):
+        return conv_of_channels(torch.conv2d, input, weight, bias, groups)
     check_image("conv2d", input)
-    if input.shape[1] != weight.shape[1] * groups:
-        raise ValueError(
-            f"conv2d: the image has {input.shape[1]} channels, but the weight "
-            f"{tuple(weight.shape)} with groups={groups} takes {weight.shape[1] * groups}"
-        )
+    check_channels("conv2d", input, weight, groups)
     (rows, cols), size = _windows(input, weight, stride, padding, dilation)
     check_output("conv2d", input, size)
     output, plan = window_move(input.spatial_layout, rows, cols, size, input.mesh.part)

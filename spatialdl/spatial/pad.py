@@ -16,7 +16,7 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 
 @register_op(F.pad, torch._C._nn.pad, split=("input",))
-def pad(
+def pad_image(
     input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Tensor:
     pads = tuple(int(p) for p in pad)
@@ -33,6 +33,11 @@ def pad(
     rows = _axis(input, input.spatial_layout.rows, by_dim.get(row_dim, (0, 0)), mode)
     cols = _axis(input, input.spatial_layout.cols, by_dim.get(col_dim, (0, 0)), mode)
     return reindex(F.pad, input, rows, cols, 0.0 if value is None else value)
+
+
+@register_op(torch.constant_pad_nd, split=("input",))
+def constant_pad_nd(input: SpatialTensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    return pad_image(input, pad, "constant", value)
 
 
 @lru_cache(maxsize=4096)

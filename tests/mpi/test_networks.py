@@ -37,8 +37,6 @@ REFUSED = {
     "transformers ViT": "class token",
     "transformers DINOv2": "class token",
     "transformers SuperPoint": "max_pool2d on a split image takes",
-    "transformers MobileViTV2": "conv2d on a split image takes",
-    "transformers MobileViTV2 segmentation": "conv2d on a split image takes",
     "monai Classifier": "gather_before",
     "monai VarAutoEncoder": "gather_before",
     "monai Quicknat": "places within a split image",

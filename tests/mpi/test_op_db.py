@@ -33,7 +33,8 @@ _EXACT = """
     nn.functional.interpolate.area nn.functional.upsample_nearest
     nn.functional.upsample_bilinear nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
     nn.functional.channel_shuffle nn.functional.pad.constant nn.functional.pad.reflect
-    nn.functional.pad.replicate nn.functional.pad.circular nn.functional.batch_norm
+    nn.functional.pad.replicate nn.functional.pad.circular constant_pad_nd
+    nn.functional.batch_norm
     nn.functional.instance_norm nn.functional.group_norm nn.functional.local_response_norm
     nn.functional.normalize nn.functional.dropout nn.functional.dropout2d sum mean amax amin
     var std norm logsumexp linalg.vector_norm prod argmax argmin softmax log_softmax cat stack
