@@ -179,10 +179,12 @@ def _exponential_(self: Tensor, lambd: float = 1, *, generator: None = None) -> 
 def rrelu_by(
     rand_like: Callable[[Tensor], Tensor], input: Tensor, lower: float, upper: float, training: bool
 ) -> Tensor:
-    """`torch.rrelu` of a whole tensor or a split one, as `rand_like` is."""
-    if not training:
-        return F.leaky_relu(input, (lower + upper) / 2)
-    return torch.where(input < 0, input * (rand_like(input) * (upper - lower) + lower), input)
+    """`torch.rrelu` of a whole tensor or a split one, as `rand_like` is.
+
+    Backward needs the signs and the slopes, not `input`, which may be written over.
+    """
+    slopes = rand_like(input) * (upper - lower) + lower if training else (lower + upper) / 2
+    return torch.where(input > 0, input, input * slopes)
 
 
 def _rrelu(

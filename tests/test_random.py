@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +121,18 @@ def test_a_key_repeats_and_leaves_the_default_generator_alone() -> None:
     assert numbers[3].dtype == torch.float32
     assert numbers[4].dtype == torch.float64
     assert 2 <= numbers[10].min() <= numbers[10].max() < 3
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_random_slopes_are_those_of_pytorch_at_zero_and_below(training: bool) -> None:
+    """At zero PyTorch takes the slope of what is below; ours once took 1."""
+    gradients = []
+    for key in ((1, 2, 3), None):
+        x = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
+        with keyed(*key) if key else nullcontext():
+            F.rrelu(x * 1, 0.2, 0.2, training, inplace=True).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 def test_a_generator_of_ones_own_is_left_alone() -> None:

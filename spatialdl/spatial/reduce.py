@@ -268,6 +268,9 @@ def normalize(
 
 def _decide(func: Function, input: SpatialTensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
     """``any`` and ``all`` by counting what speaks for the one, against the other."""
+    if dim is not None and not isinstance(dim, int) and len(dim) == 0:
+        # of all reductions only these take no dims for none, not for all of them
+        return without_dims(input, func(to_tile(input), dim=()), ())
 
     def across(tile: Tensor, span: Span) -> Tensor:
         speaks = tile == 0 if every else tile != 0

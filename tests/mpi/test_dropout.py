@@ -69,6 +69,7 @@ DRAWN: dict[str, Operation] = {
     "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
     "rrelu in place": lambda x: F.rrelu(x - 0.5, 0.2, 0.4, training=True, inplace=True),
     "rrelu in evaluation": nn.RReLU().eval(),
+    "rrelu in evaluation, in place": lambda x: F.rrelu(x - 0.5, inplace=True),
     "rand": lambda x: x * torch.rand(2, 4, 1, 1, dtype=torch.float64),
     "randn of a size": lambda x: x * torch.randn(x.shape, dtype=torch.float64),
     "stochastic depth, new_empty": drop_path,

@@ -95,6 +95,8 @@ WHOLE: dict[str, Operation] = {
     "cosine-like": lambda x: (x * x).sum(1) / x.norm(dim=1).clamp_min(1e-8),
     "back on the image": lambda x: x - x.mean((2, 3), keepdim=True),
     "back on the image, rows": lambda x: x * x.mean(2, keepdim=True) + x.amax(3, keepdim=True),
+    "any of no dims, which is each by itself": lambda x: x * torch.any(x > 0, dim=()),
+    "all of no dims": lambda x: x * (x > 0).all(dim=()),
     "twice": lambda x: x.mean(1).amax(2),
     "nansum": lambda x: torch.where(x > 0, x, float("nan")).nansum((2, 3)),
     "nanmean": lambda x: torch.where(x > -0.5, x, float("nan")).nanmean((1, 2)),
