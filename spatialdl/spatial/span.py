@@ -142,6 +142,8 @@ def in_float32(tile: Tensor) -> Tensor:
 
 Call = Callable[..., Any]
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input"}
+_WRONG_ON_META = ("nansum", "nanmean")
+"""These take no dims for all dims, but not on PyTorch's meta device, where shapes are asked for."""
 
 
 def reduction(*functions: Call) -> Callable[[Call], Call]:
@@ -168,6 +170,9 @@ def checked(function: Call, handler: Call) -> Call:
         kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
         if kwargs.get("out") is None:
             kwargs.pop("out", None)
+        if function.__name__ in _WRONG_ON_META:
+            args = tuple(_none_if_empty(value) for value in args)
+            kwargs = {name: _none_if_empty(value) for name, value in kwargs.items()}
         x = args[0] if args else kwargs.pop("input")
         others = [*args[1:], *kwargs.values()]
         if not isinstance(x, SpatialTensor) or any(isinstance(o, Tensor) for o in others):
@@ -177,6 +182,10 @@ def checked(function: Call, handler: Call) -> Call:
         return _shaped(handler(function, x, *args[1:], **kwargs), expected)
 
     return call
+
+
+def _none_if_empty(dim: Any) -> Any:
+    return None if isinstance(dim, (tuple, list)) and len(dim) == 0 else dim
 
 
 def without_data(x: Tensor) -> Tensor:

@@ -97,6 +97,8 @@ WHOLE: dict[str, Operation] = {
     "back on the image, rows": lambda x: x * x.mean(2, keepdim=True) + x.amax(3, keepdim=True),
     "any of no dims, which is each by itself": lambda x: x * torch.any(x > 0, dim=()),
     "all of no dims": lambda x: x * (x > 0).all(dim=()),
+    "sum of no dims, which is of all": lambda x: torch.sum(x, ()) + x.nansum(dim=[]),
+    "mean of no dims": lambda x: torch.mean(x, dim=()) + torch.nanmean(x, ()),
     "twice": lambda x: x.mean(1).amax(2),
     "nansum": lambda x: torch.where(x > 0, x, float("nan")).nansum((2, 3)),
     "nanmean": lambda x: torch.where(x > -0.5, x, float("nan")).nanmean((1, 2)),
