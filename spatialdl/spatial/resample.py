@@ -57,22 +57,26 @@ def _resampling(
         raise refusal(
             function, [input], "PyTorch itself errs in images that become one column; two are exact"
         )
-    same_size = tuple(whole.shape[-2:]) == (height, width)
-    if mode == "cubic" and not antialias and same_size and input.requires_grad:
-        _check_unscaled(function, input, (row_scale, col_scale))
+    if input.requires_grad:
+        _check_gradient(function, input, rows, cols)
     fast = _by_kernel(input, rows, cols) if rows.factor and cols.factor else None
     return fast if fast is not None else _by_table(input, rows, cols)
 
 
-def _check_unscaled(
-    function: Call, input: SpatialTensor, scales: tuple[float | None, float | None]
+def _check_gradient(
+    function: Call, input: SpatialTensor, rows: Resampling, cols: Resampling
 ) -> None:
-    """PyTorch 2.13 interpolates forward, but hands the gradient on as if it had not."""
-    if any(scale not in (None, 1.0) for scale in scales):
+    """Refuse a scale factor that keeps the size: PyTorch 2.13 copies in one direction only.
+
+    With antialiasing in each dim by itself, else in bicubic images of which both sizes are kept.
+    """
+    kept = [how for how in (rows, cols) if how.size == how.count]
+    scaled = [how.scale for how in kept if not how.align_corners and how.scale not in (None, 1.0)]
+    if scaled and (rows.antialias or (rows.mode == "cubic" and len(kept) == 2)):
         raise refusal(
             function,
             [input],
-            f"PyTorch's own gradient is wrong where scale factors {scales} keep the size; "
+            f"PyTorch's own gradient is wrong where a scale factor of {scaled[0]} keeps the size; "
             "give size=, or recompute_scale_factor=True",
         )
 

@@ -49,20 +49,46 @@ def test_interpolate(mode: str, seed: int, meshes: dict) -> None:
     def resize(x: Tensor) -> Tensor:
         return F.interpolate(x, mode=mode, **options)
 
-    if mode == "bicubic" and scaled_to_the_same_size(s.image, options):
+    if mode in SMOOTH and has_a_wrong_gradient(mode, s.image, **options):
         with pytest.raises(UnsupportedSpatialOp, match="gradient is wrong"):
             resize(shard(s.image.requires_grad_(), s.mesh))
         return
     check(resize, s.image, [], s.mesh, f"{s}, {mode}, {options}")
 
 
-def scaled_to_the_same_size(image: Tensor, options: dict[str, Any]) -> bool:
-    """PyTorch's bicubic gradient is that of a copy then, but its output is none."""
-    scale = options.get("scale_factor")
-    if scale is None or options["recompute_scale_factor"] or options["antialias"]:
+def has_a_wrong_gradient(
+    mode: str,
+    image: Tensor,
+    scale_factor: float | tuple[float, float] | None = None,
+    recompute_scale_factor: bool | None = None,
+    **options: Any,
+) -> bool:
+    """Whether PyTorch's gradient is that of a copy but its output is none, or the reverse."""
+    if scale_factor is None or recompute_scale_factor or options["align_corners"]:
         return False
-    sizes = F.interpolate(image, scale_factor=scale, recompute_scale_factor=None).shape
-    return sizes == image.shape and scale not in (1, (1, 1))
+    output = F.interpolate(image, scale_factor=scale_factor).shape
+    pair = scale_factor if isinstance(scale_factor, tuple) else (scale_factor,) * 2
+    kept = [s for s, n, m in zip(pair, image.shape[2:], output[2:], strict=True) if n == m]
+    both = mode == "bicubic" and len(kept) == 2
+    return any(scale != 1 for scale in kept) and (options["antialias"] or both)
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("align_corners", [None, False, True])
+@pytest.mark.parametrize("scale", [(2, 1.04), (1.04, 2), (1.04, 1.04), (2, 1)])
+@pytest.mark.parametrize("mode", SMOOTH)
+def test_gradients_of_pytorch_are_wrong_where_they_are_refused(
+    mode: str, scale: tuple[float, float], align_corners: bool | None, antialias: bool
+) -> None:
+    """A change of PyTorch shows here, and a refusal can go."""
+    options = {"align_corners": align_corners, "antialias": antialias}
+    image = parameter(random.Random(0), 1, 1, 6, 5).requires_grad_()
+
+    def resize(x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=scale, mode=mode, **options)
+
+    is_right = torch.autograd.gradcheck(resize, (image,), raise_exception=False)
+    assert is_right is not has_a_wrong_gradient(mode, image, scale, **options)
 
 
 def test_scaling_to_the_same_size_is_exact_forward(meshes: dict) -> None:
