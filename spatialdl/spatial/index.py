@@ -168,7 +168,8 @@ def _line(x: SpatialTensor, entries: Sequence[_Entry], row_item: Item, col_item:
     box = repartition(image, x.mesh.grid_comm, plan, name="__getitem__").squeeze(0)
     local = dict(zip(dims, (_within(row_item), _within(col_item)), strict=True))
     whole: Tensor = box.movedim((-2, -1), dims)
-    return whole[tuple(local.get(e.dim, e.item) if e.item is not None else None for e in entries)]
+    line = whole[tuple(local.get(e.dim, e.item) if e.item is not None else None for e in entries)]
+    return x._family.watched(line)
 
 
 def _interval(item: Item, size: int) -> tuple[int, int]:

@@ -21,8 +21,9 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition, view_of
 from spatialdl.layout import Bounds, Box, Layout, strided_bounds
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, share_apart, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 
 class Segment(NamedTuple):
@@ -242,7 +243,7 @@ def reindex(
         image = image.clone()
     result = from_tile(image.movedim((-2, -1), dims), output, x.mesh, x.spatial_dims)
     if is_view and not _stays(x, rows, cols):
-        share_apart(x, result)
+        share(x, result, moved=True)
     return result
 
 

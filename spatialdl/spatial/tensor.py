@@ -14,7 +14,6 @@ PyTorch, and the user's model, see the global size; the tile is inside. Three wa
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.dims import IMAGE, SpatialDims, from_image, samples_of, to_image
+from spatialdl.spatial.sharing import Family, check_lines, check_write, lend, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,
     any_other,
@@ -101,13 +101,13 @@ class SpatialTensor(torch.Tensor):
     """
 
     _tile: Tensor
-    _sharers: list[weakref.ref[SpatialTensor]]
+    _family: Family
     _apart: bool
     spatial_layout: Layout
     spatial_dims: SpatialDims
     mesh: Mesh
 
-    __slots__ = ("_apart", "_sharers", "_tile", "mesh", "spatial_dims", "spatial_layout")
+    __slots__ = ("_apart", "_family", "_tile", "mesh", "spatial_dims", "spatial_layout")
 
     @staticmethod
     def __new__(
@@ -129,7 +129,7 @@ class SpatialTensor(torch.Tensor):
             requires_grad=requires_grad,
         )
         wrapper._tile = tile
-        wrapper._sharers = []
+        wrapper._family = Family()
         wrapper._apart = False
         wrapper.spatial_layout = layout
         wrapper.spatial_dims = dims
@@ -227,12 +227,13 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     first = next(value for value in flat if isinstance(value, SpatialTensor))
     for value in flat:
         if isinstance(value, SpatialTensor):
+            check_lines(value)
             if not aligned(value, first):
                 raise refusal(func, [first, value], "its operands are split differently")
         elif isinstance(value, Tensor) and value.dim() > 0:
             raise refusal(func, [first], "it mixes split and whole tensors")
     if func._schema.is_mutable:
-        _check_in_place(func, args[0])
+        check_write(_called.function or func, args[0])
     tile_args, tile_kwargs = tree_map(
         lambda value: value._tile if isinstance(value, SpatialTensor) else value, (args, kwargs)
     )
@@ -242,9 +243,12 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
         # not notice that it was overwritten, and give a wrong gradient
         torch.autograd.graph.increment_version(args[0]._tile)
         return args[0]
-    return tree_map(
+    split = tree_map(
         lambda value: first._like(value) if isinstance(value, Tensor) else value, result
     )
+    if first._apart and func in (aten.detach.default, aten.alias.default):
+        share(first, split)
+    return split
 
 
 def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
@@ -252,24 +256,6 @@ def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
     a, b = x.spatial_layout, y.spatial_layout
     same_cut = a is b or (a.rows == b.rows and a.cols == b.cols)
     return same_cut and x.spatial_dims == y.spatial_dims
-
-
-def _check_in_place(func: Any, target: SpatialTensor) -> None:
-    """A view and its base share memory, but autograd does not know it: a wrong gradient.
-
-    Where pixels have moved they do not even share it: then never.
-    """
-    alive = [other for ref in target._sharers if (other := ref()) is not None]
-    apart = target._apart or any(other._apart for other in alive)
-    if not apart and not torch.is_grad_enabled() and not target.requires_grad:
-        return
-    if any(other is not target for other in alive):
-        raise refusal(
-            _called.function or func,
-            [target],
-            "it would write into another split tensor too, of which this one is a view; "
-            "clone() it first",
-        )
 
 
 # --- between the wrapper and its tile
@@ -307,8 +293,9 @@ class _FromTile(torch.autograd.Function):
 
 def to_tile(x: SpatialTensor) -> Tensor:
     """The tile of `x`, for local work that autograd differentiates."""
+    check_lines(x)
+    lend(x)
     tile: Tensor = _ToTile.apply(x)  # type: ignore[no-untyped-call]
-    tile._spatial_owner = weakref.ref(x)  # type: ignore[attr-defined]
     return tile
 
 
@@ -320,26 +307,8 @@ def from_tile(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims = IMAG
         dims: which of its dims hold rows and columns.
     """
     x: SpatialTensor = _FromTile.apply(tile, layout, mesh, dims)  # type: ignore[no-untyped-call]
-    base = tile._base if tile._is_view() else tile
-    owner = getattr(base, "_spatial_owner", lambda: None)()
-    if owner is not None:
-        _share(owner, x)
+    note_view(x)
     return x
-
-
-def _share(owner: SpatialTensor, view: SpatialTensor) -> None:
-    """Note that both lie in the same memory, as autograd's views do."""
-    view._apart = owner._apart
-    group = owner._sharers or [weakref.ref(owner)]
-    group[:] = [ref for ref in group if ref() is not None]
-    group.append(weakref.ref(view))
-    owner._sharers = view._sharers = group
-
-
-def share_apart(owner: SpatialTensor, view: SpatialTensor) -> None:
-    """Note that PyTorch would make `view` a view of `owner`, but that its pixels have moved."""
-    _share(owner, view)
-    view._apart = True
 
 
 def image_of(x: SpatialTensor) -> Tensor:

@@ -194,25 +194,47 @@ def test_writing_into_part_of_the_image_is_refused(meshes: dict) -> None:
         assert not x.full_tensor().any()
 
 
-def test_writing_into_a_slice_that_has_moved_is_refused(meshes: dict) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writing_into_a_slice_that_has_moved_is_refused(mode: type, meshes: dict) -> None:
     """PyTorch would write into its base too; here they do not lie in the same memory."""
     for mesh in meshes.values():
-        x = shard(torch.ones(1, 1, 12, 12), mesh)
+        with mode():
+            x = shard(torch.ones(1, 2, 12, 12), mesh)
         for index in ((..., slice(3, None), ALL), (..., slice(5, None)), (..., slice(2, 4), ALL)):
-            part = x[index]
-            moved = part._apart
-            for value in (part, part.view(part.shape), x):
-                with torch.no_grad():
+            with mode():
+                part = x[index]
+                moved = part._apart
+                for value in (part, part.view(part.shape), part.detach(), part[:, :1], x):
                     if moved:
                         with pytest.raises(UnsupportedSpatialOp, match="clone"):
                             value.add_(1)
-            if not moved:
-                with torch.no_grad():
+                if not moved:
                     part.zero_()
-                assert not x[index].full_tensor().any()
-            del part, value
-            x.mul_(2)
-            F.relu_(x[index].clone())
+                    assert not x[index].full_tensor().any()
+                del part, value
+                x.mul_(2)
+                F.relu_(x[index].clone())
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_selected_row_is_no_view_and_must_not_be_written(mode: type, meshes: dict) -> None:
+    """It once took the number, and the image kept its own, without a word."""
+    for mesh in meshes.values():
+        for select in (lambda x: x[:, :, 3], lambda x: x.select(3, -1), lambda x: x[0, :, 1, 2:4]):
+            with mode():
+                x = shard(torch.ones(1, 2, 9, 7), mesh) * 1
+                untouched = select(x)
+                copied = untouched.clone().zero_()
+                assert x[:, :1].sum() == 63
+                with pytest.raises(UnsupportedSpatialOp, match=r"add_ .*still held; clone"):
+                    x.add_(1)
+                del untouched
+                assert x.add_(1).sum() == 2 * 126
+                select(x[:, :]).view(-1).add_(1)
+                for read in (lambda x: x * 1, lambda x: x.sum(), lambda x: x.full_tensor()):
+                    with pytest.raises(UnsupportedSpatialOp, match=r"row or column .* written"):
+                        read(x)
+                assert not copied.any()
 
 
 def test_labels_and_half_precision(meshes: dict) -> None:
