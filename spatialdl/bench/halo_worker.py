@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -52,14 +53,18 @@ def main() -> None:
 
 
 def measure(halo: Halo, rounds: int, exchanges: int) -> dict[str, list[float]]:
-    """Seconds of an exchange, of the variants in turn, round by round."""
+    """Seconds of an exchange, round by round, of the variants in an order that is drawn anew.
+
+    What one leaves behind in caches is not always met by the same other.
+    """
     variants = halo.variants()
     for exchange in variants.values():
         exchange()
     halo.check()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    rng = random.Random(0)  # the same order on all ranks
     for _ in range(rounds):
-        for name, exchange in variants.items():
+        for name, exchange in rng.sample(list(variants.items()), len(variants)):
             halo.comm.Barrier()
             started = time.perf_counter()
             for _ in range(exchanges):
@@ -93,7 +98,7 @@ class Halo:
         self.tile = view_of(self._image, layout.whole, self.plan.own).clone()
         self.strips = geometry.strips(self.tile)
         self.sends = views_of(self.plan.sends, [Held(self.tile, self.plan.own)])
-        self.receives = views_of(self.plan.receives, geometry.held(self.strips, self.plan.own))
+        self.receives = views_of(self.plan.receives, geometry.held(self.strips))
         self.targets = [piece.peer for piece in self.plan.sends]
         self.sources = [piece.peer for piece in self.plan.receives]
         self.bytes = sum(view.numel() for view in self.sends) * self.tile.element_size()
@@ -125,7 +130,7 @@ class Halo:
 
         def exchange() -> None:
             strips = geometry.strips(tile) if new_strips else self.strips
-            sends, receives = [Held(tile, plan.own)], geometry.held(strips, plan.own)
+            sends, receives = [Held(tile, plan.own)], geometry.held(strips)
             start_exchange(comm, plan, sends, receives, device=tile.device, name="halo").wait()
 
         return exchange
@@ -135,7 +140,7 @@ class Halo:
         alone, plan, geometry, tile = Silent(), self.plan, self.geometry, self.tile
 
         def exchange() -> None:
-            sends, receives = [Held(tile, plan.own)], geometry.held(self.strips, plan.own)
+            sends, receives = [Held(tile, plan.own)], geometry.held(self.strips)
             start_exchange(alone, plan, sends, receives, device=tile.device, name="halo").wait()
 
         return exchange

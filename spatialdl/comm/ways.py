@@ -19,7 +19,7 @@ from torch import Tensor
 from spatialdl.comm.communicator import Pending
 from spatialdl.comm.datatypes import buffer, strided_type
 from spatialdl.comm.held import Held, holders, pieces_of, views_of
-from spatialdl.comm.plan import Plan
+from spatialdl.comm.plan import Piece, Plan
 from spatialdl.layout import Box
 
 if TYPE_CHECKING:
@@ -48,27 +48,19 @@ def by_neighbours(
 
     In few steps: they are most of what an exchange costs more than by hand.
     """
-    key: list[object] = [plan, adjoint, len(sends)]
-    bases = []
-    for tensor, box in (*sends, *receives):
-        bases.append(tensor.data_ptr())
-        key += (box, tensor.shape, tensor.stride(), tensor.dtype)
-    outgoing, incoming = _both_sides(tuple(key))
+    key, bases = _described(plan, adjoint, sends, receives)
+    outgoing, incoming = _both_sides(key)
     request = comm.graph(plan, adjoint).Ineighbor_alltoallw(
-        (
-            MPI.BOTTOM,
-            outgoing.counts,
-            [bases[tensor] + offset for tensor, offset in outgoing.offsets],
-            outgoing.types,
-        ),
-        (
-            MPI.BOTTOM,
-            incoming.counts,
-            [bases[tensor] + offset for tensor, offset in incoming.offsets],
-            incoming.types,
-        ),
+        _absolute(outgoing, bases), _absolute(incoming, bases)
     )
     return Request(request, (sends, receives))
+
+
+def _absolute(messages: tuple[_Message, ...], bases: list[int]) -> list[Any]:
+    """Messages as the collective takes them: from where memory begins."""
+    addresses = [bases[message.tensor] + message.offset for message in messages]
+    types = [message.datatype for message in messages]
+    return [MPI.BOTTOM, [1] * len(messages), addresses, types]
 
 
 def by_messages(
@@ -79,18 +71,16 @@ def by_messages(
     adjoint: bool,
 ) -> Pending:
     """A message for each piece, from and into where it lies."""
-    outgoing, incoming = pieces_of(plan, adjoint)
+    key, bases = _described(plan, adjoint, sends, receives)
+    outgoing, incoming = _both_sides(key)
+    memory = MPI.buffer.fromaddress
     requests = [
-        comm.Irecv([MPI.buffer.fromaddress(address, span), 1, datatype], piece.peer, TAG)
-        for piece, (address, span, datatype) in zip(
-            incoming, _addressed(plan, not adjoint, receives), strict=True
-        )
+        comm.Irecv([memory(bases[tensor] + offset, span), 1, datatype], peer, TAG)
+        for tensor, offset, span, datatype, peer in incoming
     ]
     requests += [
-        comm.Isend([MPI.buffer.fromaddress(address, span), 1, datatype], piece.peer, TAG)
-        for piece, (address, span, datatype) in zip(
-            outgoing, _addressed(plan, adjoint, sends), strict=True
-        )
+        comm.Isend([memory(bases[tensor] + offset, span), 1, datatype], peer, TAG)
+        for tensor, offset, span, datatype, peer in outgoing
     ]
     return Requests(requests, (sends, receives))
 
@@ -118,8 +108,8 @@ def by_packing(
 
 
 WAYS: dict[str, Way] = {
-    "neighbourhood collective": by_neighbours,
     "a message for each piece": by_messages,
+    "neighbourhood collective": by_neighbours,
     "packed pieces": by_packing,
 }
 
@@ -176,18 +166,38 @@ class Requests:
         self._keep, self._arrivals = None, ()
 
 
-class _Places(NamedTuple):
-    """Where the pieces of one side of a plan lie, relative to the tensors that hold them."""
+class _Message(NamedTuple):
+    """Where a piece of a plan lies, relative to the tensor that holds it.
 
-    counts: list[int]
-    offsets: list[tuple[int, int]]  # which tensor, bytes from its first element
-    spans: list[int]
-    types: list[MPI.Datatype]
+    Attributes:
+        tensor: its number among those of an exchange.
+        offset, span: bytes from its first element, and how many from there.
+    """
+
+    tensor: int
+    offset: int
+    span: int
+    datatype: MPI.Datatype
+    peer: int
+
+
+def _described(
+    plan: Plan, adjoint: bool, sends: Sequence[Held], receives: Sequence[Held]
+) -> tuple[tuple[Any, ...], list[int]]:
+    """An exchange without its places in memory, as `_both_sides` takes it; and those places."""
+    key: list[object] = [plan, adjoint, len(sends)]
+    bases = []
+    for tensor, box in (*sends, *receives):
+        bases.append(tensor.data_ptr())
+        key += (box, tensor.shape, tensor.stride(), tensor.dtype)
+    return tuple(key), bases
 
 
 @lru_cache(maxsize=4096)
-def _both_sides(key: tuple[Any, ...]) -> tuple[_Places, _Places]:
+def _both_sides(key: tuple[Any, ...]) -> tuple[tuple[_Message, ...], tuple[_Message, ...]]:
     """What is sent and what is received, in tensors counted through.
+
+    Kept for each plan and each way tensors lie in memory: an exchange then costs no slicing.
 
     Args:
         key: plan, adjoint, number of tensors to be sent, then of each tensor its box, shape,
@@ -196,33 +206,20 @@ def _both_sides(key: tuple[Any, ...]) -> tuple[_Places, _Places]:
     plan, adjoint, sent, *rest = key
     described = [tuple(rest[i : i + 3]) for i in range(0, len(rest), 4)]
     itemsize = rest[3].itemsize if rest else 1
-    outgoing = _places(plan, adjoint, tuple(described[:sent]), itemsize)
-    incoming = _places(plan, not adjoint, tuple(described[sent:]), itemsize)
-    shifted = [(sent + tensor, offset) for tensor, offset in incoming.offsets]
-    return outgoing, incoming._replace(offsets=shifted)
+    sends, receives = pieces_of(plan, adjoint)
+    return (
+        _messages(sends, described[:sent], 0, itemsize),
+        _messages(receives, described[sent:], sent, itemsize),
+    )
 
 
-def _addressed(
-    plan: Plan, receiving: bool, held: Sequence[Held]
-) -> list[tuple[int, int, MPI.Datatype]]:
-    described = tuple((box, tensor.shape, tensor.stride()) for tensor, box in held)
-    itemsize = held[0].tensor.element_size() if held else 1
-    places = _places(plan, receiving, described, itemsize)
-    bases = [tensor.data_ptr() for tensor, _ in held]
-    addresses = [bases[tensor] + offset for tensor, offset in places.offsets]
-    return list(zip(addresses, places.spans, places.types, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def _places(
-    plan: Plan,
-    receiving: bool,
-    described: tuple[tuple[Box, tuple[int, ...], tuple[int, ...]], ...],
+def _messages(
+    pieces: tuple[Piece, ...],
+    described: Sequence[tuple[Box, tuple[int, ...], tuple[int, ...]]],
+    first_tensor: int,
     itemsize: int,
-) -> _Places:
-    """Kept for each plan and each way tensors lie in memory: an exchange then costs no slicing."""
-    pieces = plan.receives if receiving else plan.sends
-    places = _Places([1] * len(pieces), [], [], [])
+) -> tuple[_Message, ...]:
+    found = []
     inside = holders(pieces, tuple(box for box, _, _ in described))
     for piece, tensor in zip(pieces, inside, strict=True):
         box, shape, strides = described[tensor]
@@ -232,7 +229,7 @@ def _places(
         sizes = (count, *shape[1:-2], height, width)
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
         span = 0 if 0 in sizes else last + 1  # without channels, or samples, nothing is sent
-        places.offsets.append((tensor, first * itemsize))
-        places.spans.append(span * itemsize)
-        places.types.append(strided_type(sizes, strides, itemsize))
-    return places
+        datatype = strided_type(sizes, strides, itemsize)
+        place = (first_tensor + tensor, first * itemsize, span * itemsize)
+        found.append(_Message(*place, datatype, piece.peer))
+    return tuple(found)

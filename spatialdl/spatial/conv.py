@@ -56,6 +56,8 @@ class TileGeometry:
     rows: Cut
     cols: Cut
     edges: tuple[Edge | None, ...]  # before and after in rows, before and after in columns
+    outside: tuple[tuple[int, tuple[slice, slice] | None, Box], ...]
+    """Of each strip its number, its part outside the tile (None: all), and that part's box."""
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -73,19 +75,16 @@ class TileGeometry:
         """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
         return [like.new_zeros(shape_of(like, edge.box) if edge else (0,)) for edge in self.edges]
 
-    def held(self, strips: list[Tensor], own: Box) -> list[Held]:
-        """What of the strips lies outside the tile `own`, where halos arrive, with its boxes.
+    def held(self, strips: list[Tensor]) -> list[Held]:
+        """What of the strips lies outside the tile, where halos arrive, with its boxes.
 
         Those above and below come first and hold the corners. A strip may reach over the tile and
         beyond, if a neighbour's outputs are this tile's: what comes from there is another strip's.
         """
-        found = []
-        for side, (strip, edge) in enumerate(zip(strips, self.edges, strict=True)):
-            if edge is not None:
-                box = _outside(edge.box, own, side)
-                view = strip if box == edge.box else view_of(strip, edge.box, box)
-                found.append(Held(view, box))
-        return found
+        return [
+            Held(strips[side] if inner is None else strips[side][(..., *inner)], box)
+            for side, inner, box in self.outside
+        ]
 
 
 def _outside(box: Box, own: Box, side: int) -> Box:
@@ -121,7 +120,16 @@ def tile_geometry(
         Edge(Box(0, samples, r.start, r.stop, c.start, c.stop), r, c) if r and c else None
         for r, c in sides
     )
-    return TileGeometry(row, col, edges)
+    return TileGeometry(row, col, edges, tuple(_outside_parts(edges, layout.boxes[part])))
+
+
+def _outside_parts(
+    edges: tuple[Edge | None, ...], own: Box
+) -> Iterator[tuple[int, tuple[slice, slice] | None, Box]]:
+    for side, edge in enumerate(edges):
+        if edge is not None:
+            box = _outside(edge.box, own, side)
+            yield side, None if box == edge.box else box.slices_in(edge.box)[1:], box
 
 
 class _TileConvolution(torch.autograd.Function):
@@ -143,7 +151,7 @@ class _TileConvolution(torch.autograd.Function):
             mesh.grid_comm,
             plan,
             [Held(tile, plan.own)],
-            geometry.held(strips, plan.own),
+            geometry.held(strips),
             device=tile.device,
             name="conv2d",
         )
@@ -177,7 +185,7 @@ class _TileConvolution(torch.autograd.Function):
             exchange = start_exchange(
                 ctx.mesh.grid_comm,
                 plan,
-                geometry.held(grad_strips, plan.own),
+                geometry.held(grad_strips),
                 arrivals,
                 device=tile.device,
                 adjoint=True,
