@@ -73,7 +73,10 @@ class TileGeometry:
 
     def strips(self, like: Tensor) -> list[Tensor]:
         """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
-        return [like.new_zeros(shape_of(like, edge.box) if edge else (0,)) for edge in self.edges]
+        return [
+            like.new_zeros(shape_of(like, edge.box)) if edge else _no_strip(like.dtype, like.device)
+            for edge in self.edges
+        ]
 
     def held(self, strips: list[Tensor]) -> list[Held]:
         """What of the strips lies outside the tile, where halos arrive, with its boxes.
@@ -85,6 +88,13 @@ class TileGeometry:
             Held(strips[side] if inner is None else strips[side][(..., *inner)], box)
             for side, inner, box in self.outside
         ]
+
+
+@lru_cache(maxsize=64)
+def _no_strip(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made once: even an empty tensor takes some microseconds of an exchange."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _outside(box: Box, own: Box, side: int) -> Box:
