@@ -18,6 +18,9 @@ class Done:
     def wait(self) -> None:
         return None
 
+    def is_done(self) -> bool:
+        return True
+
 
 class Alone:
     """A `Communicator` of one rank."""

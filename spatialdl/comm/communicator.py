@@ -28,6 +28,13 @@ class Pending(Protocol):
         """Return when it is done, and its buffers may be used again."""
 
 
+class Sending(Pending, Protocol):
+    """A message under way to another rank."""
+
+    def is_done(self) -> bool:
+        """Whether its buffer may be used again; does not wait."""
+
+
 class Communicator(Protocol):
     """A number of ranks, as one of them sees them."""
 
@@ -89,7 +96,7 @@ class Communicator(Protocol):
     ) -> Pending:
         """Start to move tensors on `device` along a plan, see `comm.exchange`."""
 
-    def start_send(self, view: Tensor, rank: int, tag: int) -> Pending:
+    def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
         """Start to send a view to a rank."""
 
     def receive(self, view: Tensor, rank: int, tag: int) -> None:

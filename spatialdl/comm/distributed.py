@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spatialdl.comm.communicator import Pending, fold
+from spatialdl.comm.communicator import Pending, Sending, fold
 from spatialdl.comm.gpu import StagedExchange
 from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.plan import Plan
@@ -156,7 +156,7 @@ class TorchCommunicator:
     def _operation(self, kind: Any, buffer: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, buffer, group=self._group, group_peer=self._place[peer])
 
-    def start_send(self, view: Tensor, rank: int, tag: int) -> Pending:
+    def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
         packed = view.cpu().contiguous()
         work = dist.isend(packed, group=self._group, group_dst=self._place[rank], tag=tag)
         return _Works([work], keep=packed)
@@ -205,3 +205,6 @@ class _Works:
         for view, landed in self._arrivals:
             view.copy_(landed)
         self._works, self._arrivals, self._keep = (), (), None
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)

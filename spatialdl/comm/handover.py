@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm import check
-from spatialdl.comm.communicator import Communicator, Pending
+from spatialdl.comm.communicator import Communicator, Sending
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.errors import CommMismatch
@@ -80,7 +80,7 @@ class Handover:
     receivers: range
     me: int
     tag: int
-    _pending: list[Pending] = field(default_factory=list)
+    _pending: dict[int, list[Sending]] = field(default_factory=dict)
     _plans: dict[HandoverShape, Plan] = field(default_factory=dict)
 
     @cached_property
@@ -125,6 +125,8 @@ class Handover:
         boxed = _as_boxed(grad, what)
         arrivals = [boxed.new_empty(shape_of(boxed, piece.box)) for piece in plan.sends]
         self._receive(arrivals, [piece.peer for piece in plan.sends], microbatch, "backward")
+        # the stage after has it then, and the tile may go
+        self._wait(self._tag(microbatch, "forward"))
         for piece, arrival in zip(plan.sends, arrivals, strict=True):
             view_of(boxed, plan.own, piece.box).add_(arrival)
         if len(self.senders) != len(self.receivers):
@@ -133,17 +135,28 @@ class Handover:
 
     def wait_sent(self) -> None:
         """Wait until all that was sent has left; the end of a step."""
-        for sending in self._pending:
+        for tag in list(self._pending):
+            self._wait(tag)
+
+    def _wait(self, tag: int) -> None:
+        for sending in self._pending.pop(tag, ()):
             sending.wait()
-        self._pending.clear()
 
     def _send(self, view: Tensor, peer: int, microbatch: int, direction: str) -> None:
+        self._let_go()
         tag = self._tag(microbatch, direction)
         rank = self._ranks[peer]
+        pending = self._pending.setdefault(tag, [])
         if check.enabled():
             header = check.as_tensor(self._text(microbatch, direction))
-            self._pending.append(self.comm.start_send(header, rank, tag))
-        self._pending.append(self.comm.start_send(view, rank, tag))
+            pending.append(self.comm.start_send(header, rank, tag))
+        pending.append(self.comm.start_send(view, rank, tag))
+
+    def _let_go(self) -> None:
+        """Of what has left; or all micro-batches would be kept until the step ends."""
+        for tag, sendings in list(self._pending.items()):
+            if all(sending.is_done() for sending in sendings):
+                del self._pending[tag]
 
     def _receive(
         self, views: list[Tensor], peers: list[int], microbatch: int, direction: str

@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.communicator import Pending
+from spatialdl.comm.communicator import Pending, Sending
 from spatialdl.comm.datatypes import buffer, mpi_type, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
 from spatialdl.comm.held import Held, pieces_of
@@ -85,7 +85,7 @@ class MpiCommunicator(MPI.Intracomm):
             self.way = fastest(self, plan, sends, receives, adjoint)
         return WAYS[self.way]
 
-    def start_send(self, view: Tensor, rank: int, tag: int) -> Pending:
+    def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
         view = view.cpu()
         return Request(self.Isend(_span(view), rank, tag), view)
 

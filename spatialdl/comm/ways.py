@@ -147,6 +147,9 @@ class Request:
         self._request.Wait()
         self._keep = None
 
+    def is_done(self) -> bool:
+        return self._request.Test()
+
 
 class Requests:
     """Several requests, the buffers that must outlive them, and what to unpack afterwards."""

@@ -164,6 +164,7 @@ class Case(NamedTuple):
     cut: tuple[str, ...] = ()
     gather_before: str = ""
     recompute: bool = False
+    schedule: str = "gpipe"
 
     @property
     def placement(self) -> Placement:
@@ -174,7 +175,9 @@ class Case(NamedTuple):
         height, width = self.size
         return (
             f"{self.parallel}-{self.network}-{height}x{width}-{grids}-d{self.data}"
-            f"-m{self.microbatches}-b{self.batch}" + "-recompute" * self.recompute
+            f"-m{self.microbatches}-b{self.batch}"
+            + "-recompute" * self.recompute
+            + f"-{self.schedule}" * (self.schedule != "gpipe")
         )
 
     @property
@@ -311,6 +314,25 @@ RANDOM = [
 ]
 
 
+SCHEDULED = [
+    case._replace(schedule="1f1b")
+    for case in (
+        Case("none", "odd", (45, 50), ((1, 1),), microbatches=3, batch=7),
+        Case("pp", "odd", (50, 50), ((1, 1), (1, 1)), microbatches=5, batch=7, cut=("2",)),
+        Case("pp", "resnet18", (70, 93), ((1, 1), (1, 1)), microbatches=2, recompute=True),
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, microbatches=2, batch=8),
+        Case("pp", "resnet18", (64, 64), ((1, 1), (1, 1), (1, 1)), microbatches=2),
+        Case("sp+pp", "odd", (101, 50), ((2, 1), (1, 1)), microbatches=4, batch=9),
+        Case("sp+pp", "random", (37, 29), ((1, 1), (1, 2)), 1, 3, 7, ("channels",)),
+        Case("pp", "resnet110_v2", (33, 35), ((1, 1),) * 4, microbatches=4),
+        Case("sp+pp", "resnet18", (101, 50), ((2, 1), (1, 1), (1, 1)), microbatches=3, batch=6),
+        Case("dp+pp", "random", (37, 29), ((1, 1), (1, 1)), 2, 3, 8, ("block1",)),
+        Case("sp+pp", "odd", (70, 93), ((2, 2), (1, 1)), microbatches=3),
+        Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), data=2, microbatches=3, batch=9),
+    )
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -384,6 +406,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
         segmentation_loss if case.segments else F.cross_entropy,
         (3, *case.size),
         case.cut or None,
+        case.schedule,
         gather_before=case.gather_before or (),
         recompute=case.recompute,
         seed=SEED,
@@ -418,7 +441,9 @@ def own_target(case: Case, pipeline: Pipeline, target: Tensor) -> Tensor:
     return from_local(target[:, r0:r1, c0:c1].clone(), pipeline.mesh, case.size)
 
 
-@pytest.mark.parametrize("case", CASES + SEGMENTATION + RECOMPUTED + GATHERED + RANDOM, ids=str)
+@pytest.mark.parametrize(
+    "case", CASES + SEGMENTATION + RECOMPUTED + GATHERED + RANDOM + SCHEDULED, ids=str
+)
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
     if case.placement.world_size != world.size:
         pytest.skip(f"needs {case.placement.describe()}")

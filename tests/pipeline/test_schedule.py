@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only, gpipe
+from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only, gpipe, one_f_one_b
 
-SHAPES = [(1, 1), (1, 4), (3, 1), (3, 4)]
+SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 8) for microbatches in (1, 2, 3, 8, 32)]
 
 
 def test_gpipe_is_all_forwards_then_all_backwards():
@@ -12,6 +15,12 @@ def test_gpipe_is_all_forwards_then_all_backwards():
         [Action(kind, stage, m) for kind in ("forward", "backward") for m in (0, 1)]
         for stage in (0, 1)
     ]
+
+
+def test_1f1b_holds_as_many_as_stages_are_to_come():
+    first, last = one_f_one_b(2, 3)
+    assert "".join(f"{a.kind[0]}{a.microbatch} " for a in first) == "f0 f1 b0 f2 b1 b2 "
+    assert "".join(f"{a.kind[0]}{a.microbatch} " for a in last) == "f0 b0 f1 b1 f2 b2 "
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -37,26 +46,32 @@ def test_gradients_are_added_up_in_the_order_of_one_process(name, stages, microb
         assert backwards == list(range(microbatches))
 
 
-@pytest.mark.parametrize("make", [*SCHEDULES.values(), forward_only])
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_no_stage_waits_for_ever(make, stages, microbatches):
-    """An action can run when its neighbour has done the same one; all must come to an end."""
-    todo = [list(actions) for actions in make(stages, microbatches)]
-    done: set[Action] = set()
-    while any(todo):
-        ready = [actions for actions in todo if actions and depends_on(actions[0], stages) <= done]
-        assert ready, f"nobody can go on: {[actions[:1] for actions in todo]}"
-        for actions in ready:
-            done.add(actions.pop(0))
-
-
-def depends_on(action: Action, stages: int) -> set[Action]:
-    before = action.stage - 1 if action.kind == "forward" else action.stage + 1
-    return {action._replace(stage=before)} if 0 <= before < stages else set()
-
-
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_evaluation_has_forwards_only(stages, microbatches):
     assert forward_only(stages, microbatches) == [
         [Action("forward", stage, m) for m in range(microbatches)] for stage in range(stages)
     ]
+
+
+def order_of_pytorch(kind, stages, stage, microbatches):
+    """What a schedule of torch.distributed.pipelining has a stage do, run with a stage of paper."""
+    done = []
+    paper = MagicMock(num_stages=stages, stage_index=stage, is_last=False)
+    for messages in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send"):
+        getattr(paper, f"get_{messages}_ops").return_value = []
+    paper.forward_one_chunk.side_effect = lambda m, *args, **kwargs: done.append(("forward", m))
+    paper.backward_one_chunk.side_effect = lambda m, *args, **kwargs: done.append(("backward", m))
+    schedule = kind(paper, microbatches, loss_fn=lambda output, target: None)
+    schedule._initialize_stage = lambda *args, **kwargs: None
+    schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
+    return done
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)])
+@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+def test_the_order_is_that_of_pytorchs_own_pipelines(name, kind, stages, microbatches):
+    if microbatches < stages and name == "1f1b":
+        pytest.skip("PyTorch's takes at least as many micro-batches as stages")
+    for stage, actions in enumerate(SCHEDULES[name](stages, microbatches)):
+        expected = order_of_pytorch(kind, stages, stage, microbatches)
+        assert [(action.kind, action.microbatch) for action in actions] == expected

@@ -64,7 +64,7 @@ def test_numbers_can_be_changed():
         ),
         (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], got 2x1"),
         (["parallel.stages=two"], "parallel.stages is a whole number of at least 1, got two"),
-        (["parallel.schedule=1f1b"], "schedule=1f1b is unknown: take one of gpipe"),
+        (["parallel.schedule=dualpipe"], "schedule=dualpipe is unknown: take one of gpipe, 1f1b"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(overrides, sentence):

@@ -1,0 +1,117 @@
+"""What a schedule costs before it is run: its timeline, its bubble, what it holds at its peak.
+
+An action starts when its rank is free and what it needs has arrived: a forward the output of the
+stage before, a backward the gradient of the stage after. Messages leave by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spatialdl.pipeline.schedule import Action
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a micro-batch in each stage, and of a hand-over between two of them."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    handover: float = 0.0
+
+    @classmethod
+    def even(cls, stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
+        """All stages alike; a backward takes two forwards, as it does for most networks."""
+        return cls((forward,) * stages, (backward,) * stages)
+
+    def of(self, action: Action) -> float:
+        costs = self.forward if action.kind == "forward" else self.backward
+        return costs[action.stage]
+
+
+class Span(NamedTuple):
+    """When an action runs, in seconds from the begin of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as it would go if every action took what it costs.
+
+    Attributes:
+        spans: per rank what it does, in order.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time, 0 to 1, in which they wait."""
+        busy = sum(span.end - span.start for spans in self.spans for span in spans)
+        return 1 - busy / (len(self.spans) * self.seconds) if self.seconds else 0.0
+
+    @property
+    def peak_held(self) -> tuple[int, ...]:
+        """Per rank, of how many micro-batches it holds activations at most."""
+        return tuple(_peak(spans) for spans in self.spans)
+
+
+def _peak(spans: Sequence[Span]) -> int:
+    held = most = 0
+    for span in spans:
+        held += 1 if span.action.kind == "forward" else -1
+        most = max(most, held)
+    return most
+
+
+def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
+    """Run a schedule on paper.
+
+    Args:
+        schedule: per rank its actions, in order.
+
+    Raises:
+        ValueError: if ranks would wait for each other for ever, with what each of them waits for.
+    """
+    todo = [list(actions)[::-1] for actions in schedule]
+    spans: list[list[Span]] = [[] for _ in schedule]
+    ended: dict[Action, float] = {}
+    while any(todo):
+        before = len(ended)
+        for actions, done in zip(todo, spans, strict=True):
+            while actions and _needs(actions[-1], len(schedule)) <= ended.keys():
+                action = actions.pop()
+                start = _arrival(action, len(schedule), ended, costs)
+                start = max(start, done[-1].end if done else 0.0)
+                done.append(Span(action, start, start + costs.of(action)))
+                ended[action] = done[-1].end
+        if len(ended) == before:
+            raise ValueError(f"the ranks wait for each other for ever: {_waiting(todo)}")
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def _needs(action: Action, stages: int) -> set[Action]:
+    """What must have ended before `action` can start."""
+    neighbour = action.stage - 1 if action.kind == "forward" else action.stage + 1
+    needed = {action._replace(stage=neighbour)} if 0 <= neighbour < stages else set()
+    return needed if action.kind == "forward" else needed | {action._replace(kind="forward")}
+
+
+def _arrival(action: Action, stages: int, ended: dict[Action, float], costs: Costs) -> float:
+    needed = _needs(action, stages)
+    travel = {other: costs.handover * (other.stage != action.stage) for other in needed}
+    return max((ended[other] + travel[other] for other in needed), default=0.0)
+
+
+def _waiting(todo: Sequence[Sequence[Action]]) -> str:
+    heads = [actions[-1] for actions in todo if actions]
+    return ", ".join(f"stage {a.stage} before {a.kind} {a.microbatch}" for a in heads)

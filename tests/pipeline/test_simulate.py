@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only
+from spatialdl.pipeline.simulate import Costs, simulate
+
+SHAPES = [(stages, microbatches) for stages in range(1, 9) for microbatches in range(1, 33)]
+PEAKS = {
+    "gpipe": lambda stages, microbatches, stage: microbatches,
+    "1f1b": lambda stages, microbatches, stage: min(microbatches, stages - stage),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubble_and_held_activations_are_those_that_were_published(name):
+    """Huang et al. 2019, section 2.3; Narayanan et al. 2021, sections 2.2.1 and 2.2."""
+    for stages, microbatches in SHAPES:
+        timeline = simulate(SCHEDULES[name](stages, microbatches), Costs.even(stages))
+        assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+        assert timeline.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
+        held = [PEAKS[name](stages, microbatches, stage) for stage in range(stages)]
+        assert list(timeline.peak_held) == held
+
+
+def test_evaluation_has_half_the_bubbles():
+    timeline = simulate(forward_only(3, 4), Costs.even(3))
+    assert timeline.seconds == 6.0
+    assert timeline.bubble == pytest.approx(1 - 12 / 18)
+
+
+def test_the_slowest_stage_and_the_hand_overs_set_the_pace():
+    """Worked out on paper: two stages, the second twice as slow, three micro-batches."""
+    costs = Costs(forward=(1.0, 2.0), backward=(1.0, 2.0), handover=0.5)
+    first, second = simulate(SCHEDULES["1f1b"](2, 3), costs).spans
+    assert [span.start for span in second] == [1.5, 3.5, 5.5, 7.5, 9.5, 11.5]
+    assert [(span.action.kind[0], span.action.microbatch, span.start) for span in first] == [
+        ("f", 0, 0.0),
+        ("f", 1, 1.0),
+        ("b", 0, 6.0),
+        ("f", 2, 7.0),
+        ("b", 1, 10.0),
+        ("b", 2, 14.0),
+    ]
+
+
+def test_nothing_takes_no_time():
+    timeline = simulate([[], []], Costs.even(2))
+    assert (timeline.seconds, timeline.bubble, timeline.peak_held) == (0.0, 0.0, (0, 0))
+
+
+def test_ranks_that_wait_for_each_other_are_told_apart():
+    first = [Action("forward", 0, 0), Action("backward", 0, 0), Action("forward", 0, 1)]
+    second = [Action("forward", 1, 1), Action("forward", 1, 0), Action("backward", 1, 0)]
+    with pytest.raises(ValueError, match="stage 0 before backward 0, stage 1 before forward 1"):
+        simulate([first, second], Costs.even(2))
