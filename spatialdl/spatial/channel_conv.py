@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spatialdl.spatial.span import split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
-from spatialdl.spatial.window import nothing
+from spatialdl.spatial.window import autocast_cast, nothing
 
 
 def is_of_one_pixel(weight: Tensor, stride: Any, padding: Any) -> bool:
@@ -41,7 +41,8 @@ def conv_of_channels(
     if input.dim() != weight.dim() or 1 in split_dims(input):
         raise refusal(function, [input], "dim 1, of channels, must not be split; permute it")
     check_channels(function.__name__, input, weight, groups)
-    tile = to_tile(input)
+    # cast here, so that ranks without pixels give the same type as those with
+    tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
     if tile.numel() > 0:
         y = function(tile, weight, bias, groups=groups)
     else:

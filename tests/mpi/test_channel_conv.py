@@ -63,3 +63,13 @@ def test_a_weight_for_other_channels_is_refused_on_every_rank(meshes: dict) -> N
         tokens = shard(torch.rand(2, 4, 9, 7), mesh).flatten(2)
         with pytest.raises(ValueError, match=r"conv1d: the image has 4 channels"):
             F.conv1d(tokens, torch.rand(6, 3, 1))
+
+
+def test_autocast_gives_one_type_also_where_ranks_have_no_pixels(meshes: dict) -> None:
+    weight, bias = torch.rand(6, 4, 1, 1), torch.rand(6)
+    for mesh in meshes.values():
+        image = shard(torch.rand(2, 4, 6, 6), mesh)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = where_ranks_have_no_pixels(image, weight, bias)
+        types = mesh.comm.allgather(y.to_local().dtype)
+        assert set(types) == {torch.bfloat16}
