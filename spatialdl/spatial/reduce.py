@@ -17,7 +17,15 @@ from torch import Tensor
 
 from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
 from spatialdl.spatial.extremes import extreme
-from spatialdl.spatial.span import HALF, Span, dims_of, reduction, span_of, without_dims
+from spatialdl.spatial.span import (
+    HALF,
+    Span,
+    dims_of,
+    names_no_dims,
+    reduction,
+    span_of,
+    without_dims,
+)
 from spatialdl.spatial.tensor import SpatialTensor, refusal, to_tile
 
 Function = Callable[..., Any]
@@ -268,7 +276,7 @@ def normalize(
 
 def _decide(func: Function, input: SpatialTensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
     """``any`` and ``all`` by counting what speaks for the one, against the other."""
-    if dim is not None and not isinstance(dim, int) and len(dim) == 0:
+    if names_no_dims(dim):
         # of all reductions only these take no dims for none, not for all of them
         return without_dims(input, func(to_tile(input), dim=()), ())
 

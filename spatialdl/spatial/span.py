@@ -78,9 +78,14 @@ class Span:
         return max_over_ranks(self.mesh.grid_comm, self.placed(part, lowest), name)
 
 
+def names_no_dims(dim: Any) -> bool:
+    """Whether `dim` is an empty tuple or list, which most reductions take for all dims."""
+    return isinstance(dim, (tuple, list)) and len(dim) == 0
+
+
 def dims_of(x: Tensor, dim: Any) -> tuple[int, ...]:
     """The dims that a reduction means, not negative; None and () mean all."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+    if dim is None or names_no_dims(dim):
         return tuple(range(x.dim()))
     chosen = (dim,) if isinstance(dim, int) else tuple(dim)
     return tuple(sorted(d % x.dim() for d in chosen))
@@ -171,8 +176,8 @@ def checked(function: Call, handler: Call) -> Call:
         if kwargs.get("out") is None:
             kwargs.pop("out", None)
         if function.__name__ in _WRONG_ON_META:
-            args = tuple(_none_if_empty(value) for value in args)
-            kwargs = {name: _none_if_empty(value) for name, value in kwargs.items()}
+            args = tuple(None if names_no_dims(value) else value for value in args)
+            kwargs = {k: None if names_no_dims(value) else value for k, value in kwargs.items()}
         x = args[0] if args else kwargs.pop("input")
         others = [*args[1:], *kwargs.values()]
         if not isinstance(x, SpatialTensor) or any(isinstance(o, Tensor) for o in others):
@@ -182,10 +187,6 @@ def checked(function: Call, handler: Call) -> Call:
         return _shaped(handler(function, x, *args[1:], **kwargs), expected)
 
     return call
-
-
-def _none_if_empty(dim: Any) -> Any:
-    return None if isinstance(dim, (tuple, list)) and len(dim) == 0 else dim
 
 
 def without_data(x: Tensor) -> Tensor:
