@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import atexit
 import operator
+import pickle
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from spatialdl.comm.communicator import Pending, Sending, fold
 from spatialdl.comm.gpu import StagedExchange
@@ -24,32 +27,27 @@ from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.plan import Plan
 
 _open: WeakSet[TorchCommunicator] = WeakSet()
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 class TorchCommunicator:
-    """A `Communicator` over a process group of its own.
+    """A `Communicator` over process groups of its own.
 
-    Groups get their names from how many a process has made before, so all ranks must make theirs
-    in the same order; a group of one rank is made too.
+    Its threads and sockets end with it; NCCL's group, which all ranks must end together, stays
+    until torch.distributed ends.
 
     Args:
-        ranks: of the world, in the order in which they are numbered here.
+        ranks: of the world, in the order in which they are numbered here. All of them must make
+            the communicators of these same ranks in the same order.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self._world_ranks = tuple(ranks)
-        in_group = sorted(ranks)  # as torch.distributed numbers them
-        self._place = [in_group.index(rank) for rank in ranks]
+        self._gloo: Any = _gloo_group(self._world_ranks)
         self._has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        self._group = dist.new_group(
-            in_group,
-            backend="cpu:gloo,cuda:nccl" if self._has_nccl else "gloo",
-            use_local_synchronization=True,
-        )
-        if self._has_nccl:  # connect all ranks now: an exchange may need only some of them
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+        self._nccl = _nccl_group(self._world_ranks) if self._has_nccl else None
         _open.add(self)
 
     @classmethod
@@ -66,29 +64,32 @@ class TorchCommunicator:
         return TorchCommunicator(self._world_ranks)
 
     def close(self) -> None:
-        """End the group and its threads; nothing can be sent after that."""
-        group, self._group = self._group, None
-        if group is None or not dist.is_initialized():
-            return
-        with suppress(ValueError):  # the program may have ended it and begun anew
-            dist.destroy_process_group(group)
+        """End the threads of gloo; nothing can be sent after that."""
+        self._gloo = None
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1))
 
     def bcast(self, obj: Any, root: int = 0, /) -> Any:
-        objects = [obj]
-        dist.broadcast_object_list(objects, group=self._group, group_src=self._place[root])
-        return objects[0]
+        packed = _packed(obj) if self.rank == root else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(packed)])
+        dist.broadcast(size, group=self._gloo, group_src=root)
+        if self.rank != root:
+            packed = packed.new_empty(int(size))
+        dist.broadcast(packed, group=self._gloo, group_src=root)
+        return obj if self.rank == root else _unpacked(packed)
 
     def gather(self, obj: Any, root: int = 0, /) -> list[Any] | None:
         objects = self.allgather(obj)
         return objects if self.rank == root else None
 
     def allgather(self, obj: Any, /) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, obj, group=self._group)
-        return [found[place] for place in self._place]
+        packed = _packed(obj)
+        sizes = self.all_gather(torch.tensor([len(packed)])).view(-1).tolist()
+        padded = packed.new_zeros(max(sizes))
+        padded[: len(packed)] = packed
+        rows = self.all_gather(padded)
+        return [_unpacked(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def allreduce(self, obj: Any, /, op: Any = operator.add) -> Any:
         return fold(self.allgather(obj), op)
@@ -100,22 +101,23 @@ class TorchCommunicator:
         return total.to(values.device)
 
     def all_reduce_(self, values: Tensor) -> None:
-        dist.all_reduce(values, group=self._group)
+        self.start_all_reduce(values).wait()
 
     def start_all_reduce(self, values: Tensor) -> Pending:
-        return _Works([dist.all_reduce(values, group=self._group, async_op=True)])
+        group = self._nccl if values.is_cuda else self._gloo
+        return _Works([dist.all_reduce(values, group=group, async_op=True)])
 
     def home(self, tensor: Tensor) -> Tensor:
-        return tensor if self._takes(tensor) else tensor.cpu()
-
-    def _takes(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" or (self._has_nccl and tensor.is_cuda)
+        return tensor if tensor.device.type == "cpu" or self._has_nccl else tensor.cpu()
 
     def all_gather(self, values: Tensor) -> Tensor:
         own = self.home(values).contiguous()
         everybody = own.new_empty((self.size, *own.shape))
-        rows = [everybody[self._place.index(place)] for place in range(self.size)]
-        dist.all_gather(rows, own, group=self._group)
+        if own.is_cuda:  # NCCL's group has its ranks in the order of the world
+            order = sorted(range(self.size), key=self._world_ranks.__getitem__)
+            dist.all_gather([everybody[rank] for rank in order], own, group=self._nccl)
+        else:
+            dist.all_gather(list(everybody), own, group=self._gloo)
         return everybody.to(values.device)
 
     def start_exchange(
@@ -140,31 +142,40 @@ class TorchCommunicator:
         outgoing, incoming = pieces_of(plan, adjoint)
         views = views_of(incoming, receives)
         landed = [_room_for(view) for view in views]
-        operations = [
-            self._operation(dist.irecv, room, piece.peer)
-            for room, piece in zip(landed, incoming, strict=True)
-        ] + [
-            self._operation(dist.isend, view.contiguous(), piece.peer)
-            for view, piece in zip(views_of(outgoing, sends), outgoing, strict=True)
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        leaving = [view.contiguous() for view in views_of(outgoing, sends)]
+        to_receive = [(room, piece.peer) for room, piece in zip(landed, incoming, strict=True)]
+        to_send = [(packed, piece.peer) for packed, piece in zip(leaving, outgoing, strict=True)]
         arrivals = [
             (view, room) for view, room in zip(views, landed, strict=True) if room is not view
         ]
-        return _Works(works, arrivals, operations)
+        return _Works(self._start_messages(to_receive, to_send), arrivals, (landed, leaving))
 
-    def _operation(self, kind: Any, buffer: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, buffer, group=self._group, group_peer=self._place[peer])
+    def _start_messages(
+        self, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]
+    ) -> Sequence[Any]:
+        """Contiguous tensors from and to ranks, in the order in which the peers name them."""
+        if not any(buffer.is_cuda for buffer, _ in [*receives, *sends]):
+            group = self._gloo
+            return [dist.irecv(room, group=group, group_src=peer) for room, peer in receives] + [
+                dist.isend(packed, group=group, group_dst=peer) for packed, peer in sends
+            ]
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(kind, buffer, self._world_ranks[peer], self._nccl)
+                for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
+                for buffer, peer in messages
+            ]
+        )
 
     def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
         packed = view.cpu().contiguous()
-        work = dist.isend(packed, group=self._group, group_dst=self._place[rank], tag=tag)
+        work = dist.isend(packed, group=self._gloo, group_dst=rank, tag=tag)
         return _Works([work], keep=packed)
 
     def receive(self, view: Tensor, rank: int, tag: int) -> None:
         direct = view.device.type == "cpu" and view.is_contiguous()
         landed = view if direct else torch.empty(view.shape, dtype=view.dtype)
-        dist.recv(landed, group=self._group, group_src=self._place[rank], tag=tag)
+        _Works([dist.irecv(landed, group=self._gloo, group_src=rank, tag=tag)]).wait()
         if landed is not view:
             view.copy_(landed)
 
@@ -179,6 +190,35 @@ def _close_all() -> None:
     """
     for communicator in list(_open):
         communicator.close()
+
+
+def _gloo_group(ranks: tuple[int, ...]) -> Any:
+    """A group that torch.distributed does not hold on to.
+
+    ``dist.new_group`` names a group after how many there are, so that one which a rank has ended
+    sooner than another rank, as garbage is collected, lets later names differ or clash.
+    """
+    store = PrefixStore(
+        f"spatialdl/{'-'.join(map(str, ranks))}/{_made[ranks]}", _get_default_store()
+    )
+    _made[ranks] += 1
+    here = ranks.index(dist.get_rank())
+    return dist.ProcessGroupGloo(store, here, len(ranks), dist.default_pg_timeout)
+
+
+def _nccl_group(ranks: tuple[int, ...]) -> Any:
+    group = dist.new_group(sorted(ranks), backend="nccl", use_local_synchronization=True)
+    # connect all ranks now: an exchange may need only some of them
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return group
+
+
+def _packed(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpacked(values: Tensor) -> Any:
+    return pickle.loads(values.numpy().tobytes())
 
 
 def _room_for(view: Tensor) -> Tensor:

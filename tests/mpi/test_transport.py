@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,10 @@ CASES = [
 ]
 
 
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 @cache
 def over_torch() -> Communicator:
     return torch_world(launched())
@@ -46,6 +52,21 @@ def over_torch() -> Communicator:
 def ranks(request: pytest.FixtureRequest) -> Communicator:
     """All ranks, over each transport."""
     return as_communicator(MPI.COMM_WORLD) if request.param == "mpi" else over_torch()
+
+
+def test_meshes_over_torch_leave_no_threads_behind() -> None:
+    """A program that made some hundred meshes, one after the other, once ran out of threads."""
+    ranks = over_torch()
+    ranks.barrier()
+    before = threads()
+    for _ in range(5):
+        if ranks.rank == 0:  # groups of its own must not put the names of others out of step
+            TorchCommunicator([0]).barrier()
+        mesh = spatialdl.init_mesh((ranks.size, 1), comm=ranks)
+        assert mesh.comm.allreduce(1) == ranks.size
+        del mesh
+        gc.collect()
+    assert threads() == before
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
