@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,16 +16,17 @@ if TYPE_CHECKING:
 
 
 class Position(NamedTuple):
-    """Where a rank stands: its data replica, its stage, its part of the stage's grid."""
+    """What a rank holds: a part of the grid of a stage, of a data replica, of a copy."""
 
     replica: int
     stage: int
     part: int
+    copy: int = 0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How many ranks each axis takes, for all stages.
+    """Which ranks hold which stages.
 
     Ranks are numbered replica by replica, within it stage by stage, within it the grid row by
     row, so that ranks that talk most are neighbours.
@@ -34,13 +34,20 @@ class Placement:
     Args:
         data: data replicas, each with its own slice of every micro-batch.
         grids: (rows, columns) into which each stage cuts its images, one a stage.
+        interleave: stages that each rank holds: with P groups of ranks, group g holds the stages g,
+            g + P, g + 2 P ...
+        mirrored: whether a second copy of the network lies on the same ranks in inverse order,
+            and works on micro-batches of its own.
 
     Raises:
-        ValueError: if a degree is smaller than 1 or there is no stage.
+        ValueError: if a degree is smaller than 1, there is no stage, or stages that share ranks
+            do not want equally many.
     """
 
     data: int
     grids: tuple[tuple[int, int], ...]
+    interleave: int = 1
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         if self.data < 1 or not self.grids or any(min(grid) < 1 for grid in self.grids):
@@ -48,10 +55,29 @@ class Placement:
                 f"every degree of parallelism must be at least 1, got data={self.data} and "
                 f"grids={list(self.grids)}"
             )
+        if self.interleave < 1 or self.stages % self.interleave:
+            raise ValueError(
+                f"{self.stages} stages cannot be dealt out to ranks {self.interleave} at a time"
+            )
+        if any(width != self.widths[n % self.groups] for n, width in enumerate(self.widths)):
+            raise ValueError(
+                f"stages that share ranks must have as many parts, got grids={list(self.grids)} "
+                f"over {self.groups} groups of ranks"
+            )
 
     @property
     def stages(self) -> int:
         return len(self.grids)
+
+    @property
+    def copies(self) -> int:
+        """How often the network lies on the ranks of a replica."""
+        return 2 if self.mirrored else 1
+
+    @property
+    def groups(self) -> int:
+        """Sets of ranks that hold the same stages."""
+        return self.stages // self.interleave
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -59,28 +85,46 @@ class Placement:
         return tuple(prod(grid) for grid in self.grids)
 
     @cached_property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return sum(self.widths[: self.groups])
+
+    @property
     def world_size(self) -> int:
-        return self.data * sum(self.widths)
+        return self.data * self.replica_size
 
-    def position(self, rank: int) -> Position:
-        """The place of a world rank."""
-        replica, offset = divmod(rank, sum(self.widths))
-        for stage, end in enumerate(accumulate(self.widths)):
-            if offset < end:
-                return Position(replica, stage, offset - end + self.widths[stage])
-        raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
+    def positions(self, rank: int) -> list[Position]:
+        """All that a world rank holds, copy by copy, stage by stage."""
+        replica = rank // self.replica_size
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
+        return [
+            Position(replica, stage, self.ranks(stage, replica, copy).index(rank), copy)
+            for copy in range(self.copies)
+            for stage in range(self.stages)
+            if rank in self.ranks(stage, replica, copy)
+        ]
 
-    def ranks(self, stage: int, replica: int) -> range:
-        """World ranks of one stage of one replica, in the order of its parts."""
-        start = replica * sum(self.widths) + sum(self.widths[:stage])
-        return range(start, start + self.widths[stage])
+    def ranks(self, stage: int, replica: int, copy: int = 0) -> range:
+        """World ranks of one stage of one copy of one replica, in the order of its parts."""
+        group = stage % self.groups
+        start, width = sum(self.widths[:group]), self.widths[group]
+        first = replica * self.replica_size
+        if copy == 0:
+            return range(first + start, first + start + width)
+        last = first + self.replica_size - 1
+        return range(last - start, last - start - width, -1)
 
     def describe(self) -> str:
         """The arithmetic: ``1 replica x (2x1 + 1x1) = 3 ranks``."""
         replicas = "1 replica" if self.data == 1 else f"{self.data} replicas"
-        grids = " + ".join(f"{rows}x{cols}" for rows, cols in self.grids)
-        if self.stages > 1:
+        grids = " + ".join(f"{rows}x{cols}" for rows, cols in self.grids[: self.groups])
+        if self.groups > 1:
             grids = f"({grids})"
+        if self.interleave > 1:
+            grids += f" with {self.interleave} stages each"
+        if self.mirrored:
+            grids += " and again in inverse order"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"{replicas} x {grids} = {ranks}"
 
@@ -96,7 +140,6 @@ class Mesh:
         replica: this rank's data replica.
         comm: all ``data * rows * columns`` ranks, replica by replica.
         grid_comm: the ranks of this replica, in the order of the layout's parts.
-        data_comm: the ranks with the same part of the other replicas.
     """
 
     grid: tuple[int, int]
@@ -105,7 +148,6 @@ class Mesh:
     replica: int
     comm: Communicator
     grid_comm: Communicator
-    data_comm: Communicator
 
     @property
     def size(self) -> int:
@@ -158,20 +200,24 @@ def init_mesh(
             f"but this world has {world.size}: start it with `mpiexec -n {placement.world_size}` "
             "or change grid or data"
         )
-    return split_mesh(placement, 0, world)
+    return stage_mesh(placement, placement.positions(world.rank)[0], world)
 
 
-def split_mesh(placement: Placement, stage: int, stage_comm: Communicator) -> Mesh:
-    """The mesh of one stage, whose ranks (replica by replica) are those of `stage_comm`."""
-    replica, part = divmod(stage_comm.rank, placement.widths[stage])
+def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> Mesh:
+    """The mesh of one stage of one copy; its ranks, and no others, must call it together.
+
+    Args:
+        comm: all ranks of the placement.
+    """
+    replica, stage, part, copy = position
+    ranks = [placement.ranks(stage, n, copy) for n in range(placement.data)]
     return Mesh(
         grid=placement.grids[stage],
         data=placement.data,
         part=part,
         replica=replica,
-        comm=stage_comm.duplicate(),
-        grid_comm=stage_comm.split(replica, part),
-        data_comm=stage_comm.split(part, replica),
+        comm=comm.subset([rank for one in ranks for rank in one]),
+        grid_comm=comm.subset(ranks[replica]),
     )
 
 
@@ -180,4 +226,4 @@ def dry_mesh(grid: tuple[int, int]) -> Mesh:
     from spatialdl.comm.alone import Alone
 
     alone = Alone()
-    return Mesh(grid, 1, 0, 0, alone, alone, alone)
+    return Mesh(grid, 1, 0, 0, alone, alone)

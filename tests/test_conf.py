@@ -13,7 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.models import ResNet, ResNetV2, UNet
 
 CONF = Path(str(files("spatialdl.conf")))
-RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3}
+RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} | {
+    **{"dp+sp": 4, "dp+lp": 4, "dp+pp": 4, "dp+sp+lp": 6, "dp+sp+pp": 6},
+    **{"gems": 2, "sp+gems": 3, "dp+gems": 4, "dp+sp+gems": 6},
+}
 
 
 def config(*overrides: str) -> DictConfig:
@@ -74,7 +77,8 @@ def test_every_layout_has_all_keys_its_name_and_its_number_of_ranks(parallel, ra
     assert list(cfg) == list(config().parallel)
     tiles = cfg.grid[0] * cfg.grid[1]
     assert cfg.data * (cfg.spatial_stages * tiles + cfg.stages - cfg.spatial_stages) == ranks
-    assert cfg.microbatches == (4 if "pp" in parallel else 1)
+    assert cfg.microbatches == (4 if "pp" in parallel else 2 if "gems" in parallel else 1)
+    assert cfg.gems.variant == ("mast" if "gems" in parallel else "none")
 
 
 @pytest.mark.parametrize("data", options("data"))

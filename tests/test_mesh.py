@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from spatialdl.comm.communicator import as_communicator
 from spatialdl.layout import Layout
-from spatialdl.mesh import Placement, Position, dry_mesh, init_mesh, split_mesh
+from spatialdl.mesh import Placement, Position, dry_mesh, init_mesh, stage_mesh
 
 grids = st.tuples(st.integers(1, 3), st.integers(1, 3))
 placements = st.builds(
@@ -23,9 +22,39 @@ def test_position_and_ranks_are_inverse_and_take_every_rank_once(placement):
             ranks = placement.ranks(stage, replica)
             assert len(ranks) == placement.widths[stage]
             for part, rank in enumerate(ranks):
-                assert placement.position(rank) == Position(replica, stage, part)
+                assert placement.positions(rank) == [Position(replica, stage, part)]
             seen += ranks
     assert seen == list(range(placement.world_size))
+
+
+def test_several_stages_are_dealt_out_to_ranks_in_turn():
+    placement = Placement(2, ((2, 1), (1, 1)) * 3, interleave=3)
+    assert (placement.groups, placement.world_size) == (2, 6)
+    assert placement.positions(4) == [Position(1, stage, 1) for stage in (0, 2, 4)]
+    assert placement.positions(2) == [Position(0, stage, 0) for stage in (1, 3, 5)]
+    assert placement.describe() == "2 replicas x (2x1 + 1x1) with 3 stages each = 6 ranks"
+
+
+def test_the_second_copy_lies_in_inverse_order():
+    """Stages of different widths: ranks in the middle hold parts of one stage for both copies."""
+    placement = Placement(1, ((2, 2), (1, 1)), mirrored=True)
+    assert [list(placement.ranks(stage, 0, 1)) for stage in (0, 1)] == [[4, 3, 2, 1], [0]]
+    assert placement.positions(0) == [Position(0, 0, 0), Position(0, 1, 0, copy=1)]
+    assert placement.positions(3) == [Position(0, 0, 3), Position(0, 0, 1, copy=1)]
+    assert placement.describe() == "1 replica x (2x2 + 1x1) and again in inverse order = 5 ranks"
+
+
+def test_stages_that_share_ranks_must_be_alike():
+    with pytest.raises(ValueError, match="as many parts, got"):
+        Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), interleave=2)
+    with pytest.raises(ValueError, match="3 stages cannot be dealt out to ranks 2 at a time"):
+        Placement(1, ((1, 1),) * 3, interleave=2)
+    Placement(1, ((2, 1), (1, 1), (1, 2), (1, 1)), interleave=2)
+
+
+def test_a_rank_outside_the_world_has_no_place():
+    with pytest.raises(ValueError, match="rank 2 is not in a world of 2"):
+        Placement(1, ((2, 1),)).positions(2)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +83,7 @@ def test_degrees_below_one_are_refused_with_their_values(data, stages):
 def test_a_world_of_one_is_a_mesh():
     mesh = init_mesh(comm=MPI.COMM_SELF)
     assert (mesh.grid, mesh.data, mesh.size, mesh.part, mesh.replica) == ((1, 1), 1, 1, 0, 0)
-    assert [c.size for c in (mesh.comm, mesh.grid_comm, mesh.data_comm)] == [1, 1, 1]
+    assert [c.size for c in (mesh.comm, mesh.grid_comm)] == [1, 1]
     assert mesh.box((70, 93)) == (0, 70, 0, 93)
 
 
@@ -65,9 +94,17 @@ def test_a_grid_that_does_not_fit_names_the_product_and_the_world():
     assert "mpiexec -n 6" in str(error.value)
 
 
-def test_a_stage_has_the_grid_of_the_placement():
-    mesh = split_mesh(Placement(1, ((2, 2), (1, 1))), 1, as_communicator(MPI.COMM_SELF))
-    assert (mesh.grid, mesh.part, mesh.replica) == ((1, 1), 0, 0)
+def test_a_stage_has_the_grid_and_the_ranks_of_the_placement():
+    class Ranks:
+        """Remembers which subsets were asked for."""
+
+        def subset(self, ranks):
+            return list(ranks)
+
+    placement = Placement(2, ((2, 2), (1, 2)), mirrored=True)
+    mesh = stage_mesh(placement, Position(1, 1, 0, copy=1), Ranks())
+    assert (mesh.grid, mesh.data, mesh.part, mesh.replica) == ((1, 2), 2, 0, 1)
+    assert (mesh.comm, mesh.grid_comm) == ([1, 0, 7, 6], [7, 6])
 
 
 def test_a_dry_mesh_has_the_layouts_of_a_real_one():

@@ -28,7 +28,7 @@ class Alone:
     rank = 0
     size = 1
 
-    def split(self, color: int, key: int) -> Alone:
+    def subset(self, ranks: Sequence[int]) -> Alone:
         return self
 
     def duplicate(self) -> Alone:

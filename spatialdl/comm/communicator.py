@@ -46,8 +46,11 @@ class Communicator(Protocol):
     def size(self) -> int:
         """The number of ranks."""
 
-    def split(self, color: int, key: int) -> Communicator:
-        """The ranks that name the same `color`, in the order of `key`; all ranks must call it."""
+    def subset(self, ranks: Sequence[int]) -> Communicator:
+        """Some of the ranks, numbered in this order; all of these, and no others, must call it.
+
+        Ranks that are in several subsets must make them in the same order.
+        """
 
     def duplicate(self) -> Communicator:
         """The same ranks with messages of their own; all ranks must call it."""

@@ -55,10 +55,8 @@ class TorchCommunicator:
         """All ranks, once torch.distributed is initialised; all must call it."""
         return cls(range(dist.get_world_size()))
 
-    def split(self, color: int, key: int) -> TorchCommunicator:
-        everybody = enumerate(self.allgather((color, key)))
-        chosen = sorted((k, rank) for rank, (c, k) in everybody if c == color)
-        return TorchCommunicator([self._world_ranks[rank] for _, rank in chosen])
+    def subset(self, ranks: Sequence[int]) -> TorchCommunicator:
+        return TorchCommunicator([self._world_ranks[rank] for rank in ranks])
 
     def duplicate(self) -> TorchCommunicator:
         return TorchCommunicator(self._world_ranks)

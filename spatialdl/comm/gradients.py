@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
 from spatialdl.mesh import Mesh
 
@@ -28,18 +29,22 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
     Every rank must call it. A parameter without a gradient on every rank keeps none; without one
     on some ranks only, it counts as zero there.
     """
-    average(model.parameters(), mesh)
+    average(model.parameters(), mesh.comm, mesh.size)
 
 
-def average(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """`average_gradients` for a list of parameters, the same on every rank."""
-    if mesh.size == 1:
+def average(parameters: Iterable[nn.Parameter], comm: Communicator, copies: int) -> None:
+    """`average_gradients` for a list of parameters, the same on every rank of `comm`.
+
+    Args:
+        copies: whose gradients are added up; a rank may hold those of more than one.
+    """
+    if copies == 1:
         return
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
     present = torch.tensor([parameter.grad is not None for parameter in trained])
-    anywhere = sum_over_ranks(mesh.comm, present.to(torch.int32), "gradients present")
+    anywhere = sum_over_ranks(comm, present.to(torch.int32), "gradients present")
     used = [parameter for parameter, count in zip(trained, anywhere, strict=True) if count > 0]
     for parameter in used:
         if parameter.grad is None:
@@ -48,12 +53,12 @@ def average(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     small = [grad for grad in grads if grad.nbytes < BUCKET_BYTES]
     for grad in grads:
         if grad.nbytes >= BUCKET_BYTES:
-            add_over_ranks_(mesh.comm, grad, "average_gradients")
-            grad.div_(mesh.size)
+            add_over_ranks_(comm, grad, "average_gradients")
+            grad.div_(copies)
     for bucket in buckets(small, BUCKET_BYTES):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        add_over_ranks_(mesh.comm, flat, "average_gradients")
-        parts = torch.split(flat.div_(mesh.size), [grad.numel() for grad in bucket])
+        add_over_ranks_(comm, flat, "average_gradients")
+        parts = torch.split(flat.div_(copies), [grad.numel() for grad in bucket])
         for grad, part in zip(bucket, parts, strict=True):
             grad.copy_(part.view_as(grad))
 

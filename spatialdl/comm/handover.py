@@ -72,7 +72,7 @@ class Handover:
         senders: ranks of the sending stage, in the order of its parts.
         receivers: ranks of the receiving stage.
         me: index of this rank in ``[*senders, *receivers]``.
-        tag: a number for this border; borders differ.
+        tag: a number for this border, below `tags`; borders between the same ranks differ.
     """
 
     comm: Communicator
@@ -80,6 +80,7 @@ class Handover:
     receivers: range
     me: int
     tag: int
+    tags: int
     _pending: dict[int, list[Sending]] = field(default_factory=dict)
     _plans: dict[HandoverShape, Plan] = field(default_factory=dict)
 
@@ -182,7 +183,7 @@ class Handover:
         return check.encode(f"hand-over {self.tag} {direction} micro-batch {microbatch}")
 
     def _tag(self, microbatch: int, direction: str) -> int:
-        return (microbatch * 2 + (direction == "backward")) * 64 + self.tag
+        return (microbatch * 2 + (direction == "backward")) * self.tags + self.tag
 
 
 def _as_boxed(tensor: Tensor, what: HandoverShape) -> Tensor:

@@ -30,8 +30,14 @@ class MpiCommunicator(MPI.Intracomm):
 
     way: str | None = None
 
-    def split(self, color: int, key: int) -> MpiCommunicator:
-        return MpiCommunicator(self.Split(color, key))
+    def subset(self, ranks: Sequence[int]) -> MpiCommunicator:
+        everybody = self.Get_group()
+        chosen = everybody.Incl(ranks)
+        try:
+            return MpiCommunicator(self.Create_group(chosen))
+        finally:
+            chosen.Free()
+            everybody.Free()
 
     def duplicate(self) -> MpiCommunicator:
         return MpiCommunicator(self.Dup())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -65,19 +66,18 @@ class Batching:
 
     Attributes:
         size: samples of a global batch.
-        microbatches: into which a batch is cut.
         replicas: data replicas, into which a micro-batch is cut.
         replica: this rank's.
-        box: this rank's box of an image; None if it needs no images.
-        mask_box: this rank's box of a mask; None if it needs no masks.
+        boxes: for each micro-batch of a batch this rank's box of an image; None where it needs no
+            images.
+        mask_boxes: the same of masks.
     """
 
     size: int
-    microbatches: int
     replicas: int
     replica: int
-    box: Box | None
-    mask_box: Box | None = None
+    boxes: Sequence[Box | None]
+    mask_boxes: Sequence[Box | None]
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -111,31 +111,19 @@ class Loader:
                 yield pending.result()
 
     def _read(self, batch: npt.NDArray[np.int64]) -> list[Slice]:
+        cut = self.batching
         slices = []
-        bounds = even_bounds(len(batch), self.batching.microbatches)
-        for microbatch in range(self.batching.microbatches):
-            samples = batch[bounds[microbatch] : bounds[microbatch + 1]]
-            cuts = even_bounds(len(samples), self.batching.replicas)
-            own = samples[cuts[self.batching.replica] : cuts[self.batching.replica + 1]]
-            slices.append(
-                Slice(
-                    self.source.labels[own],
-                    len(own) / len(batch),
-                    self._tiles(own),
-                    self._masks(own),
-                )
-            )
+        bounds = pairwise(even_bounds(len(batch), len(cut.boxes)))
+        for (start, stop), box, mask_box in zip(bounds, cut.boxes, cut.mask_boxes, strict=True):
+            cuts = even_bounds(stop - start, cut.replicas)
+            own = batch[start + cuts[cut.replica] : start + cuts[cut.replica + 1]]
+            tiles = masks = None
+            if box is not None and len(own):
+                tiles = np.stack([self.source.read(int(n), box) for n in own])
+            if mask_box is not None and len(own):
+                masks = np.stack([self.source.read_mask(int(n), mask_box) for n in own])
+            slices.append(Slice(self.source.labels[own], len(own) / len(batch), tiles, masks))
         return slices
-
-    def _tiles(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] | None:
-        if self.batching.box is None or len(samples) == 0:
-            return None
-        return np.stack([self.source.read(int(n), self.batching.box) for n in samples])
-
-    def _masks(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] | None:
-        if self.batching.mask_box is None or len(samples) == 0:
-            return None
-        return np.stack([self.source.read_mask(int(n), self.batching.mask_box) for n in samples])
 
 
 def to_input(tiles: npt.NDArray[np.uint8], dtype: torch.dtype, device: torch.device) -> Tensor:

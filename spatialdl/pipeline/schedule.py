@@ -1,4 +1,4 @@
-"""A schedule is data: the list of actions that the ranks of a stage carry out.
+"""In which order the groups of ranks do their forwards and backwards.
 
 GPipe (Huang et al. 2019, section 2.3) on three stages and four micro-batches, time to the right:
 
@@ -17,18 +17,75 @@ Layer parallelism is a pipeline with one micro-batch.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+
+from spatialdl.mesh import Placement
+from spatialdl.pipeline import gems
+from spatialdl.pipeline.action import Action, Lists
+from spatialdl.pipeline.interleaved import interleaved
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+GEMS = ("basic", "mast", "master")
 
 
-class Action(NamedTuple):
-    """One thing that a stage does."""
+@dataclass(frozen=True)
+class Schedule:
+    """What the ranks of a placement do in a step.
 
-    kind: Literal["forward", "backward"]
-    stage: int
-    microbatch: int
+    Attributes:
+        train: actions of a training step, one list a group of ranks.
+        evaluate: forwards alone.
+        microbatches: into which a batch is cut.
+    """
+
+    train: Lists
+    evaluate: Lists
+    microbatches: int
 
 
-def gpipe(stages: int, microbatches: int) -> list[list[Action]]:
+def make_schedule(name: str, placement: Placement, microbatches: int, times: int = 1) -> Schedule:
+    """The schedule of a name of `SCHEDULES`, or for a mirrored placement of `GEMS`.
+
+    Args:
+        times: pairs of chunks of GEMS-MASTER.
+
+    Raises:
+        ValueError: if it does not fit the placement or the micro-batches.
+    """
+    _check(name, placement, times)
+    groups = placement.groups
+    if placement.mirrored:
+        train = (gems.basic if name == "basic" else gems.mast)(groups, microbatches, times)
+        return Schedule(train, gems.forwards(groups, microbatches, times), microbatches)
+    if name == "interleaved":
+        train = interleaved(groups, microbatches, placement.interleave)
+    else:
+        train = (gpipe if name == "gpipe" else one_f_one_b)(groups, microbatches)
+    evaluate = forward_only(groups, microbatches, placement.interleave)
+    return Schedule(train, evaluate, microbatches)
+
+
+def _check(name: str, placement: Placement, times: int) -> None:
+    known = GEMS if placement.mirrored else SCHEDULES
+    if name not in known:
+        raise ValueError(f"the schedule {name} is unknown here: take one of {', '.join(known)}")
+    if times != 1 and name != "master":
+        raise ValueError(
+            f"parallel.gems.times={times} is for parallel.gems.variant=master, not for {name}"
+        )
+    if (name == "interleaved") != (placement.interleave > 1):
+        raise ValueError(
+            f"parallel.schedule={name} with parallel.interleave={placement.interleave}: the "
+            "schedule for ranks that hold several stages is interleaved, and it is for these only"
+        )
+    if placement.groups == 1 and (placement.interleave > 1 or placement.mirrored):
+        raise ValueError(
+            f"a layout of {placement.stages} stages on one group of ranks has nobody to take "
+            "turns with: take more stages"
+        )
+
+
+def gpipe(stages: int, microbatches: int) -> Lists:
     """All forwards, then all backwards in the same order; one list a stage.
 
     Gradients of the micro-batches are added up in the order in which one process that accumulates
@@ -41,7 +98,7 @@ def gpipe(stages: int, microbatches: int) -> list[list[Action]]:
     ]
 
 
-def one_f_one_b(stages: int, microbatches: int) -> list[list[Action]]:
+def one_f_one_b(stages: int, microbatches: int) -> Lists:
     """As many forwards as stages are to come, then a backward and a forward in turn.
 
     The bubble is GPipe's; activations are held of at most ``stages - stage`` micro-batches.
@@ -58,9 +115,7 @@ def one_f_one_b(stages: int, microbatches: int) -> list[list[Action]]:
     return lists
 
 
-def forward_only(stages: int, microbatches: int) -> list[list[Action]]:
-    """Evaluation: forwards alone."""
-    return [[Action("forward", stage, m) for m in range(microbatches)] for stage in range(stages)]
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def forward_only(groups: int, microbatches: int, interleave: int = 1) -> Lists:
+    """Evaluation: forwards alone, block by block where a group holds several stages."""
+    trained = interleaved(groups, microbatches, interleave)
+    return [[action for action in actions if action.kind == "forward"] for actions in trained]

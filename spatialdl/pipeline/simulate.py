@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spatialdl.pipeline.schedule import Action
+from spatialdl.pipeline.action import Action, Lists, stages_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Timeline:
     """A step as it would go if every action took what it costs.
 
     Attributes:
-        spans: per rank what it does, in order.
+        spans: per group of ranks what it does, in order.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -61,7 +61,7 @@ class Timeline:
 
     @property
     def peak_held(self) -> tuple[int, ...]:
-        """Per rank, of how many micro-batches it holds activations at most."""
+        """Per group, how many forwards are held at most that have not come back yet."""
         return tuple(_peak(spans) for spans in self.spans)
 
 
@@ -73,30 +73,43 @@ def _peak(spans: Sequence[Span]) -> int:
     return most
 
 
-def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
+def simulate(schedule: Lists, costs: Costs) -> Timeline:
     """Run a schedule on paper.
-
-    Args:
-        schedule: per rank its actions, in order.
 
     Raises:
         ValueError: if ranks would wait for each other for ever, with what each of them waits for.
     """
+    stages = stages_of(schedule)
     todo = [list(actions)[::-1] for actions in schedule]
     spans: list[list[Span]] = [[] for _ in schedule]
     ended: dict[Action, float] = {}
     while any(todo):
         before = len(ended)
         for actions, done in zip(todo, spans, strict=True):
-            while actions and _needs(actions[-1], len(schedule)) <= ended.keys():
+            while actions and _needs(actions[-1], stages) <= ended.keys():
                 action = actions.pop()
-                start = _arrival(action, len(schedule), ended, costs)
+                start = _arrival(action, stages, ended, costs)
                 start = max(start, done[-1].end if done else 0.0)
                 done.append(Span(action, start, start + costs.of(action)))
                 ended[action] = done[-1].end
         if len(ended) == before:
             raise ValueError(f"the ranks wait for each other for ever: {_waiting(todo)}")
     return Timeline(tuple(map(tuple, spans)))
+
+
+def merged(schedule: Lists) -> list[Action]:
+    """All actions in an order in which none comes before what it needs.
+
+    A rank that is in several groups does its actions in this order: whoever waits for an action
+    waits for an earlier one, so that nobody waits for ever.
+    """
+    spans = simulate(schedule, Costs.even(stages_of(schedule))).spans
+    ordered = sorted(
+        (span.start, group, place, span.action)
+        for group, own in enumerate(spans)
+        for place, span in enumerate(own)
+    )
+    return [action for *_, action in ordered]
 
 
 def _needs(action: Action, stages: int) -> set[Action]:

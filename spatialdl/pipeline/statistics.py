@@ -1,43 +1,66 @@
-"""BatchNorm's running statistics over data replicas, as one process would have kept them.
+"""BatchNorm's running statistics over replicas, as one process would have kept them.
 
-Each replica sees its own slices only. One process that accumulates over all slices would update
-its running statistics slice by slice. So every replica keeps the statistics of each of its slices,
-and at the end of the step all fold in all of them, in the order micro-batch, replica.
+Each replica sees its own slices of a batch only. One process that accumulates over all slices
+would update its running statistics slice by slice. An update is linear, so that after K slices
+each has its own weight in the outcome: every rank keeps the statistics of its slices, and at the
+end of the step what they come to is added up over all ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spatialdl.comm import check
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.comm.tape import replaying
-from spatialdl.mesh import Mesh
 
 
-class ReplicaStatistics:
+class _Kept(NamedTuple):
+    """Mean and variance (2 * features,) of one call of a layer, float64."""
+
+    slice: int
+    statistics: Tensor
+
+
+class SliceStatistics:
     """Keeps the statistics of a stage's BatchNorm layers until `fold`.
 
     Args:
         stage: its layers get hooks.
-        mesh: the replicas.
+        comm: the ranks that have this stage.
     """
 
-    def __init__(self, stage: nn.Module, mesh: Mesh) -> None:
-        self._comm = mesh.data_comm
+    def __init__(self, stage: nn.Module, comm: Communicator) -> None:
+        self._comm = comm
         self._norms = [
             layer
             for layer in stage.modules()
             if isinstance(layer, _BatchNorm) and layer.running_mean is not None
         ]
-        self._kept: dict[_BatchNorm, list[Tensor]] = {norm: [] for norm in self._norms}
+        self._slice, self._counts = 0, True
+        self._kept: dict[_BatchNorm, list[_Kept]] = {norm: [] for norm in self._norms}
         self._before: dict[_BatchNorm, tuple[float | None, Tensor, Tensor, Tensor]] = {}
         for norm in self._norms:
             norm.register_forward_pre_hook(self._start)
             norm.register_forward_hook(self._keep)
+
+    @contextmanager
+    def slice(self, number: int, counts: bool) -> Iterator[None]:
+        """What is called inside sees a slice of the batch.
+
+        Args:
+            number: of the slice, from 0 in the order of one process.
+            counts: of the ranks that share the slice, exactly one says yes.
+        """
+        self._slice, self._counts = number, counts
+        yield
 
     def _start(self, norm: nn.Module, args: Any) -> None:
         """With momentum 1, fresh buffers receive the statistics of this slice as they are."""
@@ -54,46 +77,42 @@ class ReplicaStatistics:
         if not (isinstance(norm, _BatchNorm) and norm in self._before) or replaying():
             return
         mean, variance, _ = _buffers(norm)
-        self._kept[norm].append(torch.cat([mean, variance]).double())
+        if self._counts:
+            self._kept[norm].append(_Kept(self._slice, torch.cat([mean, variance]).double()))
         (norm.momentum, norm.running_mean, norm.running_var, norm.num_batches_tracked) = (
             self._before.pop(norm)
         )
 
     @torch.no_grad()
-    def fold(self, slices: list[bool]) -> None:
-        """Fold in the statistics of all replicas; all of them must call it.
+    def fold(self, slices: int) -> None:
+        """Fold in the statistics of all slices of the batch; all ranks must call it."""
+        if not self._norms:
+            return
+        own = torch.zeros(len(self._norms), slices, dtype=torch.int64)
+        for row, norm in zip(own, self._norms, strict=True):
+            for kept in self._kept[norm]:
+                row[kept.slice] += 1
+        calls = sum_over_ranks(self._comm, own, "calls of batch_norm").tolist()
+        parts = [self._own_part(norm, row) for norm, row in zip(self._norms, calls, strict=True)]
+        total = sum_over_ranks(self._comm, torch.cat(parts), "batch_norm statistics")
+        sums = torch.split(total, [len(part) for part in parts])
+        for norm, row, added in zip(self._norms, calls, sums, strict=True):
+            mean, variance, count = _buffers(norm)
+            left = _weights(norm, sum(row))[0]
+            for running, value in zip((mean, variance), added.chunk(2), strict=True):
+                running.copy_(running.double() * left + value.to(running.device))
+            count.add_(sum(row))
 
-        Args:
-            slices: per micro-batch, whether this replica had samples in it.
-        """
-        for norm in self._norms:
-            kept, self._kept[norm] = self._kept[norm], []
-            for statistics in self._ordered(norm, kept, slices):
-                _update(norm, statistics)
-
-    def _ordered(self, norm: _BatchNorm, kept: list[Tensor], slices: list[bool]) -> list[Tensor]:
-        """The statistics of all slices of all replicas, by micro-batch, then by replica."""
-        calls = len(kept) // max(sum(slices), 1)  # a layer may be called twice in a forward
-        own = torch.tensor([calls if used else 0 for used in slices], dtype=torch.int64)
-        check.agree(self._comm, f"batch_norm statistics of {len(slices)} micro-batches")
-        counts = self._comm.all_gather(own)
-        per_replica = self._gathered(norm, kept, counts.sum(1).tolist())
-        ordered: list[Tensor] = []
-        for microbatch in range(len(slices)):
-            for replica, queue in enumerate(per_replica):
-                for _ in range(int(counts[replica, microbatch])):
-                    ordered.append(queue.pop(0))
-        return ordered
-
-    def _gathered(
-        self, norm: _BatchNorm, kept: list[Tensor], counts: list[int]
-    ) -> list[list[Tensor]]:
-        """What each replica has kept; rows beyond its count are only there to fill up."""
-        rows = torch.zeros(max(counts), 2 * norm.num_features, dtype=torch.float64)
-        if kept:
-            rows[: len(kept)] = torch.stack(kept)
-        everybody = self._comm.all_gather(rows)
-        return [list(part[:count]) for part, count in zip(everybody, counts, strict=True)]
+    def _own_part(self, norm: _BatchNorm, calls: list[int]) -> Tensor:
+        """What this rank's slices add to the layer's statistics."""
+        kept, self._kept[norm] = self._kept[norm], []
+        weights = _weights(norm, sum(calls))
+        places = [0, *accumulate(calls)]  # of each slice's first call among all calls
+        total = torch.zeros(2 * norm.num_features, dtype=torch.float64)
+        for slice_number, statistics in kept:
+            total += weights[1 + places[slice_number]] * statistics.cpu()
+            places[slice_number] += 1
+        return total
 
 
 def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,9 +122,15 @@ def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, count
 
 
-def _update(norm: _BatchNorm, statistics: Tensor) -> None:
-    mean, variance, count = _buffers(norm)
-    count.add_(1)
-    factor = 1.0 / int(count) if norm.momentum is None else norm.momentum
-    for running, value in zip((mean, variance), statistics.chunk(2), strict=True):
-        running.mul_(1 - factor).add_(value.to(running), alpha=factor)
+def _weights(norm: _BatchNorm, updates: int) -> list[float]:
+    """What is left of the running statistics after some updates, and what of each of these."""
+    if norm.momentum is None:  # an average over all there have been
+        before = int(_buffers(norm)[2])
+        factors = [1.0 / (before + number) for number in range(1, updates + 1)]
+    else:
+        factors = [norm.momentum] * updates
+    weights, left = [], 1.0
+    for factor in reversed(factors):
+        weights.append(factor * left)
+        left *= 1.0 - factor
+    return [left, *reversed(weights)]

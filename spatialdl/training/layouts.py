@@ -8,7 +8,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.mesh import Placement
-from spatialdl.pipeline.schedule import SCHEDULES
+from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule
 
 RECOMPUTE = ("none", "block")
 
@@ -20,8 +20,7 @@ def placement_of(parallel: DictConfig) -> Placement:
         ValueError: if its numbers contradict each other.
     """
     stages, spatial_stages = _count(parallel, "stages"), _count(parallel, "spatial_stages", 0)
-    data = _count(parallel, "data")
-    _count(parallel, "microbatches")
+    data, interleave = _count(parallel, "data"), _count(parallel, "interleave")
     grid = _grid(parallel)
     if spatial_stages > stages:
         raise ValueError(
@@ -33,22 +32,57 @@ def placement_of(parallel: DictConfig) -> Placement:
             f"parallel.grid={list(grid)} cuts images, but parallel={parallel.name} has no spatial "
             "stage: take parallel=sp, sp+lp or sp+pp, or set parallel.spatial_stages"
         )
-    if parallel.schedule not in SCHEDULES:
-        raise ValueError(
-            f"parallel.schedule={parallel.schedule} is unknown: take one of {', '.join(SCHEDULES)}"
-        )
     if parallel.recompute not in RECOMPUTE:
         raise ValueError(
             f"parallel.recompute={parallel.recompute} is unknown: take one of "
             f"{', '.join(RECOMPUTE)}"
         )
-    return Placement(data, (grid,) * spatial_stages + ((1, 1),) * (stages - spatial_stages))
+    if interleave > 1 and spatial_stages not in (0, stages):
+        raise ValueError(
+            f"parallel.interleave={interleave} gives ranks the first and later stages alike, so "
+            f"all must cut images or none: set parallel.spatial_stages={stages} or 0, not "
+            f"{spatial_stages}"
+        )
+    if stages % interleave:
+        raise ValueError(
+            f"parallel.stages={stages} cannot be dealt out parallel.interleave={interleave} to a "
+            f"rank: take {-(-stages // interleave) * interleave} stages"
+        )
+    grids = (grid,) * spatial_stages + ((1, 1),) * (stages - spatial_stages)
+    return Placement(data, grids, interleave, mirrored=_variant(parallel) is not None)
 
 
-def _count(parallel: DictConfig, key: str, least: int = 1) -> int:
-    value = parallel[key]
+def schedule_of(parallel: DictConfig, placement: Placement) -> Schedule:
+    """The order of work that a configuration asks for.
+
+    Raises:
+        ValueError: if it does not fit the layout or the number of micro-batches.
+    """
+    microbatches, times = _count(parallel, "microbatches"), _count(parallel.gems, "times")
+    variant = _variant(parallel)
+    if variant is not None and parallel.schedule != "gpipe":
+        raise ValueError(
+            f"parallel.schedule={parallel.schedule} does not go with GEMS, which has an order of "
+            "its own: leave it out, or choose by parallel.gems.variant"
+        )
+    return make_schedule(variant or parallel.schedule, placement, microbatches, times)
+
+
+def _variant(parallel: DictConfig) -> str | None:
+    variant = parallel.gems.variant
+    if variant not in ("none", *GEMS):
+        raise ValueError(
+            f"parallel.gems.variant={variant} is unknown: take one of none, {', '.join(GEMS)}"
+        )
+    return None if variant == "none" else str(variant)
+
+
+def _count(settings: DictConfig, key: str, least: int = 1) -> int:
+    value = settings[key]
     if not isinstance(value, int) or value < least:
-        raise ValueError(f"parallel.{key} is a whole number of at least {least}, got {value}")
+        raise ValueError(
+            f"{settings._get_full_key(key)} is a whole number of at least {least}, got {value}"
+        )
     return value
 
 

@@ -19,9 +19,11 @@ from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
 from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_order, to_input
-from spatialdl.pipeline.runtime import Microbatch, Pipeline
+from spatialdl.mesh import Mesh
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.split import from_local
-from spatialdl.training.layouts import check_batch, check_image, placement_of
+from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
 from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
@@ -62,11 +64,11 @@ class Trainer:
         self.pipeline = Pipeline(
             build_model(config, self.sources).to(self.dtype),
             self.placement,
+            schedule_of(config.parallel, self.placement),
             world,
             self.task.loss,
             (self.sources.channels, *self.sources.image_size),
             config.parallel.cut,
-            config.parallel.schedule,
             self.device,
             gather_before=config.parallel.gather_before or (),
             recompute=config.parallel.recompute == "block",
@@ -135,13 +137,11 @@ class Trainer:
 
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        total = self.pipeline.train_step([self._microbatch(part) for part in batch], self.step)
+        own = self.pipeline.train_step(self._microbatches(batch), self.step)
         self.optimizer.step()
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()
         self.step += 1
-        counts = self.pipeline.is_last and self.pipeline.mesh.part == 0  # its grid's ranks agree
-        own = total / self.placement.data if counts else 0.0
         return self._over_world(torch.tensor([own], dtype=torch.float64))[0]
 
     def validate(self, record: RunDirectory | None) -> None:
@@ -151,11 +151,11 @@ class Trainer:
         sums = torch.zeros(self.task.tallied, dtype=torch.float64)
         order = torch.arange(len(self.sources.validation)).numpy()
         for batch in self._loader(self.sources.validation).batches(order):
-            parts = [self._microbatch(part) for part in batch]
-            targets = [part.target for part in parts if part.samples > 0]
-            for output, target in zip(self.pipeline.evaluate(parts), targets, strict=False):
-                if target is not None:
-                    sums += self.task.tally(output, target, self.pipeline.mesh.part)
+            parts = self._microbatches(batch)
+            for number, output in self.pipeline.evaluate(parts).items():
+                target, mesh = parts[number].target, self.pipeline.last(number)
+                if target is not None and mesh is not None:
+                    sums += self.task.tally(output, target, mesh.part)
         found = self.task.metrics(self._over_world(sums))
         if record is not None:
             told = ", ".join(
@@ -173,36 +173,38 @@ class Trainer:
         """The sum over all ranks."""
         return [float(value) for value in self.world.all_reduce(own)]
 
-    def _microbatch(self, part: Slice) -> Microbatch:
-        samples = len(part.labels)
-        tile = target = None
-        if part.tiles is not None:
-            tile = to_input(part.tiles, self.dtype, self.device)
-        if self.pipeline.is_last and samples:
-            target = self._target(part)
-        return Microbatch(samples, self.placement.data * part.share, tile, target)
+    def _microbatches(self, batch: list[Slice]) -> list[Microbatch]:
+        microbatches = []
+        for number, part in enumerate(batch):
+            samples, mesh = len(part.labels), self.pipeline.last(number)
+            tile = target = None
+            if part.tiles is not None:
+                tile = to_input(part.tiles, self.dtype, self.device)
+            if mesh is not None and samples:
+                target = self._target(part, mesh)
+            microbatches.append(Microbatch(samples, part.share, tile, target))
+        return microbatches
 
-    def _target(self, part: Slice) -> Tensor:
+    def _target(self, part: Slice, mesh: Mesh) -> Tensor:
         """Labels (N,) or masks (N, H, W), of which every rank of the grid holds its box."""
         if part.masks is None:
             return torch.from_numpy(part.labels).to(self.device)
         mask = torch.from_numpy(part.masks).to(self.device, torch.int64)
-        mesh = self.pipeline.mesh
         return mask if mesh.grid == (1, 1) else from_local(mask, mesh, self.sources.image_size)
 
     def _loader(self, source: ImageSource) -> Loader:
-        pipeline = self.pipeline
-        box = pipeline.mesh.box(self.sources.image_size)
-        wants_masks = pipeline.is_last and self.config.task == "segmentation"
+        size, numbers = self.sources.image_size, range(self.microbatches)
+        first = [self.pipeline.first(number) for number in numbers]
+        last = [self.pipeline.last(number) for number in numbers]
+        segments = self.config.task == "segmentation"
         return Loader(
             source,
             Batching(
                 size=int(self.config.data.batch_size),
-                microbatches=self.microbatches,
                 replicas=self.placement.data,
-                replica=pipeline.position.replica,
-                box=box if pipeline.is_first else None,
-                mask_box=box if wants_masks else None,
+                replica=self.pipeline.replica,
+                boxes=[mesh.box(size) if mesh else None for mesh in first],
+                mask_boxes=[mesh.box(size) if mesh and segments else None for mesh in last],
             ),
         )
 
@@ -222,7 +224,7 @@ class Trainer:
 
     def _optimizer(self) -> torch.optim.Optimizer:
         # a stage may have no parameters, PyTorch's optimizers refuse that
-        parameters = list(self.pipeline.stage.parameters()) or [nn.Parameter(torch.empty(0))]
+        parameters = list(self.pipeline.parameters()) or [nn.Parameter(torch.empty(0))]
         try:
             optimizer: torch.optim.Optimizer = hydra.utils.instantiate(self.config.optimizer)(
                 parameters
@@ -238,15 +240,16 @@ class Trainer:
         return hydra.utils.instantiate(settings)(self.optimizer)
 
     def _describe(self) -> None:
-        parameters = sum(p.numel() for p in self.pipeline.stage.parameters())
-        position = self.pipeline.position
-        own = (position.stage, parameters) if position.replica == position.part == 0 else None
-        stages = [found for found in self.world.gather(own) or [] if found is not None]
-        if self.world.rank != 0:
+        own = {
+            stage: sum(p.numel() for p in module.parameters())
+            for stage, module in self.pipeline.stages.items()
+        }
+        everybody = self.world.gather(own)
+        if everybody is None:
             return
         height, width = self.sources.image_size
         log.info("layout: %s", self.placement.describe())
-        for stage, count in stages:
+        for stage, count in sorted({key: n for one in everybody for key, n in one.items()}.items()):
             rows, cols = self.placement.grids[stage]
             log.info(
                 "stage %d: %.2f M parameters, tiles of about %dx%d of %dx%d on %dx%d ranks",

@@ -45,8 +45,9 @@ class Numbers:
 
 
 def loaders(samples, size, microbatches, replicas, box=None):
+    boxes, none = [box] * microbatches, [None] * microbatches
     return [
-        Loader(Numbers(samples), Batching(size, microbatches, replicas, replica, box))
+        Loader(Numbers(samples), Batching(size, replicas, replica, boxes, none))
         for replica in range(replicas)
     ]
 
@@ -104,7 +105,7 @@ def test_a_rank_reads_its_own_box_of_its_own_samples():
 
 
 def test_masks_are_read_in_their_own_box():
-    loader = Loader(Numbers(3), Batching(2, 1, 1, 0, None, mask_box=(2, 5, 1, 6)))
+    loader = Loader(Numbers(3), Batching(2, 1, 0, [None], [(2, 5, 1, 6)]))
     parts = [part for batch in loader.batches(np.arange(3)) for part in batch]
     assert [part.masks.shape for part in parts] == [(2, 3, 5), (1, 3, 5)]
     assert parts[1].masks[0, :, 0].tolist() == [2, 3, 4]
@@ -117,6 +118,17 @@ def test_a_rank_that_needs_no_images_reads_none():
     assert loader.source.asked == []
 
 
+def test_micro_batches_have_boxes_of_their_own():
+    """As under GEMS, where a rank has another part of every other micro-batch, or none."""
+    boxes = [(0, 8, 0, 3), None, (0, 8, 3, 6)]
+    loader = Loader(Numbers(5), Batching(5, 1, 0, boxes, [None, (0, 8, 0, 6), None]))
+    ((left, neither, right),) = loader.batches(np.arange(5))
+    assert left.tiles[0, 0, :, 2].tolist() == [0, 1, 2]
+    assert (neither.tiles, left.masks) == (None, None)
+    assert right.tiles[0, 0, :, 2].tolist() == [3, 4, 5]
+    assert neither.masks.shape == (2, 8, 6)
+
+
 def test_reading_is_done_beside_the_training():
     (loader,) = loaders(4, 2, 1, 1, box=(0, 8, 0, 6))
     assert len(list(loader.batches(np.arange(4)))) == 2
@@ -125,7 +137,7 @@ def test_reading_is_done_beside_the_training():
 
 @pytest.mark.parametrize("broken", [0, 3])
 def test_an_error_while_reading_comes_out(broken):
-    loader = Loader(Numbers(4, broken), Batching(2, 1, 1, 0, (0, 8, 0, 6)))
+    loader = Loader(Numbers(4, broken), Batching(2, 1, 0, [(0, 8, 0, 6)], [None]))
     with pytest.raises(OSError, match=f"sample {broken} is gone"):
         list(loader.batches(np.arange(4)))
 

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from spatialdl import from_local
 from spatialdl.data.format import UNLABELLED
 from spatialdl.layout import even_bounds
-from spatialdl.mesh import Placement
+from spatialdl.mesh import Mesh, Placement
 from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
-from spatialdl.pipeline.runtime import Microbatch, Pipeline
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.schedule import GEMS, make_schedule
 from spatialdl.random import keyed, scope
 from spatialdl.training.tasks import segmentation_loss
 
@@ -165,10 +167,12 @@ class Case(NamedTuple):
     gather_before: str = ""
     recompute: bool = False
     schedule: str = "gpipe"
+    interleave: int = 1
+    times: int = 1
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.data, self.grids)
+        return Placement(self.data, self.grids, self.interleave, self.schedule in GEMS)
 
     def __str__(self) -> str:
         grids = "-".join(f"{rows}x{cols}" for rows, cols in self.grids)
@@ -178,6 +182,7 @@ class Case(NamedTuple):
             f"-m{self.microbatches}-b{self.batch}"
             + "-recompute" * self.recompute
             + f"-{self.schedule}" * (self.schedule != "gpipe")
+            + f"{self.interleave}" * (self.interleave > 1)
         )
 
     @property
@@ -333,6 +338,42 @@ SCHEDULED = [
 ]
 
 
+INTERLEAVED = [
+    case._replace(schedule="interleaved", interleave=interleave)
+    for interleave, case in (
+        (2, Case("pp", "resnet18", (70, 93), ((1, 1),) * 4, microbatches=4)),
+        (3, Case("pp", "resnet110_v2", (33, 35), ((1, 1),) * 6, microbatches=5, batch=5)),
+        (2, Case("pp", "odd", (45, 50), ((1, 1),) * 4, microbatches=3, batch=2)),
+        (2, Case("pp", "random", (37, 29), ((1, 1),) * 6, microbatches=3, batch=7)),
+        (2, Case("sp+pp", "odd", (101, 50), ((2, 1),) * 4, 1, 2, 5, ("1", "3", "5"))),
+        (2, Case("sp+pp", "resnet18", (70, 93), ((1, 2), (2, 1)) * 2, microbatches=2)),
+        (2, Case("dp+pp", "random", (37, 29), ((1, 1),) * 4, data=2, microbatches=4, batch=9)),
+    )
+]
+
+MIRRORED = [
+    case._replace(schedule=variant)
+    for variant, case in (
+        ("mast", Case("gems", "resnet18", (70, 93), ((1, 1),) * 2, microbatches=2)),
+        ("basic", Case("gems", "odd", (45, 50), ((1, 1),) * 2, microbatches=4, batch=9)),
+        ("master", Case("gems", "random", (37, 29), ((1, 1),) * 2, 1, 8, 9, times=2)),
+        ("mast", Case("gems", "resnet110_v2", (33, 35), ((1, 1),) * 2, 1, 2, 3, recompute=True)),
+        ("basic", Case("gems", "random", (37, 29), ((1, 1),) * 3, microbatches=6, batch=5)),
+        ("mast", Case("sp+gems", "odd", (101, 50), ((2, 1), (1, 1)), microbatches=4, batch=6)),
+        ("basic", Case("sp+gems", "resnet18", (70, 93), ((1, 2), (1, 1)), microbatches=2)),
+        ("master", Case("sp+gems", "random", (37, 29), ((1, 1), (2, 1)), 1, 4, 5, times=2)),
+        ("basic", Case("sp+gems", "odd", (101, 50), ((2, 1), (2, 1)), microbatches=2)),
+        ("mast", Case("sp+gems", "resnet18", (101, 50), ((2, 1), (1, 1), (1, 1)), microbatches=2)),
+        (
+            "mast",
+            Case("dp+gems", "random", (37, 29), ((1, 1),) * 2, data=2, microbatches=4, batch=9),
+        ),
+        ("basic", Case("sp+gems", "odd", (70, 93), ((2, 2), (1, 1)), microbatches=4)),
+        ("mast", Case("dp+sp+gems", "odd", (64, 64), ((2, 1), (1, 1)), 2, 2, 7)),
+    )
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -402,47 +443,51 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
     pipeline = Pipeline(
         network(case),
         case.placement,
+        make_schedule(case.schedule, case.placement, case.microbatches, case.times),
         world,
         segmentation_loss if case.segments else F.cross_entropy,
         (3, *case.size),
         case.cut or None,
-        case.schedule,
         gather_before=case.gather_before or (),
         recompute=case.recompute,
         seed=SEED,
     )
-    optimizer = optimiser(pipeline.stage.parameters())
+    optimizer = optimiser(pipeline.parameters())
     losses = []
     for step in range(STEPS):
         images, labels = images_and_labels(case, step)
         microbatches = []
-        for row in slices(case):
-            start, stop = row[pipeline.position.replica]
-            r0, r1, c0, c1 = pipeline.mesh.box(case.size)
+        for number, row in enumerate(slices(case)):
+            start, stop = row[pipeline.replica]
+            first, last = pipeline.first(number), pipeline.last(number)
             microbatches.append(
                 Microbatch(
                     stop - start,
-                    case.data * (stop - start) / case.batch,
-                    images[start:stop, :, r0:r1, c0:c1].clone() if pipeline.is_first else None,
-                    own_target(case, pipeline, labels[start:stop]) if pipeline.is_last else None,
+                    (stop - start) / case.batch,
+                    own_tile(case, first, images[start:stop]) if first else None,
+                    own_target(case, last, labels[start:stop]) if last else None,
                 )
             )
-        total = pipeline.train_step(microbatches, step)
-        counts = pipeline.is_last and pipeline.mesh.part == 0
-        losses.append(world.allreduce(total / case.data if counts else 0.0))
+        losses.append(world.allreduce(pipeline.train_step(microbatches, step)))
         optimizer.step()
-    return Outcome(losses, pipeline.stage.state_dict())
+    return Outcome(losses, pipeline.state_dict())
 
 
-def own_target(case: Case, pipeline: Pipeline, target: Tensor) -> Tensor:
-    if not case.segments or pipeline.mesh.grid == (1, 1):
+def own_tile(case: Case, mesh: Mesh, images: Tensor) -> Tensor:
+    r0, r1, c0, c1 = mesh.box(case.size)
+    return images[..., r0:r1, c0:c1].clone()
+
+
+def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
+    if not case.segments or mesh.grid == (1, 1):
         return target
-    r0, r1, c0, c1 = pipeline.mesh.box(case.size)
-    return from_local(target[:, r0:r1, c0:c1].clone(), pipeline.mesh, case.size)
+    return from_local(own_tile(case, mesh, target), mesh, case.size)
 
 
 @pytest.mark.parametrize(
-    "case", CASES + SEGMENTATION + RECOMPUTED + GATHERED + RANDOM + SCHEDULED, ids=str
+    "case",
+    CASES + SEGMENTATION + RECOMPUTED + GATHERED + RANDOM + SCHEDULED + INTERLEAVED + MIRRORED,
+    ids=str,
 )
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
     if case.placement.world_size != world.size:

@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
     def handover(self, world: MPI.Intracomm) -> Handover:
         ends = range(self.senders), range(self.senders, self.senders + self.receivers)
-        return Handover(world, *ends, me=world.rank, tag=3)
+        return Handover(world, *ends, me=world.rank, tag=3, tags=8)
 
     @property
     def what(self) -> HandoverShape:

@@ -9,27 +9,30 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spatialdl.mesh import Placement
-from spatialdl.pipeline.runtime import Microbatch, Pipeline
-from spatialdl.pipeline.schedule import SCHEDULES
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.pipeline.simulate import Costs, simulate
 
-MICROBATCHES = 9
+MICROBATCHES = 8
 
 
 def mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).mean()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES + GEMS)
 def test_activations_are_held_of_as_many_micro_batches_as_simulated(
-    schedule: str, world: MPI.Intracomm
+    name: str, world: MPI.Intracomm
 ) -> None:
     """What was sent forward once stayed until the end of the step."""
-    stages = world.size
+    interleave = 3 if name == "interleaved" else 1
+    stages = world.size * interleave
     model = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(stages)))
-    placement = Placement(1, ((1, 1),) * stages)
+    placement = Placement(1, ((1, 1),) * stages, interleave, name in GEMS)
     names = [str(stage) for stage in range(1, stages)]
-    pipeline = Pipeline(model, placement, world, mean, (3, 6, 5), names, schedule)
+    schedule = make_schedule(name, placement, MICROBATCHES)
+    pipeline = Pipeline(model, placement, schedule, world, mean, (3, 6, 5), names)
     outputs: list[StorageWeakRef] = []
     held: list[int] = []
 
@@ -37,12 +40,13 @@ def test_activations_are_held_of_as_many_micro_batches_as_simulated(
         outputs.append(StorageWeakRef(output.untyped_storage()))
         held.append(sum(not ref.expired() for ref in outputs))
 
-    pipeline.stage.register_forward_hook(count)
+    for stage in pipeline.stages.values():
+        stage.register_forward_hook(count)
     microbatches = [
         Microbatch(1, 1 / MICROBATCHES, torch.rand(1, 3, 6, 5), torch.rand(1, 3, 6, 5))
         for _ in range(MICROBATCHES)
     ]
     pipeline.train_step(microbatches, 0)
-    expected = simulate(SCHEDULES[schedule](stages, MICROBATCHES), Costs.even(stages))
-    assert max(held) == expected.peak_held[pipeline.position.stage]
+    expected = simulate(schedule.train, Costs.even(stages))
+    assert max(held) == expected.peak_held[world.rank]
     assert all(ref.expired() for ref in outputs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spatialdl import Mesh, init_mesh, shard
 from spatialdl.layout import even_bounds
-from spatialdl.pipeline.statistics import ReplicaStatistics
+from spatialdl.pipeline.statistics import SliceStatistics
 
 
 class Twice(nn.Module):
@@ -55,19 +55,19 @@ def replica(
     momentum: float | None, samples: int, microbatches: int, mesh: Mesh, split: bool = False
 ) -> Twice:
     model = Twice(momentum).double()
-    statistics = ReplicaStatistics(model, mesh)
+    statistics = SliceStatistics(model, mesh.comm)
     for step in range(3):
-        used = []
         outputs = []
-        for row in slices(samples, microbatches, mesh.data):
+        rows = slices(samples, microbatches, mesh.data)
+        for number, row in reversed(list(enumerate(rows))):  # in whichever order they come
             start, stop = row[mesh.replica]
-            used.append(stop > start)
             if stop > start:
                 x = images(step, samples)[start:stop]
-                outputs.append(model(shard(x, mesh) if split else x).square().mean())
+                with statistics.slice(number * mesh.data + mesh.replica, mesh.part == 0):
+                    outputs.append(model(shard(x, mesh) if split else x).square().mean())
         if outputs:
             torch.stack(outputs).sum().backward()  # after all forwards, as GPipe does
-        statistics.fold(used)
+        statistics.fold(microbatches * mesh.data)
     return model
 
 
@@ -101,10 +101,11 @@ def test_replicas_of_split_images(momentum: float | None, world: MPI.Intracomm) 
 def test_evaluation_counts_for_nothing(world: MPI.Intracomm) -> None:
     mesh = init_mesh((1, 1), data=world.size)
     model = Twice(0.1).double()
-    statistics = ReplicaStatistics(model, mesh)
+    statistics = SliceStatistics(model, mesh.comm)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.eval()(images(0, 4))
-    statistics.fold([True])
+    with statistics.slice(0, counts=True):
+        model.eval()(images(0, 4))
+    statistics.fold(world.size)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -112,9 +113,10 @@ def test_nothing_is_seen_before_the_fold(world: MPI.Intracomm) -> None:
     """All slices of a step start from the same statistics."""
     mesh = init_mesh((1, 1), data=world.size)
     model = Twice(0.1).double()
-    statistics = ReplicaStatistics(model, mesh)
-    model(images(0, 4))
+    statistics = SliceStatistics(model, mesh.comm)
+    with statistics.slice(world.rank, counts=True):
+        model(images(0, 4))
     assert torch.equal(model.norm.running_mean, torch.zeros(3, dtype=torch.float64))
     assert int(model.norm.num_batches_tracked) == 0
-    statistics.fold([True])
+    statistics.fold(world.size)
     assert int(model.norm.num_batches_tracked) == 2 * world.size

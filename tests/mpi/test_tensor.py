@@ -732,9 +732,8 @@ def test_the_mesh_must_be_the_world(world: MPI.Intracomm) -> None:
 def test_a_mesh_with_replicas(world: MPI.Intracomm) -> None:
     mesh = init_mesh((1, 2), data=2)
     assert (mesh.replica, mesh.part) == divmod(world.rank, 2)
-    assert (mesh.size, mesh.grid_comm.size, mesh.data_comm.size) == (4, 2, 2)
+    assert (mesh.size, mesh.comm.size, mesh.grid_comm.size) == (4, 4, 2)
     assert mesh.grid_comm.allgather(world.rank) == [2 * mesh.replica, 2 * mesh.replica + 1]
-    assert mesh.data_comm.allgather(world.rank) == [mesh.part, mesh.part + 2]
     whole = image(seed=mesh.replica)
     assert torch.equal(shard(whole, mesh).full_tensor(), whole)
 

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.alone import Alone
 from spatialdl.mesh import Placement
-from spatialdl.pipeline.runtime import Microbatch, Pipeline
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import checkpoint_contexts
 
 
@@ -35,12 +37,15 @@ def trained(again: partial | None, steps: int = 2, seed: int = 0) -> list[Tensor
     """Gradients of all steps; the weights stay as they are."""
     torch.manual_seed(0)
     one = Placement(1, ((1, 1),))
-    pipeline = Pipeline(Checkpointed(again), one, Alone(), F.cross_entropy, (3, 2, 2), seed=seed)
+    schedule = make_schedule("gpipe", one, microbatches=1)
+    pipeline = Pipeline(
+        Checkpointed(again), one, schedule, Alone(), F.cross_entropy, (3, 2, 2), seed=seed
+    )
     gradients = []
     for step in range(steps):
         images = torch.linspace(-1, 1, 60).view(5, 3, 2, 2)
         pipeline.train_step([Microbatch(5, 1.0, images, torch.tensor([0, 1, 2, 0, 1]))], step)
-        gradients.append(torch.cat([p.grad.flatten() for p in pipeline.stage.parameters()]))
+        gradients.append(torch.cat([p.grad.flatten() for p in pipeline.parameters()]))
     return gradients
 
 

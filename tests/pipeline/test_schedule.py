@@ -5,8 +5,19 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only, gpipe, one_f_one_b
+from spatialdl.mesh import Placement
+from spatialdl.pipeline.action import Action
+from spatialdl.pipeline.schedule import (
+    GEMS,
+    SCHEDULES,
+    forward_only,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+)
+from spatialdl.pipeline.simulate import Costs, simulate
 
+SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 8) for microbatches in (1, 2, 3, 8, 32)]
 
 
@@ -23,10 +34,10 @@ def test_1f1b_holds_as_many_as_stages_are_to_come():
     assert "".join(f"{a.kind[0]}{a.microbatch} " for a in last) == "f0 b0 f1 b1 f2 b2 "
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SIMPLE)
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_every_stage_does_every_microbatch_once_forward_then_backward(name, stages, microbatches):
-    lists = SCHEDULES[name](stages, microbatches)
+    lists = SIMPLE[name](stages, microbatches)
     assert len(lists) == stages
     for stage, actions in enumerate(lists):
         assert {action.stage for action in actions} == {stage}
@@ -38,12 +49,34 @@ def test_every_stage_does_every_microbatch_once_forward_then_backward(name, stag
             assert forward < backward
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SIMPLE)
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_gradients_are_added_up_in_the_order_of_one_process(name, stages, microbatches):
-    for actions in SCHEDULES[name](stages, microbatches):
+    for actions in SIMPLE[name](stages, microbatches):
         backwards = [action.microbatch for action in actions if action.kind == "backward"]
         assert backwards == list(range(microbatches))
+
+
+@pytest.mark.parametrize("name", SCHEDULES + GEMS)
+@pytest.mark.parametrize("part", ["train", "evaluate"])
+def test_every_stage_sees_every_microbatch_once_in_one_copy(name, part):
+    for groups in (2, 3, 8):
+        interleave = 3 if name == "interleaved" else 1
+        stages = groups * interleave
+        placement = Placement(1, ((1, 1),) * stages, interleave, name in GEMS)
+        schedule = make_schedule(name, placement, microbatches=12)
+        lists = getattr(schedule, part)
+        simulate(lists, Costs.even(stages))
+        done = [(a.kind, a.stage, a.microbatch) for actions in lists for a in actions]
+        kinds = ("forward", "backward") if part == "train" else ("forward",)
+        assert sorted(done) == sorted(
+            (kind, stage, m) for kind in kinds for stage in range(stages) for m in range(12)
+        )
+        copies = {(a.microbatch, a.copy) for actions in lists for a in actions}
+        assert len(copies) == 12
+        for group, actions in enumerate(lists):
+            held = {(p.stage, p.copy) for p in placement.positions(group)}
+            assert {(a.stage, a.copy) for a in actions} == held
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
@@ -72,6 +105,6 @@ def order_of_pytorch(kind, stages, stage, microbatches):
 def test_the_order_is_that_of_pytorchs_own_pipelines(name, kind, stages, microbatches):
     if microbatches < stages and name == "1f1b":
         pytest.skip("PyTorch's takes at least as many micro-batches as stages")
-    for stage, actions in enumerate(SCHEDULES[name](stages, microbatches)):
+    for stage, actions in enumerate(SIMPLE[name](stages, microbatches)):
         expected = order_of_pytorch(kind, stages, stage, microbatches)
         assert [(action.kind, action.microbatch) for action in actions] == expected

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.pipeline.schedule import SCHEDULES, Action, forward_only
-from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.pipeline.action import Action
+from spatialdl.pipeline.schedule import forward_only, gpipe, one_f_one_b
+from spatialdl.pipeline.simulate import Costs, merged, simulate
 
 SHAPES = [(stages, microbatches) for stages in range(1, 9) for microbatches in range(1, 33)]
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 PEAKS = {
     "gpipe": lambda stages, microbatches, stage: microbatches,
     "1f1b": lambda stages, microbatches, stage: min(microbatches, stages - stage),
@@ -47,6 +49,20 @@ def test_the_slowest_stage_and_the_hand_overs_set_the_pace():
 def test_nothing_takes_no_time():
     timeline = simulate([[], []], Costs.even(2))
     assert (timeline.seconds, timeline.bubble, timeline.peak_held) == (0.0, 0.0, (0, 0))
+
+
+def test_merged_actions_come_after_what_they_need():
+    for groups, microbatches in ((1, 3), (3, 1), (3, 7), (8, 4)):
+        order = merged(one_f_one_b(groups, microbatches))
+        place = {action: number for number, action in enumerate(order)}
+        assert len(place) == len(order) == 2 * groups * microbatches
+        for action in order:
+            step = -1 if action.kind == "forward" else 1
+            before = place.get(action._replace(stage=action.stage + step), -1)
+            assert before < place[action]
+            assert place[action._replace(kind="forward")] <= place[action]
+        for group, actions in enumerate(one_f_one_b(groups, microbatches)):
+            assert [action for action in order if action.stage == group] == actions
 
 
 def test_ranks_that_wait_for_each_other_are_told_apart():

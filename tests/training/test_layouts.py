@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import resources
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl.mesh import Placement
-from spatialdl.training.layouts import check_batch, check_image, placement_of
+from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 
 
 def config(*overrides: str) -> DictConfig:
@@ -25,12 +26,29 @@ SHIPPED = {
     "pp": Placement(1, (ONE, ONE)),
     "sp+lp": Placement(1, ((2, 1), ONE)),
     "sp+pp": Placement(1, ((2, 1), ONE)),
+    "dp+sp": Placement(2, ((2, 1),)),
+    "dp+lp": Placement(2, (ONE, ONE)),
+    "dp+pp": Placement(2, (ONE, ONE)),
+    "dp+sp+lp": Placement(2, ((2, 1), ONE)),
+    "dp+sp+pp": Placement(2, ((2, 1), ONE)),
+    "gems": Placement(1, (ONE, ONE), mirrored=True),
+    "sp+gems": Placement(1, ((2, 1), ONE), mirrored=True),
+    "dp+gems": Placement(2, (ONE, ONE), mirrored=True),
+    "dp+sp+gems": Placement(2, ((2, 1), ONE), mirrored=True),
 }
 
 
 @pytest.mark.parametrize(("name", "placement"), SHIPPED.items())
 def test_the_shipped_layouts_mean_these_ranks(name, placement):
-    assert placement_of(config(f"parallel={name}").parallel) == placement
+    parallel = config(f"parallel={name}").parallel
+    assert (parallel.name, placement_of(parallel)) == (name, placement)
+    assert schedule_of(parallel, placement).microbatches == parallel.microbatches
+    check_batch(config().data.batch_size, parallel.microbatches, placement.data)
+
+
+def test_every_shipped_layout_is_in_the_table():
+    files = resources.files("spatialdl.conf").joinpath("parallel").iterdir()
+    assert sorted(SHIPPED) == sorted(file.name.removesuffix(".yaml") for file in files)
 
 
 def test_numbers_can_be_changed():
@@ -64,12 +82,52 @@ def test_numbers_can_be_changed():
         ),
         (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], got 2x1"),
         (["parallel.stages=two"], "parallel.stages is a whole number of at least 1, got two"),
-        (["parallel.schedule=dualpipe"], "schedule=dualpipe is unknown: take one of gpipe, 1f1b"),
+        (["parallel.schedule=dualpipe"], "schedule dualpipe is unknown.*: take one of gpipe, 1f1b"),
+        (["parallel.interleave=0"], "parallel.interleave is a whole number of at least 1, got 0"),
+        (
+            ["parallel=pp", "parallel.stages=5", "parallel.interleave=2"],
+            "stages=5 cannot be dealt out parallel.interleave=2 to a rank: take 6 stages",
+        ),
+        (
+            ["parallel=sp+pp", "parallel.stages=4", "parallel.interleave=2"],
+            "set parallel.spatial_stages=4 or 0, not 1",
+        ),
+        (
+            ["parallel=pp", "parallel.stages=4", "parallel.interleave=2"],
+            "schedule=gpipe with parallel.interleave=2.*is interleaved, and it is for these only",
+        ),
+        (["parallel=pp", "parallel.schedule=interleaved"], "interleaved with.*interleave=1"),
+        (
+            ["parallel=pp", "parallel.interleave=2", "parallel.schedule=interleaved"],
+            "2 stages on one group of ranks has nobody to take turns with",
+        ),
+        (["parallel.gems.variant=mast"], "1 stages on one group of ranks has nobody"),
+        (
+            ["parallel.gems.variant=huge"],
+            "gems.variant=huge is unknown: take one of none, basic, mast, master",
+        ),
+        (["parallel=gems", "parallel.schedule=1f1b"], "schedule=1f1b does not go with GEMS"),
+        (["parallel=gems", "parallel.gems.times=2"], "times=2 is for .*variant=master, not.*mast"),
+        (["parallel=gems", "parallel.gems.times=0"], "parallel.gems.times is a whole number"),
+        (
+            ["parallel=gems", "parallel.microbatches=3"],
+            "a multiple of 2: parallel.microbatches=3 is not, take 4",
+        ),
+        (
+            [
+                "parallel=gems",
+                "parallel.gems.variant=master",
+                "parallel.gems.times=3",
+                "parallel.microbatches=4",
+            ],
+            "times=3 times.*a multiple of 6: parallel.microbatches=4 is not, take 6",
+        ),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(overrides, sentence):
+    parallel = config(*overrides).parallel
     with pytest.raises(ValueError, match=sentence):
-        placement_of(config(*overrides).parallel)
+        schedule_of(parallel, placement_of(parallel))
 
 
 def test_a_batch_must_reach_for_every_microbatch_of_every_replica():

@@ -100,7 +100,7 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     assert summary(tmp_path)["loss"] == pytest.approx(losses, abs=1e-12)
     rows = table(tmp_path / "metrics.csv")
     assert [float(row["learning_rate"]) for row in rows] == pytest.approx(rates)
-    ours = trainer.pipeline.stage.state_dict()
+    ours = trainer.pipeline.state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
 
@@ -111,7 +111,7 @@ def test_validation_counts_every_sample_once(tmp_path, microbatches):
     (row,) = table(tmp_path / "validation.csv")
     with torch.no_grad():
         x, target = batch(list(range(5)), seed=1)
-        output = trainer.pipeline.stage.eval()(x)
+        output = trainer.pipeline.stages[0].eval()(x)
     assert int(row["step"]) == 3
     assert int(row["samples"]) == 5
     assert float(row["loss"]) == pytest.approx(F.cross_entropy(output, target).item())

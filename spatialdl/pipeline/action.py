@@ -1,0 +1,30 @@
+"""A schedule is data: for each group of ranks the list of actions that it carries out, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward"]
+
+
+class Action(NamedTuple):
+    """One thing that the ranks of a stage do.
+
+    Attributes:
+        copy: of the network; there is a second one under GEMS only.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    copy: int = 0
+
+
+Lists = Sequence[Sequence[Action]]
+"""One list of actions a group of ranks."""
+
+
+def stages_of(lists: Lists) -> int:
+    """The number of stages that have something to do."""
+    return 1 + max((action.stage for actions in lists for action in actions), default=-1)
