@@ -63,6 +63,26 @@ def test_equals_one_process(parallel, ranks, one_process, tmp_path):
     assert found["samples"] == 3
 
 
+def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_process, tmp_path):
+    run = tmp_path / "run"
+    ours = train(run, "parallel=gems", "trainer.trace=true")
+    assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {span["cat"] for span in spans} == {"compute", "hand-over", "reduce", "data"}
+    done = sorted((span["tid"], *span["args"].values()) for span in spans if "args" in span)
+    steps, of_a_copy = 2, 2
+    assert done == sorted(
+        (stage if copy == 0 else 1 - stage, kind, stage, copy * of_a_copy + number, copy)
+        for kind in ("forward", "backward")
+        for stage in (0, 1)
+        for copy in (0, 1)
+        for number in range(of_a_copy)
+        for _ in range(steps)
+    )
+    assert (run / "timeline.png").stat().st_size > 10_000
+
+
 def test_a_u_net_on_two_ranks_equals_one_process(tmp_path):
     plain, split = (
         train(

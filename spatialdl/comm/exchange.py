@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spatialdl import trace
 from spatialdl.comm import check
 from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Communicator, Pending
@@ -58,4 +59,16 @@ def _start(
 ) -> Pending:
     if check.enabled():
         check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
-    return comm.start_exchange(plan, sends, receives, adjoint, device)
+    pending = comm.start_exchange(plan, sends, receives, adjoint, device)
+    return _Traced(pending, name) if trace.enabled() else pending
+
+
+class _Traced:
+    """An exchange whose wait is recorded."""
+
+    def __init__(self, pending: Pending, name: str) -> None:
+        self._pending, self._name = pending, name
+
+    def wait(self) -> None:
+        with trace.span("halo", self._name):
+            self._pending.wait()

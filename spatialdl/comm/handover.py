@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from spatialdl import trace
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator, Sending
 from spatialdl.comm.plan import Plan
@@ -136,8 +137,9 @@ class Handover:
 
     def wait_sent(self) -> None:
         """Wait until all that was sent has left; the end of a step."""
-        for tag in list(self._pending):
-            self._wait(tag)
+        with trace.span("hand-over", "until all has left"):
+            for tag in list(self._pending):
+                self._wait(tag)
 
     def _wait(self, tag: int) -> None:
         for sending in self._pending.pop(tag, ()):
@@ -167,7 +169,8 @@ class Handover:
             rank = self._ranks[peer]
             if check.enabled():
                 self._compare(rank, tag, microbatch, direction)
-            self.comm.receive(view, rank, tag)
+            with trace.span("hand-over", f"{direction} {microbatch} from rank {rank}"):
+                self.comm.receive(view, rank, tag)
 
     def _compare(self, rank: int, tag: int, microbatch: int, direction: str) -> None:
         header = check.as_tensor(bytes(check.TEXT_BYTES))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl import trace
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.tape import once
@@ -35,7 +36,8 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
     def ask() -> Tensor:
         check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
         wider = _SUMMED_AS.get(values.dtype, values.dtype)
-        return comm.all_reduce(values.to(wider)).to(values.dtype)
+        with trace.span("reduce", name):
+            return comm.all_reduce(values.to(wider)).to(values.dtype)
 
     return once(ask)
 
@@ -45,7 +47,8 @@ def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> No
     direct = values.is_contiguous() and not values.is_complex() and values.dtype not in _SUMMED_AS
     if comm.size > 1 and direct and comm.home(values) is values:
         check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
-        comm.all_reduce_(values)
+        with trace.span("reduce", name):
+            comm.all_reduce_(values)
     else:
         values.copy_(sum_over_ranks(comm, values, name))
 
@@ -77,7 +80,8 @@ def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") 
 
     def ask() -> Tensor:
         check.agree(comm, f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}")
-        return comm.all_gather(values.detach().resolve_conj())
+        with trace.span("reduce", name):
+            return comm.all_gather(values.detach().resolve_conj())
 
     return once(ask)
 

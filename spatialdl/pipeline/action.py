@@ -25,6 +25,12 @@ Lists = Sequence[Sequence[Action]]
 """One list of actions a group of ranks."""
 
 
+def describe(action: Action) -> str:
+    """An action in a few words."""
+    other = " of the second copy" if action.copy else ""
+    return f"{action.kind} {action.microbatch}, stage {action.stage}{other}"
+
+
 def stages_of(lists: Lists) -> int:
     """The number of stages that have something to do."""
     return 1 + max((action.stage for actions in lists for action in actions), default=-1)

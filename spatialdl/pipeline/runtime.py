@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from spatialdl import trace
 from spatialdl.comm.communicator import Communicator, as_communicator
 from spatialdl.comm.gradients import average
 from spatialdl.mesh import Mesh, Placement
-from spatialdl.pipeline.action import Action, Lists
+from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
 from spatialdl.pipeline.shapes import HandoverShapes
-from spatialdl.pipeline.simulate import merged
+from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
@@ -86,7 +87,8 @@ class Pipeline:
         if placement.data * placement.copies > 1:
             for stage, module in self.stages.items():
                 self._statistics[stage] = SliceStatistics(module, self._holders[stage])
-        self._train, self._evaluate = self._own(schedule.train), self._own(schedule.evaluate)
+        self._train = actions_of(comm.rank, placement, schedule.train)
+        self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
@@ -102,9 +104,6 @@ class Pipeline:
             for rank in self.placement.ranks(stage, replica, copy)
         }
         return comm.subset(sorted(ranks))
-
-    def _own(self, lists: Lists) -> list[Action]:
-        return [action for action in merged(lists) if (action.copy, action.stage) in self._placed]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all stages that this rank holds."""
@@ -146,10 +145,11 @@ class Pipeline:
         for action in self._todo(self._train, microbatches):
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
-            if action.kind == "forward":
-                self._forward(placed, action.microbatch, microbatch)
-            else:
-                total += self._backward(placed, action.microbatch, microbatch)
+            with trace.span("compute", describe(action), action):
+                if action.kind == "forward":
+                    self._forward(placed, action.microbatch, microbatch)
+                else:
+                    total += self._backward(placed, action.microbatch, microbatch)
         self._wait_sent()
         for stage, module in self.stages.items():
             copies = self.placement.widths[stage] * self._replicas

@@ -6,10 +6,12 @@ stage before, a backward the gradient of the stage after. Messages leave by them
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from spatialdl.mesh import Placement
 from spatialdl.pipeline.action import Action, Lists, stages_of
 
 
@@ -44,7 +46,7 @@ class Timeline:
     """A step as it would go if every action took what it costs.
 
     Attributes:
-        spans: per group of ranks what it does, in order.
+        spans: per rank what it does, in order.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -61,7 +63,7 @@ class Timeline:
 
     @property
     def peak_held(self) -> tuple[int, ...]:
-        """Per group, how many forwards are held at most that have not come back yet."""
+        """Per rank, how many forwards are held at most that have not come back yet."""
         return tuple(_peak(spans) for spans in self.spans)
 
 
@@ -76,24 +78,41 @@ def _peak(spans: Sequence[Span]) -> int:
 def simulate(schedule: Lists, costs: Costs) -> Timeline:
     """Run a schedule on paper.
 
+    Args:
+        schedule: what each rank does, in order. An action that several ranks do, as those of a
+            grid, they begin together.
+
     Raises:
         ValueError: if ranks would wait for each other for ever, with what each of them waits for.
     """
     stages = stages_of(schedule)
     todo = [list(actions)[::-1] for actions in schedule]
-    spans: list[list[Span]] = [[] for _ in schedule]
+    ranks = Counter(action for actions in schedule for action in actions)
+    ready: dict[Action, list[int]] = {}  # ranks that have come to an action
+    free = [0.0] * len(todo)
+    spans: list[list[Span]] = [[] for _ in todo]
     ended: dict[Action, float] = {}
-    while any(todo):
-        before = len(ended)
-        for actions, done in zip(todo, spans, strict=True):
-            while actions and _needs(actions[-1], stages) <= ended.keys():
-                action = actions.pop()
-                start = _arrival(action, stages, ended, costs)
-                start = max(start, done[-1].end if done else 0.0)
-                done.append(Span(action, start, start + costs.of(action)))
-                ended[action] = done[-1].end
-        if len(ended) == before:
+    for rank, actions in enumerate(todo):
+        if actions:
+            ready.setdefault(actions[-1], []).append(rank)
+    while ready:
+        can_start = [
+            action
+            for action, there in ready.items()
+            if len(there) == ranks[action] and _needs(action, stages) <= ended.keys()
+        ]
+        if not can_start:
             raise ValueError(f"the ranks wait for each other for ever: {_waiting(todo)}")
+        for action in can_start:
+            there = ready.pop(action)
+            start = max(_arrival(action, stages, ended, costs), *(free[rank] for rank in there))
+            ended[action] = start + costs.of(action)
+            for rank in there:
+                spans[rank].append(Span(action, start, ended[action]))
+                free[rank] = ended[action]
+                todo[rank].pop()
+                if todo[rank]:
+                    ready.setdefault(todo[rank][-1], []).append(rank)
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -110,6 +129,12 @@ def merged(schedule: Lists) -> list[Action]:
         for place, span in enumerate(own)
     )
     return [action for *_, action in ordered]
+
+
+def actions_of(rank: int, placement: Placement, schedule: Lists) -> list[Action]:
+    """What a rank does of a schedule for groups of ranks."""
+    held = {(position.copy, position.stage) for position in placement.positions(rank)}
+    return [action for action in merged(schedule) if (action.copy, action.stage) in held]
 
 
 def _needs(action: Action, stages: int) -> set[Action]:

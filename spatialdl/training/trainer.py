@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
 
+from spatialdl import trace
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
@@ -28,6 +29,7 @@ from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
 from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
 from spatialdl.training.tasks import task_of
+from spatialdl.training.timeline import Timeline
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -80,6 +82,7 @@ class Trainer:
         self.scheduler = self._scheduler()
         self.step = 0
         self._warned = False
+        self._timeline: Timeline | None = None
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end; rank 0 writes the run directory."""
@@ -89,6 +92,9 @@ class Trainer:
             if self.world.rank == 0:
                 record = stack.enter_context(RunDirectory(run_dir, self.config))
                 progress = stack.enter_context(Progress(self.steps))
+            if self.config.trainer.trace:
+                train = self.pipeline.schedule.train
+                self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
             epoch = 0
             while self.step < self.steps:
                 self._train_epoch(epoch, record, progress)
@@ -105,10 +111,13 @@ class Trainer:
         order = sample_order(len(self.sources.train), int(self.config.seed), epoch)
         batch_size = int(self.config.data.batch_size)
         started = time.perf_counter()
-        for number, batch in enumerate(self.loader.batches(order)):
+        batches = trace.each("data", "wait for the batch", self.loader.batches(order))
+        for number, batch in enumerate(batches):
             waited = time.perf_counter() - started
             loss = self._train_step(batch)
             seconds = time.perf_counter() - started
+            if self._timeline is not None:
+                self._timeline.step_done(last=self.step == self.steps)
             if record is not None and progress is not None:
                 images = min(
                     batch_size, len(order) - number * batch_size
@@ -138,7 +147,8 @@ class Trainer:
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
         own = self.pipeline.train_step(self._microbatches(batch), self.step)
-        self.optimizer.step()
+        with trace.span("compute", "optimizer"):
+            self.optimizer.step()
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()
         self.step += 1

@@ -1,0 +1,160 @@
+"""The first steps of a run as a trace to zoom into, and one of them beside its simulation."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spatialdl import trace
+from spatialdl.comm.communicator import Communicator
+from spatialdl.mesh import Placement
+from spatialdl.pipeline.action import Action, Lists, describe
+from spatialdl.pipeline.measured import measured_costs
+from spatialdl.pipeline.simulate import actions_of, simulate
+from spatialdl.trace import Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+log = logging.getLogger("spatialdl.trace")
+
+STEPS = 3
+"""So many are recorded; the first is slower, as memory is taken and ways of talking are tried."""
+
+COLOURS = {
+    "forward": "#6baed6",
+    "backward": "#2171b5",
+    "halo": "#e6550d",
+    "hand-over": "#d9d9d9",
+    "reduce": "#756bb1",
+    "data": "#a1622d",
+    "optimizer": "#74c476",
+}
+ROW_INCHES = 0.34
+MOST_ROWS = 32
+
+
+class Timeline:
+    """Records the first steps of all ranks; all of them must make it and call it together.
+
+    Args:
+        run_dir: where rank 0 writes ``trace.json`` and ``timeline.png``.
+        train: the actions of a step, see `pipeline.schedule`.
+    """
+
+    def __init__(
+        self,
+        world: Communicator,
+        device: torch.device,
+        placement: Placement,
+        train: Lists,
+        run_dir: Path,
+    ) -> None:
+        self._world, self._placement, self._train = world, placement, train
+        self._run_dir = run_dir
+        self._steps: list[list[Span]] = []
+        world.barrier()
+        if device.type == "cuda":
+            trace.start(lambda: torch.cuda.synchronize(device))
+        else:
+            trace.start()
+
+    def step_done(self, last: bool) -> None:
+        """A step is over; after enough of them, or the last one, the files are written."""
+        if not trace.enabled():
+            return
+        self._steps.append(trace.take())
+        if len(self._steps) < STEPS and not last:
+            return
+        trace.stop()
+        everybody = self._world.gather(self._steps)
+        if everybody is not None:
+            write_trace(self._run_dir / "trace.json", [list(chain(*steps)) for steps in everybody])
+            picture = self._run_dir / "timeline.png"
+            draw_step([steps[-1] for steps in everybody], self._placement, self._train, picture)
+            log.info("trace:         %s", self._run_dir / "trace.json")
+            log.info("timeline:      %s", picture)
+
+
+def write_trace(path: Path, ranks: Sequence[Sequence[Span]]) -> None:
+    """A file in Chrome's trace event format, for Perfetto or chrome://tracing; a track a rank."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(len(ranks))
+    ]
+    for rank, spans in enumerate(ranks):
+        for span in spans:
+            event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": 0, "tid": rank}
+            event |= {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+            if hasattr(span.detail, "_asdict"):
+                event["args"] = span.detail._asdict()
+            events.append(event)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def simulated(
+    ranks: Sequence[Sequence[Span]], placement: Placement, train: Lists
+) -> list[list[Span]]:
+    """The same step if every action took what it usually takes, and messages nothing."""
+    seen = {span.detail for spans in ranks for span in spans if isinstance(span.detail, Action)}
+    done = [[action for action in actions if action in seen] for actions in train]
+    replica = [actions_of(rank, placement, done) for rank in range(placement.replica_size)]
+    rows = simulate(replica, measured_costs(ranks, placement.stages)).spans
+    return [
+        [Span("compute", describe(action), start, end, action) for action, start, end in row]
+        for row in rows * placement.data
+    ]
+
+
+def draw_step(
+    ranks: Sequence[Sequence[Span]], placement: Placement, train: Lists, path: Path
+) -> None:
+    """One step as it was, and below it as it would have been if nobody ever waited in vain."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ideal = simulated(ranks, placement, train)
+    begin = min((span.start for spans in ranks for span in spans), default=0.0)
+    end = max((span.end for spans in ranks for span in spans), default=0.0)
+    rows = min(len(ranks), MOST_ROWS)
+    figure = Figure(figsize=(11, 2.2 + 2 * rows * ROW_INCHES), dpi=130, layout="constrained")
+    real, paper = figure.subplots(2, 1, sharex=True)
+    longest = max((spans[-1].end for spans in ideal if spans), default=0.0)
+    _draw_rows(real, ranks[:rows], begin, f"one step, {placement.describe()}")
+    _draw_rows(paper, ideal[:rows], 0.0, "simulated: the same actions, messages take no time")
+    real.axvline(1e3 * (end - begin), color="0.3", linewidth=0.8)
+    paper.axvline(1e3 * longest, color="0.3", linewidth=0.8)
+    paper.set_xlabel("ms")
+    patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    figure.savefig(path)
+
+
+def _draw_rows(axes: Axes, ranks: Sequence[Sequence[Span]], begin: float, title: str) -> None:
+    for row, spans in enumerate(ranks):
+        # what ends first lies inside what ends later: draw it on top
+        for span in reversed(spans):
+            start, length = 1e3 * (span.start - begin), 1e3 * (span.end - span.start)
+            action = span.detail if isinstance(span.detail, Action) else None
+            colour = COLOURS[action.kind if action else _colour_name(span)]
+            axes.broken_barh(
+                [(start, length)],
+                (row - 0.42, 0.84),
+                facecolors=colour,
+                edgecolor="white",
+                linewidth=0.6 if action else 0.0,
+            )
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _colour_name(span: Span) -> str:
+    return span.kind if span.kind in COLOURS else "optimizer"
