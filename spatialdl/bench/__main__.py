@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import halo, memory, spatial
+from spatialdl.bench import halo, memory, pipeline, spatial
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "halo": halo.main,
     "memory": memory.main,
+    "pipeline": pipeline.main,
     "spatial": spatial.main,
 }
 

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import spatialdl
+from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.alone import Alone, Done
 from spatialdl.comm.datatypes import buffer, mpi_type
 from spatialdl.comm.exchange import start_exchange
@@ -32,6 +33,7 @@ HALO = Window(kernel=3, padding=1)
 
 
 def main() -> None:
+    install_abort_hook()
     parser = argparse.ArgumentParser()
     parser.add_argument("--grid", type=int, nargs=2, required=True)
     parser.add_argument("--channels", type=int, required=True)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl import models
+from spatialdl.comm.abort import install_abort_hook
 from spatialdl.pipeline.partition import cut
 
 WARM_UP = 1
@@ -30,6 +31,7 @@ OVER_LIMIT = 75
 
 
 def main() -> None:
+    install_abort_hook()
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--size", type=int, required=True)

@@ -1,0 +1,128 @@
+"""Pipelines and GEMS beside layer parallelism and beside their simulation, in one job.
+
+What the simulator calls ideal is the time of a step if its actions took what they took, but no
+rank waited for messages, and weights were averaged and changed in no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spatialdl.bench.pipeline_layouts import ONE_AFTER_THE_OTHER
+from spatialdl.bench.results import environment, machine, publish, run_worker
+from spatialdl.comm.launch import mpiexec_command
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
+    worker = [
+        *(sys.executable, "-m", "spatialdl.bench.pipeline_worker", "--model", options.model),
+        *("--size", str(options.size), "--microbatches", str(options.microbatches)),
+        *("--rounds", str(options.rounds)),
+    ]
+    print(f"{options.rounds} rounds of all layouts on {options.ranks} ranks ...", flush=True)
+    found = run_worker([*mpiexec_command(options.ranks), *worker], environment(threads=1))
+    name = f"pipeline-{options.model}-{options.size}-{options.ranks}ranks"
+    publish(summarise(options, found), table, draw, Path(options.out) / name)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench pipeline", description=__doc__)
+    parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
+    parser.add_argument("--size", type=int, default=512, help="side of the images (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="one stage each (%(default)s)")
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="of a pipeline, one image each (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="steps of each layout (%(default)s)")
+    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
+    options = parser.parse_args(arguments)
+    if min(options.size, options.rounds) < 1 or options.ranks < 2:
+        raise ValueError("size and rounds must be at least 1, ranks at least 2")
+    if options.microbatches < 2 or options.microbatches % 2:
+        raise ValueError(
+            f"GEMS deals micro-batches out to two copies: --microbatches {options.microbatches} "
+            "must be even"
+        )
+    return options
+
+
+def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the rounds, and ratios round by round."""
+    base = found[ONE_AFTER_THE_OTHER]
+    slowest = [seconds / base["images"] for seconds in base["seconds"]]
+    layouts = {}
+    for name, one in found.items():
+        per_image = [seconds / one["images"] for seconds in one["seconds"]]
+        rounds = list(zip(one["seconds"], one["ideal"], strict=True))
+        layouts[name] = {
+            "images_per_second": 1 / statistics.median(per_image),
+            "ideal_images_per_second": 1 / statistics.median(t / one["images"] for _, t in rounds),
+            "speed_up": statistics.median(b / a for a, b in zip(per_image, slowest, strict=True)),
+            "reached": statistics.median(ideal / seconds for seconds, ideal in rounds),
+            "held": one["held"],
+        }
+    given = (f"--{key} {value}" for key, value in vars(options).items() if key != "out")
+    return {
+        "command": " ".join(["python -m spatialdl.bench pipeline", *given]),
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "options": vars(options),
+        "rounds": found,
+        "layouts": layouts,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A row a layout, as text."""
+    lines = [
+        result["command"],
+        f"{result['machine']}, {result['date']}",
+        "",
+        f"{'':20}{'images/s':>10}{'/ layer parallel':>18}{'ideal images/s':>16}"
+        f"{'reached':>9}{'held':>6}",
+    ]
+    for name, one in result["layouts"].items():
+        lines.append(
+            f"{name:20}{one['images_per_second']:10.2f}{one['speed_up']:18.2f}"
+            f"{one['ideal_images_per_second']:16.2f}{one['reached']:9.2f}{one['held']:6d}"
+        )
+    lines.append(
+        "\nideal: simulated from the times of the same actions; reached: ideal time / time;\n"
+        "held: micro-batches whose activations a rank holds at most"
+    )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Bars of images a second, with a mark where the simulation says they could be."""
+    from matplotlib.figure import Figure
+
+    options, layouts = result["options"], result["layouts"]
+    figure = Figure(figsize=(8, 3.8), dpi=150, layout="constrained")
+    panel = figure.subplots()
+    names = list(layouts)
+    panel.barh(names, [layouts[n]["images_per_second"] for n in names], color="#1f5fa8")
+    for row, name in enumerate(names):
+        one = layouts[name]
+        ideal = one["ideal_images_per_second"]
+        panel.plot([ideal, ideal], [row - 0.4, row + 0.4], color="black", linewidth=1.2)
+        text = f"  {one['speed_up']:.2f} of layer parallel, {one['reached']:.0%} of ideal"
+        panel.text(max(ideal, one["images_per_second"]), row, text, va="center", fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.7 * max(one["ideal_images_per_second"] for one in layouts.values()))
+    panel.set_xlabel("images per second; the black mark is the simulator's ideal")
+    panel.set_title(
+        f"{options['model']}, {options['size']}x{options['size']}, {options['ranks']} ranks, "
+        f"micro-batches of one image, up to {options['microbatches']} of them",
+        loc="left",
+        fontsize=10,
+    )
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

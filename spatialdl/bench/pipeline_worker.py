@@ -1,0 +1,93 @@
+"""The ranks of the pipeline benchmark: steps of one network in several layouts, in turn.
+
+Rank 0 prints one line of JSON: for each layout the seconds of each step, and what the simulator
+makes of the times that the same step's actions took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from spatialdl import models, trace
+from spatialdl.bench.pipeline_layouts import Layout, layouts
+from spatialdl.comm.abort import install_abort_hook
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.world import start_world
+from spatialdl.pipeline.measured import measured_costs
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.simulate import actions_of, simulate
+
+CLASSES = 10
+
+
+def main() -> None:
+    install_abort_hook()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--microbatches", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    options = parser.parse_args()
+    world = start_world()
+    sides = [Side(one, options, world) for one in layouts(world.size, options.microbatches)]
+    for side in sides:  # the first step takes memory and tries ways of talking
+        side.step(0)
+    draw = random.Random(0)  # the same order on all ranks
+    for step in range(1, options.rounds + 1):
+        for side in draw.sample(sides, len(sides)):
+            side.measure(step)
+    if world.rank == 0:
+        print(json.dumps({side.layout.name: side.found for side in sides}))
+
+
+class Side:
+    """One layout at work on all ranks."""
+
+    def __init__(self, layout: Layout, options: argparse.Namespace, world: Communicator) -> None:
+        self.layout, self._world = layout, world
+        torch.manual_seed(0)
+        model = getattr(models, options.model)(num_classes=CLASSES)
+        size = (3, options.size, options.size)
+        self.pipeline = Pipeline(
+            model, layout.placement, layout.schedule, world, F.cross_entropy, size
+        )
+        self._optimizer = torch.optim.SGD(self.pipeline.parameters(), lr=0.01, momentum=0.9)
+        images = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
+        target = torch.zeros(1, dtype=torch.int64)
+        count = layout.schedule.microbatches
+        self._batch = [Microbatch(1, 1 / count, images, target) for _ in range(count)]
+        self.found: dict[str, Any] = {"seconds": [], "ideal": [], "images": count}
+
+    def step(self, number: int) -> None:
+        self.pipeline.train_step(self._batch, number)
+        self._optimizer.step()
+
+    def measure(self, number: int) -> None:
+        """One step, beside what the simulator says of its actions if nobody waits in vain."""
+        self._world.barrier()
+        trace.start()
+        started = time.perf_counter()
+        self.step(number)
+        self._world.barrier()
+        seconds = time.perf_counter() - started
+        everybody = self._world.gather(trace.stop())
+        if everybody is None:
+            return
+        placement, train = self.layout.placement, self.layout.schedule.train
+        ranks = [actions_of(rank, placement, train) for rank in range(self._world.size)]
+        timeline = simulate(ranks, measured_costs(everybody, placement.stages))
+        self.found["seconds"].append(seconds)
+        self.found["ideal"].append(timeline.seconds)
+        self.found["held"] = max(timeline.peak_held)
+
+
+if __name__ == "__main__":
+    main()
