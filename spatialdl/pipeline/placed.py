@@ -90,6 +90,7 @@ class PlacedStage:
         self._before = _border(placement, position, lane, position.stage - 1)
         self._after = _border(placement, position, lane, position.stage)
         self._held: dict[int, _Held] = {}
+        self._some: dict[tuple[int, ...], Communicator] = {}
 
     def forward(
         self,
@@ -169,6 +170,16 @@ class PlacedStage:
             grad = held.tile.grad if held.tile.grad is not None else torch.zeros_like(held.tile)
             self._before.send_back(grad, shapes[self.position.stage - 1], number)
         return value
+
+    def ranks_of(self, replicas: tuple[int, ...]) -> Communicator:
+        """The ranks of this stage in some data replicas; at the first time they must all ask."""
+        if len(replicas) == self.mesh.data:
+            return self.mesh.comm
+        if replicas not in self._some:
+            width = self.mesh.size // self.mesh.data
+            ranks = [replica * width + part for replica in replicas for part in range(width)]
+            self._some[replicas] = self.mesh.comm.subset(ranks)
+        return self._some[replicas]
 
     def wait_sent(self) -> None:
         """Wait until all that was sent has left; the end of a step."""

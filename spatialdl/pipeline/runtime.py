@@ -9,7 +9,7 @@ order is GEMS.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from spatialdl import trace
 from spatialdl.comm.communicator import Communicator, as_communicator
 from spatialdl.comm.gradients import average
+from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.mesh import Mesh, Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.partition import cut
@@ -28,6 +29,7 @@ from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
+from spatialdl.spatial.replicas import BatchNormOver
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,6 +46,7 @@ class Pipeline:
         names: layers before which to cut, see `pipeline.partition.cut`.
         gather_before: modules that get whole images, see `spatial.gather`.
         recompute: whether blocks run again in backward, see `spatial.recompute`.
+        sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
         seed: of the random numbers that the network draws in training.
 
     Attributes:
@@ -63,6 +66,7 @@ class Pipeline:
         *,
         gather_before: str | Sequence[str] = (),
         recompute: bool = False,
+        sync_batchnorm: bool = False,
         seed: int = 0,
     ) -> None:
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
@@ -89,6 +93,7 @@ class Pipeline:
                 self._statistics[stage] = SliceStatistics(module, self._holders[stage])
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
+        self._syncs = sync_batchnorm and placement.data > 1
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
@@ -141,6 +146,7 @@ class Pipeline:
             module.train()
             module.zero_grad()
         self._step = step
+        self._sharing = self._replicas_of(microbatches)
         total = 0.0
         for action in self._todo(self._train, microbatches):
             placed = self._placed[action.copy, action.stage]
@@ -155,7 +161,7 @@ class Pipeline:
             copies = self.placement.widths[stage] * self._replicas
             average(module.parameters(), self._holders[stage], copies)
         for statistics in self._statistics.values():
-            statistics.fold(len(microbatches) * self.placement.data)
+            statistics.fold(len(microbatches) * (1 if self._syncs else self.placement.data))
         return total
 
     @property
@@ -185,6 +191,22 @@ class Pipeline:
             )
         return [action for action in actions if microbatches[action.microbatch].samples > 0]
 
+    def _replicas_of(self, microbatches: Sequence[Microbatch]) -> list[tuple[int, ...]]:
+        """For each micro-batch the data replicas that share its BatchNorm statistics."""
+        if not self._syncs:
+            return [(self.replica,)] * len(microbatches)
+        mesh = next(iter(self._placed.values())).mesh
+        own = torch.tensor([microbatch.samples for microbatch in microbatches])
+        everybody = gather_over_ranks(mesh.comm, own, "samples of micro-batches")
+        of_replicas = everybody[:: mesh.size // mesh.data].T.tolist()
+        return [tuple(r for r, count in enumerate(row) if count > 0) for row in of_replicas]
+
+    def _synced(self, placed: PlacedStage, number: int) -> AbstractContextManager[object]:
+        if not self._syncs:
+            return nullcontext()
+        parts = self.placement.widths[placed.position.stage]
+        return BatchNormOver(placed.ranks_of(self._sharing[number]), parts)
+
     def _forward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> None:
         """Random numbers and statistics are those of one process that accumulates over slices."""
         piece = number * self.placement.data + self.replica
@@ -192,7 +214,10 @@ class Pipeline:
             stack.enter_context(keyed(self.seed, self._step, piece))
             if self._statistics:
                 statistics = self._statistics[placed.position.stage]
-                stack.enter_context(statistics.slice(piece, counts=placed.position.part == 0))
+                first = self.replica == self._sharing[number][0] and placed.position.part == 0
+                which = number if self._syncs else piece
+                stack.enter_context(statistics.slice(which, counts=first))
+            stack.enter_context(self._synced(placed, number))
             self._run(placed, number, microbatch)
 
     def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor:
@@ -203,7 +228,8 @@ class Pipeline:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
         weight = microbatch.share * self._replicas
-        loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
+        with self._synced(placed, number):
+            loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * microbatch.share if placed.position.part == 0 else 0.0
 
     def _wait_sent(self) -> None:

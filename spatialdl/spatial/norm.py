@@ -16,7 +16,6 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.mesh import Mesh
 from spatialdl.spatial.span import HALF, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
@@ -36,21 +35,23 @@ class Moments(NamedTuple):
         return self.mean.to(wide), self.variance.to(wide)
 
 
-def global_moments(tile: Tensor, count: int, comm: Communicator, name: str) -> Moments:
+def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: str) -> Moments:
     """Mean and variance over the tiles of all ranks.
 
     Args:
         tile: (N, C, ...); may be empty.
-        count: pixels per channel on all ranks together.
+        count: pixels per channel on all ranks together; None if this rank does not know.
     """
     mean, variance = _tile_moments(tile)
-    if tile.device.type == "meta" or comm.size == 1:
-        return Moments(count, mean, variance)
     own = tile.numel() // max(tile.shape[1], 1)
+    if tile.device.type == "meta" or comm.size == 1:
+        return Moments(own if count is None else count, mean, variance)
     message = torch.cat([mean.new_full((1,), own), mean, variance])
     gathered = gather_over_ranks(comm, message, f"{name} statistics")
     channels = tile.shape[1]
     counts, means, variances = torch.split(gathered, [1, channels, channels], dim=1)
+    if count is None:
+        count = int(counts.sum())
     mean = (counts * means).sum(0) / count
     variance = (counts * (variances + (means - mean).square())).sum(0) / count
     return Moments(count, mean, variance)
@@ -80,9 +81,9 @@ class _BatchNorm(torch.autograd.Function):
         bias: Tensor | None,
         moments: Moments,
         eps: float,
-        mesh: Mesh,
+        comm: Communicator,
     ) -> Tensor:
-        ctx.mesh, ctx.eps, ctx.count = mesh, eps, moments.pixels
+        ctx.comm, ctx.eps, ctx.count = comm, eps, moments.pixels
         mean, variance = moments.of(tile)
         ctx.save_for_backward(tile, weight, mean, variance)
         return normalised(tile, weight, bias, mean, variance, eps)
@@ -96,7 +97,7 @@ class _BatchNorm(torch.autograd.Function):
         grad_tile = None
         if needs_tile:
             sums = torch.cat([grad_bias, grad_weight]).double()
-            totals = sum_over_ranks(ctx.mesh.grid_comm, sums, "batch_norm backward") / ctx.count
+            totals = sum_over_ranks(ctx.comm, sums, "batch_norm backward") / ctx.count
             if weight is not None:
                 totals = totals * weight.repeat(2)
             grad_tile = gradient_of_tile(grad, tile, weight, mean, variance, ctx.eps, totals)
@@ -194,18 +195,56 @@ def batch_norm(
             raise ValueError("batch_norm in evaluation needs running statistics")
         y = F.batch_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
         return without_dims(input, y, ())
+    replicas = StatisticsOver.comm
+    count = None if replicas else input.numel() // input.shape[1]
+    comm = replicas or mesh.grid_comm
+    y = trained(tile, comm, count, running_mean, running_var, weight, bias, momentum, eps)
+    return without_dims(input, y, ())
+
+
+class StatisticsOver:
+    """Over whose tiles a split image is normalised in training, see `spatial.replicas`.
+
+    Attributes:
+        comm: its own grid's if None.
+        parts: of an image.
+    """
+
+    comm: Communicator | None = None
+    parts = 1
+
+
+def trained(
+    tile: Tensor,
+    comm: Communicator,
+    count: int | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    copies: int = 1,
+) -> Tensor:
+    """A tile normalised by the statistics of the tiles of all ranks of `comm`.
+
+    Args:
+        count: see `global_moments`.
+        copies: how many of the ranks hold the same; that many count as one.
+    """
     if momentum is None:
         raise TypeError("batch_norm: momentum must be a number; BatchNorm layers take None")
-    count = input.numel() // input.shape[1]
-    if count == 1:
-        raise ValueError(
-            f"batch_norm needs more than one value per channel to train, got {tuple(input.shape)}"
-        )
     with torch.no_grad():
-        moments = global_moments(tile, count, mesh.grid_comm, "batch_norm")
-        update_running(moments, running_mean, running_var, momentum)
-    y = _BatchNorm.apply(tile, weight, bias, moments, eps, mesh)  # type: ignore[no-untyped-call]
-    return without_dims(input, y, ())
+        moments = global_moments(tile, count, comm, "batch_norm")
+        if moments.pixels == copies:
+            raise ValueError(
+                "batch_norm needs more than one value per channel to train, got one with "
+                f"{tile.shape[1]} channels"
+            )
+        once = moments._replace(pixels=moments.pixels // copies)
+        update_running(once, running_mean, running_var, momentum)
+    y: Tensor = _BatchNorm.apply(tile, weight, bias, moments, eps, comm)  # type: ignore[no-untyped-call]
+    return y
 
 
 @register_op(torch.batch_norm, split=("input",))

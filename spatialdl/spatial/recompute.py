@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.tape import Tape
 from spatialdl.random import same_again
+from spatialdl.spatial import replicas
 
 WEIGHTS = 2
 """Convolutions or linear layers in a block; with one, all that it keeps is its input anyway."""
@@ -55,6 +56,7 @@ class _Run:
     def __init__(self, modules: list[nn.Module]) -> None:
         self.tape = Tape()
         self.random = same_again()
+        self.replicas = replicas.same_again()
         self.buffers = [
             (module, name, buffer.detach().clone())
             for module in modules
@@ -68,7 +70,7 @@ class _SecondRun:
 
     def __init__(self, run: _Run) -> None:
         self._buffers, self._replaying = run.buffers, run.tape.replay()
-        self._random = run.random
+        self._random, self._replicas = run.random, run.replicas
         self._real: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def __enter__(self) -> None:
@@ -77,6 +79,7 @@ class _SecondRun:
             module._buffers[name] = start.clone()
         self._replaying.__enter__()
         self._random.__enter__()
+        self._replicas.__enter__()
 
     def __exit__(
         self,
@@ -84,6 +87,7 @@ class _SecondRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._replicas.__exit__(kind, error, trace)
         self._random.__exit__(kind, error, trace)
         self._replaying.__exit__(kind, error, trace)
         for module, name, buffer in self._real:

@@ -74,6 +74,7 @@ class Trainer:
             self.device,
             gather_before=config.parallel.gather_before or (),
             recompute=config.parallel.recompute == "block",
+            sync_batchnorm=bool(config.parallel.sync_batchnorm),
             seed=int(config.seed),
         )
         self.loader = self._loader(self.sources.train)

@@ -1,0 +1,99 @@
+"""BatchNorm over data replicas: statistics of all ranks that have a part of a micro-batch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.composite import inside
+from spatialdl.spatial.norm import StatisticsOver, trained
+from spatialdl.spatial.tensor import SpatialTensor
+
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
+
+
+class BatchNormOver(TorchFunctionMode):
+    """Within it BatchNorm in training sees the samples of all ranks of `comm`.
+
+    Split images and plain tensors alike. All of these ranks must run the same layers in it, in
+    forward and, where something runs again in backward, there too.
+
+    Args:
+        comm: of ranks that hold tiles of different images, or different tiles of one.
+        parts: of an image; so many ranks hold the same of what is not split.
+    """
+
+    def __init__(self, comm: Communicator, parts: int = 1) -> None:
+        super().__init__()
+        self._comm, self._parts = comm, parts
+        self._around: list[tuple[Communicator | None, int]] = []
+
+    def __enter__(self) -> BatchNormOver:
+        self._around.append((StatisticsOver.comm, StatisticsOver.parts))
+        StatisticsOver.comm, StatisticsOver.parts = self._comm, self._parts
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        StatisticsOver.comm, StatisticsOver.parts = self._around.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, SpatialTensor) for kind in types):
+            return func(*args, **kwargs)
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if func is torch.batch_norm:
+            return self._torch_batch_norm(*args, **kwargs)
+        backward = inside(func) if func in _BACKWARDS else None
+        if backward is None:
+            return func(*args, **kwargs)
+        with self:  # PyTorch has put this mode aside, but what runs again in backward needs it
+            return backward(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(
+                input, running_mean, running_var, weight, bias, False, momentum, eps
+            )
+        given = (running_mean, running_var, weight, bias, momentum, eps)
+        return trained(input, self._comm, None, *given, copies=self._parts)
+
+    def _torch_batch_norm(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        return self._batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+
+
+def same_again() -> AbstractContextManager[object]:
+    """A context in which BatchNorm has the statistics that it has now; to be entered later."""
+    comm, parts = StatisticsOver.comm, StatisticsOver.parts
+    return nullcontext() if comm is None else BatchNormOver(comm, parts)
