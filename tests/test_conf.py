@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from spatialdl.models import ResNet, ResNetV2, UNet
 
@@ -30,7 +31,7 @@ def options(group: str) -> list[str]:
 
 def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted(RANKS)
-    assert options("model") == ["resnet110_v2", "resnet18", "resnet50", "unet"]
+    assert options("model") == ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet"]
     assert options("data") == ["shards", "synthetic"]
     assert options("optimizer") == ["adamw", "sgd"]
     assert options("scheduler") == ["constant", "cosine"]
@@ -38,9 +39,10 @@ def test_the_groups_have_the_promised_options():
 
 @pytest.mark.parametrize("model", options("model"))
 def test_every_model_takes_classes_and_channels_from_the_data(model):
-    cfg = config(f"model={model}", "data.num_classes=4", "data.channels=1", "model.width=2")
-    network = instantiate(cfg.model)
-    assert isinstance(network, ResNet | ResNetV2 | UNet)
+    small = ["model.width=2"] if model != "amoebanet_d" else ["model.layers=3", "model.filters=16"]
+    cfg = config(f"model={model}", "data.num_classes=4", "data.channels=1", *small)
+    network = instantiate(cfg.model).eval()
+    assert isinstance(network, nn.Sequential | ResNet | ResNetV2 | UNet)
     pixels = (16, 16) if cfg.task == "segmentation" else ()
     assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 4, *pixels)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spatialdl.models.amoebanet import amoebanet_d
 from spatialdl.models.resnet import ResNet, resnet18, resnet50
 from spatialdl.models.resnet_v2 import ResNetV2, resnet110_v2, resnet_v2
 from spatialdl.models.unet import UNet, unet
@@ -10,6 +11,7 @@ __all__ = [
     "ResNet",
     "ResNetV2",
     "UNet",
+    "amoebanet_d",
     "resnet18",
     "resnet50",
     "resnet110_v2",

@@ -224,13 +224,15 @@ def layer_costs(
 ) -> list[float]:
     """An estimate of each layer's time: operations counted on the meta device."""
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    x = torch.empty(input_shape, dtype=dtype, device="meta")
+    x: object = torch.empty(input_shape, dtype=dtype, device="meta")
     costs = []
     with torch.no_grad():
         for _, layer in layers:
             with FlopCounterMode(display=False) as counter:
                 x = meta_copy(layer)(x)
-            costs.append(counter.get_total_flops() / 2 + OPERATIONS_PER_ELEMENT * x.numel())
+            given = x if isinstance(x, tuple) else (x,)
+            elements = sum(one.numel() for one in given if isinstance(one, Tensor))
+            costs.append(counter.get_total_flops() / 2 + OPERATIONS_PER_ELEMENT * elements)
     return costs
 
 

@@ -13,6 +13,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
+from spatialdl.pipeline.shapes import Passing, tensors_of
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -39,8 +40,8 @@ class Microbatch:
 class _Held:
     """What the backward of a micro-batch needs."""
 
-    tile: Tensor
-    output: Tensor
+    tiles: Sequence[Tensor]
+    output: Any
 
 
 class _Enter(torch.autograd.Function):
@@ -96,14 +97,14 @@ class PlacedStage:
         self,
         number: int,
         microbatch: Microbatch,
-        shapes: Sequence[HandoverShape],
+        passing: Sequence[Passing],
         image_size: tuple[int, int],
         device: torch.device,
-    ) -> Tensor:
+    ) -> Any:
         """The output of this stage for a micro-batch, which is on its way to the next one.
 
         Args:
-            shapes: what passes after each stage.
+            passing: what passes after each stage.
             image_size: global (H, W).
 
         Raises:
@@ -112,22 +113,31 @@ class PlacedStage:
         if self.is_first:
             if microbatch.tile is None:
                 raise ValueError("the first stage needs the images of its micro-batches")
-            tile = microbatch.tile
-            layout: Layout | None = self.mesh.layout((microbatch.samples, *image_size))
+            tiles = [microbatch.tile]
+            layout = self.mesh.layout((microbatch.samples, *image_size))
+            entering: Any = self._as_input(microbatch.tile, layout)
         else:
-            shape = shapes[self.position.stage - 1]
-            tile = self._before.receive(shape, number, device)
-            tile.requires_grad_(torch.is_grad_enabled() and self._gives_gradient)
-            layout = shape.receiver
-        output: Tensor = self.module(self._as_input(_enter(tile), layout))
+            parts, is_tuple = passing[self.position.stage - 1]
+            tiles = [self._received(part, number, device) for part in parts]
+            inputs = (self._as_input(t, p.receiver) for t, p in zip(tiles, parts, strict=True))
+            entering = tuple(inputs) if is_tuple else next(inputs)
+        output = self.module(entering)
         if not self.is_last:
-            local = output._tile if isinstance(output, SpatialTensor) else output
-            self._after.send(local, shapes[self.position.stage], number)
+            outputs = tensors_of(output, self.position.stage)
+            for one, part in zip(outputs, passing[self.position.stage].parts, strict=True):
+                local = one._tile if isinstance(one, SpatialTensor) else one
+                self._after.send(local, part, number)
         if torch.is_grad_enabled():
-            self._held[number] = _Held(tile, output)
+            self._held[number] = _Held(tiles, output)
         return output
 
+    def _received(self, part: HandoverShape, number: int, device: torch.device) -> Tensor:
+        tile = self._before.receive(part, number, device)
+        learns = torch.is_grad_enabled() and self._gives_gradient and _has_gradient(part)
+        return tile.requires_grad_(learns)
+
     def _as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
+        tile = _enter(tile)
         if layout is None or self.mesh.grid == (1, 1):
             return tile
         return from_tile(tile, layout, self.mesh)
@@ -136,7 +146,7 @@ class PlacedStage:
         self,
         number: int,
         microbatch: Microbatch,
-        shapes: Sequence[HandoverShape],
+        passing: Sequence[Passing],
         criterion: Criterion,
         weight: float,
         device: torch.device,
@@ -162,14 +172,31 @@ class PlacedStage:
             if loss.requires_grad:
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
         elif self._gets_gradient:
-            grad = self._after.receive_back(shapes[self.position.stage], number, device)
-            if isinstance(held.output, SpatialTensor):
-                grad = SpatialTensor(grad, held.output.spatial_layout, self.mesh)
-            torch.autograd.backward([held.output], [grad])
+            self._backward_of(held.output, number, passing[self.position.stage], device)
         if self._gives_gradient:
-            grad = held.tile.grad if held.tile.grad is not None else torch.zeros_like(held.tile)
-            self._before.send_back(grad, shapes[self.position.stage - 1], number)
+            parts = passing[self.position.stage - 1].parts
+            for tile, part in zip(held.tiles, parts, strict=True):
+                if _has_gradient(part):
+                    grad = tile.grad if tile.grad is not None else torch.zeros_like(tile)
+                    self._before.send_back(grad, part, number)
         return value
+
+    def _backward_of(
+        self, output: Any, number: int, passing: Passing, device: torch.device
+    ) -> None:
+        """What was given need not depend on any weight, as an image that is passed on."""
+        outputs, grads = [], []
+        for one, part in zip(tensors_of(output, self.position.stage), passing.parts, strict=True):
+            if not _has_gradient(part):
+                continue
+            grad = self._after.receive_back(part, number, device)
+            if one.requires_grad:
+                if isinstance(one, SpatialTensor):
+                    grad = SpatialTensor(grad, one.spatial_layout, self.mesh)
+                outputs.append(one)
+                grads.append(grad)
+        if outputs:
+            torch.autograd.backward(outputs, grads)
 
     def ranks_of(self, replicas: tuple[int, ...]) -> Communicator:
         """The ranks of this stage in some data replicas; at the first time they must all ask."""
@@ -185,6 +212,10 @@ class PlacedStage:
         """Wait until all that was sent has left; the end of a step."""
         self._before.wait_sent()
         self._after.wait_sent()
+
+
+def _has_gradient(part: HandoverShape) -> bool:
+    return part.dtype.is_floating_point or part.dtype.is_complex
 
 
 def _border(placement: Placement, position: Position, lane: Communicator, before: int) -> Handover:

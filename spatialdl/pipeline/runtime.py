@@ -222,7 +222,10 @@ class Pipeline:
 
     def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor:
         shapes = self._shapes.of(microbatch.samples)
-        return placed.forward(number, microbatch, shapes, self.image_size[1:], self.device)
+        output: Tensor = placed.forward(
+            number, microbatch, shapes, self.image_size[1:], self.device
+        )
+        return output
 
     def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> float:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""

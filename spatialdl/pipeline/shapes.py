@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,18 @@ from spatialdl.layout import Layout
 from spatialdl.mesh import Placement, dry_mesh
 from spatialdl.pipeline.partition import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor
+
+
+class Passing(NamedTuple):
+    """What passes a border for a micro-batch.
+
+    Attributes:
+        parts: the tensors, in order.
+        is_tuple: whether a stage gives, and the next one takes, a tuple of them.
+    """
+
+    parts: tuple[HandoverShape, ...]
+    is_tuple: bool
 
 
 class HandoverShapes:
@@ -33,30 +46,55 @@ class HandoverShapes:
     ) -> None:
         self._stages = [meta_copy(stage) for stage in stages[:-1]]  # nothing follows the last
         self._placement, self._image_size, self._dtype = placement, image_size, dtype
-        self._found: dict[int, list[HandoverShape]] = {}
+        self._found: dict[int, list[Passing]] = {}
 
-    def of(self, samples: int) -> list[HandoverShape]:
+    def of(self, samples: int) -> list[Passing]:
         """What passes after each stage but the last for a micro-batch of `samples`.
 
         Raises:
-            ValueError: if a stage gives more than one tensor.
+            ValueError: if a stage gives anything but tensors.
         """
         if samples not in self._found:
             self._found[samples] = self._dry_run(samples)
         return self._found[samples]
 
     @torch.no_grad()
-    def _dry_run(self, samples: int) -> list[HandoverShape]:
-        shapes: list[HandoverShape] = []
-        grids = self._placement.grids
-        x: Tensor = torch.empty((samples, *self._image_size), dtype=self._dtype, device="meta")
-        layout: Layout | None = Layout.even((samples, *self._image_size[1:]), grids[0])
+    def _dry_run(self, samples: int) -> list[Passing]:
+        found: list[Passing] = []
+        size = (samples, *self._image_size)
+        layout = Layout.even((samples, *self._image_size[1:]), self._placement.grids[0])
+        image = torch.empty(size, dtype=self._dtype, device="meta")
+        x: object = _meta_input(image, layout, self._placement.grids[0])
         for stage, dry in enumerate(self._stages):
-            output = dry(_meta_input(x, layout, grids[stage]))
-            shapes.append(_handover_shape(output, stage, self._placement))
-            x = torch.empty(shapes[-1].shape, dtype=shapes[-1].dtype, device="meta")
-            layout = shapes[-1].receiver
-        return shapes
+            outputs = tensors_of(dry(x), stage)
+            parts = tuple(_handover_shape(one, stage, self._placement) for one in outputs)
+            found.append(Passing(parts, isinstance(outputs, tuple)))
+            grid = self._placement.grids[stage + 1]
+            inputs = tuple(_arrived(part, grid) for part in parts)
+            x = inputs if found[-1].is_tuple else inputs[0]
+        return found
+
+
+def tensors_of(output: object, stage: int) -> tuple[Tensor, ...] | list[Tensor]:
+    """The tensors that a stage gives: a tuple of them, or a list of the only one.
+
+    Raises:
+        ValueError: if it gives something else.
+    """
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, tuple) and output and all(isinstance(one, Tensor) for one in output):
+        return output
+    kinds = [type(one).__name__ for one in output] if isinstance(output, tuple) else []
+    raise ValueError(
+        f"stage {stage} ends with a {type(output).__name__}{' of ' * bool(kinds)}"
+        f"{', '.join(kinds)}: a network can be cut only where a tensor or a tuple of tensors passes"
+    )
+
+
+def _arrived(part: HandoverShape, grid: tuple[int, int]) -> Tensor:
+    whole = torch.empty(part.shape, dtype=part.dtype, device="meta")
+    return _meta_input(whole, part.receiver, grid)
 
 
 def _meta_input(x: Tensor, layout: Layout | None, grid: tuple[int, int]) -> Tensor:
@@ -67,12 +105,7 @@ def _meta_input(x: Tensor, layout: Layout | None, grid: tuple[int, int]) -> Tens
     return SpatialTensor(tile, layout, dry_mesh(grid))
 
 
-def _handover_shape(output: object, stage: int, placement: Placement) -> HandoverShape:
-    if not isinstance(output, Tensor):
-        raise ValueError(
-            f"stage {stage} ends with a {type(output).__name__}: a network can be cut only where "
-            "one tensor passes"
-        )
+def _handover_shape(output: Tensor, stage: int, placement: Placement) -> HandoverShape:
     grid, next_grid = placement.grids[stage], placement.grids[stage + 1]
     sender = output.spatial_layout if isinstance(output, SpatialTensor) else None
     receiver = None

@@ -22,7 +22,7 @@ from spatialdl import from_local
 from spatialdl.data.format import UNLABELLED
 from spatialdl.layout import even_bounds
 from spatialdl.mesh import Mesh, Placement
-from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
+from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import GEMS, make_schedule
@@ -141,7 +141,43 @@ class RandomNet(nn.Module):
         return self.linear(F.dropout(x.mean((2, 3)), 0.2, self.training))
 
 
+class Fork(nn.Module):
+    """Gives what it made, the image itself, and numbers that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.conv(x).relu(), x, torch.arange(len(x))
+
+
+class Along(nn.Module):
+    """Works on one tensor, which others pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)
+
+    def forward(self, both: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        y, *others = both
+        return (y + self.norm(self.conv(y)).tanh(), *others)
+
+
+class Meet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(9, 6, 3), nn.Linear(6, 5)
+
+    def forward(self, both: tuple[Tensor, ...]) -> Tensor:
+        y, image, numbers = both
+        x = torch.cat([F.interpolate(y, image.shape[-2:], mode="bilinear"), image], 1)
+        return self.linear(self.conv(x).mean((2, 3))) + numbers.view(-1, 1)
+
+
 NETWORKS = {
+    "amoebanet_d": lambda: amoebanet_d(num_classes=5, layers=3, filters=16),
+    "skips": lambda: nn.Sequential(Fork(), Along(), Along(), Along(), Meet()),
     "random": RandomChain,
     "random_net": RandomNet,
     "unet": lambda: unet(num_classes=5, width=4, depth=3),
@@ -394,6 +430,24 @@ SYNCED = [
 ]
 
 
+SKIPS = [
+    Case("pp", "skips", (33, 29), ((1, 1),) * 2, 1, 3, 7, ("2",)),
+    Case("pp", "skips", (33, 29), ((1, 1),) * 2, 1, 3, 7, ("3",), recompute=True),
+    Case("gems", "skips", (33, 29), ((1, 1),) * 2, 1, 4, 7, ("1",), schedule="basic"),
+    Case("sp+pp", "skips", (33, 29), ((2, 1), (1, 1)), 1, 2, 5, ("2",), schedule="1f1b"),
+    Case("sp+pp", "skips", (33, 29), ((1, 1), (1, 2)), 1, 2, 5, ("4",)),
+    Case("pp", "skips", (33, 29), ((1, 1),) * 3, 1, 2, 5, ("1", "4")),
+    Case("sp+pp", "skips", (33, 29), ((2, 1), (1, 2)), 1, 2, 5, ("2",)),
+    Case("sp", "amoebanet_d", (101, 75), ((2, 1),), batch=3),
+    Case("pp", "amoebanet_d", (97, 70), ((1, 1),) * 2, 1, 2, 6, schedule="1f1b"),
+    Case("sp+pp", "amoebanet_d", (101, 75), ((1, 2), (1, 1)), 1, 2, 6),
+    Case("sp+gems", "amoebanet_d", (101, 75), ((2, 1), (1, 1)), 1, 2, 6, schedule="mast"),
+    Case("sp", "amoebanet_d", (101, 75), ((2, 2),), batch=3),
+    Case("dp+pp", "skips", (33, 29), ((1, 1),) * 2, 2, 2, 7, ("3",)),
+    Case("sp+pp", "skips", (33, 29), ((2, 2), (1, 1)), 1, 2, 5, ("1",)),
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -515,7 +569,7 @@ def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
     + SCHEDULED
     + INTERLEAVED
     + MIRRORED
-    + SYNCED,
+    + [*SYNCED, *SKIPS],
     ids=str,
 )
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
