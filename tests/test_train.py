@@ -141,7 +141,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["parallel=gems"], "Could not find 'parallel/gems'"),
+        (["parallel=tp"], "Could not find 'parallel/tp'"),
         (["data.bach_size=3"], "Could not override 'data.bach_size'"),
         (["data=shards"], "error: data.path has no value: add data.path=..."),
         (
