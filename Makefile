@@ -36,8 +36,8 @@ test-mpi: $(READY)
 	    $(BIN)/python -m pytest tests/mpi/test_op_db.py tests/mpi/test_attention.py \
 	        -m "not slow" -p no:cacheprovider
 
-	# other numbers of ranks: stages of 4 beside stages of 1 and 2
-	set -e; for ranks in 2 5 6; do \
+	# other numbers of ranks: one, and stages of 4 beside stages of 1 and 2
+	set -e; for ranks in 1 2 5 6; do \
 	    $(BIN)/mpiexec --oversubscribe --timeout 1200 -n $$ranks \
 	        $(BIN)/python -m pytest tests/mpi/test_equal_numbers.py tests/mpi/test_handover.py \
 	            -m "not slow" -p no:cacheprovider; \

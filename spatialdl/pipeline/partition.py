@@ -226,7 +226,7 @@ def layer_costs(
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     x: object = torch.empty(input_shape, dtype=dtype, device="meta")
     costs = []
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("meta"):  # where layers make tensors of their own, too
         for _, layer in layers:
             with FlopCounterMode(display=False) as counter:
                 x = meta_copy(layer)(x)

@@ -14,6 +14,7 @@ from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
 from spatialdl.pipeline.shapes import Passing, tensors_of
+from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -69,6 +70,7 @@ class PlacedStage:
         comm: all ranks of the placement.
         lane: the same, for hand-overs only.
         learns: per stage of the network whether it has anything to learn.
+        recompute: whether only its input is kept for backward, and it runs again there.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class PlacedStage:
         comm: Communicator,
         lane: Communicator,
         learns: Sequence[bool],
+        recompute: bool,
     ) -> None:
+        self._recompute = recompute
         self.module, self.position = module, position
         self.is_first = position.stage == 0
         self.is_last = position.stage == placement.stages - 1
@@ -121,7 +125,10 @@ class PlacedStage:
             tiles = [self._received(part, number, device) for part in parts]
             inputs = (self._as_input(t, p.receiver) for t, p in zip(tiles, parts, strict=True))
             entering = tuple(inputs) if is_tuple else next(inputs)
-        output = self.module(entering)
+        if self._recompute:
+            output = recompute(self.module, entering, modules=[self.module])
+        else:
+            output = self.module(entering)
         if not self.is_last:
             outputs = tensors_of(output, self.position.stage)
             for one, part in zip(outputs, passing[self.position.stage].parts, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Pipeline:
         image_size: global (channels, H, W) of the images.
         names: layers before which to cut, see `pipeline.partition.cut`.
         gather_before: modules that get whole images, see `spatial.gather`.
-        recompute: whether blocks run again in backward, see `spatial.recompute`.
+        recompute: "block" or "stage" if these run again in backward, see `spatial.recompute`.
         sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
         seed: of the random numbers that the network draws in training.
 
@@ -65,7 +65,7 @@ class Pipeline:
         device: torch.device | None = None,
         *,
         gather_before: str | Sequence[str] = (),
-        recompute: bool = False,
+        recompute: Literal["none", "block", "stage"] = "none",
         sync_batchnorm: bool = False,
         seed: int = 0,
     ) -> None:
@@ -74,7 +74,7 @@ class Pipeline:
         self.device = device or torch.device("cpu")
         comm = as_communicator(comm)
         gather(model, gather_before)
-        stages = cut(model, placement.widths, names, (1, *image_size), recompute)
+        stages = cut(model, placement.widths, names, (1, *image_size), recompute == "block")
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._shapes = HandoverShapes(stages, placement, image_size, dtype)
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
@@ -83,7 +83,16 @@ class Pipeline:
         self.stages = {p.stage: stages[p.stage].to(self.device) for p in sorted(positions)}
         lane = comm.duplicate()
         placed = [
-            PlacedStage(self.stages[p.stage], placement, p, comm, lane, learns) for p in positions
+            PlacedStage(
+                self.stages[p.stage],
+                placement,
+                p,
+                comm,
+                lane,
+                learns,
+                recompute=recompute == "stage",
+            )
+            for p in positions
         ]
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         self._holders = {stage: self._ranks_with(stage, comm) for stage in self.stages}

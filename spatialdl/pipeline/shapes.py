@@ -66,7 +66,8 @@ class HandoverShapes:
         image = torch.empty(size, dtype=self._dtype, device="meta")
         x: object = _meta_input(image, layout, self._placement.grids[0])
         for stage, dry in enumerate(self._stages):
-            outputs = tensors_of(dry(x), stage)
+            with torch.device("meta"):  # where layers make tensors of their own, too
+                outputs = tensors_of(dry(x), stage)
             parts = tuple(_handover_shape(one, stage, self._placement) for one in outputs)
             found.append(Passing(parts, isinstance(outputs, tuple)))
             grid = self._placement.grids[stage + 1]

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule
 
-RECOMPUTE = ("none", "block")
+RECOMPUTE = ("none", "block", "stage")
 
 
 def placement_of(parallel: DictConfig) -> Placement:
@@ -21,17 +21,12 @@ def placement_of(parallel: DictConfig) -> Placement:
     """
     stages, spatial_stages = _count(parallel, "stages"), _count(parallel, "spatial_stages", 0)
     data, interleave = _count(parallel, "data"), _count(parallel, "interleave")
-    grid = _grid(parallel)
     if spatial_stages > stages:
         raise ValueError(
             f"parallel.spatial_stages={spatial_stages} must lie between 0 and "
             f"parallel.stages={stages}"
         )
-    if grid != (1, 1) and spatial_stages == 0:
-        raise ValueError(
-            f"parallel.grid={list(grid)} cuts images, but parallel={parallel.name} has no spatial "
-            "stage: take parallel=sp, sp+lp or sp+pp, or set parallel.spatial_stages"
-        )
+    spatial = _grids(parallel, spatial_stages)
     if parallel.recompute not in RECOMPUTE:
         raise ValueError(
             f"parallel.recompute={parallel.recompute} is unknown: take one of "
@@ -48,8 +43,8 @@ def placement_of(parallel: DictConfig) -> Placement:
             f"parallel.stages={stages} cannot be dealt out parallel.interleave={interleave} to a "
             f"rank: take {-(-stages // interleave) * interleave} stages"
         )
-    grids = (grid,) * spatial_stages + ((1, 1),) * (stages - spatial_stages)
-    return Placement(data, grids, interleave, mirrored=_variant(parallel) is not None)
+    grids = spatial + [(1, 1)] * (stages - spatial_stages)
+    return Placement(data, tuple(grids), interleave, mirrored=_variant(parallel) is not None)
 
 
 def schedule_of(parallel: DictConfig, placement: Placement) -> Schedule:
@@ -86,13 +81,34 @@ def _count(settings: DictConfig, key: str, least: int = 1) -> int:
     return value
 
 
-def _grid(parallel: DictConfig) -> tuple[int, int]:
-    given = list(parallel.grid) if isinstance(parallel.grid, ListConfig) else parallel.grid
-    if not isinstance(given, list) or len(given) != 2 or not all(isinstance(n, int) for n in given):
-        raise ValueError(f"parallel.grid is [rows,columns], got {given}")
-    if min(given) < 1:
+def _grids(parallel: DictConfig, spatial_stages: int) -> list[tuple[int, int]]:
+    """The grid of each spatial stage: one for all of them, or one each."""
+    given = parallel.grid
+    each = isinstance(given, ListConfig) and any(isinstance(one, ListConfig) for one in given)
+    if each and len(given) != spatial_stages:
+        raise ValueError(
+            f"parallel.grid names {len(given)} grids, but there are "
+            f"parallel.spatial_stages={spatial_stages}: name one for each, or one for all"
+        )
+    grids = [_grid(one) for one in given] if each else [_grid(given)] * max(1, spatial_stages)
+    if spatial_stages == 0 and grids != [(1, 1)]:
+        raise ValueError(
+            f"parallel.grid={list(grids[0])} cuts images, but parallel={parallel.name} has no "
+            "spatial stage: take parallel=sp, sp+lp or sp+pp, or set parallel.spatial_stages"
+        )
+    return grids[:spatial_stages]
+
+
+def _grid(given: object) -> tuple[int, int]:
+    numbers = list(given) if isinstance(given, ListConfig) else given
+    if not isinstance(numbers, list) or [type(number) for number in numbers] != [int, int]:
+        raise ValueError(
+            "parallel.grid is [rows,columns], or a list of these, one for each spatial stage, got "
+            f"{given}"
+        )
+    if min(numbers) < 1:
         raise ValueError(f"parallel.grid={given} needs at least 1 row and 1 column")
-    return given[0], given[1]
+    return numbers[0], numbers[1]
 
 
 def check_batch(batch_size: int, microbatches: int, replicas: int) -> None:

@@ -73,7 +73,7 @@ class Trainer:
             config.parallel.cut,
             self.device,
             gather_before=config.parallel.gather_before or (),
-            recompute=config.parallel.recompute == "block",
+            recompute=config.parallel.recompute,
             sync_batchnorm=bool(config.parallel.sync_batchnorm),
             seed=int(config.seed),
         )

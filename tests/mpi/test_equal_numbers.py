@@ -201,7 +201,7 @@ class Case(NamedTuple):
     batch: int = 4
     cut: tuple[str, ...] = ()
     gather_before: str = ""
-    recompute: bool = False
+    recompute: bool | str = False  # True: of blocks
     schedule: str = "gpipe"
     interleave: int = 1
     times: int = 1
@@ -217,7 +217,8 @@ class Case(NamedTuple):
         return (
             f"{self.parallel}-{self.network}-{height}x{width}-{grids}-d{self.data}"
             f"-m{self.microbatches}-b{self.batch}"
-            + "-recompute" * self.recompute
+            + "-recompute" * bool(self.recompute)
+            + "-stage" * (self.recompute == "stage")
             + f"-{self.schedule}" * (self.schedule != "gpipe")
             + f"{self.interleave}" * (self.interleave > 1)
             + "-sync" * self.sync
@@ -316,6 +317,18 @@ RECOMPUTED = [
     Case("sp", "resnet50", (64, 64), ((2, 2),), recompute=True),
     Case("sp", "unet", (21, 19), ((2, 2),), recompute=True),
     Case("dp+sp", "odd", (41, 67), ((1, 2),), data=2, microbatches=2, batch=9, recompute=True),
+]
+
+RECOMPUTED += [
+    case._replace(recompute="stage")
+    for case in (
+        Case("none", "odd", (45, 50), ((1, 1),), microbatches=2),
+        Case("sp", "resnet18", (70, 93), ((1, 2),)),
+        Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b"),
+        Case("gems", "skips", (33, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, microbatches=2, batch=8, sync=True),
+        Case("sp+pp", "odd", (101, 50), ((2, 1), (1, 1)), microbatches=3, batch=6),
+    )
 ]
 
 GATHERED = [
@@ -523,7 +536,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
         (3, *case.size),
         case.cut or None,
         gather_before=case.gather_before or (),
-        recompute=case.recompute,
+        recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
         sync_batchnorm=case.sync,
         seed=SEED,
     )

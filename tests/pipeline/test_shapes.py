@@ -56,6 +56,12 @@ def test_tuples_pass_with_a_layout_for_each_tensor():
     assert [part.shape for part in second.parts] == [(4, 3)]
 
 
+def test_a_stage_may_make_tensors_of_its_own():
+    """On the default device, which once was not that of the dry run."""
+    (passing,) = shapes(lambda x: x + torch.arange(7.0) * torch.ones(1), lambda x: x).of(2)
+    assert passing.parts[0].shape == (2, 3, 9, 7)
+
+
 def test_found_once_for_every_number_of_samples():
     found = shapes(lambda x: x, lambda x: x)
     assert found.of(2) is found.of(2)

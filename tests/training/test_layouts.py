@@ -60,12 +60,14 @@ def test_numbers_can_be_changed():
         "parallel.data=2",
     ).parallel
     assert placement_of(parallel) == Placement(2, ((2, 3), (2, 3), ONE, ONE))
+    parallel.grid = [[2, 2], [1, 2]]
+    assert placement_of(parallel) == Placement(2, ((2, 2), (1, 2), ONE, ONE))
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["parallel.grid=[2]"], r"parallel.grid is \[rows,columns\], got \[2\]"),
+        (["parallel.grid=[2]"], r"parallel.grid is \[rows,columns\], or a list .*, got \[2\]"),
         (["parallel.grid=[2,1,1]"], r"parallel.grid is \[rows,columns\]"),
         (["parallel.spatial_stages=2"], "spatial_stages=2 must lie between 0 and.*stages=1"),
         (["parallel.spatial_stages=-1"], "spatial_stages is a whole number of at least 0"),
@@ -80,7 +82,14 @@ def test_numbers_can_be_changed():
             ["parallel=sp", "parallel.grid=[0,2]"],
             r"grid=\[0, 2\] needs at least 1 row and",
         ),
-        (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], got 2x1"),
+        (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], or a list .*, got 2x1"),
+        (["parallel.grid=[a,b]"], r"parallel.grid is \[rows,columns\].*, got \['a', 'b'\]"),
+        (["parallel=sp", "parallel.grid=[[2,1],[1,2]]"], "2 grids, but .*spatial_stages=1: name"),
+        (["parallel=sp", "parallel.grid=[[2,1],3]"], "2 grids, but .*spatial_stages=1: name"),
+        (
+            ["parallel=sp+pp", "parallel.spatial_stages=2", "parallel.grid=[[2,1],3]"],
+            r"parallel.grid is \[rows,columns\], or a list .*, got 3",
+        ),
         (["parallel.stages=two"], "parallel.stages is a whole number of at least 1, got two"),
         (["parallel.schedule=dualpipe"], "schedule dualpipe is unknown.*: take one of gpipe, 1f1b"),
         (["parallel.interleave=0"], "parallel.interleave is a whole number of at least 1, got 0"),
