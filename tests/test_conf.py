@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from spatialdl.models import ResNet, ResNetV2, UNet
+from spatialdl.training.optimizers import make_optimizer, make_scheduler
 
 CONF = Path(str(files("spatialdl.conf")))
 RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} | {
@@ -58,11 +59,8 @@ def test_a_u_net_segments_unless_told_otherwise():
 @pytest.mark.parametrize("optimizer", options("optimizer"))
 def test_every_optimizer_and_scheduler_can_be_made(optimizer, scheduler):
     cfg = config(f"optimizer={optimizer}", f"scheduler={scheduler}")
-    if scheduler == "cosine":
-        assert cfg.scheduler.T_max is None  # filled in by who knows the number of steps
-        cfg.scheduler.T_max = 4
-    made = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.ones(1))])
-    rule = instantiate(cfg.scheduler)(made)
+    made = make_optimizer(cfg.optimizer, [nn.Parameter(torch.ones(1))], cfg.data.batch_size)
+    rule = make_scheduler(cfg.scheduler, made, 4)
     rates = []
     for _ in range(4):
         rates.append(made.param_groups[0]["lr"])

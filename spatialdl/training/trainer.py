@@ -8,7 +8,6 @@ import resource
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import hydra.utils
 import torch
@@ -25,6 +24,7 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.split import from_local
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
 from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
@@ -79,8 +79,10 @@ class Trainer:
         )
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()
-        self.optimizer = self._optimizer()
-        self.scheduler = self._scheduler()
+        self.optimizer = make_optimizer(
+            config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
+        )
+        self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
         self.step = 0
         self._warned = False
         self._timeline: Timeline | None = None
@@ -232,23 +234,6 @@ class Trainer:
                 f"{settings.max_epochs} leave no step to make: set one of them to at least 1"
             )
         return min(limits)
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        # a stage may have no parameters, PyTorch's optimizers refuse that
-        parameters = list(self.pipeline.parameters()) or [nn.Parameter(torch.empty(0))]
-        try:
-            optimizer: torch.optim.Optimizer = hydra.utils.instantiate(self.config.optimizer)(
-                parameters
-            )
-        except (TypeError, hydra.errors.InstantiationException) as error:
-            raise ValueError(f"the optimizer cannot be made: {error}") from error
-        return optimizer
-
-    def _scheduler(self) -> Any:
-        settings = self.config.scheduler.copy()
-        if "T_max" in settings and settings.T_max is None:
-            settings.T_max = self.steps
-        return hydra.utils.instantiate(settings)(self.optimizer)
 
     def _describe(self) -> None:
         own = {
