@@ -203,13 +203,20 @@ def _fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def _choose_gpu(config: DictConfig, info: LaunchInfo) -> None:
-    """Each rank of a machine takes another GPU, before MPI looks which one is current."""
+    """The GPU of this rank, before MPI looks which one is current.
+
+    Ranks of a machine that follow each other share one if told so. A launcher may show each rank
+    its own GPU only, so there may be fewer than ranks.
+    """
+    shared = config.comm.ranks_per_device
+    if not isinstance(shared, int) or shared < 1:
+        raise ValueError(f"comm.ranks_per_device={shared} must be at least 1 rank")
     if config.device == "cpu":
         return
     import torch
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(info.local_rank // shared % torch.cuda.device_count())
 
 
 def _sources() -> list[str]:
