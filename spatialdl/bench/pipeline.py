@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> None:
         *("--size", str(options.size), "--microbatches", str(options.microbatches)),
         *("--rounds", str(options.rounds)),
     ]
-    print(f"{options.rounds} rounds of all layouts on {options.ranks} ranks ...", flush=True)
-    found = run_worker([*mpiexec_command(options.ranks), *worker], environment(threads=1))
+    command = [*mpiexec_command(options.ranks), *worker]
+    found = run_worker(command, environment(threads=1), show=True)
     name = f"pipeline-{options.model}-{options.size}-{options.ranks}ranks"
     publish(summarise(options, found), table, draw, Path(options.out) / name)
 

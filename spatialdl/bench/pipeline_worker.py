@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from spatialdl import models, trace
 from spatialdl.bench.pipeline_layouts import Layout, layouts
@@ -38,12 +39,16 @@ def main() -> None:
     options = parser.parse_args()
     world = start_world()
     sides = [Side(one, options, world) for one in layouts(world.size, options.microbatches)]
-    for side in sides:  # the first step takes memory and tries ways of talking
-        side.step(0)
-    draw = random.Random(0)  # the same order on all ranks
-    for step in range(1, options.rounds + 1):
-        for side in draw.sample(sides, len(sides)):
-            side.measure(step)
+    steps = len(sides) * (1 + options.rounds)
+    with tqdm(total=steps, desc="steps", unit="step", disable=world.rank != 0) as progress:
+        for side in sides:  # the first step takes memory and tries ways of talking
+            side.step(0)
+            progress.update()
+        draw = random.Random(0)  # the same order on all ranks
+        for step in range(1, options.rounds + 1):
+            for side in draw.sample(sides, len(sides)):
+                side.measure(step)
+                progress.update()
     if world.rank == 0:
         print(json.dumps({side.layout.name: side.found for side in sides}))
 

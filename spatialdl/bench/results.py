@@ -31,10 +31,24 @@ def environment(threads: int, plain: bool = False) -> dict[str, str]:
     return {**os.environ, **memory, **cores}
 
 
-def run_worker(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def run_worker(
+    command: list[str], environment: dict[str, str], show: bool = False
+) -> dict[str, Any]:
+    """What a worker prints as its last line.
+
+    Args:
+        show: let it write its progress, and what went wrong, to this process's standard error.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    shown = None if show else subprocess.PIPE
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=shown, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        said = "see above" if show else f"\n{done.stderr[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)} failed: {said}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
