@@ -432,7 +432,7 @@ SYNCED = [
         Case("dp", "resnet18", (33, 35), ((1, 1),), data=2, microbatches=3, batch=7),
         Case("dp", "odd", (45, 50), ((1, 1),), data=2, microbatches=3, batch=5),  # some have none
         Case("dp", "resnet18", (33, 35), ((1, 1),), data=2, microbatches=2, recompute=True),
-        Case("dp", "resnet110_v2", (33, 35), ((1, 1),), data=3, batch=4),
+        Case("dp", "odd", (33, 35), ((1, 1),), data=3, batch=4),
         Case("dp+sp", "odd", (41, 67), ((1, 2),), data=2, microbatches=2, batch=9),
         Case("dp+sp", "resnet18", (32, 32), ((2, 1),), data=2, batch=8),
         Case("dp+sp", "odd", (41, 67), ((2, 1),), data=2, microbatches=3, batch=5, recompute=True),

@@ -70,3 +70,17 @@ def test_ranks_that_wait_for_each_other_are_told_apart():
     second = [Action("forward", 1, 1), Action("forward", 1, 0), Action("backward", 1, 0)]
     with pytest.raises(ValueError, match="stage 0 before backward 0, stage 1 before forward 1"):
         simulate([first, second], Costs.even(2))
+
+
+def test_an_action_of_several_ranks_begins_when_all_are_there():
+    """As the ranks of a grid do, of which one is late with something of its own."""
+    own, together = Action("forward", 0, 0), Action("forward", 0, 1)
+    busy, waiting = simulate([[own, together], [together]], Costs.even(1)).spans
+    assert [(span.action, span.start) for span in busy] == [(own, 0.0), (together, 1.0)]
+    assert [(span.action, span.start) for span in waiting] == [(together, 1.0)]
+
+
+def test_ranks_that_come_to_each_other_in_different_orders_are_told():
+    first, second = Action("forward", 0, 0), Action("forward", 0, 1)
+    with pytest.raises(ValueError, match="wait for each other for ever"):
+        simulate([[first, second], [second, first]], Costs.even(1))
