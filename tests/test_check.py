@@ -129,6 +129,7 @@ def test_refused_operations_are_named_with_their_lines(folder: Path) -> None:
     assert said.splitlines()[-1] == "not exact"
 
 
+@pytest.mark.slow
 def test_a_refusal_that_cannot_be_gathered_ends_the_run(folder: Path) -> None:
     done = check(folder, "my_package.networks.InPlace", "--size", "13x10", "--grid", "2x1")
     assert done.returncode == 1
@@ -136,6 +137,7 @@ def test_a_refusal_that_cannot_be_gathered_ends_the_run(folder: Path) -> None:
     assert "not compared: what is refused ended the run" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
     done = check(folder, "my_package.networks.chain", "--size", "13x18", "--grid", "1x2")
     assert done.returncode == 1
