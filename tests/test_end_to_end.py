@@ -63,13 +63,15 @@ def test_equals_one_process(parallel, ranks, one_process, tmp_path):
 
 def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_process, tmp_path):
     run = tmp_path / "run"
-    ours = train(run, "parallel=gems", "trainer.trace=true")
+    ours = train(run, "parallel=gems", "trainer.trace=true", "trainer.validate_every=1")
     assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert {span["cat"] for span in spans} == {"compute", "hand-over", "reduce", "data"}
-    done = sorted((span["tid"], *span["args"].values()) for span in spans if "args" in span)
     steps, of_a_copy = 2, 2
+    received = [span for span in spans if span["name"].startswith("forward") and "args" not in span]
+    assert len(received) == 4 * steps  # outputs that a stage got in training, none in validation
+    done = sorted((span["tid"], *span["args"].values()) for span in spans if "args" in span)
     assert done == sorted(
         (stage if copy == 0 else 1 - stage, kind, stage, copy * of_a_copy + number, copy)
         for kind in ("forward", "backward")

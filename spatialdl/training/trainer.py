@@ -170,6 +170,7 @@ class Trainer:
                 if target is not None and mesh is not None:
                     sums += self.task.tally(output, target, mesh.part)
         found = self.task.metrics(self._over_world(sums))
+        trace.take()  # no part of the next step
         if record is not None:
             told = ", ".join(
                 f"{name.replace('_', ' ')} {100 * found[name]:.1f} %"
