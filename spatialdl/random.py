@@ -211,6 +211,7 @@ class _Stream:
 class _Thread(threading.local):
     stream: _Stream | None = None
     again: int = 0  # contexts open in which a part of the network runs again
+    drawn: int = 0  # calls so far, of all streams
 
 
 _thread = _Thread()
@@ -239,7 +240,13 @@ def next_key(mesh: Mesh | None = None) -> int:
             raise RuntimeError("outside of keyed() random numbers are drawn for split images only")
         stream = _stream_of(mesh)
     stream.calls += 1
+    _thread.drawn += 1
     return key_of(stream.key, stream.calls)
+
+
+def numbers_drawn() -> int:
+    """How many calls of this thread have drawn random numbers so far."""
+    return _thread.drawn
 
 
 def _would_differ() -> bool:

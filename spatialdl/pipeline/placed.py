@@ -13,7 +13,9 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
-from spatialdl.pipeline.shapes import Passing, tensors_of
+from spatialdl.pipeline.recording import IMAGE, Value
+from spatialdl.pipeline.shapes import Border, Passing
+from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
@@ -41,8 +43,8 @@ class Microbatch:
 class _Held:
     """What the backward of a micro-batch needs."""
 
-    tiles: Sequence[Tensor]
-    output: Any
+    tiles: dict[Value, Tensor]
+    outputs: dict[Value, Any]
 
 
 class _Enter(torch.autograd.Function):
@@ -69,6 +71,7 @@ class PlacedStage:
         module: its layers.
         comm: all ranks of the placement.
         lane: the same, for hand-overs only.
+        borders: all of the network, over which something passes.
         learns: per stage of the network whether it has anything to learn.
         recompute: whether only its input is kept for backward, and it runs again there.
     """
@@ -80,6 +83,7 @@ class PlacedStage:
         position: Position,
         comm: Communicator,
         lane: Communicator,
+        borders: Sequence[Border],
         learns: Sequence[bool],
         recompute: bool,
     ) -> None:
@@ -90,10 +94,14 @@ class PlacedStage:
         self.mesh: Mesh = stage_mesh(placement, position, comm)
         # a gradient passes a border if anything before it learns: so that both sides agree,
         # it follows from the whole network
-        self._gets_gradient = any(learns[: position.stage + 1]) and not self.is_last
-        self._gives_gradient = any(learns[: position.stage])
-        self._before = _border(placement, position, lane, position.stage - 1)
-        self._after = _border(placement, position, lane, position.stage)
+        self._learns = {border for border in borders if any(learns[: border.giver + 1])}
+        own = {
+            border: _handover(placement, position, lane, border, tag, len(borders))
+            for tag, border in enumerate(borders)
+            if position.stage in border
+        }
+        self._before = {b: one for b, one in own.items() if b.taker == position.stage}
+        self._after = {b: one for b, one in own.items() if b.giver == position.stage}
         self._held: dict[int, _Held] = {}
         self._some: dict[tuple[int, ...], Communicator] = {}
 
@@ -101,47 +109,46 @@ class PlacedStage:
         self,
         number: int,
         microbatch: Microbatch,
-        passing: Sequence[Passing],
+        passing: Passing,
         image_size: tuple[int, int],
         device: torch.device,
     ) -> Any:
-        """The output of this stage for a micro-batch, which is on its way to the next one.
+        """What this stage returns for a micro-batch; what others take is on its way to them.
 
         Args:
-            passing: what passes after each stage.
+            passing: what passes the borders.
             image_size: global (H, W).
 
         Raises:
             ValueError: if the first stage is not given its images.
         """
+        tiles: dict[Value, Tensor] = {}
+        values: dict[Value, Tensor] = {}
         if self.is_first:
             if microbatch.tile is None:
                 raise ValueError("the first stage needs the images of its micro-batches")
-            tiles = [microbatch.tile]
+            tiles[IMAGE] = microbatch.tile
             layout = self.mesh.layout((microbatch.samples, *image_size))
-            entering: Any = self._as_input(microbatch.tile, layout)
-        else:
-            parts, is_tuple = passing[self.position.stage - 1]
-            tiles = [self._received(part, number, device) for part in parts]
-            inputs = (self._as_input(t, p.receiver) for t, p in zip(tiles, parts, strict=True))
-            entering = tuple(inputs) if is_tuple else next(inputs)
+            values[IMAGE] = self._as_input(microbatch.tile, layout)
+        for border, handover in self._before.items():
+            for value, part in passing[border].items():
+                tile = handover.receive(part, number, device)
+                learns = torch.is_grad_enabled() and self._has_gradient(border, value, part)
+                tiles[value] = tile.requires_grad_(learns)
+                values[value] = self._as_input(tile, part.receiver)
         if self._recompute:
-            output = recompute(self.module, entering, modules=[self.module])
+            modules = [self.module]
+            outputs = recompute(run_stage, self.module, values, microbatch.samples, modules=modules)
         else:
-            output = self.module(entering)
-        if not self.is_last:
-            outputs = tensors_of(output, self.position.stage)
-            for one, part in zip(outputs, passing[self.position.stage].parts, strict=True):
-                local = one._tile if isinstance(one, SpatialTensor) else one
-                self._after.send(local, part, number)
+            outputs = run_stage(self.module, values, microbatch.samples)
+        for border, handover in self._after.items():
+            for value, part in passing[border].items():
+                given = outputs[value] if value in outputs else values[value]
+                local = given._tile if isinstance(given, SpatialTensor) else given
+                handover.send(local, part, number)
         if torch.is_grad_enabled():
-            self._held[number] = _Held(tiles, output)
-        return output
-
-    def _received(self, part: HandoverShape, number: int, device: torch.device) -> Tensor:
-        tile = self._before.receive(part, number, device)
-        learns = torch.is_grad_enabled() and self._gives_gradient and _has_gradient(part)
-        return tile.requires_grad_(learns)
+            self._held[number] = _Held(tiles, outputs)
+        return outputs.get(OUTPUT)
 
     def _as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
         tile = _enter(tile)
@@ -149,16 +156,20 @@ class PlacedStage:
             return tile
         return from_tile(tile, layout, self.mesh)
 
+    def _has_gradient(self, border: Border, value: Value, part: HandoverShape) -> bool:
+        is_number = part.dtype.is_floating_point or part.dtype.is_complex
+        return border in self._learns and value != IMAGE and is_number
+
     def backward(
         self,
         number: int,
         microbatch: Microbatch,
-        passing: Sequence[Passing],
+        passing: Passing,
         criterion: Criterion,
         weight: float,
         device: torch.device,
     ) -> float:
-        """The backward of a micro-batch; its gradient is on its way to the stage before.
+        """The backward of a micro-batch; its gradients are on their way to the stages before.
 
         Args:
             weight: with which the mean loss counts in the objective.
@@ -174,36 +185,44 @@ class PlacedStage:
         if self.is_last:
             if microbatch.target is None:
                 raise ValueError("the last stage needs the targets of its micro-batches")
-            loss = criterion(held.output, microbatch.target)
+            loss = criterion(held.outputs[OUTPUT], microbatch.target)
             value = loss.item()
             if loss.requires_grad:
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
-        elif self._gets_gradient:
-            self._backward_of(held.output, number, passing[self.position.stage], device)
-        if self._gives_gradient:
-            parts = passing[self.position.stage - 1].parts
-            for tile, part in zip(held.tiles, parts, strict=True):
-                if _has_gradient(part):
+        else:
+            self._backward_of(held.outputs, number, passing, device)
+        for border, handover in self._before.items():
+            for name, part in passing[border].items():
+                if self._has_gradient(border, name, part):
+                    tile = held.tiles[name]
                     grad = tile.grad if tile.grad is not None else torch.zeros_like(tile)
-                    self._before.send_back(grad, part, number)
+                    handover.send_back(grad, part, number)
         return value
 
     def _backward_of(
-        self, output: Any, number: int, passing: Passing, device: torch.device
+        self, outputs: dict[Value, Any], number: int, passing: Passing, device: torch.device
     ) -> None:
-        """What was given need not depend on any weight, as an image that is passed on."""
-        outputs, grads = [], []
-        for one, part in zip(tensors_of(output, self.position.stage), passing.parts, strict=True):
-            if not _has_gradient(part):
-                continue
-            grad = self._after.receive_back(part, number, device)
-            if one.requires_grad:
-                if isinstance(one, SpatialTensor):
-                    grad = SpatialTensor(grad, one.spatial_layout, self.mesh)
-                outputs.append(one)
-                grads.append(grad)
-        if outputs:
-            torch.autograd.backward(outputs, grads)
+        """What is given to several stages gets a gradient from each of them.
+
+        It need not depend on any weight.
+        """
+        grads: dict[Value, Tensor] = {}
+        for border, handover in reversed(self._after.items()):
+            for value, part in passing[border].items():
+                if self._has_gradient(border, value, part):
+                    grad = handover.receive_back(part, number, device)
+                    grads[value] = grads[value] + grad if value in grads else grad
+        reached = [value for value in grads if outputs[value].requires_grad]
+        if reached:
+            torch.autograd.backward(
+                [outputs[value] for value in reached],
+                [self._like(outputs[value], grads[value]) for value in reached],
+            )
+
+    def _like(self, output: Tensor, grad: Tensor) -> Tensor:
+        if isinstance(output, SpatialTensor):
+            return SpatialTensor(grad, output.spatial_layout, self.mesh)
+        return grad
 
     def ranks_of(self, replicas: tuple[int, ...]) -> Communicator:
         """The ranks of this stage in some data replicas; at the first time they must all ask."""
@@ -217,20 +236,19 @@ class PlacedStage:
 
     def wait_sent(self) -> None:
         """Wait until all that was sent has left; the end of a step."""
-        self._before.wait_sent()
-        self._after.wait_sent()
+        for handover in (*self._before.values(), *self._after.values()):
+            handover.wait_sent()
 
 
-def _has_gradient(part: HandoverShape) -> bool:
-    return part.dtype.is_floating_point or part.dtype.is_complex
-
-
-def _border(placement: Placement, position: Position, lane: Communicator, before: int) -> Handover:
-    """The hand-over from stage `before` to the next one; at the ends of the network, of nothing."""
+def _handover(
+    placement: Placement,
+    position: Position,
+    lane: Communicator,
+    border: Border,
+    tag: int,
+    tags: int,
+) -> Handover:
     replica, stage, part, copy = position
-    senders, receivers = (
-        placement.ranks(s, replica, copy) if 0 <= s < placement.stages else range(0)
-        for s in (before, before + 1)
-    )
-    me = part if stage == before else len(senders) + part
-    return Handover(lane, senders, receivers, me, tag=before + 1, tags=placement.stages + 1)
+    senders, receivers = (placement.ranks(s, replica, copy) for s in border)
+    me = part if stage == border.giver else len(senders) + part
+    return Handover(lane, senders, receivers, me, tag, tags)

@@ -24,7 +24,7 @@ from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
-from spatialdl.pipeline.shapes import HandoverShapes
+from spatialdl.pipeline.shapes import HandoverShapes, borders
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.random import keyed
@@ -74,7 +74,7 @@ class Pipeline:
         self.device = device or torch.device("cpu")
         comm = as_communicator(comm)
         gather(model, gather_before)
-        stages = cut(model, placement.widths, names, (1, *image_size), recompute == "block")
+        stages = cut(model, placement.widths, names, image_size, recompute == "block")
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._shapes = HandoverShapes(stages, placement, image_size, dtype)
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
@@ -89,6 +89,7 @@ class Pipeline:
                 p,
                 comm,
                 lane,
+                list(borders(stages)),
                 learns,
                 recompute=recompute == "stage",
             )

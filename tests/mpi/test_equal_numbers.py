@@ -8,6 +8,7 @@ draws random numbers it does so by the same keys.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -175,7 +176,54 @@ class Meet(nn.Module):
         return self.linear(self.conv(x).mean((2, 3))) + numbers.view(-1, 1)
 
 
+class Plain(nn.Module):
+    """A forward of its own: a residual over everything, weights outside of modules, a frozen part.
+
+    Attributes:
+        scoped: draw random numbers by the names under which stages draw them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6)
+        self.unused = nn.Linear(3, 3)
+        self.drop = nn.Dropout2d(0.3)
+        self.scale = nn.Parameter(torch.full((6, 1, 1), 0.7))
+        self.frozen = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Tanh())
+        self.frozen.requires_grad_(False)
+        self.body = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(6, 5)
+        self.scoped = False
+
+    def dropped(self, x: Tensor, name: str) -> Tensor:
+        with scope(name) if self.scoped else nullcontext():
+            return self.drop(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.norm(self.stem(x)).relu()
+        x = self.frozen(self.dropped(x * self.scale, "drop"))
+        for layer in self.body:
+            x = x + layer(x).sigmoid()
+        x = self.dropped(x, "drop#1") + skip
+        return self.head(x.mean((2, 3)))
+
+
+class FrozenStart(nn.Sequential):
+    """Nothing to learn in the first half."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6)).requires_grad_(False),
+            nn.Conv2d(6, 6, 3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(6, 5),
+        )
+
+
 NETWORKS = {
+    "plain": Plain,
+    "frozen_start": FrozenStart,
     "amoebanet_d": lambda: amoebanet_d(num_classes=5, layers=3, filters=16),
     "skips": lambda: nn.Sequential(Fork(), Along(), Along(), Along(), Meet()),
     "random": RandomChain,
@@ -461,6 +509,32 @@ SKIPS = [
 ]
 
 
+OWN_FORWARD = [
+    Case("pp", "unet", (37, 29), ((1, 1),) * 2, 1, 2, 3),
+    Case("pp", "unet", (33, 41), ((1, 1),) * 2, 1, 2, 5, ("upsample.0",), schedule="1f1b"),
+    Case("gems", "unet", (37, 29), ((1, 1),) * 2, 1, 2, 3, schedule="basic"),
+    Case("pp", "unet", (37, 29), ((1, 1),) * 4, 1, 3, 5, schedule="interleaved", interleave=2),
+    Case("pp", "unet", (37, 29), ((1, 1),) * 2, 1, 2, 3, recompute=True),
+    Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7, ("frozen",)),
+    Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, ("body.1",), recompute=True),
+    Case("pp", "plain", (37, 29), ((1, 1),) * 4, 1, 2, 5, schedule="interleaved", interleave=2),
+    Case("pp", "frozen_start", (37, 29), ((1, 1),) * 2, 1, 2, 5, ("1",)),
+    Case("dp", "plain", (37, 29), ((1, 1),), 2, 2, 5),
+    Case("sp", "plain", (37, 29), ((2, 1),), 1, 2, 5),
+    # three ranks: what jumps over a stage, from two ranks to one
+    Case("pp", "unet", (33, 41), ((1, 1),) * 3, 1, 2, 3, ("encoder.3", "upsample.2")),
+    Case("sp+pp", "unet", (37, 29), ((2, 1), (1, 1)), 1, 2, 3, ("upsample.1",)),
+    Case("gems", "plain", (37, 29), ((1, 1),) * 3, 1, 4, 5, schedule="mast"),
+    Case("sp+pp", "plain", (37, 29), ((1, 2), (1, 1)), 1, 2, 5, ("body.0",), schedule="1f1b"),
+    # four and five ranks
+    Case("sp+pp", "unet", (33, 41), ((2, 1), (2, 1)), 1, 2, 3),
+    Case("sp+pp", "unet", (33, 41), ((1, 2), (2, 1)), 1, 2, 3, ("encoder.3",)),
+    Case("dp+pp", "plain", (37, 29), ((1, 1),) * 2, 2, 2, 3, ("frozen",)),
+    Case("sp+pp", "unet", (33, 41), ((2, 1), (1, 1), (2, 1)), 1, 2, 3, ("encoder.3", "upsample.2")),
+    Case("sp+pp", "plain", (37, 29), ((1, 2), (1, 1), (2, 1)), 1, 2, 5, ("frozen", "body.1")),
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -495,6 +569,8 @@ def slices(case: Case) -> list[list[tuple[int, int]]]:
 
 
 def forward(model: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(model, Plain):
+        model.scoped = True
     if not isinstance(model, RandomChain):
         return model(x)
     for name, layer in model.named_children():
@@ -582,7 +658,7 @@ def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
     + SCHEDULED
     + INTERLEAVED
     + MIRRORED
-    + [*SYNCED, *SKIPS],
+    + [*SYNCED, *SKIPS, *OWN_FORWARD],
     ids=str,
 )
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:

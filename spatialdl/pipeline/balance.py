@@ -1,0 +1,186 @@
+"""Where to cut a list of steps, so that the heaviest stage is as light as can be.
+
+What a stage takes from others and gives to them counts as work, too, so that of two cuts that are
+as good the one is chosen that moves less.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from spatialdl.pipeline.recording import Recording, Value, meta_copy, run_step
+from spatialdl.random import keyed
+
+OPERATIONS_PER_ELEMENT = 20
+"""What a memory-bound operation costs per element of its output, in multiply-adds."""
+
+REPEATS = 3
+"""How often a step is timed; the first time is not counted."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the steps of a network cost, and what it costs to pass their values on.
+
+    Attributes:
+        steps: in any unit.
+        values: for both sides, in the same unit; 0 for those that are not here.
+    """
+
+    steps: Sequence[float]
+    values: dict[Value, float]
+
+
+def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> Costs:
+    """Time by operation counts; what is bound by memory costs by the element."""
+    counts = []
+    values = _image(model, image, torch.device("meta"))
+    shadow = meta_copy(model)
+    with torch.no_grad(), torch.device("meta"), keyed(0, 0):
+        for step in recording.steps:
+            with FlopCounterMode(display=False) as counter:
+                run_step(step, shadow, values, torch.device("meta"))
+            elements = sum(values[value].numel() for value in step.gives)
+            counts.append(counter.get_total_flops() / 2 + OPERATIONS_PER_ELEMENT * elements)
+    return Costs(counts, {v: float(OPERATIONS_PER_ELEMENT * n) for v, n in recording.sizes.items()})
+
+
+def memory(model: nn.Module, recording: Recording, image: tuple[int, ...], samples: int) -> Costs:
+    """Bytes that a step keeps for backward, and three times its weights.
+
+    Args:
+        samples: whose activations are held at the same time.
+    """
+    shadow = meta_copy(model).train()
+    for layer in shadow.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.eval()
+    values = _image(shadow, image, torch.device("meta"))
+    kept: list[float] = []
+
+    held: dict[int, Tensor] = {
+        weight.untyped_storage()._cdata: weight for weight in shadow.parameters()
+    }
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            held[storage._cdata] = tensor
+            kept[-1] += storage.nbytes() * samples / image[0]
+        return tensor
+
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        for step in recording.steps:
+            kept.append(0.0)
+            with keyed(0, 0):
+                run_step(step, shadow, values, torch.device("meta"))
+            module = shadow.get_submodule(step.call) if isinstance(step.call, str) else None
+            weights = module.parameters() if module is not None else ()
+            kept[-1] += 3 * sum(weight.nbytes for weight in weights)
+    return Costs(kept, {})
+
+
+def measured(
+    model: nn.Module, recording: Recording, image: tuple[int, ...], device: torch.device
+) -> Costs:
+    """Seconds of forward and backward of each step on this device, one after the other."""
+    model = copy.deepcopy(model).to(device)
+    values = _image(model, image, device)
+    seconds = []
+    for step in recording.steps:
+        times = []
+        for _ in range(1 + REPEATS):
+            inputs = {value: _leaf(values[value]) for value in step.takes}
+            _wait(device)
+            started = time.perf_counter()
+            with keyed(0, 0):
+                run_step(step, model, inputs, device)
+            outputs = [one for value in step.gives if (one := inputs[value]).requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+            _wait(device)
+            times.append(time.perf_counter() - started)
+        seconds.append(median(times[1:]))
+        values |= {value: inputs[value].detach() for value in step.gives}
+    return Costs(seconds, {})
+
+
+def _leaf(value: Tensor) -> Tensor:
+    """Not the value itself, which a step may write into."""
+    return value.clone().requires_grad_(value.is_floating_point()) * 1
+
+
+def _image(model: nn.Module, size: tuple[int, ...], device: torch.device) -> dict[Value, Tensor]:
+    dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    return {Value(-1): torch.zeros(size, dtype=dtype, device=device)}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def balance(costs: Costs, recording: Recording, widths: Sequence[int]) -> list[int]:
+    """Cut so that the largest ``cost / width`` of a stage is smallest; exact.
+
+    Args:
+        widths: ranks of each stage.
+
+    Returns:
+        Bounds: stage s has the steps ``[bounds[s], bounds[s + 1])``, at least one.
+    """
+    steps, table = len(costs.steps), _stage_costs(costs, recording)
+
+    @cache
+    def best(stage: int, stop: int) -> tuple[float, tuple[int, ...]]:
+        """Heaviest stage, and bounds, of the first `stage` + 1 stages over `stop` steps."""
+        if stage == 0:
+            return table[0][stop] / widths[0], (0, stop)
+        options = []
+        for start in range(stage, stop):
+            heaviest, bounds = best(stage - 1, start)
+            own = table[start][stop] / widths[stage]
+            options.append((max(heaviest, own), (*bounds, stop)))
+        return min(options)
+
+    return list(best(len(widths) - 1, steps)[1])
+
+
+def _stage_costs(costs: Costs, recording: Recording) -> list[list[float]]:
+    """``[start][stop]``: the steps between them, what they take, and what they give."""
+    sums = [0.0, *accumulate(costs.steps)]
+    uses: dict[Value, list[int]] = defaultdict(list)
+    for number, step in enumerate(recording.steps):
+        for value in set(step.takes):
+            uses[value].append(number)
+    for value in tree_leaves(recording.output, is_leaf=lambda one: isinstance(one, Value)):
+        if isinstance(value, Value):
+            uses[value].append(len(recording.steps) - 1)
+    table = []
+    for start in range(len(recording.steps)):
+        changes = [0.0] * (len(recording.steps) + 2)
+        for value, numbers in uses.items():
+            cost = costs.values.get(value, 0.0)
+            if value.step < start:  # taken, if any step in it does
+                first = next((n for n in numbers if n >= start), None)
+                if first is not None and value.step >= 0:
+                    changes[first + 1] += cost
+            elif numbers[-1] > value.step:  # given, if a later step takes it
+                changes[value.step + 1] += cost
+                changes[numbers[-1] + 1] -= cost
+        passing = list(accumulate(changes))[: len(sums)]
+        rows = zip(sums, passing, strict=True)
+        table.append([total - sums[start] + more for total, more in rows])
+    return table

@@ -1,0 +1,300 @@
+"""A part of a network: consecutive steps of its forward, with the modules that they call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from spatialdl.pipeline.recording import (
+    IMAGE,
+    Forward,
+    Recording,
+    Step,
+    Value,
+    output_of,
+    run_step,
+)
+from spatialdl.random import scope
+from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
+
+OUTPUT = Value(-2)
+"""What a network returns, which need not be one tensor."""
+
+SAMPLES = 2
+"""For which a network is recorded to find out how to cut it; BatchNorm wants more than one."""
+
+
+class Stage(nn.Module):
+    """Steps ``[start, stop)`` of a network, its modules under the names that they have in it.
+
+    ``forward`` takes the tensors of `takes` and the number of samples, and gives those of `gives`.
+    Modules that draw random numbers do so by their names, the same in every stage.
+
+    Args:
+        owns: names of parameters, buffers and modules that are kept here beside those of its steps.
+        recompute: whether loose layers run again in backward, see `pieces`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        network: Forward,
+        start: int,
+        stop: int,
+        owns: Sequence[str] = (),
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self._network, self._start, self._stop = network, start, stop
+        recording = network.of(SAMPLES, training=True)
+        self._steps = recording.steps[start:stop]
+        self._is_last = stop == len(recording.steps)
+        self.takes, self.gives = crossing(recording, start, stop)
+        ends = values_in(recording.output) if self._is_last else []
+        self._keeps = (*self.gives, *ends)
+        self._drop = _unused_after(self._steps, self._keeps)
+        for path, module in _modules(model, self._steps):
+            _place(self, path, module)
+        for path in (*owns, *(name for step in self._steps for name in step.attributes)):
+            _place_tensor(self, path, model)
+        self._pieces = self._recomputed() if recompute else []
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the modules that it calls, in order."""
+        return [step.call for step in self._steps if isinstance(step.call, str)]
+
+    def prepare(self, samples: int) -> None:
+        """Find out beforehand what is done with so many samples."""
+        for training in (True, False):
+            self._network.of(samples, training)
+
+    def forward(self, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
+        recording = self._network.of(samples, self.training)
+        values = dict(values)
+        device = next((one.device for one in values.values()), torch.device("cpu"))
+        for numbers in self._pieces or ([number] for number in range(len(self._steps))):
+            if self._runs_again(numbers):
+                self._run_again(recording, numbers, values, device)
+            else:
+                self._run(recording, numbers, values, device)
+            for number in numbers:
+                for value in self._drop[number]:
+                    values.pop(value, None)
+        outputs: dict[Value, Any] = {value: values[value] for value in self.gives}
+        if self._is_last:
+            outputs[OUTPUT] = output_of(recording, values)
+        return outputs
+
+    def _run(
+        self,
+        recording: Recording,
+        numbers: Iterable[int],
+        values: dict[Value, Tensor],
+        device: torch.device,
+    ) -> None:
+        for number in numbers:
+            step = recording.steps[self._start + number]
+            with scope_of(step):
+                run_step(step, self, values, device)
+
+    def _run_again(
+        self,
+        recording: Recording,
+        numbers: Sequence[int],
+        values: dict[Value, Tensor],
+        device: torch.device,
+    ) -> None:
+        takes, gives = self._steps[numbers[0]].takes, self._steps[numbers[-1]].gives
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            found = dict(zip(takes, tensors, strict=True))
+            self._run(recording, numbers, found, device)
+            return tuple(found[value] for value in gives)
+
+        modules = [self.get_submodule(str(self._steps[number].call)) for number in numbers]
+        outputs = recompute(run, *(values[value] for value in takes), modules=modules)
+        values.update(zip(gives, outputs, strict=True))
+
+    def _runs_again(self, numbers: Sequence[int]) -> bool:
+        if not self._pieces or not isinstance(self._steps[numbers[0]].call, str):
+            return False
+        module = self.get_submodule(str(self._steps[numbers[0]].call))
+        saves = len(numbers) > 1 or weight_layers(module) >= WEIGHTS
+        return saves and not isinstance(module, Recomputed)
+
+    def _recomputed(self) -> list[list[int]]:
+        """Steps in pieces that run again together."""
+        found: list[list[int]] = []
+        for chain in _chains(self._steps, self._keeps):
+            if not isinstance(self._steps[chain[0]].call, str):
+                found.append(chain)
+                continue
+            layers = [self.get_submodule(str(self._steps[number].call)) for number in chain]
+            bounds = [0, *accumulate(len(piece) for piece in pieces(layers))]
+            found += [chain[a:b] for a, b in pairwise(bounds)]
+        return found
+
+
+def run_stage(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
+    """The outputs of a stage, or of a whole network."""
+    if isinstance(module, Stage):
+        outputs: dict[Value, Any] = module(values, samples)
+        return outputs
+    return {OUTPUT: module(values[IMAGE])}
+
+
+def takes_of(module: nn.Module) -> tuple[Value, ...]:
+    """What a stage, or a whole network, is given."""
+    return module.takes if isinstance(module, Stage) else (IMAGE,)
+
+
+def crossing(
+    recording: Recording, start: int, stop: int
+) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """The values that the steps ``[start, stop)`` take from before, and give to later steps."""
+    inside = recording.steps[start:stop]
+    takes = {value for step in inside for value in step.takes if value.step < start}
+    if start == 0:
+        takes.add(IMAGE)
+    later = {value for step in recording.steps[stop:] for value in step.takes}
+    if stop < len(recording.steps):
+        later |= set(values_in(recording.output))
+    own_from = -1 if start == 0 else start
+    gives = {value for value in later if own_from <= value.step < stop}
+    return tuple(sorted(takes)), tuple(sorted(gives))
+
+
+def values_in(output: Any) -> list[Value]:
+    """The values in what a network returns."""
+    leaves = tree_leaves(output, is_leaf=lambda one: isinstance(one, Value))
+    return [one for one in leaves if isinstance(one, Value)]
+
+
+def _unused_after(steps: Sequence[Step], keeps: Sequence[Value]) -> list[list[Value]]:
+    """For each step the values that nobody wants after it, so that their memory is free."""
+    wanted = set(keeps)
+    found: list[list[Value]] = []
+    for step in reversed(steps):
+        unused = [value for value in (*step.takes, *step.gives) if value not in wanted]
+        wanted.update(unused)
+        found.append(unused)
+    return found[::-1]
+
+
+def _chains(steps: Sequence[Step], keeps: Sequence[Value]) -> Iterator[list[int]]:
+    """Runs of modules of which each gets what the one before gives, and nobody else does."""
+    uses = Counter(value for step in steps for value in step.takes) + Counter(keeps)
+    chain: list[int] = []
+    for number, step in enumerate(steps):
+        follows = bool(chain) and set(step.takes) == set(steps[number - 1].gives)
+        alone = follows and all(uses[value] == 1 for value in step.takes)
+        is_module = isinstance(step.call, str) and step.with_grad and not step.attributes
+        if chain and not (alone and is_module and isinstance(steps[chain[0]].call, str)):
+            yield chain
+            chain = []
+        chain.append(number)
+    if chain:
+        yield chain
+
+
+def pieces(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Layers of a chain in pieces that run again in backward together; or alone, as they are.
+
+    A piece begins at a convolution or linear layer, so that its input is not written into, and
+    holds two of them and what follows them. Blocks, which run again by themselves, stay alone.
+    """
+    found: list[list[nn.Module]] = []
+    weights = WEIGHTS  # of the piece at the end of `found`
+    for layer in layers:
+        own = weight_layers(layer)
+        is_block = isinstance(layer, Recomputed)
+        begins = own > 0 and weights + own > WEIGHTS
+        if is_block or begins or not found or weights == 0:
+            found.append([layer])
+            weights = 0 if is_block else own
+        else:
+            found[-1].append(layer)
+            weights += own
+    return found
+
+
+# --- random numbers
+
+
+def scope_of(step: Step) -> AbstractContextManager[None]:
+    """Where a step draws its random numbers, see `random.scope`."""
+    return scope(f"{step.path}#{step.nth}" if step.nth else step.path)
+
+
+def scope_by_name(model: nn.Module, recording: Recording) -> None:
+    """Let the modules of an uncut network draw random numbers as its stages would."""
+    calls: Counter[str] = Counter()
+    often = Counter(step.call for step in recording.steps)
+    entered: list[AbstractContextManager[None]] = []
+
+    def restart(module: nn.Module, args: Any) -> None:
+        calls.clear()
+
+    def enter(path: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            nth, calls[path] = calls[path], calls[path] + 1
+            once = often[path] == 1  # it may run again in backward
+            entered.append(scope(path if once or not nth else f"{path}#{nth}"))
+            entered[-1].__enter__()
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(restart)
+    for path in recording.drawing:
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(enter(path))
+        module.register_forward_hook(leave, always_call=True)
+
+
+# --- names
+
+
+def _modules(model: nn.Module, steps: Sequence[Step]) -> Iterator[tuple[str, nn.Module]]:
+    """What the steps call, under all of its names, outer modules first."""
+    called = {id(model.get_submodule(step.call)) for step in steps if isinstance(step.call, str)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in called:
+            yield path, module
+
+
+def _holder(stage: nn.Module, parents: Sequence[str]) -> nn.Module:
+    holder = stage
+    for parent in parents:
+        if parent not in holder._modules:
+            holder.add_module(parent, nn.Module())
+        holder = holder.get_submodule(parent)
+    return holder
+
+
+def _place(stage: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    holder = _holder(stage, parents)
+    if holder._modules.get(name) is not module:
+        holder.add_module(name, module)
+
+
+def _place_tensor(stage: nn.Module, path: str, model: nn.Module) -> None:
+    *parents, name = path.split(".")
+    owner = model.get_submodule(".".join(parents))
+    holder = _holder(stage, parents)
+    if name in owner._parameters:
+        holder._parameters.setdefault(name, owner._parameters[name])
+    elif name not in holder._buffers:
+        persistent = name not in owner._non_persistent_buffers_set
+        holder.register_buffer(name, owner._buffers[name], persistent)
