@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward", "weight"]
 
 
 class Action(NamedTuple):
     """One thing that the ranks of a stage do.
 
     Attributes:
+        kind: a schedule may have weight actions, each after its backward, which then leaves the
+            gradients of the weights to them.
         copy: of the network; there is a second one under GEMS only.
     """
 

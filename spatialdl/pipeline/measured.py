@@ -11,7 +11,7 @@ from spatialdl.trace import Span
 
 
 def measured_costs(ranks: Sequence[Sequence[Span]], stages: int) -> Costs:
-    """Medians over the micro-batches of what forwards and backwards took.
+    """Medians over the micro-batches of what forwards, backwards and weight actions took.
 
     An action ends with its slowest rank. The time in which it waited for another stage does not
     count.
@@ -28,7 +28,7 @@ def measured_costs(ranks: Sequence[Sequence[Span]], stages: int) -> Costs:
     def of(kind: Kind) -> list[float]:
         return [median(seconds.get((kind, stage), [0.0])) for stage in range(stages)]
 
-    return Costs(of("forward"), of("backward"))
+    return Costs(of("forward"), of("backward"), weight=of("weight"))
 
 
 def busy_times(spans: Sequence[Span]) -> list[tuple[Action, float]]:

@@ -1,7 +1,8 @@
 """What a schedule costs before it is run: its timeline, its bubble, what it holds at its peak.
 
 An action starts when its rank is free and what it needs has arrived: a forward the output of the
-stage before, a backward the gradient of the stage after. Messages leave by themselves.
+stage before, a backward the gradient of the stage after. A weight action needs its own backward
+only. Messages leave by themselves.
 """
 
 from __future__ import annotations
@@ -12,24 +13,40 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from spatialdl.mesh import Placement
-from spatialdl.pipeline.action import Action, Lists, stages_of
+from spatialdl.pipeline.action import Action, Kind, Lists, describe, stages_of
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a micro-batch in each stage, and of a hand-over between two of them."""
+    """Seconds of a micro-batch in each stage, and of a hand-over between two of them.
+
+    Attributes:
+        backward: with the weights' gradients, unless the schedule has weight actions.
+        weight: of weight actions; may be left out for schedules that have none.
+    """
 
     forward: Sequence[float]
     backward: Sequence[float]
     handover: float = 0.0
+    weight: Sequence[float] = ()
 
     @classmethod
-    def even(cls, stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
-        """All stages alike; a backward takes two forwards, as it does for most networks."""
-        return cls((forward,) * stages, (backward,) * stages)
+    def even(
+        cls, stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 1.0
+    ) -> Costs:
+        """All stages alike; a backward takes two forwards, as it does for most networks.
+
+        If weight actions take half of it away, pass ``backward=1.0``.
+        """
+        return cls((forward,) * stages, (backward,) * stages, weight=(weight,) * stages)
 
     def of(self, action: Action) -> float:
-        costs = self.forward if action.kind == "forward" else self.backward
+        costs: Sequence[float] = getattr(self, action.kind)
+        if action.stage >= len(costs):
+            raise ValueError(
+                f"the costs name {len(costs)} stages for {action.kind}, but the schedule has "
+                f"{describe(action)}: give Costs({action.kind}=...) for all stages"
+            )
         return costs[action.stage]
 
 
@@ -64,13 +81,20 @@ class Timeline:
     @property
     def peak_held(self) -> tuple[int, ...]:
         """Per rank, how many forwards are held at most that have not come back yet."""
-        return tuple(_peak(spans) for spans in self.spans)
+        return tuple(_peak(spans, "forward", "backward") for spans in self.spans)
+
+    @property
+    def peak_waiting(self) -> tuple[int, ...]:
+        """Per rank, how many backwards at most have a weight action that is still to come."""
+        apart = any(span.action.kind == "weight" for spans in self.spans for span in spans)
+        return tuple(_peak(spans, "backward", "weight") if apart else 0 for spans in self.spans)
 
 
-def _peak(spans: Sequence[Span]) -> int:
+def _peak(spans: Sequence[Span], begin: Kind, end: Kind) -> int:
+    """The most that have begun and not ended at a time."""
     held = most = 0
     for span in spans:
-        held += 1 if span.action.kind == "forward" else -1
+        held += (span.action.kind == begin) - (span.action.kind == end)
         most = max(most, held)
     return most
 
@@ -139,6 +163,8 @@ def actions_of(rank: int, placement: Placement, schedule: Lists) -> list[Action]
 
 def _needs(action: Action, stages: int) -> set[Action]:
     """What must have ended before `action` can start."""
+    if action.kind == "weight":
+        return {action._replace(kind="backward")}
     neighbour = action.stage - 1 if action.kind == "forward" else action.stage + 1
     needed = {action._replace(stage=neighbour)} if 0 <= neighbour < stages else set()
     return needed if action.kind == "forward" else needed | {action._replace(kind="forward")}

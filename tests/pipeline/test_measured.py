@@ -19,7 +19,11 @@ FIRST = [
     action("backward", 0, 0, 3.0, 6.0),
     Span("hand-over", "until all has left", 6.0, 9.0),
 ]
-SECOND = [action("forward", 1, 0, 2.0, 2.5), action("forward", 0, 2, 3.0, 12.0, copy=1)]
+SECOND = [
+    action("forward", 1, 0, 2.0, 2.5),
+    action("weight", 1, 0, 2.5, 3.0),
+    action("forward", 0, 2, 3.0, 12.0, copy=1),
+]
 
 
 def test_what_an_action_waits_for_another_stage_does_not_count():
@@ -30,6 +34,7 @@ def test_costs_are_medians_over_all_that_was_done():
     costs = measured_costs([FIRST, SECOND], stages=3)
     assert list(costs.forward) == [2.0, 0.5, 0.0]
     assert list(costs.backward) == [1.5, 0.0, 0.0]
+    assert list(costs.weight) == [0.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("ranks", [[], [[]], [[Span("data", "wait", 0.0, 1.0)]]])

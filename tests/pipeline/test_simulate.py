@@ -46,6 +46,31 @@ def test_the_slowest_stage_and_the_hand_overs_set_the_pace():
     ]
 
 
+def test_weights_wait_for_their_own_backward_only():
+    """Worked out on paper: the first stage's weights come while it waits for the second."""
+    kinds = ("forward", "backward", "weight")
+    lists = [[Action(kind, stage, 0) for kind in kinds] for stage in (0, 1)]
+    costs = Costs((1.0, 1.0), (2.0, 2.0), handover=0.5, weight=(4.0, 3.0))
+    first, second = simulate(lists, costs).spans
+    assert [(span.start, span.end) for span in first] == [(0.0, 1.0), (5.0, 7.0), (7.0, 11.0)]
+    assert [(span.start, span.end) for span in second] == [(1.5, 2.5), (2.5, 4.5), (4.5, 7.5)]
+
+
+def test_weights_before_their_backward_are_told():
+    lists = [[Action("forward", 0, 0), Action("weight", 0, 0), Action("backward", 0, 0)]]
+    with pytest.raises(ValueError, match="stage 0 before weight 0"):
+        simulate(lists, Costs.even(1))
+
+
+def test_costs_without_weights_are_for_schedules_without_weight_actions():
+    actions = [Action(kind, 0, 0) for kind in ("forward", "backward", "weight")]
+    costs = Costs((1.0,), (2.0,))
+    assert simulate([actions[:2]], costs).seconds == 3.0
+    assert simulate([actions[:2]], costs).peak_waiting == (0,)
+    with pytest.raises(ValueError, match=r"name 0 stages for weight.*give Costs\(weight="):
+        simulate([actions], costs)
+
+
 def test_nothing_takes_no_time():
     timeline = simulate([[], []], Costs.even(2))
     assert (timeline.seconds, timeline.bubble, timeline.peak_held) == (0.0, 0.0, (0, 0))
