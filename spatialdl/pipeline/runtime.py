@@ -9,7 +9,7 @@ order is GEMS.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -29,7 +29,9 @@ from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
+from spatialdl.spatial.later import LaterGradients
 from spatialdl.spatial.replicas import BatchNormOver
+from spatialdl.spatial.weights_apart import WeightsApart
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -103,6 +105,8 @@ class Pipeline:
                 self._statistics[stage] = SliceStatistics(module, self._holders[stage])
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
+        self._weights_apart = _are_weights_apart(self._train)
+        self._later: dict[Action, LaterGradients] = {}
         self._syncs = sync_batchnorm and placement.data > 1
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
@@ -164,8 +168,11 @@ class Pipeline:
             with trace.span("compute", describe(action), action):
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
+                elif action.kind == "backward":
+                    with self._gathering(action):
+                        total += self._backward(placed, action.microbatch, microbatch)
                 else:
-                    total += self._backward(placed, action.microbatch, microbatch)
+                    self._later.pop(action).add_all()
         self._wait_sent()
         for stage, module in self.stages.items():
             copies = self.placement.widths[stage] * self._replicas
@@ -221,6 +228,8 @@ class Pipeline:
         """Random numbers and statistics are those of one process that accumulates over slices."""
         piece = number * self.placement.data + self.replica
         with ExitStack() as stack:
+            if self._weights_apart:
+                stack.enter_context(WeightsApart())
             stack.enter_context(keyed(self.seed, self._step, piece))
             if self._statistics:
                 statistics = self._statistics[placed.position.stage]
@@ -245,6 +254,28 @@ class Pipeline:
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * microbatch.share if placed.position.part == 0 else 0.0
 
+    @contextmanager
+    def _gathering(self, action: Action) -> Iterator[None]:
+        """The gradients of weights wait for the weight action, if there is one."""
+        if not self._weights_apart:
+            yield
+            return
+        waiting = self._later[action._replace(kind="weight")] = LaterGradients()
+        with waiting.gather(), WeightsApart():
+            yield
+
     def _wait_sent(self) -> None:
         for placed in self._placed.values():
             placed.wait_sent()
+
+
+def _are_weights_apart(actions: Sequence[Action]) -> bool:
+    """Whether backwards leave the gradients of weights to weight actions; all of them, or none."""
+    weights = {action._replace(kind="backward") for action in actions if action.kind == "weight"}
+    left = [a for a in actions if a.kind == "backward" and a not in weights]
+    if weights and left:
+        raise ValueError(
+            f"the schedule leaves the weights of {', '.join(map(describe, left))} without "
+            "gradients: a schedule with weight actions must have one for every backward"
+        )
+    return bool(weights)

@@ -12,6 +12,8 @@ GPipe (Huang et al. 2019, section 2.3) on three stages and four micro-batches, t
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
+`zero_bubble` waits less, by doing the weights' part of backwards when there is nothing else to do.
+
 Layer parallelism is a pipeline with one micro-batch.
 """
 
@@ -23,8 +25,9 @@ from spatialdl.mesh import Placement
 from spatialdl.pipeline import gems
 from spatialdl.pipeline.action import Action, Lists
 from spatialdl.pipeline.interleaved import interleaved
+from spatialdl.pipeline.zero_bubble import zero_bubble
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
 GEMS = ("basic", "mast", "master")
 
 
@@ -60,7 +63,8 @@ def make_schedule(name: str, placement: Placement, microbatches: int, times: int
     if name == "interleaved":
         train = interleaved(groups, microbatches, placement.interleave)
     else:
-        train = (gpipe if name == "gpipe" else one_f_one_b)(groups, microbatches)
+        simple = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
+        train = simple[name](groups, microbatches)
     evaluate = forward_only(groups, microbatches, placement.interleave)
     return Schedule(train, evaluate, microbatches)
 

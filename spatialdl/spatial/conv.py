@@ -7,9 +7,9 @@ with its halo first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from spatialdl.spatial.channel_conv import check_channels, conv_of_channels, is_
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
 from spatialdl.spatial.dims import IMAGE
 from spatialdl.spatial.edges import Cut, Strip, cut_dim
+from spatialdl.spatial.later import later
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, check_output, pair, window_move
 
@@ -175,7 +176,7 @@ class _TileConvolution(torch.autograd.Function):
             edge.outputs_of(y).add_(part)
         ctx.save_for_backward(tile, weight, *strips)
         ctx.conv, ctx.geometry, ctx.plan, ctx.mesh = conv, geometry, plan, mesh
-        ctx.alone_shape = alone.shape
+        ctx.alone_shape, ctx.parameter = alone.shape, weight
         return y
 
     @staticmethod
@@ -184,6 +185,8 @@ class _TileConvolution(torch.autograd.Function):
         tile, weight, *strips = ctx.saved_tensors
         conv, geometry, plan = ctx.conv, ctx.geometry, ctx.plan
         needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        waiting = later(ctx.parameter) if needs_weight else None
+        needs_weight = needs_weight and waiting is None
         grad_strips, weight_parts = _strip_gradients(
             conv, geometry, grad, weight, strips, needs_tile, needs_weight
         )
@@ -205,17 +208,49 @@ class _TileConvolution(torch.autograd.Function):
             padded = grad.new_zeros(ctx.alone_shape)
             geometry.wanted(padded).copy_(grad)
             grad = padded
+        if waiting is not None:
+            what = (conv, geometry, grad, tile, weight, strips)
+            waiting.leave(ctx.parameter, (grad, tile, *strips), partial(_weight_gradient, *what))
+        needs = (needs_tile, needs_weight, needs_bias and waiting is None)
         grad_tile, grad_weight, grad_bias = conv.backward(
-            grad, tile, weight, geometry.padding, (needs_tile, needs_weight, needs_bias)
+            grad, tile, weight, geometry.padding, needs
         )
+        if waiting is not None and needs_bias:
+            # not together with the tile's, or the weight's would be worked out for it
+            grad_bias = grad.sum((0, 2, 3))
         if grad_weight is not None:
-            for edge, part in weight_parts:
-                edge.taps_of(grad_weight).add_(part)
+            _add_parts(grad_weight, weight_parts)
         if exchange is not None and grad_tile is not None:
             exchange.wait()
             for arrival, box in arrivals:
                 view_of(grad_tile, plan.own, box).add_(arrival)
         return grad_tile, grad_weight, grad_bias, None, None, None, None
+
+
+def _add_parts(grad_weight: Tensor, parts: Sequence[tuple[Edge, Tensor]]) -> None:
+    for edge, part in parts:
+        edge.taps_of(grad_weight).add_(part)
+
+
+def _weight_gradient(
+    conv: Convolution,
+    geometry: TileGeometry,
+    grad: Tensor,
+    tile: Tensor,
+    weight: Tensor,
+    strips: list[Tensor],
+) -> Tensor:
+    """By itself, when the tile's is long known.
+
+    Args:
+        grad: of all outputs that the tile alone gives.
+    """
+    own = geometry.wanted(grad)
+    parts = _strip_gradients(conv, geometry, own, weight, strips, False, True)[1]
+    grad_weight = conv.backward(grad, tile, weight, geometry.padding, (False, True, False))[1]
+    assert grad_weight is not None
+    _add_parts(grad_weight, parts)
+    return grad_weight
 
 
 def _present(geometry: TileGeometry, strips: list[Tensor]) -> Iterator[tuple[Edge, Tensor]]:

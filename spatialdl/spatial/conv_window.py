@@ -41,6 +41,8 @@ class Convolution:
         mask: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of input, weight and bias, as `mask` asks for."""
+        if not any(mask):
+            return None, None, None
         grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
             grad,
             x,

@@ -65,6 +65,8 @@ class TransposedConvolution:
     def backward(
         self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
+        if not any(needs):
+            return None, None
         if any(self.fit):
             grad = F.pad(grad, tuple(-count for count in self.fit))
         grad_window, grad_weight, _ = aten.convolution_backward(

@@ -6,6 +6,8 @@ tile, which the network keeps anyhow, and what came from the others, not the cop
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from spatialdl.comm.repartition import (
     view_of,
 )
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.later import later
 from spatialdl.spatial.window import holds_all, nothing, read_window
 
 
@@ -83,7 +86,7 @@ class _WindowFunction(torch.autograd.Function):
     ) -> Tensor:
         window = read_window(tile, mesh, plan, name)
         ctx.function, ctx.plan, ctx.mesh, ctx.name = function, plan, mesh, name
-        ctx.window_shape = window.shape
+        ctx.window_shape, ctx.parameter = window.shape, weight
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(weight, tile, _arrived(window, plan))
         else:
@@ -95,6 +98,11 @@ class _WindowFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
         _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        waiting = later(ctx.parameter) if needs_weight else None
+        if waiting is not None:
+            what = (ctx.function, grad, weight, inputs, ctx.plan)
+            waiting.leave(ctx.parameter, (grad, *inputs), partial(_weight_gradient, *what))
+            needs_weight = False
         if needs_weight:
             tile, others = inputs
             window = _window_again(tile, others, ctx.plan)
@@ -110,6 +118,19 @@ class _WindowFunction(torch.autograd.Function):
             grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.name)
         grad_bias = grad.sum((0, 2, 3)) if needs_bias else None
         return None, grad_tile, grad_weight if needs_weight else None, grad_bias, None, None, None
+
+
+def _weight_gradient(
+    function: WindowFunction, grad: Tensor, weight: Tensor, inputs: Sequence[Tensor], plan: Plan
+) -> Tensor:
+    """By itself, when the tile's is long known."""
+    tile, others = inputs
+    window = _window_again(tile, others, plan)
+    if window.numel() == 0 or grad.numel() == 0:
+        return torch.zeros_like(weight)
+    grad_weight = function.backward(grad, window, weight, (False, True))[1]
+    assert grad_weight is not None
+    return grad_weight
 
 
 def _arrived(window: Tensor, plan: Plan) -> Tensor:

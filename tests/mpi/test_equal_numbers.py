@@ -437,6 +437,30 @@ SCHEDULED = [
 ]
 
 
+ZERO_BUBBLE = [
+    case._replace(schedule="zero_bubble")
+    for case in (
+        Case("none", "odd", (45, 50), ((1, 1),), microbatches=3, batch=7),
+        Case("sp", "odd", (41, 67), ((2, 1),), microbatches=2, batch=7),
+        Case("pp", "odd", (50, 50), ((1, 1),) * 2, microbatches=5, batch=7, cut=("2",)),
+        Case("pp", "resnet18", (70, 93), ((1, 1),) * 2, microbatches=2, recompute=True),
+        Case("pp", "skips", (33, 29), ((1, 1),) * 2, 1, 3, 7, ("2",)),
+        Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), microbatches=4, batch=6),
+        Case("sp+pp", "odd", (101, 50), ((1, 1), (2, 1)), microbatches=4, batch=9, cut=("4",)),
+        Case("sp+pp", "vgg", (50, 34), ((2, 1), (1, 1)), 1, 3, 6, ("features.3",), "classifier"),
+        Case("sp+pp", "random", (37, 29), ((2, 1), (1, 1)), 1, 3, 7, ("block1",), recompute=True),
+        Case("pp", "random", (37, 29), ((1, 1),) * 3, 1, 5, 7, ("conv2", "block2"), "", "stage"),
+        Case("pp", "odd", (50, 50), ((1, 1),) * 4, microbatches=6, batch=9),
+        Case("sp+pp", "odd", (101, 50), ((2, 1), (2, 1)), microbatches=3, batch=6, recompute=True),
+        Case("sp+pp", "resnet18", (101, 50), ((2, 1), (1, 1), (1, 1)), microbatches=4, batch=6),
+        Case("dp+pp", "odd", (64, 64), ((1, 1),) * 2, 2, 3, 7),  # some have none
+        Case("dp+pp", "odd", (64, 64), ((1, 1),) * 2, 2, 3, 8, recompute="stage", sync=True),
+        Case("sp+pp", "odd", (70, 93), ((2, 2), (1, 1)), microbatches=3),
+        Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 2, 3, 9, recompute=True),
+    )
+]
+
+
 INTERLEAVED = [
     case._replace(schedule="interleaved", interleave=interleave)
     for interleave, case in (
@@ -656,6 +680,7 @@ def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
     + GATHERED
     + RANDOM
     + SCHEDULED
+    + ZERO_BUBBLE
     + INTERLEAVED
     + MIRRORED
     + [*SYNCED, *SKIPS, *OWN_FORWARD],

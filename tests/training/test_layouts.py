@@ -46,6 +46,15 @@ def test_the_shipped_layouts_mean_these_ranks(name, placement):
     check_batch(config().data.batch_size, parallel.microbatches, placement.data)
 
 
+@pytest.mark.parametrize("name", ["none", "dp", "sp", "pp", "sp+pp", "dp+pp", "dp+sp+pp"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_pipelines_take_these_schedules(name, schedule):
+    parallel = config(f"parallel={name}", f"parallel.schedule={schedule}").parallel
+    train = schedule_of(parallel, placement_of(parallel)).train
+    kinds = {action.kind for actions in train for action in actions}
+    assert ("weight" in kinds) == (schedule == "zero_bubble")
+
+
 def test_every_shipped_layout_is_in_the_table():
     files = resources.files("spatialdl.conf").joinpath("parallel").iterdir()
     assert sorted(SHIPPED) == sorted(file.name.removesuffix(".yaml") for file in files)
@@ -116,6 +125,14 @@ def test_numbers_can_be_changed():
             "gems.variant=huge is unknown: take one of none, basic, mast, master",
         ),
         (["parallel=gems", "parallel.schedule=1f1b"], "schedule=1f1b does not go with GEMS"),
+        (
+            ["parallel=sp+gems", "parallel.schedule=zero_bubble"],
+            "zero_bubble does not go with GEMS",
+        ),
+        (
+            ["parallel.stages=4", "parallel.interleave=2", "parallel.schedule=zero_bubble"],
+            "schedule=zero_bubble with parallel.interleave=2.*for ranks that hold several stages",
+        ),
         (["parallel=gems", "parallel.gems.times=2"], "times=2 is for .*variant=master, not.*mast"),
         (["parallel=gems", "parallel.gems.times=0"], "parallel.gems.times is a whole number"),
         (
