@@ -32,6 +32,7 @@ def layouts(ranks: int, microbatches: int) -> list[Layout]:
         made(ONE_AFTER_THE_OTHER, plain, "gpipe", 1),
         made("GPipe", plain, "gpipe", microbatches),
         made("1F1B", plain, "1f1b", microbatches),
+        made("zero bubble", plain, "zero_bubble", microbatches),
         made("interleaved", dealt, "interleaved", microbatches),
         made("GEMS mast", mirrored, "mast", 2),
         made("GEMS master", mirrored, "master", microbatches, microbatches // 2),
