@@ -15,7 +15,7 @@ from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
 from spatialdl.pipeline.recording import IMAGE, Value
 from spatialdl.pipeline.shapes import Border, Passing
-from spatialdl.pipeline.stage import OUTPUT, run_stage
+from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
@@ -137,8 +137,8 @@ class PlacedStage:
                 tiles[value] = tile.requires_grad_(learns)
                 values[value] = self._as_input(tile, part.receiver)
         if self._recompute:
-            modules = [self.module]
-            outputs = recompute(run_stage, self.module, values, microbatch.samples, modules=modules)
+            modules, samples = [self.module], microbatch.samples
+            outputs = recompute(run_stage_again, self.module, values, samples, modules=modules)
         else:
             outputs = run_stage(self.module, values, microbatch.samples)
         for border, handover in self._after.items():

@@ -117,6 +117,7 @@ class Recording:
     Attributes:
         output: what the network returns, with `Value` in the places of tensors.
         sizes: elements of each value.
+        written: values that are written into once they are there.
         drawing: paths of modules that draw random numbers.
         loose: a function outside of these that draws some; empty if there is none.
     """
@@ -124,6 +125,7 @@ class Recording:
     steps: tuple[Step, ...]
     output: Any
     sizes: dict[Value, int]
+    written: frozenset[Value]
     drawing: frozenset[str]
     loose: str
 
@@ -233,6 +235,7 @@ class _Recorder:
         self._steps: list[Step] = []
         self._calls: Counter[str] = Counter()
         self._sizes: dict[Value, int] = {}
+        self._changed: set[Value] = set()
         self._drawing: set[str] = set()
         self._loose = ""
         self._inside = False  # of what is kept whole
@@ -245,7 +248,8 @@ class _Recorder:
         if not any(isinstance(one, Value) for one in tree_leaves(output, is_leaf=_is_reference)):
             raise CannotRecord("its forward gives no tensor")
         return Recording(
-            tuple(self._steps), output, self._sizes, frozenset(self._drawing), self._loose
+            *(tuple(self._steps), output, self._sizes, frozenset(self._changed)),
+            *(frozenset(self._drawing), self._loose),
         )
 
     @contextmanager
@@ -318,6 +322,7 @@ class _Recorder:
             result = run()
             tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
             written = self._written()
+            self._changed.update(self._values[id(tensor)] for tensor in written)
             if tensors or written or isinstance(call, str):
                 gives = tuple(Value(len(self._steps), part) for part in range(len(tensors)))
                 with_grad = torch.is_grad_enabled()

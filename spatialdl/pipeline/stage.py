@@ -57,6 +57,7 @@ class Stage(nn.Module):
         self._steps = recording.steps[start:stop]
         self._is_last = stop == len(recording.steps)
         self.takes, self.gives = crossing(recording, start, stop)
+        self.writes = recording.written & set(self.takes)
         ends = values_in(recording.output) if self._is_last else []
         self._keeps = (*self.gives, *ends)
         self._drop = _unused_after(self._steps, self._keeps)
@@ -149,6 +150,15 @@ def run_stage(module: nn.Module, values: dict[Value, Tensor], samples: int) -> d
         outputs: dict[Value, Any] = module(values, samples)
         return outputs
     return {OUTPUT: module(values[IMAGE])}
+
+
+def run_stage_again(
+    module: nn.Module, values: dict[Value, Tensor], samples: int
+) -> dict[Value, Any]:
+    """The same, once more with the same values: what the stage writes into is copied."""
+    written = module.writes if isinstance(module, Stage) else values.keys()
+    kept = {value: x.clone() if value in written else x for value, x in values.items()}
+    return run_stage(module, kept, samples)
 
 
 def takes_of(module: nn.Module) -> tuple[Value, ...]:

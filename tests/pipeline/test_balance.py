@@ -20,7 +20,7 @@ def steps(*takes: tuple[int, ...]) -> Recording:
         for n, given in enumerate(takes)
     ]
     last = Value(len(made) - 1)
-    return Recording(tuple(made), last, {}, frozenset(), "")
+    return Recording(tuple(made), last, {}, frozenset(), frozenset(), "")
 
 
 def chain(length: int) -> Recording:

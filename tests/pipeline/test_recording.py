@@ -109,13 +109,15 @@ def test_what_is_written_in_place_is_a_new_value():
         self.relu(y)
         return y * 2
 
-    steps = recorded(Runs(forward, conv=nn.Conv2d(3, 4, 1), relu=nn.ReLU(inplace=True))).steps
+    model = Runs(forward, conv=nn.Conv2d(3, 4, 1), relu=nn.ReLU(inplace=True))
+    steps = recorded(model).steps
     last = steps[-1]
     (taken,) = last.takes
     zero = next(number for number, step in enumerate(steps) if step.name == "zero_")
     relu = next(number for number, step in enumerate(steps) if step.name == "relu")
     assert steps[relu].takes == (Value(zero + 1),)  # y, of which a view has been written into
     assert taken == Value(relu)
+    assert Value(zero + 1) in recorded(model).written
 
 
 def test_blocks_and_what_torch_has_stay_whole_and_the_rest_is_opened():
