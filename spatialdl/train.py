@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("classification", "segmentation")
+BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 
 log = logging.getLogger("spatialdl.train")
@@ -159,6 +160,7 @@ def _plan(config: DictConfig) -> Placement:
         "device": DEVICES,
         "task": TASKS,
         "comm.transport": TRANSPORTS,
+        "parallel.balance": BALANCES,
     }
     for key, known in choices.items():
         value = OmegaConf.select(config, key)
@@ -169,6 +171,9 @@ def _plan(config: DictConfig) -> Placement:
     check_batch(config.data.batch_size, config.parallel.microbatches, placement.data)
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
+    clip = config.trainer.clip_norm
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
     every = config.trainer.validate_every

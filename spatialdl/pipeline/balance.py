@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from statistics import median
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from spatialdl.pipeline.recording import Recording, Value, meta_copy, run_step
+from spatialdl.comm.communicator import Communicator
+from spatialdl.pipeline.recording import Forward, Recording, Value, meta_copy, run_step
 from spatialdl.random import keyed
 
 OPERATIONS_PER_ELEMENT = 20
@@ -28,6 +29,10 @@ OPERATIONS_PER_ELEMENT = 20
 
 REPEATS = 3
 """How often a step is timed; the first time is not counted."""
+
+
+MOST = 1024
+"""Pixels a side of the images on which steps are timed."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class Costs:
 
     steps: Sequence[float]
     values: dict[Value, float]
+
+
+Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], Costs]
+"""From a network, its recording, and the (N, C, H, W) that this is for, to what it costs."""
 
 
 def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> Costs:
@@ -95,7 +104,23 @@ def memory(model: nn.Module, recording: Recording, image: tuple[int, ...], sampl
 def measured(
     model: nn.Module, recording: Recording, image: tuple[int, ...], device: torch.device
 ) -> Costs:
-    """Seconds of forward and backward of each step on this device, one after the other."""
+    """Seconds of forward and backward of each step on this device, one after the other.
+
+    Larger images are tried at `MOST` pixels a side: a whole one may be more than a device holds.
+
+    Raises:
+        ValueError: if the network does something else at this size.
+    """
+    small = (*image[:2], *(min(side, MOST) for side in image[2:]))
+    if small != image:
+        steps, image = len(recording.steps), small
+        recording = Forward(model, small[1:]).of(small[0], training=True)
+        if len(recording.steps) != steps:
+            raise ValueError(
+                f"parallel.balance=measured tries the layers at {small[2]}x{small[3]} pixels, but "
+                f"there the network has {len(recording.steps)} steps instead of {steps}: take "
+                "parallel.balance=time"
+            )
     model = copy.deepcopy(model).to(device)
     values = _image(model, image, device)
     seconds = []
@@ -115,6 +140,31 @@ def measured(
         seconds.append(median(times[1:]))
         values |= {value: inputs[value].detach() for value in step.gives}
     return Costs(seconds, {})
+
+
+def weighing(kind: str, comm: Communicator, device: torch.device, microbatches: int) -> Weigh:
+    """A way to find out costs, by which all ranks find the same ones.
+
+    Args:
+        kind: "time" by operation counts, "measured" on the device of rank 0, or "memory".
+        microbatches: of a sample or more, whose activations a stage may hold.
+
+    Raises:
+        ValueError: if there is no such way.
+    """
+    if kind == "time":
+        return estimated
+    if kind == "memory":
+        return partial(memory, samples=microbatches)
+    if kind != "measured":
+        raise ValueError(f"parallel.balance={kind} is unknown: take time, measured or memory")
+
+    def together(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> Costs:
+        costs = measured(model, recording, image, device) if comm.rank == 0 else None
+        found: Costs = comm.bcast(costs)
+        return found
+
+    return together
 
 
 def _leaf(value: Tensor) -> Tensor:

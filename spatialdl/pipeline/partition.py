@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import nn
 
-from spatialdl.pipeline.balance import Costs, balance, estimated
+from spatialdl.pipeline.balance import Weigh, balance, estimated
 from spatialdl.pipeline.recording import CannotRecord, Forward, Recording
 from spatialdl.pipeline.stage import SAMPLES, Stage, _chains, scope_by_name
 from spatialdl.spatial.recompute import recompute_blocks
-
-Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], Costs]
-"""From a network, its recording, and the (N, C, H, W) that this is for, to what it costs."""
 
 
 def cut(

@@ -21,6 +21,8 @@ from spatialdl.comm.gradients import average
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.mesh import Mesh, Placement
 from spatialdl.pipeline.action import Action, describe
+from spatialdl.pipeline.balance import weighing
+from spatialdl.pipeline.clipping import clip_gradients
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
@@ -46,6 +48,7 @@ class Pipeline:
         schedule: made for this placement.
         image_size: global (channels, H, W) of the images.
         names: layers before which to cut, see `pipeline.partition.cut`.
+        balance: what is alike in all stages where `names` does not say, see `pipeline.balance`.
         gather_before: modules that get whole images, see `spatial.gather`.
         recompute: "block" or "stage" if these run again in backward, see `spatial.recompute`.
         sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
@@ -66,6 +69,7 @@ class Pipeline:
         names: Sequence[str] | None = None,
         device: torch.device | None = None,
         *,
+        balance: Literal["time", "measured", "memory"] = "time",
         gather_before: str | Sequence[str] = (),
         recompute: Literal["none", "block", "stage"] = "none",
         sync_batchnorm: bool = False,
@@ -74,9 +78,10 @@ class Pipeline:
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.seed, self._step = image_size, seed, 0
         self.device = device or torch.device("cpu")
-        comm = as_communicator(comm)
+        self._comm = comm = as_communicator(comm)
         gather(model, gather_before)
-        stages = cut(model, placement.widths, names, image_size, recompute == "block")
+        weigh = weighing(balance, comm, self.device, schedule.microbatches)
+        stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._shapes = HandoverShapes(stages, placement, image_size, dtype)
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
@@ -180,6 +185,15 @@ class Pipeline:
         for statistics in self._statistics.values():
             statistics.fold(len(microbatches) * (1 if self._syncs else self.placement.data))
         return total
+
+    def clip(self, limit: float) -> float:
+        """Scale the gradients of all stages so that their norm is at most `limit`.
+
+        Returns:
+            The norm as it was.
+        """
+        holders = {stage: comm.size for stage, comm in self._holders.items()}
+        return clip_gradients(self.stages, holders, self._comm, limit)
 
     @property
     def _replicas(self) -> int:

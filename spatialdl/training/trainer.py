@@ -72,6 +72,7 @@ class Trainer:
             (self.sources.channels, *self.sources.image_size),
             config.parallel.cut,
             self.device,
+            balance=config.parallel.balance,
             gather_before=config.parallel.gather_before or (),
             recompute=config.parallel.recompute,
             sync_batchnorm=bool(config.parallel.sync_batchnorm),
@@ -150,6 +151,8 @@ class Trainer:
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
         own = self.pipeline.train_step(self._microbatches(batch), self.step)
+        if self.config.trainer.clip_norm is not None:
+            self.pipeline.clip(float(self.config.trainer.clip_norm))
         with trace.span("compute", "optimizer"):
             self.optimizer.step()
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])

@@ -254,6 +254,8 @@ class Case(NamedTuple):
     interleave: int = 1
     times: int = 1
     sync: bool = False
+    clip: float = 0.0
+    balance: str = "time"
 
     @property
     def placement(self) -> Placement:
@@ -270,6 +272,8 @@ class Case(NamedTuple):
             + f"-{self.schedule}" * (self.schedule != "gpipe")
             + f"{self.interleave}" * (self.interleave > 1)
             + "-sync" * self.sync
+            + "-clip" * bool(self.clip)
+            + f"-{self.balance}" * (self.balance != "time")
         )
 
     @property
@@ -561,6 +565,24 @@ OWN_FORWARD = [
 ]
 
 
+CLIPPED = [
+    case._replace(clip=0.05)
+    for case in (
+        Case("none", "plain", (37, 29), ((1, 1),)),
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5),
+        Case("sp", "odd", (45, 50), ((1, 2),)),
+        Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7, balance="measured"),
+        Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
+        Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2, balance="memory"),
+        Case("sp+gems", "plain", (37, 29), ((2, 1), (1, 1)), 1, 2, 5, schedule="basic"),
+        Case("dp+pp", "plain", (37, 29), ((1, 1),) * 2, 2, 1, 5),
+        # more replicas than samples
+        Case("dp", "odd", (45, 50), ((1, 1),), data=3, batch=2),
+        Case("dp+sp", "odd", (45, 50), ((1, 2),), data=2, batch=1),
+    )
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -623,6 +645,8 @@ def reference(case: Case) -> Outcome:
                 loss = F.cross_entropy(output, labels[start:stop], ignore_index=255) * share
                 loss.backward()
                 total += loss.item()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         losses.append(total)
     return Outcome(losses, model.state_dict())
@@ -637,6 +661,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
         segmentation_loss if case.segments else F.cross_entropy,
         (3, *case.size),
         case.cut or None,
+        balance=case.balance,
         gather_before=case.gather_before or (),
         recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
         sync_batchnorm=case.sync,
@@ -659,6 +684,8 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
                 )
             )
         losses.append(world.allreduce(pipeline.train_step(microbatches, step)))
+        if case.clip:
+            pipeline.clip(case.clip)
         optimizer.step()
     return Outcome(losses, pipeline.state_dict())
 
@@ -685,7 +712,7 @@ def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
     + ZERO_BUBBLE
     + INTERLEAVED
     + MIRRORED
-    + [*SYNCED, *SKIPS, *OWN_FORWARD],
+    + [*SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED],
     ids=str,
 )
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from spatialdl.comm.alone import Alone
 from spatialdl.models import unet
-from spatialdl.pipeline.balance import Costs, balance, estimated, measured, memory
+from spatialdl.pipeline.balance import Costs, balance, estimated, measured, memory, weighing
 from spatialdl.pipeline.recording import Forward, Recording, Step, Value
 
 
@@ -108,3 +109,24 @@ def test_measured_costs_leave_the_network_as_it_is():
     assert min(costs.steps) > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_large_images_are_tried_smaller():
+    model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Sigmoid())
+    costs = measured(model, recorded(model, (3, 8, 50000)), (2, 3, 8, 50000), torch.device("cpu"))
+    assert len(costs.steps) == 2
+    deep = unet(width=1)  # which crops where a size is odd
+    recording = recorded(deep, (3, 32, 1025))
+    with pytest.raises(ValueError, match=r"at 32x1024 pixels.*has 22 steps instead of 26"):
+        measured(deep, recording, (2, 3, 32, 1025), torch.device("cpu"))
+
+
+def test_ways_to_find_costs_have_names():
+    assert weighing("time", Alone(), torch.device("cpu"), 1) is estimated
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    recording, image = recorded(model, (3, 8, 8)), (2, 3, 8, 8)
+    for kind in ("memory", "measured"):
+        costs = weighing(kind, Alone(), torch.device("cpu"), 4)(model, recording, image)
+        assert len(costs.steps) == 2
+    with pytest.raises(ValueError, match=r"parallel\.balance=fair is unknown: take time, measured"):
+        weighing("fair", Alone(), torch.device("cpu"), 1)

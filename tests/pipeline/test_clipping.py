@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from spatialdl.comm.alone import Alone
+from spatialdl.pipeline.clipping import clip_gradients
+
+
+def stages() -> dict[int, nn.Module]:
+    torch.manual_seed(0)
+    made = {0: nn.Linear(3, 4).double(), 2: nn.Linear(4, 2).double()}
+    for stage in made.values():
+        for p in stage.parameters():
+            p.grad = torch.randn_like(p)
+    made[2].bias.grad = None
+    return made
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 1000.0])
+def test_as_pytorch_does_for_a_whole_network(limit):
+    ours, plain = stages(), nn.ModuleList(stages().values())
+    norm = clip_gradients(ours, {0: 1, 2: 1}, Alone(), limit)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), limit)))
+    own = [p.grad for stage in ours.values() for p in stage.parameters()]
+    for grad, expected in zip(own, plain.parameters(), strict=True):
+        assert (grad is None) == (expected.grad is None)
+        assert grad is None or torch.allclose(grad, expected.grad, rtol=1e-12)
+
+
+def test_a_stage_on_several_ranks_counts_once():
+    made = stages()
+    alone = clip_gradients({0: made[0]}, {0: 1}, Alone(), 1e9)
+    assert clip_gradients({0: made[0]}, {0: 4}, Alone(), 1e9) == pytest.approx(alone / 2)
+
+
+def test_no_gradients_and_no_numbers():
+    made = {0: nn.Linear(2, 2)}
+    assert clip_gradients(made, {0: 1}, Alone(), 1.0) == 0.0
+    made[0].weight.grad = torch.full((2, 2), math.nan)
+    assert math.isnan(clip_gradients(made, {0: 1}, Alone(), 1.0))
+    assert made[0].weight.grad.isnan().all()
