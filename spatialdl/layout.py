@@ -129,6 +129,12 @@ class Layout:
         samples, height, width = size
         return cls((0, samples), even_bounds(height, grid[0]), even_bounds(width, grid[1]))
 
+    @classmethod
+    def by_sample(cls, size: tuple[int, int, int], parts: int) -> Layout:
+        """Whole images, the samples cut evenly over `parts`."""
+        samples, height, width = size
+        return cls(even_bounds(samples, parts), (0, height), (0, width))
+
     @property
     def size(self) -> tuple[int, int, int]:
         """Global samples, rows, columns."""

@@ -36,6 +36,7 @@ class Placement:
         grids: (rows, columns) into which each stage cuts its images, one a stage.
         interleave: stages that each rank holds: with P groups of ranks, group g holds the stages g,
             g + P, g + 2 P ...
+        batch: ranks over which each stage divides the samples of a micro-batch; () for one each.
         mirrored: whether a second copy of the network lies on the same ranks in inverse order,
             and works on micro-batches of its own.
 
@@ -48,8 +49,19 @@ class Placement:
     grids: tuple[tuple[int, int], ...]
     interleave: int = 1
     mirrored: bool = False
+    batch: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.batch and (len(self.batch) != len(self.grids) or self.batch[0] != 1):
+            raise ValueError(
+                f"batch={list(self.batch)} says for each of {len(self.grids)} stages over how many "
+                "ranks samples are divided; over those of the first stage they are by data"
+            )
+        if any(parts > 1 and grid != (1, 1) for parts, grid in self._parts):
+            raise ValueError(
+                f"a stage divides either images or samples, got grids={list(self.grids)} and "
+                f"batch={list(self.batch)}"
+            )
         if self.data < 1 or not self.grids or any(min(grid) < 1 for grid in self.grids):
             raise ValueError(
                 f"every degree of parallelism must be at least 1, got data={self.data} and "
@@ -79,10 +91,18 @@ class Placement:
         """Sets of ranks that hold the same stages."""
         return self.stages // self.interleave
 
+    @property
+    def _parts(self) -> list[tuple[int, tuple[int, int]]]:
+        return [(self.batch_parts(stage), grid) for stage, grid in enumerate(self.grids)]
+
+    def batch_parts(self, stage: int) -> int:
+        """Ranks over which a stage divides the samples of a micro-batch."""
+        return self.batch[stage] if self.batch else 1
+
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Ranks of each stage within one replica."""
-        return tuple(prod(grid) for grid in self.grids)
+        return tuple(parts * prod(grid) for parts, grid in self._parts)
 
     @cached_property
     def replica_size(self) -> int:
@@ -118,7 +138,10 @@ class Placement:
     def describe(self) -> str:
         """The arithmetic: ``1 replica x (2x1 + 1x1) = 3 ranks``."""
         replicas = "1 replica" if self.data == 1 else f"{self.data} replicas"
-        grids = " + ".join(f"{rows}x{cols}" for rows, cols in self.grids[: self.groups])
+        grids = " + ".join(
+            f"{parts} by samples" if parts > 1 else f"{rows}x{cols}"
+            for parts, (rows, cols) in self._parts[: self.groups]
+        )
         if self.groups > 1:
             grids = f"({grids})"
         if self.interleave > 1:
@@ -140,6 +163,7 @@ class Mesh:
         replica: this rank's data replica.
         comm: all ``data * rows * columns`` ranks, replica by replica.
         grid_comm: the ranks of this replica, in the order of the layout's parts.
+        batch: ranks of a replica that divide its samples instead of its images.
     """
 
     grid: tuple[int, int]
@@ -148,11 +172,12 @@ class Mesh:
     replica: int
     comm: Communicator
     grid_comm: Communicator
+    batch: int = 1
 
     @property
     def size(self) -> int:
         """All ranks of the mesh."""
-        return self.data * self.grid[0] * self.grid[1]
+        return self.data * self.grid[0] * self.grid[1] * self.batch
 
     def layout(self, size: tuple[int, int, int]) -> Layout:
         """The default layout of images of (samples, rows, columns) on this mesh."""
@@ -218,6 +243,7 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
         replica=replica,
         comm=comm.subset([rank for one in ranks for rank in one]),
         grid_comm=comm.subset(ranks[replica]),
+        batch=placement.batch_parts(stage),
     )
 
 

@@ -111,8 +111,12 @@ class Region(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
-    return Region(tuple(torch.arange(size) for size in shape), tuple(shape))
+    """All of a tensor; of one with a number for each own sample, these, see `keyed`."""
+    positions = [torch.arange(size) for size in shape]
+    own = _thread.stream.own if _thread.stream is not None else None
+    if own is not None and positions and len(positions[0]) == len(own):
+        positions[0] += own.start
+    return Region(tuple(positions), tuple(shape))
 
 
 def _drawn(
@@ -206,6 +210,7 @@ def bernoulli(probabilities: Tensor, region: Region, key: int) -> Tensor:
 class _Stream:
     key: int
     calls: int = 0
+    own: range | None = None
 
 
 class _Thread(threading.local):
@@ -277,7 +282,7 @@ class _Again:
 
     def __init__(self) -> None:
         stream = _thread.stream
-        self._start = None if stream is None else (stream.key, stream.calls)
+        self._start = None if stream is None else (stream.key, stream.calls, stream.own)
         self._meshes = {mesh: stream.calls for mesh, stream in _of_meshes.items()}
         self._left: list[tuple[_Keyed | None, list[tuple[_Stream, int]]]] = []
 
@@ -325,7 +330,7 @@ def scope(name: str) -> Iterator[None]:
     around = _thread.stream
     if around is not None:
         digest = blake2b(name.encode(), digest_size=8).digest()
-        _thread.stream = _Stream(key_of(around.key, int.from_bytes(digest, "big")))
+        _thread.stream = _Stream(key_of(around.key, int.from_bytes(digest, "big")), own=around.own)
     try:
         yield
     finally:
@@ -376,7 +381,9 @@ def _is_split(types: Any) -> bool:
     return any(hasattr(kind, "full_tensor") for kind in types)
 
 
-def keyed(seed: int, step: int, microbatch: int = 0) -> AbstractContextManager[object]:
+def keyed(
+    seed: int, step: int, microbatch: int = 0, own: range | None = None
+) -> AbstractContextManager[object]:
     """Within it random numbers depend on these and on the number of the call only.
 
     Args:
@@ -384,5 +391,6 @@ def keyed(seed: int, step: int, microbatch: int = 0) -> AbstractContextManager[o
         step: number of the optimiser step.
         microbatch: number of the micro-batch in the step, over all data replicas, so that
             replicas draw different numbers.
+        own: the samples of the micro-batch that this rank has, if others have the rest.
     """
-    return _Keyed(_Stream(key_of(seed, step, microbatch)))
+    return _Keyed(_Stream(key_of(seed, step, microbatch), own=own))

@@ -150,7 +150,13 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
 
 def _plan(config: DictConfig) -> Placement:
     """Which ranks this configuration needs, after a look at what would fail on all of them."""
-    from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+    from spatialdl.training.layouts import (
+        check_batch,
+        check_image,
+        check_task,
+        placement_of,
+        schedule_of,
+    )
 
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
@@ -168,7 +174,9 @@ def _plan(config: DictConfig) -> Placement:
             raise ValueError(f"{key}={value} is not supported: take one of {', '.join(known)}")
     placement = placement_of(config.parallel)
     schedule_of(config.parallel, placement)
-    check_batch(config.data.batch_size, config.parallel.microbatches, placement.data)
+    local = max(placement.batch, default=1)
+    check_batch(config.data.batch_size, config.parallel.microbatches, placement.data, local)
+    check_task(config.task, placement)
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
     clip = config.trainer.clip_norm

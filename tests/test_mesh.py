@@ -44,6 +44,19 @@ def test_the_second_copy_lies_in_inverse_order():
     assert placement.describe() == "1 replica x (2x2 + 1x1) and again in inverse order = 5 ranks"
 
 
+def test_later_stages_may_divide_samples():
+    placement = Placement(2, ((2, 1), (1, 1)), batch=(1, 3))
+    assert placement.describe() == "2 replicas x (2x1 + 3 by samples) = 10 ranks"
+    assert placement.widths == (2, 3)
+    assert list(placement.ranks(1, 1)) == [7, 8, 9]
+    assert placement.positions(9) == [Position(1, 1, 2)]
+    for batch, grids in (((1,), 2 * ((1, 1),)), ((2, 1), 2 * ((1, 1),))):
+        with pytest.raises(ValueError, match="says for each of 2 stages"):
+            Placement(1, grids, batch=batch)
+    with pytest.raises(ValueError, match="divides either images or samples"):
+        Placement(1, ((1, 1), (2, 1)), batch=(1, 2))
+
+
 def test_stages_that_share_ranks_must_be_alike():
     with pytest.raises(ValueError, match="as many parts, got"):
         Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), interleave=2)

@@ -207,5 +207,19 @@ def test_checkpointing_draws_the_same_again() -> None:
     assert torch.equal(*grads)
 
 
+def test_a_rank_with_some_samples_draws_what_one_process_draws_for_them() -> None:
+    x, noise = torch.ones(5, 3, 4), nn.Dropout(0.5)
+
+    def drawn(own: range | None) -> list[torch.Tensor]:
+        part = x if own is None else x[own.start : own.stop]
+        with keyed(1, 2, 3, own), scope("layer"):
+            masks = [noise(part), F.dropout1d(part), torch.rand(7)]  # the last of no sample
+            return [*masks, torch.rand(len(part), 2)]
+
+    whole, some = drawn(None), drawn(range(2, 5))
+    for one, part in zip(whole, some, strict=True):
+        assert torch.equal(part, one[-3:] if len(one) == 5 else one)
+
+
 def test_it_is_part_of_the_package() -> None:
     assert spatialdl.random.keyed is keyed

@@ -31,18 +31,23 @@ class HandoverShape:
         sender: layout of an image on the sending stage; None for a tensor of which every sending
             rank holds the same copy.
         receiver: layout on the receiving stage; None: every receiving rank gets all of it.
+        by_sample: whether layouts cut the first dim of a tensor that is no image; they are those
+            of (samples, 1, elements of a sample).
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     sender: Layout | None
     receiver: Layout | None
+    by_sample: bool = False
 
     def local_shape(self, layout: Layout | None, part: int) -> tuple[int, ...]:
         """The shape of what one rank holds."""
         if layout is None:
             return self.shape
         samples, height, width = layout.boxes[part].shape
+        if self.by_sample:
+            return (samples, *self.shape[1:])
         return (samples, *self.shape[1:-2], height, width)
 
     def boxes(self, layout: Layout | None, ranks: int, copies: bool) -> tuple[Box, ...]:
@@ -54,11 +59,13 @@ class HandoverShape:
 
     @property
     def is_image(self) -> bool:
-        return self.sender is not None or self.receiver is not None
+        return not self.by_sample and (self.sender is not None or self.receiver is not None)
 
     @property
     def flat_box(self) -> Box:
-        """The box of everything: of the image, or of the tensor seen as one row."""
+        """The box of everything: of the image, or of the tensor seen as rows."""
+        if self.by_sample:
+            return Box(0, self.shape[0], 0, 1, 0, torch.Size(self.shape[1:]).numel())
         if self.is_image:
             return Box(0, self.shape[0], 0, self.shape[-2], 0, self.shape[-1])
         return Box(0, 1, 0, 1, 0, torch.Size(self.shape).numel())
@@ -190,5 +197,7 @@ class Handover:
 
 
 def _as_boxed(tensor: Tensor, what: HandoverShape) -> Tensor:
-    """(N, ..., H, W) as it is; anything else as one row, so that boxes apply to it."""
+    """(N, ..., H, W) as it is; anything else in rows, so that boxes apply to it."""
+    if what.by_sample:
+        return tensor.contiguous().view(len(tensor), 1, what.flat_box.col1)
     return tensor if what.is_image else tensor.contiguous().view(1, 1, -1)

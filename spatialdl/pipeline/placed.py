@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
 from spatialdl.pipeline.recording import IMAGE, Value
-from spatialdl.pipeline.shapes import Border, Passing
+from spatialdl.pipeline.shapes import Border, Passing, own_samples
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
@@ -87,7 +87,7 @@ class PlacedStage:
         learns: Sequence[bool],
         recompute: bool,
     ) -> None:
-        self._recompute = recompute
+        self._recompute, self._placement = recompute, placement
         self.module, self.position = module, position
         self.is_first = position.stage == 0
         self.is_last = position.stage == placement.stages - 1
@@ -104,6 +104,10 @@ class PlacedStage:
         self._after = {b: one for b, one in own.items() if b.giver == position.stage}
         self._held: dict[int, _Held] = {}
         self._some: dict[tuple[int, ...], Communicator] = {}
+
+    def own(self, samples: int) -> range:
+        """Those of the samples of a micro-batch that this rank works on."""
+        return own_samples(self._placement, self.position.stage, self.position.part, samples)
 
     def forward(
         self,
@@ -122,6 +126,7 @@ class PlacedStage:
         Raises:
             ValueError: if the first stage is not given its images.
         """
+        samples = len(self.own(microbatch.samples))
         tiles: dict[Value, Tensor] = {}
         values: dict[Value, Tensor] = {}
         if self.is_first:
@@ -137,10 +142,10 @@ class PlacedStage:
                 tiles[value] = tile.requires_grad_(learns)
                 values[value] = self._as_input(tile, part.receiver)
         if self._recompute:
-            modules, samples = [self.module], microbatch.samples
+            modules = [self.module]
             outputs = recompute(run_stage_again, self.module, values, samples, modules=modules)
         else:
-            outputs = run_stage(self.module, values, microbatch.samples)
+            outputs = run_stage(self.module, values, samples)
         for border, handover in self._after.items():
             for value, part in passing[border].items():
                 given = outputs[value] if value in outputs else values[value]
@@ -185,7 +190,11 @@ class PlacedStage:
         if self.is_last:
             if microbatch.target is None:
                 raise ValueError("the last stage needs the targets of its micro-batches")
-            loss = criterion(held.outputs[OUTPUT], microbatch.target)
+            own = self.own(microbatch.samples)
+            target = microbatch.target
+            if len(own) < microbatch.samples:
+                target = target[own.start : own.stop]
+            loss = criterion(held.outputs[OUTPUT], target)
             value = loss.item()
             if loss.requires_grad:
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -224,15 +233,26 @@ class PlacedStage:
             return SpatialTensor(grad, output.spatial_layout, self.mesh)
         return grad
 
-    def ranks_of(self, replicas: tuple[int, ...]) -> Communicator:
-        """The ranks of this stage in some data replicas; at the first time they must all ask."""
-        if len(replicas) == self.mesh.data:
+    def ranks_of(self, samples: Mapping[int, int]) -> Communicator:
+        """The ranks of this stage that work on a micro-batch; at the first time all must ask.
+
+        Args:
+            samples: of some data replicas.
+        """
+        width = self.mesh.size // self.mesh.data
+        ranks = tuple(
+            replica * width + part
+            for replica, count in samples.items()
+            for part in range(width)
+            if own_samples(self._placement, self.position.stage, part, count)
+        )
+        if len(ranks) == self.mesh.size:
             return self.mesh.comm
-        if replicas not in self._some:
-            width = self.mesh.size // self.mesh.data
-            ranks = [replica * width + part for replica in replicas for part in range(width)]
-            self._some[replicas] = self.mesh.comm.subset(ranks)
-        return self._some[replicas]
+        if len(samples) == 1 and len(ranks) == width:
+            return self.mesh.grid_comm
+        if ranks not in self._some:
+            self._some[ranks] = self.mesh.comm.subset(ranks)
+        return self._some[ranks]
 
     def wait_sent(self) -> None:
         """Wait until all that was sent has left; the end of a step."""

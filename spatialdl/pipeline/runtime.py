@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -105,8 +106,8 @@ class Pipeline:
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         self._holders = {stage: self._ranks_with(stage, comm) for stage in self.stages}
         self._statistics: dict[int, SliceStatistics] = {}
-        if placement.data * placement.copies > 1:
-            for stage, module in self.stages.items():
+        for stage, module in self.stages.items():
+            if placement.data * placement.copies * placement.batch_parts(stage) > 1:
                 self._statistics[stage] = SliceStatistics(module, self._holders[stage])
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
@@ -152,6 +153,10 @@ class Pipeline:
         placed = self._placed.get((self._copies[microbatch], self.placement.stages - 1))
         return placed.mesh if placed else None
 
+    def own_outputs(self, microbatch: int, samples: int) -> range:
+        """The samples of a micro-batch whose outputs leave from this rank; it has a `last`."""
+        return self._placed[self._copies[microbatch], self.placement.stages - 1].own(samples)
+
     def train_step(self, microbatches: Sequence[Microbatch], step: int) -> float:
         """Forward and backward of all micro-batches; averaged gradients are left in the stages.
 
@@ -165,7 +170,7 @@ class Pipeline:
             module.train()
             module.zero_grad()
         self._step = step
-        self._sharing = self._replicas_of(microbatches)
+        self._sharing = self._samples_of(microbatches)
         total = 0.0
         for action in self._todo(self._train, microbatches):
             placed = self._placed[action.copy, action.stage]
@@ -202,7 +207,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
-        """Outputs (N, ...) by micro-batch: of those that have samples and leave from this rank."""
+        """Outputs (n, ...) by micro-batch: of the samples whose outputs leave from this rank."""
         for module in self.stages.values():
             module.eval()
         outputs = {}
@@ -220,22 +225,26 @@ class Pipeline:
                 f"the schedule is for {self.schedule.microbatches} micro-batches, got "
                 f"{len(microbatches)}"
             )
-        return [action for action in actions if microbatches[action.microbatch].samples > 0]
+        return [
+            action
+            for action in actions
+            if self._placed[action.copy, action.stage].own(microbatches[action.microbatch].samples)
+        ]
 
-    def _replicas_of(self, microbatches: Sequence[Microbatch]) -> list[tuple[int, ...]]:
-        """For each micro-batch the data replicas that share its BatchNorm statistics."""
+    def _samples_of(self, microbatches: Sequence[Microbatch]) -> list[dict[int, int]]:
+        """For each micro-batch the replicas that share BatchNorm statistics, and their samples."""
         if not self._syncs:
-            return [(self.replica,)] * len(microbatches)
+            return [{self.replica: microbatch.samples} for microbatch in microbatches]
         mesh = next(iter(self._placed.values())).mesh
         own = torch.tensor([microbatch.samples for microbatch in microbatches])
         everybody = gather_over_ranks(mesh.comm, own, "samples of micro-batches")
         of_replicas = everybody[:: mesh.size // mesh.data].T.tolist()
-        return [tuple(r for r, count in enumerate(row) if count > 0) for row in of_replicas]
+        return [{r: count for r, count in enumerate(row) if count > 0} for row in of_replicas]
 
     def _synced(self, placed: PlacedStage, number: int) -> AbstractContextManager[object]:
-        if not self._syncs:
+        parts = prod(placed.mesh.grid)
+        if not self._syncs and placed.mesh.batch == 1:
             return nullcontext()
-        parts = self.placement.widths[placed.position.stage]
         return BatchNormOver(placed.ranks_of(self._sharing[number]), parts)
 
     def _forward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> None:
@@ -244,10 +253,12 @@ class Pipeline:
         with ExitStack() as stack:
             if self._weights_apart:
                 stack.enter_context(WeightsApart())
-            stack.enter_context(keyed(self.seed, self._step, piece))
-            if self._statistics:
-                statistics = self._statistics[placed.position.stage]
-                first = self.replica == self._sharing[number][0] and placed.position.part == 0
+            own = placed.own(microbatch.samples)
+            some = own if len(own) < microbatch.samples else None
+            stack.enter_context(keyed(self.seed, self._step, piece, some))
+            statistics = self._statistics.get(placed.position.stage)
+            if statistics is not None:
+                first = placed.ranks_of(self._sharing[number]).rank == 0
                 which = number if self._syncs else piece
                 stack.enter_context(statistics.slice(which, counts=first))
             stack.enter_context(self._synced(placed, number))
@@ -263,10 +274,11 @@ class Pipeline:
     def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> float:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
-        weight = microbatch.share * self._replicas
+        share = microbatch.share * len(placed.own(microbatch.samples)) / microbatch.samples
+        weight = share * self._replicas * placed.mesh.batch
         with self._synced(placed, number):
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
-        return loss * microbatch.share if placed.position.part == 0 else 0.0
+        return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
 
     @contextmanager
     def _gathering(self, action: Action) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.handover import HandoverShape
-from spatialdl.layout import Layout
+from spatialdl.layout import Layout, even_bounds
 from spatialdl.mesh import Placement, dry_mesh
 from spatialdl.pipeline.recording import IMAGE, Value, meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
@@ -72,7 +72,8 @@ class HandoverShapes:
         """What passes for a micro-batch of `samples`."""
         if samples not in self._found:
             if isinstance(self._first, Stage):
-                self._first.prepare(samples)
+                for own in {samples, *own_counts(self._placement, samples)}:
+                    self._first.prepare(own)
             self._found[samples] = self._dry_run(samples)
         return self._found[samples]
 
@@ -91,13 +92,32 @@ class HandoverShapes:
             for border, values in self._borders.items():
                 if border.giver == number:
                     found[border] = {
-                        value: _handover_shape(given[value], border, self._placement)
+                        value: _handover_shape(given[value], border, self._placement, samples)
                         for value in values
                     }
                     grid = self._placement.grids[border.taker]
                     for value, shape in found[border].items():
                         arrived[border.taker][value] = _arrived(shape, grid)
         return found
+
+
+def own_samples(placement: Placement, stage: int, part: int, samples: int) -> range:
+    """The samples of a micro-batch that a rank of a stage works on."""
+    parts = placement.batch_parts(stage)
+    if parts == 1:
+        return range(samples)
+    bounds = even_bounds(samples, parts)
+    return range(bounds[part], bounds[part + 1])
+
+
+def own_counts(placement: Placement, samples: int) -> set[int]:
+    """How many samples ranks may have, beside none."""
+    found = {
+        len(own_samples(placement, stage, part, samples))
+        for stage in range(placement.stages)
+        for part in range(placement.batch_parts(stage))
+    }
+    return found - {0}
 
 
 def _arrived(part: HandoverShape, grid: tuple[int, int]) -> Tensor:
@@ -113,26 +133,65 @@ def _meta_input(x: Tensor, layout: Layout | None, grid: tuple[int, int]) -> Tens
     return SpatialTensor(tile, layout, dry_mesh(grid))
 
 
-def _handover_shape(output: Tensor, border: Border, placement: Placement) -> HandoverShape:
-    grid, next_grid = placement.grids[border.giver], placement.grids[border.taker]
-    sender = receiver = None
-    if isinstance(output, SpatialTensor):
-        sender = output.spatial_layout
-        if output.spatial_dims != ROWS_AND_COLUMNS_LAST:
-            raise ValueError(
-                f"a split image of {tuple(output.shape)}{output.spatial_dims.describe()} would "
-                f"pass between stages {border.giver} and {border.taker}, where rows and columns "
-                "come last: choose another place by parallel.cut"
-            )
+def _handover_shape(
+    output: Tensor, border: Border, placement: Placement, samples: int
+) -> HandoverShape:
+    grids = placement.grids[border.giver], placement.grids[border.taker]
+    parts = placement.batch_parts(border.giver), placement.batch_parts(border.taker)
     is_map = output.dim() == 4 and output.shape[-2] * output.shape[-1] > 1
-    if sender is not None or (is_map and grid == (1, 1) and next_grid != (1, 1)):
-        size = (output.shape[0], output.shape[-2], output.shape[-1])
-        sender = sender or Layout.even(size, (1, 1))
-        receiver = sender if grid == next_grid else Layout.even(size, next_grid)
-        if size[1] < next_grid[0] or size[2] < next_grid[1]:
+    if parts != (1, 1) and (output.dim() == 0 or len(output) != samples):
+        if parts[0] > 1:
             raise ValueError(
-                f"stage {border.taker} would cut images of {size[1]}x{size[2]} into "
-                f"{next_grid[0]}x{next_grid[1]} tiles: take parallel.spatial_stages={border.taker}"
-                ", a smaller parallel.grid, or earlier places by parallel.cut"
+                f"a tensor of {tuple(output.shape)} would pass between stages {border.giver} and "
+                f"{border.taker}, of which ranks hold some of {samples} samples each: its first "
+                "dim must be the samples; choose another place by parallel.cut"
             )
-    return HandoverShape(tuple(output.shape), output.dtype, sender, receiver)
+        return HandoverShape(tuple(output.shape), output.dtype, None, None)
+    layouts: list[Layout | None] = [None, None]
+    by_sample = False
+    if isinstance(output, SpatialTensor):
+        _check_dims(output, border)
+        layouts = _image_layouts(output.shape, output.spatial_layout, grids, parts)
+    elif is_map and (grids != ((1, 1), (1, 1)) or parts != (1, 1)) and grids[0] == (1, 1):
+        layouts = _image_layouts(output.shape, None, grids, parts)
+    elif parts != (1, 1):
+        by_sample = True
+        size = (len(output), 1, output[:1].numel())
+        layouts = [Layout.by_sample(size, count) if count > 1 else None for count in parts]
+    if layouts[1] is not None and not by_sample:
+        _check_size(layouts[1], grids[1], border)
+    return HandoverShape(tuple(output.shape), output.dtype, layouts[0], layouts[1], by_sample)
+
+
+def _image_layouts(
+    shape: Sequence[int],
+    sender: Layout | None,
+    grids: tuple[tuple[int, int], tuple[int, int]],
+    parts: tuple[int, int],
+) -> list[Layout | None]:
+    size = (shape[0], shape[-2], shape[-1])
+    if sender is None:
+        sender = Layout.by_sample(size, parts[0])
+    if parts[1] > 1:
+        return [sender, Layout.by_sample(size, parts[1])]
+    is_same = grids[0] == grids[1] and parts[0] == parts[1]
+    return [sender, sender if is_same else Layout.even(size, grids[1])]
+
+
+def _check_dims(output: SpatialTensor, border: Border) -> None:
+    if output.spatial_dims != ROWS_AND_COLUMNS_LAST:
+        raise ValueError(
+            f"a split image of {tuple(output.shape)}{output.spatial_dims.describe()} would "
+            f"pass between stages {border.giver} and {border.taker}, where rows and columns "
+            "come last: choose another place by parallel.cut"
+        )
+
+
+def _check_size(layout: Layout, grid: tuple[int, int], border: Border) -> None:
+    _, height, width = layout.size
+    if height < grid[0] or width < grid[1]:
+        raise ValueError(
+            f"stage {border.taker} would cut images of {height}x{width} into "
+            f"{grid[0]}x{grid[1]} tiles: take parallel.spatial_stages={border.taker}"
+            ", a smaller parallel.grid, or earlier places by parallel.cut"
+        )

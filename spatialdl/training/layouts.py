@@ -44,7 +44,22 @@ def placement_of(parallel: DictConfig) -> Placement:
             f"rank: take {-(-stages // interleave) * interleave} stages"
         )
     grids = spatial + [(1, 1)] * (stages - spatial_stages)
-    return Placement(data, tuple(grids), interleave, mirrored=_variant(parallel) is not None)
+    batch = _batch(parallel, stages, spatial_stages)
+    return Placement(data, tuple(grids), interleave, _variant(parallel) is not None, batch)
+
+
+def _batch(parallel: DictConfig, stages: int, spatial_stages: int) -> tuple[int, ...]:
+    """The ranks over which each stage divides samples: those that do not cut images."""
+    parts = _count(parallel, "local_dp")
+    if parts == 1:
+        return ()
+    if not 0 < spatial_stages < stages:
+        raise ValueError(
+            f"parallel.local_dp={parts} divides the samples in stages after those that cut images, "
+            f"but parallel.spatial_stages={spatial_stages} of parallel.stages={stages}: take "
+            f"parallel=sp+lp or sp+pp, or for whole networks parallel.data={parts}"
+        )
+    return (1,) * spatial_stages + (parts,) * (stages - spatial_stages)
 
 
 def schedule_of(parallel: DictConfig, placement: Placement) -> Schedule:
@@ -111,12 +126,23 @@ def _grid(given: object) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def check_batch(batch_size: int, microbatches: int, replicas: int) -> None:
-    """Refuse a batch that leaves a micro-batch of a replica without samples."""
-    if not isinstance(batch_size, int) or batch_size < microbatches * replicas:
+def check_batch(batch_size: int, microbatches: int, replicas: int, local: int = 1) -> None:
+    """Refuse a batch that leaves ranks without samples in a micro-batch."""
+    least = microbatches * replicas * local
+    if not isinstance(batch_size, int) or batch_size < least:
+        divided = f" x parallel.local_dp={local}" if local > 1 else ""
         raise ValueError(
             f"data.batch_size={batch_size} cannot be cut into parallel.microbatches={microbatches} "
-            f"x parallel.data={replicas}: take at least {microbatches * replicas} images a batch"
+            f"x parallel.data={replicas}{divided}: take at least {least} images a batch"
+        )
+
+
+def check_task(task: str, placement: Placement) -> None:
+    """Refuse a task whose loss ranks that divide the samples cannot put together."""
+    if task == "segmentation" and max(placement.batch, default=1) > 1:
+        raise ValueError(
+            f"task=segmentation does not go with parallel.local_dp={max(placement.batch)}, as the "
+            "mean over pixels with a class is that of a whole micro-batch: leave local_dp out"
         )
 
 

@@ -171,7 +171,11 @@ class Trainer:
             for number, output in self.pipeline.evaluate(parts).items():
                 target, mesh = parts[number].target, self.pipeline.last(number)
                 if target is not None and mesh is not None:
-                    sums += self.task.tally(output, target, mesh.part)
+                    if mesh.batch > 1:
+                        own = self.pipeline.own_outputs(number, parts[number].samples)
+                        sums += self.task.tally(output, target[own.start : own.stop], part=0)
+                    else:
+                        sums += self.task.tally(output, target, mesh.part)
         found = self.task.metrics(self._over_world(sums))
         trace.take()  # no part of the next step
         if record is not None:
@@ -251,10 +255,15 @@ class Trainer:
         log.info("layout: %s", self.placement.describe())
         for stage, count in sorted({key: n for one in everybody for key, n in one.items()}.items()):
             rows, cols = self.placement.grids[stage]
-            log.info(
-                "stage %d: %.2f M parameters, tiles of about %dx%d of %dx%d on %dx%d ranks",
-                *(stage, count / 1e6, height // rows, width // cols, height, width, rows, cols),
-            )
+            parts = self.placement.batch_parts(stage)
+            if parts > 1:
+                where = f"whole images, {parts} ranks that divide the samples"
+            else:
+                where = (
+                    f"tiles of about {height // rows}x{width // cols} of {height}x{width} on "
+                    f"{rows}x{cols} ranks"
+                )
+            log.info("stage %d: %.2f M parameters, %s", stage, count / 1e6, where)
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:

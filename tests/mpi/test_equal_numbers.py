@@ -256,10 +256,12 @@ class Case(NamedTuple):
     sync: bool = False
     clip: float = 0.0
     balance: str = "time"
+    local: tuple[int, ...] = ()
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.data, self.grids, self.interleave, self.schedule in GEMS)
+        mirrored = self.schedule in GEMS
+        return Placement(self.data, self.grids, self.interleave, mirrored, self.local)
 
     def __str__(self) -> str:
         grids = "-".join(f"{rows}x{cols}" for rows, cols in self.grids)
@@ -273,6 +275,8 @@ class Case(NamedTuple):
             + f"{self.interleave}" * (self.interleave > 1)
             + "-sync" * self.sync
             + "-clip" * bool(self.clip)
+            + "-local" * bool(self.local)
+            + "+".join(map(str, self.local))
             + f"-{self.balance}" * (self.balance != "time")
         )
 
@@ -583,6 +587,27 @@ CLIPPED = [
 ]
 
 
+LOCAL = [
+    # three ranks and more: images cut, or nothing, then samples
+    Case("lp", "random", (37, 29), ((1, 1), (1, 1)), 1, 1, 5, local=(1, 2)),
+    Case("pp", "plain", (37, 29), ((1, 1), (1, 1)), 1, 3, 7, ("frozen",), local=(1, 2)),
+    Case("pp", "skips", (33, 29), ((1, 1), (1, 1)), 1, 2, 5, ("2",), local=(1, 2)),
+    Case("pp", "resnet18", (33, 35), ((1, 1),) * 3, 1, 2, 3, local=(1, 2, 1)),  # a rank has none
+    Case("pp", "skips", (33, 29), ((1, 1),) * 3, 1, 2, 5, ("2", "3"), local=(1, 2, 1)),
+    Case("pp", "odd", (64, 64), ((1, 1),) * 3, 1, 2, 7, ("4", "8"), local=(1, 2, 2)),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 8, schedule="zero_bubble", local=(1, 2)),
+    Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), 1, 2, 5, local=(1, 2)),
+    Case("sp+lp", "odd", (64, 64), ((1, 2), (1, 1)), 1, 1, 5, ("10",), local=(1, 2)),
+    Case("sp+pp", "random", (37, 29), ((2, 1), (1, 1)), 1, 3, 7, recompute="stage", local=(1, 2)),
+    Case("pp", "odd", (64, 64), ((1, 1),) * 2, 1, 2, 5, recompute=True, local=(1, 2)),
+    Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 9, schedule="basic", local=(1, 2)),
+    Case("sp+gems", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2, 6, schedule="mast", local=(1, 2)),
+    Case("dp+pp", "odd", (64, 64), ((1, 1),) * 2, 2, 2, 9, local=(1, 2)),
+    Case("dp+pp", "odd", (64, 64), ((1, 1),) * 2, 2, 2, 5, sync=True, local=(1, 2)),
+    Case("sp+pp", "plain", (37, 29), ((2, 2), (1, 1)), 1, 2, 5, ("body.0",), local=(1, 2)),
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -712,7 +737,7 @@ def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
     + ZERO_BUBBLE
     + INTERLEAVED
     + MIRRORED
-    + [*SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED],
+    + [*SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL],
     ids=str,
 )
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:

@@ -9,7 +9,13 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl.mesh import Placement
-from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.layouts import (
+    check_batch,
+    check_image,
+    check_task,
+    placement_of,
+    schedule_of,
+)
 
 
 def config(*overrides: str) -> DictConfig:
@@ -71,6 +77,9 @@ def test_numbers_can_be_changed():
     assert placement_of(parallel) == Placement(2, ((2, 3), (2, 3), ONE, ONE))
     parallel.grid = [[2, 2], [1, 2]]
     assert placement_of(parallel) == Placement(2, ((2, 2), (1, 2), ONE, ONE))
+    parallel.local_dp = 3
+    expected = Placement(2, ((2, 2), (1, 2), ONE, ONE), batch=(1, 1, 3, 3))
+    assert placement_of(parallel) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,9 @@ def test_numbers_can_be_changed():
         ),
         (["parallel.stages=two"], "parallel.stages is a whole number of at least 1, got two"),
         (["parallel.schedule=dualpipe"], "schedule dualpipe is unknown.*: take one of gpipe, 1f1b"),
+        (["parallel=pp", "parallel.local_dp=2"], r"spatial_stages=0 of parallel\.stages=2: take"),
+        (["parallel=sp", "parallel.local_dp=2"], r"local_dp=2 divides.*parallel\.data=2"),
+        (["parallel=sp+pp", "parallel.local_dp=0"], "local_dp is a whole number of at least 1"),
         (["parallel.interleave=0"], "parallel.interleave is a whole number of at least 1, got 0"),
         (
             ["parallel=pp", "parallel.stages=5", "parallel.interleave=2"],
@@ -164,6 +176,19 @@ def test_a_batch_must_reach_for_every_microbatch_of_every_replica():
         "take at least 8",
     ):
         check_batch(7, 4, 2)
+
+
+def test_ranks_that_divide_samples_need_samples_and_labels():
+    check_batch(8, 2, 2, 2)
+    with pytest.raises(
+        ValueError, match=r"parallel\.data=2 x parallel\.local_dp=2: take at least 8"
+    ):
+        check_batch(7, 2, 2, 2)
+    divided = Placement(1, ((2, 1), ONE), batch=(1, 2))
+    check_task("classification", divided)
+    check_task("segmentation", Placement(1, ((2, 1), ONE)))
+    with pytest.raises(ValueError, match=r"segmentation does not go with parallel\.local_dp=2"):
+        check_task("segmentation", divided)
 
 
 @pytest.mark.parametrize("size", [(2, 9), (9, 2)])
