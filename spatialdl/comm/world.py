@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
     from spatialdl.comm.communicator import Communicator
 
 
@@ -98,28 +94,14 @@ def _start_process_group(info: LaunchInfo) -> None:
     if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         dist.init_process_group(backend, rank=info.rank, world_size=info.size)
     else:
-        store = _store_by_mpi(info)
+        from mpi4py import MPI
+
+        from spatialdl.comm.store import store_by_mpi
+
+        check_mpi_world(MPI.COMM_WORLD.size)
+        store = store_by_mpi(MPI.COMM_WORLD)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
     atexit.register(_end_process_group)
-
-
-def _store_by_mpi(info: LaunchInfo) -> Store:
-    """A store on a free port of rank 0, of which the others hear by MPI."""
-    from mpi4py import MPI
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    world = MPI.COMM_WORLD
-    check_mpi_world(world.size)
-    hosts = world.allgather(socket.gethostname())
-    host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
-    wait = timedelta(minutes=5)
-    store = None
-    if info.rank == 0:
-        store = TCPStore(host, 0, info.size, True, wait, wait_for_workers=False)
-    port = world.bcast(store.port if store else None)
-    if store is None:
-        store = TCPStore(host, port, info.size, False, wait)
-    return store
 
 
 def _end_process_group() -> None:

@@ -1,0 +1,170 @@
+"""A thread that runs the collectives of one group in the order in which they were started.
+
+MPI's nonblocking collectives make little progress while nobody is in MPI, so collectives that are
+to overlap with computation run as blocking ones in a thread. Each group has its own: with one for
+all groups, two ranks whose groups come in another order would wait for each other.
+
+A call that is waited for anyway, and finds nothing queued before it, runs where it is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Event, Lock, Thread, get_ident
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from spatialdl.comm.calls import Call, Job, fail
+
+
+class CollectiveWork(Work):
+    """A collective under way.
+
+    Args:
+        tensors: what its future will hold.
+    """
+
+    def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.call, self._tensors = call, list(tensors)
+        devices: list[int | str | torch.device] = list({t.device for t in tensors if t.is_cuda})
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+        self._done = Event()
+
+    def finish(self) -> None:
+        """Called when the tensors are there; runs what users have chained to the future."""
+        self._done.set()
+        self._future.set_result(self._tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the tensors are there.
+
+        Raises:
+            RuntimeError: if that takes longer than a timeout of more than zero.
+        """
+        limit = timeout.total_seconds() if timeout is not None else 0.0
+        if not self._done.wait(limit if limit > 0 else None):
+            raise RuntimeError(f"{self.call} in {self.call.group} took longer than {limit:g} s")
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set()  # failures end the job
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+
+class FinishedWork(Work):
+    """A collective that ran where it was called."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+FINISHED = FinishedWork()
+
+
+class CommunicationThread:
+    """The order of the collectives of a group, and the thread that runs those that are started.
+
+    Args:
+        name: of the thread.
+        threaded: whether there may be one; if not, everything runs where it is called.
+        lock: held while something runs where it is called. Where MPI allows one thread at a time,
+            all groups share it.
+    """
+
+    def __init__(self, name: str, threaded: bool, lock: Lock | None = None) -> None:
+        self._name, self._threaded = name, threaded
+        self._lock = lock or Lock()
+        self._unfinished = 0
+        self._queue: SimpleQueue[tuple[Job, CollectiveWork] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def run(self, call: Call, job: Job) -> Work:
+        """Do it now, after everything that was started before."""
+        if self._inside():
+            call.run(job)
+            return FINISHED
+        with self._lock:
+            if self._unfinished == 0:
+                call.run(job)
+                return FINISHED
+        work = self.start(call, job, ())
+        work.wait()
+        return work
+
+    def start(self, call: Call, job: Job, tensors: Sequence[Tensor]) -> CollectiveWork:
+        """Do it in the thread; what is chained to the future runs there too.
+
+        A callback that starts a collective itself has it done at once: on a rank where the
+        callback was chained later, it follows its collective directly too.
+        """
+        work = CollectiveWork(call, tensors)
+        if self._inside():
+            call.run(job)
+            work.finish()
+        elif not self._threaded:
+            with self._lock:
+                call.run(job)
+            work.finish()
+        else:
+            with self._lock:
+                self._unfinished += 1
+                if self._thread is None:
+                    self._thread = Thread(target=self._serve, name=self._name, daemon=True)
+                    self._thread.start()
+                self._queue.put((job, work))
+        return work
+
+    def close(self) -> None:
+        """Return when everything that was started is done, and the thread has ended."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _inside(self) -> bool:
+        return self._thread is not None and self._thread.ident == get_ident()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            job, work = item
+            try:
+                work.call.run(job)
+            except BaseException as error:  # nobody may be waiting, and the other ranks hang
+                fail(work.call, error)
+            with contextlib.suppress(Exception):  # errors of callbacks are in their own futures
+                work.finish()
+            del item, job, work  # or the last tensors would stay until the next call
+            with self._lock:
+                self._unfinished -= 1

@@ -1,0 +1,160 @@
+"""Messages between two ranks, for torch.distributed: they never wait behind collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from threading import Lock
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from spatialdl.comm.calls import Call, seconds
+from spatialdl.comm.host import check_counts, dense, give_back, message
+
+
+class MessageWork(Work):
+    """A message under way.
+
+    Args:
+        request: of MPI.
+        tensor: of the program.
+        held: what MPI reads or writes: the tensor itself, or a copy of it on the host.
+        incoming: whether it is received.
+    """
+
+    def __init__(
+        self, call: Call, request: MPI.Request, tensor: Tensor, held: Tensor, incoming: bool
+    ) -> None:
+        super().__init__()
+        self._call, self._request, self._lock = call, request, Lock()
+        self._tensor, self._held, self._incoming = tensor, held, incoming
+        self._done, self._source = False, -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the tensor is there, or may be written to again.
+
+        The job ends if that takes longer than the timeout, or that of the group.
+
+        Raises:
+            RuntimeError: if another number of elements has come.
+        """
+        status = MPI.Status()
+        if timeout is not None:
+            self._call.timeout_s = seconds(timeout, self._call.timeout_s)
+        with self._lock:
+            if not self._done:
+                self._done = True  # whatever comes, MPI has let go of the memory then
+                self._call.run(partial(self._request.Wait, status))
+                self._finish(status)
+        return True
+
+    def is_completed(self) -> bool:
+        status = MPI.Status()
+        with self._lock:
+            if not self._done and self._request.Test(status):
+                self._done = True
+                self._finish(status)
+            return self._done
+
+    def is_over(self) -> bool:
+        """Whether nobody needs to keep it: received, given up, or sent, waited for or not."""
+        return self._done or (not self._incoming and self.is_completed())
+
+    def is_success(self) -> bool:
+        return self._done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        """The rank in the group that a message came from."""
+        self.wait()
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is done: MPI has nobody who would tell it later."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
+            devices=[self._tensor.device] if self._tensor.is_cuda else []
+        )
+        future.set_result(self.result())
+        return future
+
+    def cancel(self) -> None:
+        """Give up a message that nobody sends."""
+        with self._lock:
+            if not self._done:
+                self._request.Cancel()
+                self._request.Wait()
+                self._done = True
+
+    def _finish(self, status: MPI.Status) -> None:
+        if not self._incoming:
+            return
+        self._source = status.Get_source()
+        came = status.Get_count(MPI.BYTE)
+        if came != self._held.nbytes:
+            raise RuntimeError(
+                f"{self._call}: rank {self._source} has sent {came} bytes, the tensor has "
+                f"{self._held.nbytes}"
+            )
+        give_back(self._tensor, self._held)
+
+
+class Messages:
+    """The messages of a group that are under way.
+
+    They are kept until they are done: a program may drop the work of a message that is still being
+    sent.
+
+    Args:
+        comm: gives the communicator, if it may be used.
+    """
+
+    def __init__(self, comm: Callable[[], MPI.Intracomm]) -> None:
+        self._comm = comm
+        self._open: list[MessageWork] = []
+
+    def send(self, call: Call, tensor: Tensor, rank: int, tag: int) -> MessageWork:
+        held, comm = dense(tensor), self._comm()
+        return self._add(call, tensor, held, lambda: comm.Isend(message(held), rank, tag))
+
+    def receive(self, call: Call, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
+        """From a rank, or from whoever sends first."""
+        held, comm = dense(tensor), self._comm()
+        source = MPI.ANY_SOURCE if rank is None else rank
+        start = lambda: comm.Irecv(message(held), source, tag)  # noqa: E731
+        return self._add(call, tensor, held, start, incoming=True)
+
+    def close(self) -> None:
+        """Return when everything is sent; nothing more is received."""
+        for work in self._open:
+            if work._incoming:
+                work.cancel()
+            else:
+                work.wait()
+        self._open.clear()
+
+    def _add(
+        self,
+        call: Call,
+        tensor: Tensor,
+        held: Tensor,
+        start: Callable[[], MPI.Request],
+        incoming: bool = False,
+    ) -> MessageWork:
+        check_counts(call.name, tensor.numel())
+        self._open = [work for work in self._open if not work.is_over()]
+        work = MessageWork(call, start(), tensor, held, incoming)
+        self._open.append(work)
+        return work
