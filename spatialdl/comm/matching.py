@@ -7,6 +7,7 @@ not match hang until the timeout, or add up unrelated numbers.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from mpi4py import MPI
 
@@ -23,13 +24,16 @@ def asked_for() -> bool:
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
 
 
-def checked(comm: MPI.Intracomm, call: Call, number: int, job: Job) -> Job:
+def checked(comm: MPI.Intracomm, call: Call, numbers: Iterator[int], job: Job) -> Job:
     """The job, after a comparison.
 
-    The job raises CommMismatch, on all ranks, if ranks are about to do different things.
+    Calls are numbered when they run, not when they are made: what is chained to a future may be
+    made earlier on one rank than on another, but follows the same call everywhere. The job raises
+    CommMismatch, on all ranks, if ranks are about to do different things.
     """
 
     def compare_first() -> None:
+        number = next(numbers)
         text = f"number {number}: {call}"
         loose = call.name in _MAY_DIFFER
         types = sorted({str(tensor.dtype) for tensor in call.tensors})

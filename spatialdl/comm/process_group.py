@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
@@ -74,7 +75,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
             f"mpi4py group {name}", threaded, None if threaded else _one_at_a_time
         )
         self._messages = Messages(lambda: self._comm)
-        self._number = 0
+        self._numbers = count(1)
         self._on_close = on_close
         self._open = True
         self._usable = level >= MPI.THREAD_SERIALIZED
@@ -275,9 +276,8 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
     def _do(self, name: str, tensors: Tensors, results: Tensors, job: Job, opts: Any) -> Work:
         """Run a collective, or start it if the program does not wait for it."""
         call = Call(self._group, name, tensors, seconds(opts.timeout, self._timeout_s), opts)
-        self._number += 1
         if self._compares or check.enabled():
-            job = matching.checked(self._comm, call, self._number, job)
+            job = matching.checked(self._comm, call, self._numbers, job)
         if opts.asyncOp:
             return self._thread.start(call, job, results)
         return self._thread.run(call, job)
