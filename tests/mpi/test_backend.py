@@ -298,7 +298,6 @@ def test_tensors_of_uneven_parts_are_laid_out_anew(mesh):
     product = columns @ distribute_tensor(full.t().contiguous(), mesh, [Shard(0)])
     torch.testing.assert_close(product.full_tensor(), full @ full.t())
     torch.testing.assert_close(rows.sum().full_tensor(), full.sum())
-    torch.testing.assert_close(rows.max().full_tensor(), full.max())
 
 
 @pytest.mark.world(4)

@@ -1,0 +1,202 @@
+"""What the ranks of the jobs in test_backend.py do; run as ``backend_jobs.py NAME [ARGUMENT]``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+
+if "serialized" in sys.argv or "funneled" in sys.argv:
+    import mpi4py
+
+    mpi4py.rc.thread_level = sys.argv[2]
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import spatialdl.comm.backend  # noqa: F401  (registers it)
+
+SHORT = timedelta(seconds=2)
+
+
+def init(timeout: timedelta | None = None) -> int:
+    dist.init_process_group("mpi4py", timeout=timeout)
+    return dist.get_rank()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5)).double()
+
+
+def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.device_mesh import init_device_mesh  # only here: it takes seconds
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A step on six images; every rank has its part of them, of one size."""
+    draw = torch.Generator().manual_seed(number)
+    everything = torch.randn(6, 7, dtype=torch.float64, generator=draw)
+    own = everything.chunk(dist.get_world_size())[dist.get_rank()]
+    optimizer.zero_grad()
+    model(own).square().mean().backward()
+    optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state}
+
+
+def save(path: str) -> None:
+    """Two steps, a checkpoint, two more steps, whose weights are written beside it."""
+    import torch.distributed.checkpoint as dcp
+
+    init()
+    model, optimizer = sharded()
+    for number in range(2):
+        step(model, optimizer, number)
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    for number in range(2, 4):
+        step(model, optimizer, number)
+    weights = [parameter.full_tensor() for parameter in model.parameters()]
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{path}.pt")
+    dist.destroy_process_group()
+
+
+def load(path: str) -> None:
+    """Another number of ranks goes on from there, and gets the same weights."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    init()
+    model, optimizer = sharded()
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    for number in range(2, 4):
+        step(model, optimizer, number)
+    for ours, theirs in zip(model.parameters(), torch.load(f"{path}.pt"), strict=True):
+        difference = (ours.full_tensor() - theirs).abs().max()
+        assert difference < 1e-10, difference
+    print("the same weights", flush=True)
+    dist.destroy_process_group()
+
+
+def one_thread(level: str) -> None:
+    """An MPI that takes one thread at a time."""
+    from mpi4py import MPI
+
+    assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+    rank = init()
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.0001)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for number in range(3):
+        step(model, optimizer, number)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work.is_completed()
+    landed = torch.zeros(1)
+    works = [dist.isend(torch.ones(1) * rank, 1 - rank), dist.irecv(landed, 1 - rank)]
+    for work in works:
+        work.wait()
+    assert landed.item() == 1 - rank
+    import threading
+
+    assert not [thread for thread in threading.enumerate() if "mpi4py group" in thread.name]
+    dist.barrier()
+    print(f"{level} works", flush=True)
+
+
+def leave_without_goodbye() -> None:
+    """Nobody destroys anything, and a collective is still under way."""
+    rank = init()
+    dist.all_reduce(torch.ones(1_000_000), async_op=True)
+    group = dist.new_group()
+    work = dist.all_reduce(torch.ones(100), group=group, async_op=True)
+    dist.isend(torch.ones(10), (rank + 1) % dist.get_world_size())
+    del work
+    print(f"rank {rank} leaves", flush=True)
+
+
+def raise_on_one() -> None:
+    rank = init()
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("rank 1 has had enough")
+    dist.all_reduce(torch.ones(3))
+
+
+def freeze() -> None:
+    """A rank stops for ever, as on a machine that hangs: nobody hears of it."""
+    rank = init(SHORT)
+    dist.barrier()
+    if rank == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(3, 5))
+
+
+def freeze_overlapped() -> None:
+    """The same in backward, where a thread of its own waits."""
+    rank = init(SHORT)
+    model = DistributedDataParallel(network())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model(torch.ones(1, 7, dtype=torch.float64)).sum().backward()
+
+
+def part_ways() -> None:
+    """Ranks call different things."""
+    rank = init(SHORT)
+    if rank == 0:
+        dist.all_reduce(torch.ones(4))
+    else:
+        dist.recv(torch.ones(2), 0, tag=9)
+
+
+def wait_for_a_group() -> None:
+    """The timeout of a group counts in it."""
+    rank = init()
+    group = dist.new_group(timeout=SHORT)
+    if rank == 0:
+        dist.all_gather_into_tensor(torch.empty(8, dtype=torch.int64), torch.ones(4).long(), group)
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+def die() -> None:
+    rank = init(timedelta(seconds=20))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3, 5))
+
+
+def mismatch() -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    rank = init()
+    dist.all_reduce(torch.ones(3))
+    work = dist.all_reduce(torch.ones(3 + rank), async_op="started" in sys.argv)
+    if work is not None:
+        work.wait()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:3] if sys.argv[1] in ("save", "load", "one_thread") else ())

@@ -1,0 +1,125 @@
+"""Jobs over mpi4py that end in all the ways in which jobs end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spatialdl.comm.launch import mpiexec_command
+
+JOBS = Path(__file__).with_name("backend_jobs.py")
+ROOT = JOBS.parents[2]
+
+
+def job(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run one; nothing may take longer than the limit."""
+    return subprocess.run(
+        [*mpiexec_command(ranks), sys.executable, str(JOBS), *words],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PYTHONPATH": str(ROOT),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def ended(done: subprocess.CompletedProcess[str]) -> str:
+    """What was said by a job that an error ended, in order and not by a crash."""
+    assert done.returncode != 0
+    for crash in ("Segmentation fault", "core dumped", "terminate called", "Fatal Python error"):
+        assert crash not in done.stderr
+    return done.stderr
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_on_three(tmp_path):
+    saved = job(2, "save", str(tmp_path / "checkpoint"))
+    assert saved.returncode == 0, saved.stderr
+    loaded = job(3, "load", str(tmp_path / "checkpoint"))
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.count("the same weights") == 3
+
+
+@pytest.mark.parametrize("level", ["serialized", pytest.param("funneled", marks=pytest.mark.slow)])
+def test_an_mpi_that_takes_one_thread_at_a_time(level):
+    done = job(2, "one_thread", level)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{level} works") == 2
+
+
+def test_one_process_needs_no_launcher():
+    done = subprocess.run(
+        [sys.executable, str(JOBS), "leave_without_goodbye"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "rank 0 leaves\n"), done.stderr
+
+
+def test_a_program_that_destroys_nothing_ends_in_peace():
+    done = job(3, "leave_without_goodbye")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("leaves") == 3
+    assert done.stderr == ""
+
+
+def test_an_exception_on_one_rank_ends_the_job():
+    said = ended(job(2, "raise_on_one"))
+    assert said.count("rank 1 has had enough") == 2  # the line of the traceback, and the message
+
+
+@pytest.mark.parametrize("frozen", [pytest.param("0", marks=pytest.mark.slow), "1"])
+def test_a_rank_that_stops_is_named_after_the_timeout(frozen):
+    """Also where it is the one that holds the store."""
+    said = ended(job(3, "freeze", frozen))
+    assert "waits in all_reduce of float32 (3, 5) by SUM for" in said
+    assert "in group 'default_pg' (ranks 0, 1, 2), longer than the timeout of 2 s" in said
+    if frozen == "0":
+        assert "the store of rank 0 does not answer" in said
+    else:
+        assert "rank 1 has not come and says nothing: it is computing, stopped or dead" in said
+        assert said.count("waits in all_reduce of float32 (3, 5)") == 2  # of ranks 0 and 2, once
+        assert said.count("ending the job") == 1
+
+
+def test_a_thread_that_waits_ends_the_job_too():
+    said = ended(job(2, "freeze_overlapped"))
+    assert "rank 0 waits in all_reduce of float64 (174,) by SUM" in said
+
+
+def test_calls_that_do_not_match_are_told_after_the_timeout():
+    said = ended(job(2, "part_ways"))
+    assert "waits in all_reduce of float32 (4,) by SUM" in said
+    assert "waits in recv of float32 (2,) from rank 0, tag 9" in said
+
+
+@pytest.mark.slow
+def test_the_timeout_of_a_group_counts():
+    said = ended(job(2, "wait_for_a_group"))
+    assert "rank 0 waits in all_gather_into_tensor of int64 (4,) for" in said
+    assert "longer than the timeout of 2 s" in said
+
+
+def test_a_rank_that_is_killed_ends_the_job():
+    said = ended(job(3, "die"))
+    assert "Killed" in said or "signal 9" in said or "KILLED BY SIGNAL" in said
+    assert "longer than the timeout" not in said  # nobody waited for that
+
+
+@pytest.mark.parametrize("how", ["started", pytest.param("waited", marks=pytest.mark.slow)])
+def test_calls_that_do_not_match_are_told_at_once_in_debug_mode(how):
+    said = ended(job(2, "mismatch", how, TORCH_DISTRIBUTED_DEBUG="DETAIL"))
+    assert "rank 0 is at number 2: all_reduce of float32 (3,) by SUM; rank 1 is at" in said
+    assert "rank 1 is at number 2: all_reduce of float32 (4,) by SUM" in said
