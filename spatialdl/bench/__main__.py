@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import halo, memory, pipeline, spatial
+from spatialdl.bench import backend, halo, memory, pipeline, spatial
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
+    "backend": backend.main,
     "halo": halo.main,
     "memory": memory.main,
     "pipeline": pipeline.main,

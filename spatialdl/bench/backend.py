@@ -1,0 +1,171 @@
+"""torch.distributed over mpi4py beside gloo and mpi4py itself, alternately in one job."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spatialdl.bench.results import environment, machine, publish, run_worker
+from spatialdl.comm.launch import mpiexec_command
+
+OURS, RAW, GLOO, SILENT = "mpi4py backend", "raw mpi4py", "gloo", "no communication"
+COLORS = {OURS: "#1f5fa8", RAW: "#8a8a8a", GLOO: "#d0862a", SILENT: "#c9c9c9"}
+MOST_ABOVE_US = 15
+THROUGHPUT = 1.2
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
+    sizes = [4**power for power in range(1, 14) if 4**power <= options.most]
+    command = [
+        *(*mpiexec_command(options.ranks), sys.executable, "-m", "spatialdl.bench.backend_worker"),
+        *("--sizes", *map(str, sizes), "--rounds", str(options.rounds)),
+        *("--steps", str(options.steps), "--model", options.model),
+        *("--side", str(options.side), "--batch", str(options.batch)),
+    ]
+    found = run_worker(command, environment(1), show=True)
+    name = f"backend-{options.model}-{options.ranks}ranks"
+    publish(summarise(options, found), table, draw, Path(options.out) / name)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench backend", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
+    parser.add_argument(
+        "--most", type=int, default=4**13, help="bytes of the largest all-reduce (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="of all-reduces (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="of training (%(default)s)")
+    parser.add_argument("--model", default="resnet50", help="of spatialdl.models (%(default)s)")
+    parser.add_argument("--side", type=int, default=64, help="of the images (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="images of a rank (%(default)s)")
+    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
+    options = parser.parse_args(arguments)
+    if options.ranks < 2 or options.most < 4:
+        raise ValueError("there must be at least 2 ranks, and 4 bytes")
+    if min(options.rounds, options.steps) < 2 or min(options.side, options.batch) < 1:
+        raise ValueError("rounds and steps must be at least 2, side and batch at least 1")
+    return options
+
+
+def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the rounds; differences and ratios are taken round by round."""
+    sizes = {}
+    for size, seconds in found["all_reduce"].items():
+        sizes[size] = {
+            "median": _medians(seconds),
+            "above_raw_us": statistics.median(
+                1e6 * (a - b) for a, b in zip(seconds[OURS], seconds[RAW], strict=True)
+            ),
+            "to_gloo": _ratio(seconds[GLOO], seconds[OURS]),
+        }
+    step = found["step"]
+    keys = ("ranks", "most", "rounds", "steps", "model", "side", "batch")
+    given = " ".join(f"--{key} {getattr(options, key)}" for key in keys)
+    return {
+        "command": f"python -m spatialdl.bench backend {given}",
+        "machine": machine(),
+        "mpi": found["mpi"].split(",")[0].strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "options": vars(options),
+        "parameters": found["parameters"],
+        "sizes": sizes,
+        "step": {
+            "median": _medians(step),
+            "throughput_to_gloo": _ratio(step[GLOO], step[OURS]),
+            "throughput_to_silent": _ratio(step[SILENT], step[OURS]),
+        },
+        "seconds": found["all_reduce"],
+        "step_seconds": step,
+    }
+
+
+def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _ratio(upper: Sequence[float], lower: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(upper, lower, strict=True))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Microseconds of an all-reduce for each size, and milliseconds of a training step."""
+    options = result["options"]
+    lines = [
+        result["command"],
+        f"{result['machine']}, {result['mpi']}, {result['date']}",
+        "",
+        f"{'all-reduce, us':16}{OURS:>16}{RAW:>14}{GLOO:>10}{'above raw':>12}{'gloo / ours':>14}",
+    ]
+    for size, found in result["sizes"].items():
+        ours, raw, gloo = (1e6 * found["median"][name] for name in (OURS, RAW, GLOO))
+        lines.append(
+            f"{words(int(size)):16}{ours:16.1f}{raw:14.1f}{gloo:10.1f}"
+            f"{found['above_raw_us']:12.1f}{found['to_gloo']:14.2f}"
+        )
+    step = result["step"]
+    lines += [
+        "",
+        f"DistributedDataParallel, {options['model']} ({result['parameters'] / 1e6:.1f} M "
+        f"parameters), {options['batch']} images of {options['side']}x{options['side']} a rank",
+        f"{'':20}{'step, ms':>10}{'images/s':>10}",
+    ]
+    images = options["batch"] * options["ranks"]
+    for name, seconds in step["median"].items():
+        lines.append(f"{name:20}{1e3 * seconds:10.0f}{images / seconds:10.2f}")
+    lines.append(
+        f"\nthroughput: {step['throughput_to_gloo']:.2f} of gloo's, "
+        f"{step['throughput_to_silent']:.2f} of that without communication (medians of the ratios)"
+    )
+    return "\n".join(lines)
+
+
+def words(size: int) -> str:
+    """Bytes as people say them."""
+    for unit, name in ((2**20, "MB"), (2**10, "KB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Times of all-reduces over their size, and the throughput of training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
+    times, bars = figure.subplots(1, 2, width_ratios=[2, 1])
+    sizes = [int(size) for size in result["sizes"]]
+    for name in (RAW, GLOO, OURS):
+        medians = [1e6 * found["median"][name] for found in result["sizes"].values()]
+        times.loglog(sizes, medians, "o-", color=COLORS[name], label=name, markersize=3)
+    times.set_xticks(sizes, [words(size) for size in sizes], rotation=45, fontsize=8)
+    times.minorticks_off()
+    times.set_ylabel("microseconds of an all-reduce", fontsize=9)
+    times.legend(frameon=False, fontsize=9)
+    options, step = result["options"], result["step"]
+    images = options["batch"] * options["ranks"]
+    names = list(step["median"])
+    rates = [images / step["median"][name] for name in names]
+    bars.bar(range(len(names)), rates, color=[COLORS[name] for name in names], width=0.6)
+    for position, rate in enumerate(rates):
+        bars.text(position, rate, f"{rate:.1f}", ha="center", va="bottom", fontsize=9)
+    bars.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=9)
+    bars.set_ylabel("images per second", fontsize=9)
+    bars.margins(y=0.12)
+    bars.set_title(
+        f"DDP, {options['model']}, {options['batch']} x {options['side']} x {options['side']} a "
+        f"rank:\n{step['throughput_to_gloo']:.2f} of gloo's throughput",
+        fontsize=9,
+    )
+    times.set_title(
+        f"{options['ranks']} ranks on {result['machine'].split(',')[0]}, {result['mpi']}",
+        fontsize=10,
+    )
+    for panel in (times, bars):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
