@@ -42,7 +42,8 @@ def name_of(block: str) -> str:
 @pytest.mark.parametrize("block", blocks("python"), ids=name_of)
 def test_python_runs(block, tmp_path):
     (tmp_path / name_of(block)).write_text(block)
-    launcher = mpiexec_command(2) if "init_mesh" in block else []
+    together = "init_mesh" in block or "init_process_group" in block
+    launcher = mpiexec_command(2) if together else []
     done = subprocess.run(
         [*launcher, sys.executable, name_of(block)],
         cwd=tmp_path,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread, get_ident
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from spatialdl.comm.arrivals import Arrivals
 from spatialdl.comm.calls import Call, Job, fail
 
 
@@ -98,13 +100,16 @@ class CommunicationThread:
 
     Args:
         name: of the thread.
+        arrivals: of the ranks at each collective.
         threaded: whether there may be one; if not, everything runs where it is called.
         lock: held while something runs where it is called. Where MPI allows one thread at a time,
             all groups share it.
     """
 
-    def __init__(self, name: str, threaded: bool, lock: Lock | None = None) -> None:
-        self._name, self._threaded = name, threaded
+    def __init__(
+        self, name: str, arrivals: Arrivals, threaded: bool, lock: Lock | None = None
+    ) -> None:
+        self._name, self._arrivals, self._threaded = name, arrivals, threaded
         self._lock = lock or Lock()
         self._unfinished = 0
         self._queue: SimpleQueue[tuple[Job, CollectiveWork] | None] = SimpleQueue()
@@ -113,11 +118,11 @@ class CommunicationThread:
     def run(self, call: Call, job: Job) -> Work:
         """Do it now, after everything that was started before."""
         if self._inside():
-            call.run(job)
+            self._now(call, job)
             return FINISHED
         with self._lock:
             if self._unfinished == 0:
-                call.run(job)
+                self._now(call, job)
                 return FINISHED
         work = self.start(call, job, ())
         work.wait()
@@ -131,11 +136,11 @@ class CommunicationThread:
         """
         work = CollectiveWork(call, tensors)
         if self._inside():
-            call.run(job)
+            self._now(call, job)
             work.finish()
         elif not self._threaded:
             with self._lock:
-                call.run(job)
+                self._now(call, job)
             work.finish()
         else:
             with self._lock:
@@ -153,6 +158,14 @@ class CommunicationThread:
             self._thread.join()
             self._thread = None
 
+    def _now(self, call: Call, job: Job) -> None:
+        self._arrivals.come()
+        call.run(job)
+
+    def _when_all_have_come(self, job: Job) -> None:
+        self._arrivals.sleep()
+        job()
+
     def _inside(self) -> bool:
         return self._thread is not None and self._thread.ident == get_ident()
 
@@ -160,7 +173,7 @@ class CommunicationThread:
         while (item := self._queue.get()) is not None:
             job, work = item
             try:
-                work.call.run(job)
+                self._now(work.call, partial(self._when_all_have_come, job))
             except BaseException as error:  # nobody may be waiting, and the other ranks hang
                 fail(work.call, error)
             with contextlib.suppress(Exception):  # errors of callbacks are in their own futures

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import (
 )
 
 from spatialdl.comm import check, collectives, matching
+from spatialdl.comm.arrivals import Arrivals
 from spatialdl.comm.calls import Call, Group, Job, seconds
 from spatialdl.comm.communication_thread import CommunicationThread
 from spatialdl.comm.messages import Messages, MessageWork
@@ -71,8 +72,9 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         self._compares = matching.asked_for()
         level = MPI.Query_thread()
         threaded = level == MPI.THREAD_MULTIPLE
+        self._arrivals = Arrivals(comm)
         self._thread = CommunicationThread(
-            f"mpi4py group {name}", threaded, None if threaded else _one_at_a_time
+            f"mpi4py group {name}", self._arrivals, threaded, None if threaded else _one_at_a_time
         )
         self._messages = Messages(lambda: self._comm)
         self._numbers = count(1)
