@@ -113,7 +113,8 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     config = _without_hydra(composed)
     placement = _plan(config)
     arithmetic = placement.describe().rpartition(" = ")[0]
-    check_world_size(info.size, placement.world_size, arithmetic, str(config.parallel.name))
+    needed, replica = placement.world_size, placement.replica_size
+    check_world_size(info.size, needed, replica, arithmetic, str(config.parallel.name))
     _choose_gpu(config, info)
 
     world = start_world(str(config.comm.transport))  # from here on this process is a rank

@@ -60,13 +60,22 @@ def test_launched_reads_what_the_launcher_says(environment, expected):
     assert launched(environment) == expected
 
 
-def test_wrong_world_size_is_told_with_the_arithmetic():
-    check_world_size(3, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
+@pytest.mark.parametrize(
+    ("size", "fits"),
+    [
+        (6, "take parallel.data=2"),
+        (4, "take parallel.data=1 on 3 ranks"),
+        (8, "take parallel.data=2 on 6 ranks"),
+        (2, "a smaller layout: one replica of this one has 3 ranks"),
+    ],
+)
+def test_wrong_world_size_is_told_with_the_arithmetic_and_what_fits(size, fits):
+    check_world_size(3, 3, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
     with pytest.raises(ValueError, match="needs") as error:
-        check_world_size(4, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
+        check_world_size(size, 3, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
     assert str(error.value) == (
-        "parallel=sp+pp needs 3 ranks = 1 replica x (2x1 + 1x1), but this world has 4: "
-        "start it with `mpiexec -n 3`, or set parallel.grid or parallel.data"
+        f"parallel=sp+pp needs 3 ranks = 1 replica x (2x1 + 1x1), but this world has {size}: "
+        f"start it with `mpiexec -n 3`, or {fits}"
     )
 
 
