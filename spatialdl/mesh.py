@@ -247,9 +247,13 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
     )
 
 
-def dry_mesh(grid: tuple[int, int]) -> Mesh:
-    """A mesh on which nobody talks, to find out shapes and layouts on the ``meta`` device."""
-    from spatialdl.comm.alone import Alone
+def dry_mesh(grid: tuple[int, int], part: int = 0) -> Mesh:
+    """A mesh on which nobody talks, to find out shapes and layouts on the ``meta`` device.
 
-    alone = Alone()
-    return Mesh(grid, 1, 0, 0, alone, alone)
+    Args:
+        part: as which rank.
+    """
+    from spatialdl.comm.dry import Dry
+
+    comm = Dry(part, prod(grid))
+    return Mesh(grid, 1, part, 0, comm, comm)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from spatialdl import trace
-from spatialdl.comm import check
+from spatialdl.comm import check, dry
 from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.held import Held, pieces_of, views_of
@@ -38,6 +38,8 @@ def start_exchange(
         adjoint: the plan backwards.
         name: of the operation, for the check.
     """
+    if plan.talks and device.type == "meta":
+        _note(plan, sends, adjoint)
     if not plan.talks or device.type == "meta":
         return Done()
     if taped():
@@ -46,6 +48,13 @@ def start_exchange(
             lambda: _start(comm, plan, sends, receives, device, adjoint, name), views
         )
     return _start(comm, plan, sends, receives, device, adjoint, name)
+
+
+def _note(plan: Plan, sends: Sequence[Held], adjoint: bool) -> None:
+    """What this rank would send, to how many, for those who listen on a dry run."""
+    outgoing, incoming = pieces_of(plan, adjoint)
+    size = sum(view.nbytes for view in views_of(outgoing, sends))
+    dry.note("exchange", len({piece.peer for piece in (*outgoing, *incoming)}), size)
 
 
 def _start(

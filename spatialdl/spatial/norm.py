@@ -44,14 +44,14 @@ def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: st
     """
     mean, variance = _tile_moments(tile)
     own = tile.numel() // max(tile.shape[1], 1)
-    if tile.device.type == "meta" or comm.size == 1:
+    if comm.size == 1:
         return Moments(own if count is None else count, mean, variance)
     message = torch.cat([mean.new_full((1,), own), mean, variance])
     gathered = gather_over_ranks(comm, message, f"{name} statistics")
     channels = tile.shape[1]
     counts, means, variances = torch.split(gathered, [1, channels, channels], dim=1)
     if count is None:
-        count = int(counts.sum())
+        count = own * comm.size if tile.is_meta else int(counts.sum())
     mean = (counts * means).sum(0) / count
     variance = (counts * (variances + (means - mean).square())).sum(0) / count
     return Moments(count, mean, variance)

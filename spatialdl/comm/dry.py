@@ -1,0 +1,62 @@
+"""What ranks would say to each other, told by one process on the ``meta`` device.
+
+Where nothing is moved, what would have been is noted, if anybody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.tape import replaying
+
+
+class Talk(NamedTuple):
+    """One thing that a rank would say.
+
+    Attributes:
+        kind: "exchange" with some neighbours, "sum" or "gather" over all ranks.
+        ranks: neighbours of an exchange, else all ranks that take part.
+        bytes: that this rank would send; of a sum or gather, what it brings.
+    """
+
+    kind: Literal["exchange", "sum", "gather"]
+    ranks: int
+    bytes: int
+
+
+class Dry(Alone):
+    """A communicator of `size` ranks of which there is one, and nobody answers."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def subset(self, ranks: object) -> Dry:
+        return self
+
+    def duplicate(self) -> Dry:
+        return self
+
+
+_heard: list[list[Talk]] = []
+
+
+@contextmanager
+def listening() -> Iterator[list[Talk]]:
+    """A list to which is added what would be said inside."""
+    talks: list[Talk] = []
+    _heard.append(talks)
+    try:
+        yield talks
+    finally:
+        _heard.remove(talks)
+
+
+def note(kind: Literal["exchange", "sum", "gather"], ranks: int, size: int) -> None:
+    """Tell those who listen; what runs again in backward says nothing twice."""
+    if replaying():
+        return
+    for talks in _heard:
+        talks.append(Talk(kind, ranks, size))

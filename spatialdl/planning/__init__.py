@@ -1,0 +1,1 @@
+"""What a layout will cost: operations counted without data, and a cluster that carries them out."""

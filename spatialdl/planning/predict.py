@@ -1,0 +1,209 @@
+"""The memory and the time of one layout, from the costs of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spatialdl.allocator import KEPT_UP_TO
+from spatialdl.mesh import Placement
+from spatialdl.pipeline.schedule import Schedule
+from spatialdl.pipeline.simulate import Costs, Timeline, merged, simulate
+from spatialdl.planning.cluster import Cluster
+from spatialdl.planning.job import Job, Recompute
+from spatialdl.planning.shared import simulate_shared
+from spatialdl.planning.stage import StageCosts, stage_costs
+
+Held = tuple[tuple[int, int], ...]
+"""The (copy, stage) pairs that a rank holds."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout costs.
+
+    Attributes:
+        seconds: of a training step.
+        memory: bytes of each rank of a replica.
+        sent: bytes that the rank that sends most sends in a step.
+        bubble: share of the time, 0 to 1, in which ranks wait for each other's micro-batches.
+        timeline: of each rank of a replica, gradients not yet averaged, weights not yet changed.
+        reducing, updating: seconds of these.
+    """
+
+    placement: Placement
+    schedule: Schedule
+    recompute: Recompute
+    seconds: float
+    memory: tuple[float, ...]
+    sent: float
+    bubble: float
+    timeline: Timeline
+    reducing: float
+    updating: float
+
+
+def predict(
+    job: Job, cluster: Cluster, placement: Placement, schedule: Schedule, recompute: Recompute
+) -> Prediction:
+    """Memory and time of a layout.
+
+    Raises:
+        CannotWork: if the network cannot be cut so.
+    """
+    stages = stage_costs(job, cluster, placement, schedule.microbatches, recompute)
+    kinds = [
+        tuple((p.copy, p.stage) for p in placement.positions(rank))
+        for rank in range(placement.replica_size)
+    ]
+    distinct = list(dict.fromkeys(kinds))
+    timeline = _simulated(cluster, placement, schedule, stages, distinct, kinds)
+    reducing = _reducing(cluster, placement, stages)
+    updating = _updating(job, cluster, placement, stages, distinct)
+    of_kind = {
+        kind: _memory(job, cluster, placement, schedule, stages, spans, kind)
+        for kind, spans in zip(distinct, timeline.spans, strict=True)
+    }
+    everybody = Timeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
+    return Prediction(
+        placement=placement,
+        schedule=schedule,
+        recompute=recompute,
+        seconds=timeline.seconds + reducing + updating,
+        memory=tuple(of_kind[kind] for kind in kinds),
+        sent=max(_sent(placement, schedule, stages, kind) for kind in distinct),
+        bubble=max(0.0, everybody.bubble),
+        timeline=everybody,
+        reducing=reducing,
+        updating=updating,
+    )
+
+
+def _simulated(
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    stages: Sequence[StageCosts],
+    distinct: Sequence[Held],
+    kinds: Sequence[Held],
+) -> Timeline:
+    """A row for each kind of ranks: those of a grid do the same."""
+    costs = Costs([one.forward for one in stages], [one.backward for one in stages])
+    order = merged(schedule.train)
+    lists = [[a for a in order if (a.copy, a.stage) in kind] for kind in distinct]
+    if cluster.cores is None:
+        return simulate(lists, costs)
+    weights = [placement.data * kinds.count(kind) for kind in distinct]
+    return simulate_shared(lists, weights, costs, cluster.cores, cluster.lone_speed)
+
+
+def _reducing(cluster: Cluster, placement: Placement, stages: Sequence[StageCosts]) -> float:
+    """Averaging gradients; stages do it at the same time, those of one rank after each other."""
+    seconds = [0.0] * placement.groups
+    for number, stage in enumerate(stages):
+        ranks = holders(placement, number)
+        seconds[number % placement.groups] += cluster.all_reduce(ranks, stage.weights)
+    return max(seconds)
+
+
+def holders(placement: Placement, stage: int) -> list[int]:
+    """The ranks that hold a stage, in whichever copy."""
+    return sorted(
+        {
+            rank
+            for copy in range(placement.copies)
+            for replica in range(placement.data)
+            for rank in placement.ranks(stage, replica, copy)
+        }
+    )
+
+
+def _updating(
+    job: Job,
+    cluster: Cluster,
+    placement: Placement,
+    stages: Sequence[StageCosts],
+    distinct: Sequence[Held],
+) -> float:
+    world = placement.world_size
+    crowd = max(1.0, world / cluster.cores) if cluster.cores else 1.0
+    of_stage = [
+        sum(cluster.seconds(job.updates[layer], world) for layer in range(*stage.layers))
+        for stage in stages
+    ]
+    return crowd * max(sum(of_stage[stage] for stage in {s for _, s in k}) for k in distinct)
+
+
+def _memory(
+    job: Job,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    stages: Sequence[StageCosts],
+    spans: Sequence[object],
+    kind: Held,
+) -> float:
+    """Most bytes of a rank at a time."""
+    numbers = {stage for _, stage in kind}
+    weights = sum(stages[n].weights for n in numbers)
+    static = cluster.base_bytes(placement.world_size)
+    static += weights * (1 + job.state_ratio) + sum(stages[n].buffers for n in numbers)
+    if cluster.cores is not None:
+        static += KEPT_UP_TO  # which the C library's heap keeps of what was freed
+    most = static + 2 * weights
+    for copy, stage in kind:
+        if stage == 0:
+            loaded = _images(cluster, job, placement, schedule, stages[0].input, copy)
+            static += loaded
+    held, grads = 0.0, dict.fromkeys(numbers, 0)
+    for span in spans:
+        action = span.action  # type: ignore[attr-defined]
+        stage = stages[action.stage]
+        if action.kind == "forward":
+            most = max(most, static + sum(grads.values()) + held + stage.forward_peak)
+            held += stage.held
+        else:
+            held -= stage.held
+            others = sum(grads.values()) - grads[action.stage]
+            first = grads[action.stage] == 0
+            peak = stage.first_backward_peak if first else stage.backward_peak
+            grads[action.stage] = stage.weights
+            most = max(most, static + others + held + peak)
+    if cluster.cores is not None:  # every rank makes the whole network first
+        most = max(most, cluster.base_bytes(placement.world_size) + job.weights)
+    return most
+
+
+def _images(
+    cluster: Cluster,
+    job: Job,
+    placement: Placement,
+    schedule: Schedule,
+    tile: int,
+    copy: int,
+) -> float:
+    """Bytes of a batch's images on a rank of the first stage, and of reading the next ones."""
+    actions = {a for actions in schedule.evaluate for a in actions if a.stage == 0}
+    loaded = tile * sum(action.copy == copy for action in actions)
+    if cluster.cores is None:
+        return loaded
+    channels, height, width = job.image
+    rows, cols = placement.grids[0]
+    pixels = -(-height // rows) * -(-width // cols)
+    samples = -(-job.batch // placement.data)
+    # this batch and the next one as bytes, and what the thread that reads keeps to itself
+    return loaded + 2 * samples * channels * pixels + job.read_bytes * pixels
+
+
+def _sent(
+    placement: Placement, schedule: Schedule, stages: Sequence[StageCosts], kind: Held
+) -> float:
+    """Bytes that a rank sends in a step; gradients as a ring adds them up."""
+    total = 0.0
+    actions = {a for actions in schedule.evaluate for a in actions}
+    for place in kind:
+        total += stages[place[1]].sent * sum((a.copy, a.stage) == place for a in actions)
+    for stage in {stage for _, stage in kind}:
+        ranks = len(holders(placement, stage))
+        total += 2 * (ranks - 1) / ranks * stages[stage].weights
+    return total
