@@ -21,6 +21,7 @@ from spatialdl.trace import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("spatialdl.trace")
 
@@ -118,7 +119,6 @@ def draw_step(
 ) -> None:
     """One step as it was, and below it as it would have been if nobody ever waited in vain."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     ideal = simulated(ranks, placement, train)
     begin = min((span.start for spans in ranks for span in spans), default=0.0)
@@ -127,17 +127,25 @@ def draw_step(
     figure = Figure(figsize=(11, 2.2 + 2 * rows * ROW_INCHES), dpi=130, layout="constrained")
     real, paper = figure.subplots(2, 1, sharex=True)
     longest = max((spans[-1].end for spans in ideal if spans), default=0.0)
-    _draw_rows(real, ranks[:rows], begin, f"one step, {placement.describe()}")
-    _draw_rows(paper, ideal[:rows], 0.0, "simulated: the same actions, messages take no time")
+    draw_rows(real, ranks[:rows], begin, f"one step, {placement.describe()}")
+    draw_rows(paper, ideal[:rows], 0.0, "simulated: the same actions, messages take no time")
     real.axvline(1e3 * (end - begin), color="0.3", linewidth=0.8)
     paper.axvline(1e3 * longest, color="0.3", linewidth=0.8)
     paper.set_xlabel("ms")
-    patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    draw_legend(figure)
     figure.savefig(path)
 
 
-def _draw_rows(axes: Axes, ranks: Sequence[Sequence[Span]], begin: float, title: str) -> None:
+def draw_legend(figure: Figure) -> None:
+    """What the colours mean, below."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+
+
+def draw_rows(axes: Axes, ranks: Sequence[Sequence[Span]], begin: float, title: str) -> None:
+    """What each rank does, a row a rank; time in ms since `begin`."""
     for row, spans in enumerate(ranks):
         # what ends first lies inside what ends later: draw it on top
         for span in reversed(spans):

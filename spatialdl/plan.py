@@ -1,0 +1,127 @@
+"""The planning command: ``python -m spatialdl.plan key=value ... world=64``.
+
+It takes every key of ``spatialdl.train``, runs nothing, and lists the layouts that fit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from spatialdl.comm.abort import describe_error
+from spatialdl.planning.cluster import Cluster
+from spatialdl.planning.drawing import draw_layout, draw_timeline
+from spatialdl.planning.job import Job
+from spatialdl.planning.search import Row, search
+from spatialdl.planning.setup import cluster_named, job_of
+from spatialdl.train import _fit_model_keys, _open_model
+
+log = logging.getLogger("spatialdl.plan")
+
+
+def main() -> None:
+    """Plan, as the command line says."""
+    flags = {"--calibrate": "calibrate=true"}
+    sys.argv[1:] = [flags.get(one, _open_model(one)) for one in sys.argv[1:]]
+    try:
+        _hydra_main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+@hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="plan")
+def _hydra_main(config: DictConfig) -> None:
+    job_config = HydraConfig.get()
+    try:
+        plan(config, list(job_config.overrides.task), Path(job_config.runtime.output_dir))
+    except Exception as error:
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row]:
+    """Print the table, draw the first layout.
+
+    Raises:
+        ValueError: if the configuration does not fit together, or no layout fits.
+    """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    if config.parallel.name not in ("none", "auto"):
+        raise ValueError(
+            f"parallel={config.parallel.name} is a layout already: leave it out to look for one"
+        )
+    _fit_model_keys(config, overrides)
+    cluster = cluster_named(config.cluster, bool(config.calibrate))
+    job = job_of(config, cluster)
+    memory = limit(config.device_memory_gb, cluster, config.world)
+    rows = search(job, cluster, config.parallel, config.world, memory)
+    print(table(rows[: int(config.rows)], job, cluster, len(rows)))
+    _write(rows[: int(config.rows)], folder)
+    draw_layout(rows[0], job, folder / "layout.png")
+    draw_timeline(rows[0], folder / "timeline.png")
+    print(f"\nwritten: {folder}/plan.json, layout.png and timeline.png")
+    return rows
+
+
+def limit(given: Any, cluster: Cluster, world: Any) -> float | None:
+    """Bytes that a rank may take.
+
+    Raises:
+        ValueError: if the numbers make no sense.
+    """
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"world={world} must be a whole number of at least 1 rank")
+    if given is None:
+        return cluster.memory_bytes(world)
+    if not isinstance(given, int | float) or given <= 0:
+        raise ValueError(f"device_memory_gb={given} must be more than 0")
+    return 1e9 * given
+
+
+def table(rows: Sequence[Row], job: Job, cluster: Cluster, found: int) -> str:
+    """A line a layout."""
+    height, width = job.image[1:]
+    lines = [
+        f"{type(job.model).__name__}, {job.batch} images of {height}x{width} a step, on "
+        f"{cluster.name}: {len(rows)} of {found} layouts",
+        "",
+        f"{'GB a rank':>9}{'s a step':>10}{'images/s':>10}{'MB sent':>10}{'waiting':>9}  layout",
+    ]
+    for row in rows:
+        one = row.prediction
+        keys = " ".join(row.layout.overrides())
+        lines.append(
+            f"{row.memory / 1e9:9.2f}{one.seconds:10.3g}{job.batch / one.seconds:10.3g}"
+            f"{one.sent / 1e6:10.1f}{one.bubble:9.0%}  {keys}"
+        )
+    return "\n".join(lines)
+
+
+def _write(rows: Sequence[Row], folder: Path) -> None:
+    """The same for programs; with the layouts' keys, as ``spatialdl.train`` takes them."""
+    listed = [
+        {
+            "overrides": row.layout.overrides(),
+            "seconds": row.prediction.seconds,
+            "memory_bytes": list(row.prediction.memory),
+            "sent_bytes": row.prediction.sent,
+            "bubble": row.prediction.bubble,
+        }
+        for row in rows
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(listed, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Measuring this machine: what its cores compute, how its ranks talk, what a rank takes before it
+trains. The result is kept in the user's cache and is the cluster ``this_machine``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+from tqdm import tqdm
+
+from spatialdl.allocator import MAPPED_FROM
+from spatialdl.comm.launch import mpiexec_command
+from spatialdl.planning.run import environment, run, run_json
+
+TINY = ("model=resnet18", "model.width=2", "data.image_size=[32,32]", "data.batch_size=2")
+TINY_RUN = ("data.samples=4", "data.validation_samples=0", "trainer.max_steps=2", "device=cpu")
+FITTED = ("conv", "conv_input", "conv_strided_input", "conv_weight")
+WORKER = (sys.executable, "-m", "spatialdl.planning.calibrate_worker")
+
+
+def cache_file() -> Path:
+    """Where the measurements of this machine are kept."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "spatialdl" / "this_machine.json"
+
+
+def measured() -> dict[str, Any] | None:
+    """What was measured before, as settings of a cluster; None if nothing was."""
+    try:
+        found: dict[str, Any] = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def calibrate() -> dict[str, Any]:
+    """Measure this machine, and keep the result; takes about a minute."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    ranks = max(2, cores)
+    with tqdm(total=6, desc="measuring this machine", unit="part", leave=False) as bar:
+
+        def part(name: str, found: Any) -> Any:
+            bar.set_postfix_str(name)
+            bar.update()
+            return found
+
+        busy = part("all cores", run_json([*mpiexec_command(ranks), *WORKER], environment(1)))
+        lone = part("one core", run_json([*WORKER], environment(1)))
+        alone = part("one process", run_json([*WORKER], environment(cores)))
+        talk = part("messages", run_json([*mpiexec_command(2), *WORKER, "--talk"], environment(1)))
+        base_alone = part("memory", _base_mb("none"))
+        base = part("memory", _base_mb("dp"))
+    link = _link(talk["exchange"])
+    settings = {
+        "name": "this_machine",
+        "memory_gb": _memory_gb(),
+        "ranks_per_node": 2**20,
+        "cores": cores,
+        "rates": rates_of(busy["operations"]),
+        "rates_alone": rates_of(alone["operations"]),
+        "lone_speed": _ratio(busy["operations"], lone["operations"]),
+        "base_mb": base,
+        "base_mb_alone": base_alone,
+        "workspace": True,
+        "within_node": link,
+        "between_nodes": link,
+        "reduce": _link(talk["all_reduce"]),
+    }
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    return settings
+
+
+def rates_of(operations: Sequence[Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """Rates of all kinds, from (kind, flops, bytes, seconds) of operations of several sizes."""
+    kinds: dict[str, list[tuple[float, float, float]]] = {}
+    for kind, flops, size, seconds in operations:
+        kinds.setdefault(kind, []).append((flops, size, seconds))
+    found = {}
+    for kind, rows in kinds.items():
+        table = np.array(rows)
+        if kind in FITTED:
+            found[kind] = _fitted(*table.T)
+        elif kind == "matmul":
+            flops, _, seconds = table[-1]
+            found[kind] = {"flops_per_second": flops / seconds, "bytes_per_second": 1e12}
+        else:
+            found[kind] = {"bytes_per_second": _curve(table)}
+    return found
+
+
+def _curve(table: npt.NDArray[np.float64]) -> list[list[float]]:
+    """Bytes, and bytes a second; operations of about the same size together."""
+    groups: list[list[tuple[float, float]]] = []
+    for _, size, seconds in sorted(table.tolist(), key=lambda row: row[1]):
+        if groups and size < 2 * groups[-1][0][0]:
+            groups[-1].append((size, seconds))
+        else:
+            groups.append([(size, seconds)])
+    return [
+        [
+            math.exp(statistics.fmean(math.log(size) for size, _ in group)),
+            statistics.fmean(size / seconds for size, seconds in group),
+        ]
+        for group in groups
+    ]
+
+
+def _fitted(
+    flops: npt.NDArray[np.float64],
+    size: npt.NDArray[np.float64],
+    seconds: npt.NDArray[np.float64],
+) -> dict[str, Any]:
+    """Seconds as a sum of three parts, each at least 0, with the smallest relative errors.
+
+    Bytes cost more where results are so large that their memory is mapped anew.
+    """
+    large = size >= MAPPED_FROM
+    columns = np.stack([np.ones_like(size), flops, size * ~large, size * large], axis=1)
+    parts, _ = nnls(columns / seconds[:, None], np.ones_like(seconds))
+    fixed, per_flop, per_small, per_large = (float(part) for part in parts)
+    return {
+        "seconds": fixed,
+        "flops_per_second": 1 / per_flop if per_flop else None,
+        "bytes_per_second": [
+            [MAPPED_FROM / 2, 1 / max(per_small, 1e-13)],
+            [2 * MAPPED_FROM, 1 / max(per_large, 1e-13)],
+        ],
+    }
+
+
+def _ratio(
+    slower: Sequence[Sequence[Any]], faster: Sequence[Sequence[Any]], kinds: int = 4
+) -> float:
+    """How much faster operations are, the mean of kinds and sizes in logarithms; at least 1."""
+    logs = [math.log(a[3] / b[3]) for a, b in zip(slower, faster, strict=True)]
+    return max(1.0, math.exp(statistics.median(logs)))
+
+
+def _link(pairs: Sequence[Sequence[float]]) -> dict[str, float]:
+    """From (bytes, seconds), ascending: what the smallest takes, and the speed of the largest."""
+    size, seconds = pairs[-1]
+    return {"seconds": pairs[0][1], "bytes_per_second": size / max(seconds - pairs[0][1], 1e-9)}
+
+
+def _base_mb(layout: str) -> float:
+    """Peak memory of a rank that trains next to nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [*TINY, *TINY_RUN, f"parallel={layout}", f"hydra.run.dir={folder}/run"]
+        run([sys.executable, "-m", "spatialdl.train", *given], {**os.environ})
+        summary: Mapping[str, Any] = json.loads(Path(folder, "run", "summary.json").read_text())
+    return float(max(summary["peak_memory_mb"]))
+
+
+def _memory_gb() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

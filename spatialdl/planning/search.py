@@ -1,0 +1,220 @@
+"""Which layouts there are for so many ranks, and which of them fit, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from spatialdl.planning.cluster import Cluster
+from spatialdl.planning.job import Job, Recompute
+from spatialdl.planning.predict import Prediction, predict
+from spatialdl.planning.stage import CannotWork
+from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+
+LARGEST_GRID = 64
+MOST_STAGES = 32
+"""Beyond these a grid's tiles or a network's stages are hardly worth the talk; not tried."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout as a configuration says it.
+
+    Attributes:
+        name: of its group file, such as ``dp+sp+pp``.
+        keys: what it says otherwise than the file.
+    """
+
+    name: str
+    keys: tuple[tuple[str, Any], ...]
+
+    def overrides(self) -> list[str]:
+        """What to write behind ``python -m spatialdl.train``."""
+        return [f"parallel={self.name}", *(f"parallel.{k}={_text(v)}" for k, v in self.keys)]
+
+    def config(self, base: DictConfig) -> DictConfig:
+        """The layout on top of a configuration of one rank."""
+        keys = OmegaConf.from_dotlist([f"{key}={_text(value)}" for key, value in self.keys])
+        made = OmegaConf.merge(base, {"name": self.name}, keys)
+        assert isinstance(made, DictConfig)
+        return made
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout and what it would cost."""
+
+    layout: Layout
+    prediction: Prediction
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the rank that needs most."""
+        return max(self.prediction.memory)
+
+
+class NothingFits(ValueError):
+    """No layout fits the memory or the ranks."""
+
+
+def search(
+    job: Job,
+    cluster: Cluster,
+    base: DictConfig,
+    world: int,
+    memory_bytes: float | None,
+    show: bool = True,
+) -> list[Row]:
+    """The layouts for `world` ranks that fit, the fastest first.
+
+    Layers run again in backward only where the layout does not fit otherwise.
+
+    Args:
+        base: ``parallel`` of one rank, for the keys that a layout leaves alone.
+        memory_bytes: of a rank; None: any.
+
+    Raises:
+        NothingFits: if there is none, with the nearest and what it would need.
+    """
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"world={world} must be a whole number of at least 1 rank")
+    rows, nearest, reason = [], None, ""
+    tried = list(layouts(world, job.batch, len(job.layers)))
+    for layout in tqdm(tried, desc="layouts", unit="layout", disable=not show, leave=False):
+        for recompute in _again(job, base):
+            made = _with(layout, recompute)
+            try:
+                row = Row(made, _predicted(job, cluster, base, made, recompute))
+            except CannotWork as error:
+                reason = str(error)
+                break
+            except ValueError as error:  # layouts and batches that do not go together
+                reason = str(error)
+                break
+            if memory_bytes is None or row.memory <= memory_bytes:
+                rows.append(row)
+                break
+            if nearest is None or row.memory < nearest.memory:
+                nearest = row
+    if not rows:
+        raise _nothing_fits(world, memory_bytes, nearest, reason)
+    return sorted(rows, key=lambda row: (row.prediction.seconds, row.memory))
+
+
+def _again(job: Job, base: DictConfig) -> Sequence[Recompute]:
+    """What to try, one after the other, until it fits."""
+    if base.recompute != "none":
+        return [base.recompute]
+    return ["none", "block", "stage"] if job.has_blocks else ["none", "stage"]
+
+
+def _with(layout: Layout, recompute: Recompute) -> Layout:
+    more = () if recompute == "none" else (("recompute", recompute),)
+    return Layout(layout.name, (*layout.keys, *more))
+
+
+def _predicted(
+    job: Job, cluster: Cluster, base: DictConfig, layout: Layout, recompute: Recompute
+) -> Prediction:
+    config = layout.config(base)
+    placement = placement_of(config)
+    schedule = schedule_of(config, placement)
+    check_batch(job.batch, schedule.microbatches, placement.data)
+    check_image((job.image[1], job.image[2]), placement)
+    return predict(job, cluster, placement, schedule, recompute)
+
+
+def _nothing_fits(
+    world: int, memory_bytes: float | None, nearest: Row | None, reason: str
+) -> NothingFits:
+    if nearest is None or memory_bytes is None:
+        return NothingFits(f"no layout for {world} ranks works: {reason}")
+    return NothingFits(
+        f"no layout for {world} ranks fits {memory_bytes / 1e9:.2f} GB a rank: the nearest, "
+        f"{' '.join(nearest.layout.overrides())}, would need {nearest.memory / 1e9:.2f} GB; take "
+        "more ranks, smaller images or a smaller batch"
+    )
+
+
+def layouts(world: int, batch: int, layers: int) -> Iterator[Layout]:
+    """All layouts that are tried, without a look at their costs."""
+    for data in range(1, min(world, batch) + 1):
+        if world % data == 0:
+            replicated = (("data", data),) if data > 1 else ()
+            prefix = "dp+" if data > 1 else ""
+            for shape in _shapes(world // data, layers):
+                for name, keys in _orders(shape, batch // data):
+                    full = (prefix + name).rstrip("+")
+                    full = {"": "none", "dp+none": "dp"}.get(full, full)
+                    yield Layout(full, (*replicated, *shape.keys, *keys))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    grid: tuple[int, int] | None
+    stages: int
+    spatial: int
+
+    @property
+    def keys(self) -> tuple[tuple[str, Any], ...]:
+        found: list[tuple[str, Any]] = []
+        if self.grid is not None:
+            found.append(("grid", list(self.grid)))
+        if self.stages > 1:
+            found.append(("stages", self.stages))
+        if self.grid is not None:
+            found.append(("spatial_stages", self.spatial))
+        return tuple(found)
+
+
+def _shapes(ranks: int, layers: int) -> Iterator[_Shape]:
+    """Grids and stages that need so many ranks."""
+    most = min(layers, MOST_STAGES)
+    if ranks <= most:
+        yield _Shape(None, ranks, 0)
+    parts = 2
+    while parts <= min(ranks, LARGEST_GRID):
+        for grid in grids(parts):
+            if ranks % parts == 0 and ranks // parts <= most:
+                yield _Shape(grid, ranks // parts, ranks // parts)
+            for spatial in (1, 2):
+                rest = ranks - spatial * parts
+                if 0 < rest <= most - spatial:
+                    yield _Shape(grid, spatial + rest, spatial)
+        parts *= 2
+
+
+def grids(parts: int) -> list[tuple[int, int]]:
+    """Rows alone, and the grid nearest to a square."""
+    cols = max(c for c in range(1, parts + 1) if parts % c == 0 and c * c <= parts)
+    return list(dict.fromkeys([(parts // cols, cols), (parts, 1)]))
+
+
+def _orders(shape: _Shape, samples: int) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
+    """Names and keys of the orders in which micro-batches may pass."""
+    spatial = "sp+" if shape.grid is not None else ""
+    halvings = [2**n for n in range(1, 11) if 2**n <= samples]
+    if shape.stages == 1:
+        name = "sp" if spatial else "none"
+        yield name, ()
+        for count in halvings:
+            yield name, (("microbatches", count),)
+        return
+    yield f"{spatial}lp", ()
+    for count in halvings:
+        many = (("microbatches", count),)
+        yield f"{spatial}pp", (*many, ("schedule", "1f1b"))
+        yield f"{spatial}gems", (*many, ("gems.variant", "basic"))
+        if count == 2:
+            yield f"{spatial}gems", (*many, ("gems.variant", "mast"))
+        else:
+            times = (("gems.variant", "master"), ("gems.times", count // 2))
+            yield f"{spatial}gems", (*many, *times)
+
+
+def _text(value: Any) -> str:
+    return str(value).replace(" ", "")

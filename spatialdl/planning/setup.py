@@ -1,0 +1,82 @@
+"""The job and the cluster that a configuration names."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tracemalloc
+
+from omegaconf import DictConfig, OmegaConf
+
+from spatialdl.planning.calibrate import cache_file, calibrate, measured
+from spatialdl.planning.cluster import Cluster, cluster_of
+from spatialdl.planning.job import Job
+from spatialdl.training.optimizers import make_optimizer
+from spatialdl.training.settings import DTYPES, Sources, open_sources
+from spatialdl.training.trainer import build_model
+
+log = logging.getLogger("spatialdl.plan")
+
+MEASURED = "this_machine"
+READ_SIDE = 256
+"""Reading is tried on a box of at most so many rows and columns."""
+
+
+def cluster_named(settings: DictConfig, again: bool = False) -> Cluster:
+    """The cluster of a configuration; this machine is measured if it has not been.
+
+    Args:
+        again: measure it anew.
+
+    Raises:
+        ValueError: if the configuration is not whole.
+    """
+    given = OmegaConf.to_container(settings, resolve=True)
+    assert isinstance(given, dict)
+    if given.get("name") != MEASURED:
+        if again:
+            raise ValueError(
+                f"calibrate=true measures this machine, but cluster={given.get('name')}: leave "
+                "one of them out"
+            )
+        return cluster_of({str(key): value for key, value in given.items()})
+    found = None if again else measured()
+    if found is None:
+        found = calibrate()
+        log.info("what was measured is kept in %s", cache_file())
+    given.pop("name")
+    return cluster_of({**found, **{str(key): value for key, value in given.items()}})
+
+
+def job_of(config: DictConfig, cluster: Cluster) -> Job:
+    """What a configuration of ``spatialdl.train`` trains.
+
+    Raises:
+        ValueError: if it does not fit together.
+    """
+    sources = open_sources(config.data, int(config.seed), config.task)
+    model = build_model(config, sources).to(DTYPES[config.trainer.precision])
+    batch = int(config.data.batch_size)
+    return Job(
+        model=model,
+        image=(sources.channels, *sources.image_size),
+        batch=batch,
+        optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
+        segments=config.task == "segmentation",
+        names=config.parallel.cut,
+        read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
+        workspace=cluster.workspace,
+    )
+
+
+def _read_bytes(sources: Sources) -> float:
+    """Memory for each pixel, while a box of an image is read."""
+    rows, cols = (min(side, READ_SIDE) for side in sources.image_size)
+    box = (0, rows, 0, cols)
+    sources.train.read(0, box)  # files are opened, tables are made
+    tracemalloc.start()
+    try:
+        sources.train.read(0, box)
+        return tracemalloc.get_traced_memory()[1] / (rows * cols)
+    finally:
+        tracemalloc.stop()
