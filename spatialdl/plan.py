@@ -10,18 +10,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
-from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.drawing import draw_layout, draw_timeline
-from spatialdl.planning.job import Job
 from spatialdl.planning.search import Row, search
 from spatialdl.planning.setup import cluster_named, job_of
+from spatialdl.planning.table import limit, table
 from spatialdl.train import _fit_model_keys, _open_model
 
 log = logging.getLogger("spatialdl.plan")
@@ -56,7 +54,7 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
-    if config.parallel.name not in ("none", "auto"):
+    if config.parallel.name != "none":
         raise ValueError(
             f"parallel={config.parallel.name} is a layout already: leave it out to look for one"
         )
@@ -71,40 +69,6 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     draw_timeline(rows[0], folder / "timeline.png")
     print(f"\nwritten: {folder}/plan.json, layout.png and timeline.png")
     return rows
-
-
-def limit(given: Any, cluster: Cluster, world: Any) -> float | None:
-    """Bytes that a rank may take.
-
-    Raises:
-        ValueError: if the numbers make no sense.
-    """
-    if not isinstance(world, int) or world < 1:
-        raise ValueError(f"world={world} must be a whole number of at least 1 rank")
-    if given is None:
-        return cluster.memory_bytes(world)
-    if not isinstance(given, int | float) or given <= 0:
-        raise ValueError(f"device_memory_gb={given} must be more than 0")
-    return 1e9 * given
-
-
-def table(rows: Sequence[Row], job: Job, cluster: Cluster, found: int) -> str:
-    """A line a layout."""
-    height, width = job.image[1:]
-    lines = [
-        f"{type(job.model).__name__}, {job.batch} images of {height}x{width} a step, on "
-        f"{cluster.name}: {len(rows)} of {found} layouts",
-        "",
-        f"{'GB a rank':>9}{'s a step':>10}{'images/s':>10}{'MB sent':>10}{'waiting':>9}  layout",
-    ]
-    for row in rows:
-        one = row.prediction
-        keys = " ".join(row.layout.overrides())
-        lines.append(
-            f"{row.memory / 1e9:9.2f}{one.seconds:10.3g}{job.batch / one.seconds:10.3g}"
-            f"{one.sent / 1e6:10.1f}{one.bubble:9.0%}  {keys}"
-        )
-    return "\n".join(lines)
 
 
 def _write(rows: Sequence[Row], folder: Path) -> None:

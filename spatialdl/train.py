@@ -81,6 +81,8 @@ def _hydra_main(config: DictConfig) -> None:
     overrides = list(job.overrides.task)
     run_dir = Path(job.runtime.output_dir)
     try:
+        if config.parallel.name == "auto":
+            config, overrides = _choose(config, overrides, run_dir)
         placement = _plan(config)
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
@@ -111,16 +113,52 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
         )
     composed = _compose(flags)
     config = _without_hydra(composed)
-    placement = _plan(config)
-    arithmetic = placement.describe().rpartition(" = ")[0]
-    needed, replica = placement.world_size, placement.replica_size
-    check_world_size(info.size, needed, replica, arithmetic, str(config.parallel.name))
+    if config.parallel.name != "auto":
+        placement = _plan(config)
+        arithmetic = placement.describe().rpartition(" = ")[0]
+        needed, replica = placement.world_size, placement.replica_size
+        check_world_size(info.size, needed, replica, arithmetic, str(config.parallel.name))
     _choose_gpu(config, info)
 
     world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    if config.parallel.name == "auto":
+        config = _choose_together(world, config)
     config, run_dir = _agree(world, composed, config)
     _start_log(run_dir, info.rank)
     _train(config, flags.overrides, run_dir)
+
+
+def _choose(
+    config: DictConfig, overrides: Sequence[str], run_dir: Path
+) -> tuple[DictConfig, list[str]]:
+    """The best layout in place of ``parallel=auto``, also in the run's records."""
+    from spatialdl.planning.auto import choose
+
+    world = config.parallel.world
+    if world is None:
+        raise ValueError(
+            "parallel=auto does not know for how many ranks: add parallel.world=..., or start it "
+            "with mpiexec or srun"
+        )
+    _fit_model_keys(config, overrides)
+    config, row = choose(config, world)
+    records = run_dir / ".hydra"
+    if records.is_dir():
+        OmegaConf.save(config, records / "config.yaml")
+    others = [one for one in overrides if not re.match(r"\+*parallel(=|\.(world|dev|clus))", one)]
+    return config, [*row.layout.overrides(), *others]
+
+
+def _choose_together(world: Communicator, config: DictConfig) -> DictConfig:
+    """The best layout for the ranks that are there, found by rank 0."""
+    from spatialdl.planning.auto import choose
+
+    text = ""
+    if world.rank == 0:
+        text = OmegaConf.to_yaml(choose(config, world.size, may_measure=False)[0])
+    agreed: DictConfig = OmegaConf.create(world.bcast(text))
+    OmegaConf.set_struct(agreed, True)
+    return agreed
 
 
 def _agree(

@@ -31,7 +31,8 @@ def options(group: str) -> list[str]:
 
 
 def test_the_groups_have_the_promised_options():
-    assert options("parallel") == sorted(RANKS)
+    assert options("parallel") == sorted([*RANKS, "auto"])
+    assert options("cluster") == ["infiniband", "nvlink_node", "this_machine"]
     assert options("model") == ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet"]
     assert options("data") == ["shards", "synthetic"]
     assert options("optimizer") == ["adamw", "sgd"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import backend, halo, memory, pipeline, spatial
+from spatialdl.bench import backend, halo, memory, pipeline, plan, scaling, spatial
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
     "halo": halo.main,
     "memory": memory.main,
     "pipeline": pipeline.main,
+    "plan": plan.main,
+    "scaling": scaling.main,
     "spatial": spatial.main,
 }
 

@@ -23,8 +23,8 @@ from spatialdl.allocator import MAPPED_FROM
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.planning.run import environment, run, run_json
 
-TINY = ("model=resnet18", "model.width=2", "data.image_size=[32,32]", "data.batch_size=2")
-TINY_RUN = ("data.samples=4", "data.validation_samples=0", "trainer.max_steps=2", "device=cpu")
+TINY = ("model=resnet18", "model.width=2", "data.image_size=[64,64]", "data.batch_size=4")
+TINY_RUN = ("data.samples=8", "data.validation_samples=0", "trainer.max_steps=2", "device=cpu")
 FITTED = ("conv", "conv_input", "conv_strided_input", "conv_weight")
 WORKER = (sys.executable, "-m", "spatialdl.planning.calibrate_worker")
 

@@ -1,0 +1,222 @@
+"""Simulated scaling to thousands of GPUs, beside what the papers of GEMS and Hy-Fi tell.
+
+Nothing is run: costs are counted, and a cluster of the configuration's carries them out on paper.
+Of every number of GPUs the fastest of some layouts counts that fit the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from spatialdl import models
+from spatialdl.bench.results import grid_of, machine, publish
+from spatialdl.mesh import Placement
+from spatialdl.pipeline.schedule import Schedule, make_schedule
+from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.cluster import Cluster
+from spatialdl.planning.job import Job, Recompute
+from spatialdl.planning.predict import Prediction, predict
+from spatialdl.planning.setup import cluster_named
+from spatialdl.planning.stage import CannotWork
+
+MOST = 2048
+
+
+class Case(NamedTuple):
+    """A network on images of a size.
+
+    Attributes:
+        first: the smallest number of GPUs; to it efficiencies relate.
+        grids: parts of an image that are tried.
+        batch: images of strong scaling, on any number of GPUs.
+        each: GPUs for each image of weak scaling; fewer than one: images for each GPU.
+    """
+
+    title: str
+    model: str
+    size: int
+    first: int
+    grids: tuple[int, ...]
+    batch: int
+    each: float
+
+
+CASES = (
+    Case("ResNet-110 v2, 1024x1024", "resnet110_v2", 1024, 1, (1, 2, 4, 8), 2048, 0.5),
+    Case("ResNet-50, 16384x16384", "resnet50", 16384, 8, (8, 16, 32, 64), 128, 8),
+    Case("ResNet-50, 100000x100000", "resnet50", 100_000, 256, (256, 512, 1024, 2048), 1, 256),
+)
+PUBLISHED = {
+    "ResNet-110 v2, 1024x1024": (
+        1024,
+        0.9732,
+        "GEMS: 97.32 % on 1,024 V100\n(a ResNet of 1,000 layers)",
+    ),
+}
+"""Jain et al., SC 2020, abstract. Of Hy-Fi (Jain et al., ISC 2022) the abstract tells 2,048 GPUs."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
+    cluster = cluster_named(cluster_file(options.cluster))
+    numbers = [n for case in CASES for n in _numbers(case, options.most)]
+    found = []
+    with tqdm(total=2 * len(numbers), desc="numbers of GPUs", unit="number") as bar:
+        for case in CASES:
+            curves: dict[str, Any] = {}
+            for kind in ("weak", "strong"):
+                curves[kind] = []
+                for ranks in _numbers(case, options.most):
+                    bar.set_postfix_str(f"{case.title}, {kind}, {ranks}")
+                    curves[kind].append(_point(case, cluster, kind, ranks))
+                    bar.update()
+            found.append({**case._asdict(), "curves": curves})
+    result = {
+        "command": " ".join(["python -m spatialdl.bench scaling", *arguments]),
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cluster": cluster.name,
+        "cases": found,
+    }
+    publish(result, table, draw, Path(options.out) / f"scaling-{cluster.name}")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench scaling", description=__doc__)
+    parser.add_argument("--cluster", default="infiniband", help="of conf/cluster (%(default)s)")
+    parser.add_argument("--most", type=int, default=MOST, help="GPUs (%(default)s)")
+    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
+    options = parser.parse_args(arguments)
+    if options.most < 1:
+        raise ValueError(f"--most {options.most} must be at least 1 GPU")
+    return options
+
+
+def _numbers(case: Case, most: int) -> list[int]:
+    return [2**n for n in range(12) if case.first <= 2**n <= most]
+
+
+@functools.cache
+def _job(model: str, size: int) -> Job:
+    network = getattr(models, model)(num_classes=10)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return Job(network, (3, size, size), 1, optimizer, workspace=False)
+
+
+def _point(case: Case, cluster: Cluster, kind: str, ranks: int) -> dict[str, Any] | None:
+    """The fastest layout that fits; None if none does."""
+    batch = case.batch if kind == "strong" else max(1, round(ranks / case.each))
+    job = _job(case.model, case.size)
+    job.batch = batch
+    best: tuple[Prediction, str] | None = None
+    for name, placement, schedule, recompute in _layouts(case, ranks, batch):
+        try:
+            found = predict(job, cluster, placement, schedule, recompute)
+        except CannotWork:
+            continue
+        fits = cluster.memory_gb is None or max(found.memory) <= 1e9 * cluster.memory_gb
+        if fits and (best is None or found.seconds < best[0].seconds):
+            best = found, name
+    if best is None:
+        return None
+    one, name = best
+    return {
+        "ranks": ranks,
+        "batch": batch,
+        "layout": name,
+        "seconds": one.seconds,
+        "images_per_second": batch / one.seconds,
+        "memory_gb": max(one.memory) / 1e9,
+    }
+
+
+def _layouts(
+    case: Case, ranks: int, batch: int
+) -> Iterator[tuple[str, Placement, Schedule, Recompute]]:
+    again: tuple[Recompute, ...] = ("none", "block")
+    for parts in case.grids:
+        if ranks % parts or ranks // parts > batch:
+            continue
+        rows, cols = grid_of(parts)
+        data = ranks // parts
+        placement = Placement(data, ((rows, cols),))
+        for pieces in _halvings(batch // data):
+            for recompute in again:
+                name = f"{data} x {rows}x{cols}, {pieces} micro-batches, recompute {recompute}"
+                yield name, placement, make_schedule("gpipe", placement, pieces), recompute
+    for stages in (2, 4):
+        if case.first > 1 or ranks % stages or batch < 2 * ranks // stages:
+            continue
+        data = ranks // stages
+        mirrored = Placement(data, ((1, 1),) * stages, mirrored=True)
+        yield f"{data} x GEMS of {stages}", mirrored, make_schedule("basic", mirrored, 2), "none"
+
+
+def _halvings(samples: int) -> list[int]:
+    """Few micro-batches: one image each, and all at once."""
+    return sorted({1, max(1, samples)})
+
+
+def efficiencies(points: Sequence[dict[str, Any] | None]) -> list[tuple[int, float]]:
+    """Images a second of a GPU, as a share of that of the smallest number that works."""
+    there = [point for point in points if point is not None]
+    each = [(p["ranks"], p["images_per_second"] / p["ranks"]) for p in there]
+    return [(ranks, rate / each[0][1]) for ranks, rate in each]
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line a number of GPUs."""
+    lines = [result["command"], f"{result['cluster']} on paper, {result['date']}"]
+    for case in result["cases"]:
+        for kind, points in case["curves"].items():
+            lines += ["", f"{case['title']}, {kind} scaling"]
+            lines.append(
+                f"{'GPUs':>6}{'images':>8}{'s a step':>10}{'images/s':>10}{'efficiency':>12}"
+                f"{'GB':>7}  layout"
+            )
+            shares = dict(efficiencies(points))
+            for point in (one for one in points if one is not None):
+                lines.append(
+                    f"{point['ranks']:6}{point['batch']:8}{point['seconds']:10.4g}"
+                    f"{point['images_per_second']:10.4g}{shares[point['ranks']]:12.1%}"
+                    f"{point['memory_gb']:7.1f}  {point['layout']}"
+                )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Efficiency over the number of GPUs, a panel a case."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(result["cases"]), sharey=True)
+    colours = {"weak": "#1f5fa8", "strong": "#d1701f"}
+    for panel, case in zip(panels, result["cases"], strict=True):
+        for kind, points in case["curves"].items():
+            shares = efficiencies(points)
+            label = f"{kind} scaling, simulated"
+            x, y = [n for n, _ in shares], [100 * share for _, share in shares]
+            panel.plot(x, y, "o-", color=colours[kind], markersize=4, label=label)
+        if case["title"] in PUBLISHED:
+            ranks, share, text = PUBLISHED[case["title"]]
+            panel.plot([ranks], [100 * share], "*", color="black", markersize=10, label=text)
+        panel.set_xscale("log", base=2)
+        panel.set_ylim(0, 110)
+        panel.axhline(100, color="0.8", linewidth=0.8, zorder=0)
+        ticks = [2**n for n in range(12) if case["first"] <= 2**n]
+        shown = ticks if len(ticks) <= 5 else ticks[-1::-2]
+        panel.set_xticks(shown, [f"{n:,}" for n in shown], fontsize=8)
+        panel.set_title(case["title"], fontsize=10)
+        panel.set_xlabel("GPUs")
+        panel.legend(frameon=False, fontsize=8, loc="lower left")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("images a second of a GPU, % of the smallest number")
+    figure.savefig(path)

@@ -1,0 +1,65 @@
+"""``parallel=auto``: the layout that the planner puts first."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from spatialdl.planning.calibrate import measured
+from spatialdl.planning.search import Row, search
+from spatialdl.planning.setup import MEASURED, cluster_named, job_of
+from spatialdl.planning.table import limit, table
+
+KEYS = ("world", "device_memory_gb", "cluster")
+"""Of ``parallel=auto`` alone."""
+
+SHOWN = 5
+
+
+def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[DictConfig, Row]:
+    """The configuration with the best layout in place of ``parallel=auto``; tells what it found.
+
+    Args:
+        world: ranks that it shall have.
+        may_measure: whether this machine is measured if it was not; not while ranks are running.
+
+    Raises:
+        ValueError: if nothing fits, or there is no such cluster.
+    """
+    settings = config.parallel
+    base = settings.copy()
+    with open_dict(base):
+        for key in KEYS:
+            del base[key]
+        base.name = "none"
+    if settings.cluster == MEASURED and not may_measure and measured() is None:
+        raise ValueError(
+            "parallel=auto knows nothing of this machine yet: measure it once by "
+            "`python -m spatialdl.plan --calibrate world=1`, or name parallel.cluster"
+        )
+    cluster = cluster_named(cluster_file(settings.cluster))
+    plain = config.copy()
+    plain.parallel = base
+    job = job_of(plain, cluster)
+    rows = search(job, cluster, base, world, limit(settings.device_memory_gb, cluster, world))
+    plain.parallel = rows[0].layout.config(base)
+    print(table(rows[:SHOWN], job, cluster, len(rows)))
+    print(f"\nchosen: {' '.join(rows[0].layout.overrides())}\n", flush=True)
+    return plain, rows[0]
+
+
+def cluster_file(name: str) -> DictConfig:
+    """The settings of a cluster that comes along.
+
+    Raises:
+        ValueError: if there is none of this name.
+    """
+    folder = Path(str(files("spatialdl.conf"))) / "cluster"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise ValueError(f"parallel.cluster={name} is unknown: take one of {', '.join(known)}")
+    found = OmegaConf.load(folder / f"{name}.yaml")
+    assert isinstance(found, DictConfig)
+    return found
