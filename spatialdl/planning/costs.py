@@ -201,12 +201,14 @@ class _Run:
         forward = _peaks_forward(self._ledger, parts + 1, self._forwarded, workspace)
         backward = _peaks_backward(self._ledger, parts + 1, self._forwarded, workspace, grads)
         costs = []
+        of_part: dict[int, list[Memory]] = {}
+        for memory in self._ledger.memories:
+            if memory.phase == "forward":
+                of_part.setdefault(memory.part, []).append(memory)
         for number in range(parts + 1):
             is_loss = number == parts
             module = None if is_loss else self._layers[number]
-            made = [
-                one for one in self._ledger.memories if (one.phase, one.part) == ("forward", number)
-            ]
+            made = of_part.get(number, [])
             kept = [one for one in made if one.died is None or one.died > self._forwarded]
             found = [one for one in ([] if is_loss else self._outcomes[number]) if one is not None]
             outputs = list({id(one): one for one in found if one.part == number}.values())

@@ -67,8 +67,10 @@ class Job:
     names: Sequence[str] | None = None
     read_bytes: float = 0.0
     workspace: bool = True
-    _counted: dict[tuple[int, tuple[int, int], bool], NetworkCosts] = field(default_factory=dict)
-    _bounds: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    _counted: dict[tuple[int, tuple[int, int], bool], NetworkCosts] = field(
+        default_factory=dict, init=False
+    )
+    _bounds: dict[tuple[int, ...], list[int]] = field(default_factory=dict, init=False)
 
     @cached_property
     def layers(self) -> list[Layer]:

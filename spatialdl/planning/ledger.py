@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from spatialdl.planning.shapes import Known, run, tensors_in
 from spatialdl.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
@@ -67,6 +67,7 @@ class Ledger:
         work: operations in order.
         moments: all operations in order.
         memories: storages that operations have made.
+        results: what operations give, see `planning.shapes`.
     """
 
     phase: Phase = "forward"
@@ -74,6 +75,7 @@ class Ledger:
     work: dict[tuple[Phase, int], list[Work]] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
+    results: Known = field(default_factory=dict)
     _known: dict[int, Memory] = field(default_factory=dict)
 
     def own(self, tensor: Tensor) -> None:
@@ -89,8 +91,7 @@ class Ledger:
         return _Watch(self)
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        inputs, outputs = tensors_in((args, *kwargs.values())), tensors_in(result)
         changes = bool(func._schema.is_mutable)
         before = {_key(one) for one in inputs}
         is_view = bool(outputs) and all(_key(one) in before for one in outputs) and not changes
@@ -126,7 +127,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, SpatialTensor) for kind in types):
             return NotImplemented  # which works on its tile, and that comes by here again
-        result = func(*args, **(kwargs or {}))
+        result = run(func, args, kwargs or {}, self._ledger.results)
         self._ledger.note(func, args, kwargs or {}, result)
         return result
 

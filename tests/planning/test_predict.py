@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spatialdl.mesh import Placement
+from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.planning.cluster import cluster_of
+from spatialdl.planning.predict import holders, predict
+from spatialdl.planning.stage import CannotWork, stage_costs
+
+ONE = (1, 1)
+CONV = 2 * (8 * 16 * 12) * (8 * 3 * 3)
+"""Operations of one convolution for one image."""
+MAP = 4 * 8 * 16 * 12
+"""Bytes of one map of one image."""
+WEIGHTS = 4 * (4 * 8 * 8 * 9 + 8 * 4 + 4)
+
+
+def layout(job, cluster, placement, name="gpipe", microbatches=1, recompute="none"):
+    schedule = make_schedule(name, placement, microbatches)
+    return predict(job, cluster, placement, schedule, recompute)
+
+
+def test_one_rank_takes_the_time_of_its_operations(job, paper):
+    found = layout(job, paper, Placement(1, (ONE,)))
+    # of the first convolution there is no gradient of the images
+    assert found.seconds == pytest.approx(8 * CONV * (4 + 4 + 3) / 1e9, rel=1e-3)
+    assert found.sent == found.reducing == found.bubble == 0
+
+
+def test_memory_of_one_rank_by_hand(job, paper):
+    """Images, what tanh keeps of each block, and in the last block's backward two gradients."""
+    found = layout(job, paper, Placement(1, (ONE,)))
+    images = 8 * MAP
+    after_forward = images + 4 * 8 * MAP
+    small = 8 * 4 * (8 + 4) * 4  # the head's
+    least = WEIGHTS + after_forward + 2 * 8 * MAP
+    assert least <= found.memory[0] <= least + WEIGHTS + small
+
+
+def test_replicas_share_the_images_and_add_up_gradients(job, paper):
+    one, two = (layout(job, paper, Placement(n, (ONE,))) for n in (1, 2))
+    ring = WEIGHTS / 1e9
+    assert two.reducing == pytest.approx(ring + 2e-6, rel=1e-6)
+    assert two.seconds - two.reducing == pytest.approx(one.seconds / 2, rel=1e-2)
+    assert two.sent == WEIGHTS
+    assert two.memory[0] < 0.6 * one.memory[0]
+
+
+def test_messages_between_nodes_are_slower(job, paper):
+    within, between = (layout(job, paper, Placement(n, (ONE,))).reducing for n in (4, 8))
+    assert between > 3 * within
+
+
+def test_a_grid_halves_work_and_memory_and_exchanges_halos(job, paper):
+    one = layout(job, paper, Placement(1, (ONE,)))
+    two = layout(job, paper, Placement(1, ((2, 1),)))
+    assert one.seconds / 2 < two.seconds < 0.6 * one.seconds
+    assert two.memory == (two.memory[0],) * 2
+    assert 0.5 * one.memory[0] < two.memory[0] < 0.6 * one.memory[0]
+    row = 8 * 4 * 8 * 12
+    halos = (4 + 3) * row  # backward has none for the images
+    sums = 2 * 8 * 8 * 4  # average and its backward
+    assert two.sent == pytest.approx(WEIGHTS + halos + sums, rel=1e-2)
+
+
+def test_stages_one_after_the_other_wait(job, paper):
+    found = layout(job, paper, Placement(1, (ONE, ONE)))
+    assert found.bubble == pytest.approx(0.5, abs=0.05)
+    assert found.sent == pytest.approx(8 * MAP, rel=1e-2)
+    assert job.bounds((1, 1)) == [0, 4, 11]
+
+
+def test_a_pipeline_has_the_published_bubble_and_1f1b_holds_less(job, paper):
+    placement = Placement(1, (ONE,) * 2)
+    gpipe = layout(job, paper, placement, "gpipe", 4)
+    ordered = layout(job, paper, placement, "1f1b", 4)
+    # (P - 1) / (M + P - 1) if stages are balanced; the first one has less to do here
+    assert 1 / 5 < gpipe.bubble < 1 / 5 + 0.05
+    assert ordered.memory[0] < gpipe.memory[0]
+    assert ordered.memory[1] < gpipe.memory[1]
+
+
+def test_gems_holds_the_network_twice(job, paper):
+    plain = layout(job, paper, Placement(1, (ONE, ONE)), "gpipe", 2)
+    mast = layout(job, paper, Placement(1, (ONE, ONE), mirrored=True), "mast", 2)
+    basic = layout(job, paper, Placement(1, (ONE, ONE), mirrored=True), "basic", 2)
+    assert basic.seconds < mast.seconds
+    assert max(mast.memory) < max(basic.memory)
+    assert holders(Placement(2, (ONE, ONE), mirrored=True), 0) == [0, 1, 2, 3]
+    assert plain.reducing == 0 < mast.reducing
+
+
+def test_layers_that_run_again_take_less_memory_and_more_time(job, paper):
+    placement = Placement(1, (ONE,))
+    kinds = ("none", "block", "stage")
+    none, block, stage = (layout(job, paper, placement, "gpipe", 4, kind) for kind in kinds)
+    assert block.memory[0] < none.memory[0]
+    assert none.seconds < block.seconds
+    forward = 8 * CONV * 4 / 1e9
+    assert stage.seconds - none.seconds == pytest.approx(forward, rel=1e-2)
+
+
+def test_state_of_optimizers_is_counted(job, paper):
+    plain = layout(job, paper, Placement(1, (ONE,))).memory[0]
+    for kind, ratio in (
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (torch.optim.AdamW, 2),
+    ):
+        job.optimizer = kind
+        job.__dict__.pop("state_ratio", None)
+        found = layout(job, paper, Placement(1, (ONE,))).memory[0]
+        assert found - plain == ratio * WEIGHTS
+
+
+def test_ranks_that_share_cores_are_slower(job, figures):
+    figures |= {"cores": 2, "memory_gb": 100}
+    two = cluster_of(figures)
+    apart = layout(job, two, Placement(2, (ONE,)))
+    crowded = layout(job, two, Placement(4, (ONE,)))
+    times = [one.seconds - one.reducing for one in (apart, crowded)]
+    assert times[1] == pytest.approx(times[0], rel=1e-2)
+
+
+def test_too_many_stages_and_heads_on_a_grid_are_refused(job, paper):
+    with pytest.raises(CannotWork, match="12 stages of a network that can be cut into 11"):
+        stage_costs(job, paper, Placement(1, (ONE,) * 12), 1, "none")
+    dense = torch.nn.Sequential(
+        torch.nn.Conv2d(8, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 14 * 10, 3)
+    )
+    with pytest.raises(CannotWork, match="stage 0 on a grid of 2x1: 2: linear"):
+        stage_costs(replace(job, model=dense), paper, Placement(1, ((2, 1),)), 1, "none")

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from spatialdl.planning.search import NothingFits, grids, layouts, search
+from spatialdl.training.layouts import placement_of, schedule_of
+
+
+@pytest.fixture
+def base():
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train").parallel
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6, 8])
+def test_all_that_is_tried_is_a_layout_for_so_many_ranks(base, world):
+    found = list(layouts(world, 8, 11))
+    assert len({tuple(one.overrides()) for one in found}) == len(found)
+    for one in found:
+        config = one.config(base)
+        placement = placement_of(config)
+        assert placement.world_size == world
+        assert schedule_of(config, placement).microbatches == config.microbatches
+        with initialize_config_module("spatialdl.conf", version_base="1.3"):
+            written = compose("train", one.overrides()).parallel
+        assert placement_of(written) == placement
+        assert (written.name, written.schedule) == (config.name, config.schedule)
+
+
+def test_all_kinds_are_tried():
+    names = {one.name for one in layouts(8, 8, 11)}
+    plain = {"dp", "sp", "lp", "pp", "gems", "sp+lp", "sp+pp", "sp+gems"}
+    assert names == plain | {f"dp+{name}" for name in plain - {"dp"}}
+    assert {one.name for one in layouts(1, 1, 11)} == {"none"}
+
+
+def test_grids_are_rows_or_nearly_square():
+    assert grids(2) == [(2, 1)]
+    assert grids(8) == [(4, 2), (8, 1)]
+
+
+def test_the_fastest_comes_first(job, paper, base):
+    rows = search(job, paper, base, 4, None, show=False)
+    seconds = [row.prediction.seconds for row in rows]
+    assert seconds == sorted(seconds)
+    assert len(rows) > 20
+
+
+def test_what_does_not_fit_is_not_listed(job, paper, base):
+    everything = search(job, paper, base, 2, None, show=False)
+    most = sorted(row.memory for row in everything)
+    limit = most[len(most) // 2]
+    rows = search(job, paper, base, 2, limit, show=False)
+    assert len(rows) > 0
+    assert max(row.memory for row in rows) <= limit
+    again = [row for row in rows if row.prediction.recompute != "none"]
+    assert again, "where it does not fit, layers run again"
+    for row in again:
+        assert any("recompute" in key for key in row.layout.overrides())
+
+
+def test_if_nothing_fits_the_nearest_is_told(job, paper, base):
+    with pytest.raises(
+        NothingFits, match=r"no layout for 2 ranks fits 0\.00 GB a rank: the nearest, parallel=.*"
+    ):
+        search(job, paper, base, 2, 1000, show=False)
+
+
+@pytest.mark.parametrize("world", [0, -1, "two", 1.5])
+def test_a_world_is_a_number_of_ranks(job, paper, base, world):
+    with pytest.raises(ValueError, match=f"world={world} must be a whole number of at least 1"):
+        search(job, paper, base, world, None, show=False)
+
+
+def test_more_ranks_than_there_is_work_for_are_refused(job, paper, base):
+    job.batch = 1
+    with pytest.raises(NothingFits, match="no layout for 4099 ranks works"):
+        search(job, paper, base, 4099, None, show=False)
