@@ -50,6 +50,10 @@ class Memory:
     died: int | None = None
 
 
+_RESULTS: Known = {}
+"""Of all ledgers: how a result looks depends on the operands alone."""
+
+
 class Moment(NamedTuple):
     """An operation in the order of the run, and the memory that it needs for itself meanwhile."""
 
@@ -75,7 +79,7 @@ class Ledger:
     work: dict[tuple[Phase, int], list[Work]] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
-    results: Known = field(default_factory=dict)
+    results: Known = field(default_factory=lambda: _RESULTS)
     _known: dict[int, Memory] = field(default_factory=dict)
 
     def own(self, tensor: Tensor) -> None:

@@ -201,8 +201,8 @@ def _orders(shape: _Shape, samples: int) -> Iterator[tuple[str, tuple[tuple[str,
     if shape.stages == 1:
         name = "sp" if spatial else "none"
         yield name, ()
-        for count in halvings:
-            yield name, (("microbatches", count),)
+        for count in halvings:  # 1f1b: of which one is held at a time
+            yield name, (("microbatches", count), ("schedule", "1f1b"))
         return
     yield f"{spatial}lp", ()
     for count in halvings:

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hydra import compose, initialize_config_module
+from PIL import Image
+
+from spatialdl import plan, train
+from spatialdl.planning import auto
+from spatialdl.training.layouts import placement_of
+
+SMALL = ["model.width=4", "data.image_size=[64,48]", "data.batch_size=4", "cluster=nvlink_node"]
+
+
+def config(*overrides: str, name: str = "plan"):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+def test_the_table_and_the_pictures_are_made(tmp_path, capsys):
+    rows = plan.plan(config(*SMALL, "world=2", "rows=3"), SMALL, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line for line in lines if "parallel=" in line]
+    assert len(listed) == 3 < len(rows)
+    assert " ".join(rows[0].layout.overrides()) in listed[0]
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert [one["overrides"] for one in written] == [row.layout.overrides() for row in rows[:3]]
+    for name in ("layout.png", "timeline.png"):
+        with Image.open(tmp_path / name) as picture:
+            assert len(picture.convert("RGB").getcolors(100_000)) > 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["world=0"], "world=0 must be a whole number"),
+        ([], "world has no value: add world="),
+        (["world=2", "device_memory_gb=0"], "device_memory_gb=0 must be more than 0"),
+        (["world=2", "device_memory_gb=0.1"], "fits 0.10 GB a rank: the nearest, parallel="),
+        (["world=2", "parallel=sp"], "parallel=sp is a layout already"),
+        (["world=2", "calibrate=true"], "calibrate=true measures this machine, but cluster=nv"),
+    ],
+)
+def test_wrong_questions_are_refused(overrides, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        plan.plan(config(*SMALL, *overrides), SMALL, tmp_path)
+
+
+def auto_config(*overrides: str):
+    return config(*SMALL[:3], "parallel=auto", *overrides, name="train")
+
+
+def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(tmp_path, capsys):
+    given = auto_config("parallel.cluster=nvlink_node", "parallel.world=2", "parallel.cut=null")
+    first = plan.plan(config(*SMALL, "world=2"), SMALL, tmp_path)[0]
+    (tmp_path / ".hydra").mkdir()
+    overrides = ["parallel=auto", "parallel.world=2", "parallel.cluster=nvlink_node", "seed=1"]
+    chosen, written = train._choose(given, overrides, tmp_path)
+    assert written == [*first.layout.overrides(), "seed=1"]
+    assert chosen.parallel == config(*first.layout.overrides(), name="train").parallel
+    assert placement_of(chosen.parallel) == first.prediction.placement
+    assert f"chosen: {' '.join(first.layout.overrides())}" in capsys.readouterr().out
+    assert first.layout.name in (tmp_path / ".hydra" / "config.yaml").read_text()
+
+
+def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"add parallel\.world="):
+        train._choose(auto_config(), [], tmp_path)
+    with pytest.raises(ValueError, match="cluster=abacus is unknown: take one of infiniband, nv"):
+        auto.choose(auto_config("parallel.cluster=abacus"), 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="knows nothing of this machine yet"):
+        auto.choose(auto_config(), 2, may_measure=False)
