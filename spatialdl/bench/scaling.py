@@ -192,19 +192,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(result["cases"]), sharey=True)
+    panels = figure.subplots(1, len(result["cases"]), sharey=True, squeeze=False)[0]
     colours = {"weak": "#1f5fa8", "strong": "#d1701f"}
+    highest = 100.0
     for panel, case in zip(panels, result["cases"], strict=True):
         for kind, points in case["curves"].items():
             shares = efficiencies(points)
             label = f"{kind} scaling, simulated"
             x, y = [n for n, _ in shares], [100 * share for _, share in shares]
             panel.plot(x, y, "o-", color=colours[kind], markersize=4, label=label)
+            highest = max([highest, *y])
         if case["title"] in PUBLISHED:
             ranks, share, text = PUBLISHED[case["title"]]
             panel.plot([ranks], [100 * share], "*", color="black", markersize=10, label=text)
         panel.set_xscale("log", base=2)
-        panel.set_ylim(0, 110)
         panel.axhline(100, color="0.8", linewidth=0.8, zorder=0)
         ticks = [2**n for n in range(12) if case["first"] <= 2**n]
         shown = ticks if len(ticks) <= 5 else ticks[-1::-2]
@@ -213,5 +214,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set_xlabel("GPUs")
         panel.legend(frameon=False, fontsize=8, loc="lower left")
         panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(0, 1.08 * highest)
     panels[0].set_ylabel("images a second of a GPU, % of the smallest number")
     figure.savefig(path)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from spatialdl.models import resnet18
+from spatialdl.pipeline.partition import Stage, cut
+from spatialdl.planning.costs import count
+
+
+def test_bounds_are_those_of_the_cut(job):
+    for widths in ((1,), (1, 1), (2, 1, 1), (4, 1)):
+        bounds = job.bounds(widths)
+        stages = cut(job.model, widths, None, (1, *job.image))
+        assert [len(s.paths) for s in stages if isinstance(s, Stage)] == [
+            b - a for a, b in pairwise(bounds)
+        ]
+
+
+def test_named_cuts_are_taken(job):
+    assert replace(job, names=["2"]).bounds((1, 1)) == [0, 4, 11]
+
+
+def test_many_samples_cost_what_they_would_if_counted(job):
+    found = job.costs(8, (2, 1), again=False)
+    assert found == count(job.layers, (8, *job.image), (2, 1), workspace=False)
+
+
+def test_pieces_that_run_again_belong_to_the_stage_in_which_they_begin(job):
+    model = resnet18(num_classes=4, width=4)
+    job = replace(job, model=model, image=(3, 32, 32))
+    bounds = [0, 6, len(job.layers)]
+    parts = job.parts(bounds, again=True)
+    assert parts[0][0] == 0
+    assert parts[0][1] == parts[1][0]
+    costs = job.costs(2, (1, 1), again=True)
+    assert parts[1][1] == len(costs.layers)
+    whole = sum(p.nbytes for p in model.parameters())
+    assert sum(one.weights for one in costs.layers) == whole == job.weights
+
+
+def test_what_the_optimizer_does_is_counted_layer_by_layer(job):
+    assert len(job.updates) == len(job.layers)
+    conv = job.updates[0]
+    assert sum(work.bytes for work in conv) == 3 * 4 * 8 * 8 * 9  # reads two, writes one
+    assert job.updates[1] == []
