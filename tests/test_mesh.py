@@ -125,7 +125,8 @@ def test_a_dry_mesh_has_the_layouts_of_a_real_one():
     layout = mesh.layout((4, 70, 93))
     assert layout == Layout.even((4, 70, 93), (2, 3))
     assert mesh.own_box(layout) == layout.boxes[0]
-    assert mesh.grid_comm.size == 1
+    assert (mesh.grid_comm.rank, mesh.grid_comm.size) == (0, 6)
+    assert dry_mesh((2, 3), 4).part == 4
 
 
 @pytest.mark.parametrize("grid", [2, (2,), (1, 1, 1), "2x1"])

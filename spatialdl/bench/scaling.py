@@ -108,7 +108,7 @@ def _numbers(case: Case, most: int) -> list[int]:
 def _job(model: str, size: int) -> Job:
     network = getattr(models, model)(num_classes=10)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return Job(network, (3, size, size), 1, optimizer, workspace=False)
+    return Job(network, (3, size, size), 1, optimizer, on_cpu=False)
 
 
 def _point(case: Case, cluster: Cluster, kind: str, ranks: int) -> dict[str, Any] | None:

@@ -72,7 +72,6 @@ def calibrate() -> dict[str, Any]:
         "lone_speed": _ratio(busy["operations"], lone["operations"]),
         "base_mb": base,
         "base_mb_alone": base_alone,
-        "workspace": True,
         "within_node": link,
         "between_nodes": link,
         "reduce": _link(talk["all_reduce"]),

@@ -86,7 +86,6 @@ class Cluster:
         rates_alone: of the only rank, with a thread a core.
         lone_speed: of a rank while all others wait, as a multiple of `rates`.
         base_mb: memory (2**20 bytes) that a rank takes before it trains.
-        workspace: whether convolutions take memory for copies of images, as on CPUs.
         within_node, between_nodes: ways between ranks.
         reduce: the way of sums within a node, if they do not take `within_node`.
     """
@@ -100,7 +99,6 @@ class Cluster:
     lone_speed: float
     base_mb: float
     base_mb_alone: float
-    workspace: bool
     within_node: Link
     between_nodes: Link
     reduce: Link | None = None

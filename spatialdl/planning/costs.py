@@ -7,21 +7,23 @@ a change of grid tiles may differ by a pixel from those that are counted here.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spatialdl.allocator import MAPPED_FROM
 from spatialdl.comm.dry import Talk, listening
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, dry_mesh
 from spatialdl.pipeline.partition import Layer, meta_copy
-from spatialdl.planning.ledger import Ledger, Memory, Phase, Work
+from spatialdl.planning.ledger import Ledger, Memory, Phase, Work, taken
 from spatialdl.random import keyed, scope
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -64,12 +66,26 @@ class NetworkCosts:
         input: bytes of the rank's tile of the images.
         loss: what is done after the last layer; None if that was not reached.
         refused: why layers after those that are listed cannot work on this grid.
+        heap, mapped: on a CPU the same, with the memory alone that lies in the C library's heap, or
+            is mapped by itself, see `spatialdl.allocator`.
     """
 
     layers: list[LayerCosts]
     input: int
     loss: LayerCosts | None
     refused: str | None = None
+    heap: NetworkCosts | None = None
+    mapped: NetworkCosts | None = None
+
+
+class Sizes(NamedTuple):
+    """Of memories, in bytes; half-open."""
+
+    low: float
+    high: float
+
+    def hold(self, size: int) -> bool:
+        return self.low <= size < self.high
 
 
 def count(
@@ -78,7 +94,7 @@ def count(
     grid: tuple[int, int] = (1, 1),
     *,
     segments: bool = False,
-    workspace: bool = True,
+    on_cpu: bool = True,
 ) -> NetworkCosts:
     """Run layers on the ``meta`` device, forwards and backwards.
 
@@ -87,12 +103,12 @@ def count(
         shape: (N, C, H, W) of the images of a micro-batch of one replica, whole.
         grid: into which they are cut.
         segments: whether it learns a class for every pixel.
-        workspace: whether convolutions need memory for themselves, as on CPUs.
+        on_cpu: where convolutions need memory for themselves.
     """
-    run = _Run(layers, shape, grid, segments)
+    run = _Run(layers, shape, grid, segments, on_cpu)
     run.forward()
     run.backward()
-    return run.result(workspace)
+    return run.result(on_cpu)
 
 
 class _Run:
@@ -102,6 +118,7 @@ class _Run:
         shape: tuple[int, int, int, int],
         grid: tuple[int, int],
         segments: bool,
+        on_cpu: bool,
     ) -> None:
         whole = meta_copy(nn.ModuleList([layer for _, layer in layers])).train()
         self._names = [name for name, _ in layers]
@@ -112,7 +129,7 @@ class _Run:
         self._mesh = dry_mesh(grid, largest_part(self._layout))
         self._split = grid != (1, 1)
         dtype = next((p.dtype for p in whole.parameters()), torch.get_default_dtype())
-        self._ledger = Ledger()
+        self._ledger = Ledger(whole_pages=on_cpu)
         for tensor in (*whole.parameters(), *whole.buffers()):
             self._ledger.own(tensor)
         self._talks: dict[tuple[Phase, int], list[Talk]] = {}
@@ -195,41 +212,61 @@ class _Run:
         del roots, grads
         self._loss = None
 
-    def result(self, workspace: bool) -> NetworkCosts:
-        parts = len(self._outcomes)
-        grads = self._gradients()
-        forward = _peaks_forward(self._ledger, parts + 1, self._forwarded, workspace)
-        backward = _peaks_backward(self._ledger, parts + 1, self._forwarded, workspace, grads)
-        costs = []
+    def result(self, on_cpu: bool) -> NetworkCosts:
+        found = self._result(Sizes(0, math.inf), on_cpu)
+        if on_cpu:
+            found.heap = self._result(Sizes(0, MAPPED_FROM), on_cpu)
+            found.mapped = self._result(Sizes(MAPPED_FROM, math.inf), on_cpu)
+        return found
+
+    def _result(self, sizes: Sizes, workspace: bool) -> NetworkCosts:
+        """With memory of some sizes only."""
+        memories = [one for one in self._ledger.memories if sizes.hold(one.bytes)]
+        rooms = [
+            taken(moment.workspace) * (workspace and sizes.hold(moment.workspace))
+            for moment in self._ledger.moments
+        ]
+        parts, since = len(self._outcomes) + 1, self._forwarded
+        forward = _peaks_forward(self._ledger, memories, rooms, parts, since)
+        backward = _peaks_backward(self._ledger, memories, rooms, parts, since, self._gradients())
         of_part: dict[int, list[Memory]] = {}
-        for memory in self._ledger.memories:
+        for memory in memories:
             if memory.phase == "forward":
                 of_part.setdefault(memory.part, []).append(memory)
-        for number in range(parts + 1):
-            is_loss = number == parts
-            module = None if is_loss else self._layers[number]
-            made = of_part.get(number, [])
-            kept = [one for one in made if one.died is None or one.died > self._forwarded]
-            found = [one for one in ([] if is_loss else self._outcomes[number]) if one is not None]
-            outputs = list({id(one): one for one in found if one.part == number}.values())
-            costs.append(
-                LayerCosts(
-                    name="loss" if is_loss else self._names[number],
-                    forward=self._ledger.work.get(("forward", number), []),
-                    backward=self._ledger.work.get(("backward", number), []),
-                    forward_talks=self._talks.get(("forward", number), []),
-                    backward_talks=self._talks.get(("backward", number), []),
-                    output=sum(one.bytes for one in {id(o): o for o in found}.values()),
-                    kept=sum(one.bytes for one in kept),
-                    output_kept=all(any(one is k for k in kept) for one in outputs),
-                    forward_extra=forward[number],
-                    backward_extra=backward[number],
-                    weights=_bytes(list(module.parameters())) if module else 0,
-                    buffers=_bytes(list(module.buffers())) if module else 0,
-                )
-            )
-        return NetworkCosts(
-            costs[:-1], self.input, None if self._refused else costs[-1], self._refused
+        costs = [
+            self._layer(number, sizes, of_part.get(number, []), forward[number], backward[number])
+            for number in range(parts)
+        ]
+        loss = None if self._refused else costs[-1]
+        entering = self.input if sizes.hold(self.input) else 0
+        return NetworkCosts(costs[:-1], entering, loss, self._refused)
+
+    def _layer(
+        self, number: int, sizes: Sizes, made: Sequence[Memory], forward: int, backward: int
+    ) -> LayerCosts:
+        is_loss = number == len(self._outcomes)
+        module = nn.Module() if is_loss else self._layers[number]
+        kept = [one for one in made if one.died is None or one.died > self._forwarded]
+        given = () if is_loss else self._outcomes[number]
+        outputs = {id(one): one for one in given if one is not None and sizes.hold(one.bytes)}
+        own = [one for one in outputs.values() if one.part == number]
+        weights, buffers = (
+            sum(tensor.nbytes for tensor in tensors if sizes.hold(tensor.nbytes))
+            for tensors in (module.parameters(), module.buffers())
+        )
+        return LayerCosts(
+            name="loss" if is_loss else self._names[number],
+            forward=self._ledger.work.get(("forward", number), []),
+            backward=self._ledger.work.get(("backward", number), []),
+            forward_talks=self._talks.get(("forward", number), []),
+            backward_talks=self._talks.get(("backward", number), []),
+            output=sum(one.bytes for one in outputs.values()),
+            kept=sum(one.taken for one in kept),
+            output_kept=all(any(one is k for k in kept) for one in own),
+            forward_extra=forward,
+            backward_extra=backward,
+            weights=weights,
+            buffers=buffers,
         )
 
     def _gradients(self) -> set[int]:
@@ -243,30 +280,31 @@ class _Run:
         return found
 
 
-def _peaks_forward(ledger: Ledger, parts: int, until: int, workspace: bool) -> list[int]:
+def _peaks_forward(
+    ledger: Ledger, memories: Sequence[Memory], rooms: Sequence[int], parts: int, until: int
+) -> list[int]:
     """Most bytes at a time of what a part has made itself, in forward."""
-    peaks = [0] * parts
-    made: dict[int, list[Memory]] = {}
-    for memory in ledger.memories:
+    changes: list[Counter[int]] = [Counter() for _ in range(parts)]
+    for memory in memories:
         if memory.phase == "forward":
-            made.setdefault(memory.part, []).append(memory)
-    for part, own in made.items():
-        changes: Counter[int] = Counter()
-        for memory in own:
-            changes[memory.born] += memory.bytes
+            changes[memory.part][memory.born] += memory.taken
             if memory.died is not None and memory.died < until:
-                changes[memory.died] -= memory.bytes
-        alive = 0
-        times = [t for t, m in enumerate(ledger.moments[:until]) if m.part == part]
-        for time in range(min(changes), (times[-1] if times else min(changes)) + 1):
-            alive += changes[time]
-            room = ledger.moments[time].workspace if workspace and time < until else 0
-            peaks[part] = max(peaks[part], alive + room)
+                changes[memory.part][memory.died] -= memory.taken
+    peaks, alive = [0] * parts, [0] * parts
+    for time, moment in enumerate(ledger.moments[:until]):
+        part = moment.part
+        alive[part] += changes[part][time]
+        peaks[part] = max(peaks[part], alive[part] + rooms[time])
     return peaks
 
 
 def _peaks_backward(
-    ledger: Ledger, parts: int, since: int, workspace: bool, grads: set[int]
+    ledger: Ledger,
+    memories: Sequence[Memory],
+    rooms: Sequence[int],
+    parts: int,
+    since: int,
+    grads: set[int],
 ) -> list[int]:
     """Most bytes at a time in the backward of a part: what lives of it and of later parts.
 
@@ -276,24 +314,23 @@ def _peaks_backward(
     waiting = [0] * parts  # of what each part has made in forward
     births: dict[int, list[Memory]] = {}
     deaths: dict[int, list[Memory]] = {}
-    for memory in ledger.memories:
+    for memory in memories:
         if memory.phase == "backward":
             births.setdefault(memory.born, []).append(memory)
         elif memory.died is None or memory.died >= since:
-            waiting[memory.part] += memory.bytes
+            waiting[memory.part] += memory.taken
         if memory.died is not None and memory.died >= since:
             deaths.setdefault(memory.died, []).append(memory)
     passing = 0
     for time, moment in enumerate(ledger.moments[since:], since):
         for memory in births.get(time, ()):
-            own_grads[memory.part] += memory.bytes * (id(memory) in grads)
-            passing += memory.bytes * (id(memory) not in grads)
+            own_grads[memory.part] += memory.taken * (id(memory) in grads)
+            passing += memory.taken * (id(memory) not in grads)
         for memory in deaths.get(time, ()):
-            waiting[memory.part] -= memory.bytes * (memory.phase == "forward")
-            passing -= memory.bytes * (memory.phase == "backward")
+            waiting[memory.part] -= memory.taken * (memory.phase == "forward")
+            passing -= memory.taken * (memory.phase == "backward")
         alive = passing + own_grads[moment.part] + sum(waiting[moment.part :])
-        alive += moment.workspace * workspace
-        peaks[moment.part] = max(peaks[moment.part], alive)
+        peaks[moment.part] = max(peaks[moment.part], alive + rooms[time])
     return peaks
 
 

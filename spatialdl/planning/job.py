@@ -66,7 +66,7 @@ class Job:
     segments: bool = False
     names: Sequence[str] | None = None
     read_bytes: float = 0.0
-    workspace: bool = True
+    on_cpu: bool = True
     _counted: dict[tuple[int, tuple[int, int], bool], NetworkCosts] = field(
         default_factory=dict, init=False
     )
@@ -109,7 +109,7 @@ class Job:
         if key not in self._counted:
             low, high = COUNTED
             found = None
-            if samples > high:
+            if samples > high and not self.on_cpu:  # there sizes of memory matter, too
                 share = (samples - low) / (high - low)
                 found = between(self.costs(low, grid, again), self.costs(high, grid, again), share)
             self._counted[key] = found or self._count(samples, grid, again)
@@ -118,7 +118,7 @@ class Job:
     def _count(self, samples: int, grid: tuple[int, int], again: bool) -> NetworkCosts:
         layers = self._again if again else self.layers
         shape = (samples, *self.image)
-        return count(layers, shape, grid, segments=self.segments, workspace=self.workspace)
+        return count(layers, shape, grid, segments=self.segments, on_cpu=self.on_cpu)
 
     @cached_property
     def _pieces(self) -> list[list[Layer]]:

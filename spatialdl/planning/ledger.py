@@ -41,17 +41,30 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """A storage: its bytes, in which part it was made, and when it came and went."""
+    """A storage: its bytes, in which part it was made, and when it came and went.
+
+    Attributes:
+        taken: bytes with what is left over of its last page.
+    """
 
     bytes: int
+    taken: int
     phase: Phase
     part: int
     born: int
     died: int | None = None
 
 
+PAGE = 2 * 2**20
+"""Bytes of a huge page."""
+
 _RESULTS: Known = {}
 """Of all ledgers: how a result looks depends on the operands alone."""
+
+
+def taken(size: int) -> int:
+    """Bytes that become resident for a tensor on a CPU, see `spatialdl.allocator`."""
+    return size if size < PAGE else -(-size // PAGE) * PAGE
 
 
 class Moment(NamedTuple):
@@ -72,6 +85,7 @@ class Ledger:
         moments: all operations in order.
         memories: storages that operations have made.
         results: what operations give, see `planning.shapes`.
+        whole_pages: whether large tensors take whole pages, as on CPUs.
     """
 
     phase: Phase = "forward"
@@ -79,12 +93,13 @@ class Ledger:
     work: dict[tuple[Phase, int], list[Work]] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
+    whole_pages: bool = False
     results: Known = field(default_factory=lambda: _RESULTS)
     _known: dict[int, Memory] = field(default_factory=dict)
 
     def own(self, tensor: Tensor) -> None:
         """Leave a tensor's memory out, which somebody else counts: weights."""
-        self._known[_key(tensor)] = Memory(tensor.nbytes, self.phase, self.part, -1)
+        self._known[_key(tensor)] = Memory(tensor.nbytes, tensor.nbytes, self.phase, self.part, -1)
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor (of a tile, if it is split), if the run has made it."""
@@ -112,7 +127,9 @@ class Ledger:
         if key in self._known:
             return
         storage = tensor.untyped_storage()
-        memory = Memory(storage.nbytes(), self.phase, self.part, len(self.moments))
+        size = storage.nbytes()
+        whole = taken(size) if self.whole_pages else size
+        memory = Memory(size, whole, self.phase, self.part, len(self.moments))
         self._known[key] = memory
         self.memories.append(memory)
         weakref.finalize(storage, self._forget, key, memory)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spatialdl.allocator import KEPT_UP_TO
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import Schedule
-from spatialdl.pipeline.simulate import Costs, Timeline, merged, simulate
+from spatialdl.pipeline.simulate import Costs, Span, Timeline, merged, simulate
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.shared import simulate_shared
@@ -60,8 +59,16 @@ def predict(
     timeline = _simulated(cluster, placement, schedule, stages, distinct, kinds)
     reducing = _reducing(cluster, placement, stages)
     updating = _updating(job, cluster, placement, stages, distinct)
+    layers: list[list[StageCosts]] = [stages]
+    if cluster.cores is not None:
+        # what is freed in the heap stays there, while elsewhere more is mapped: peaks add up
+        layers = [
+            stage_costs(job, cluster, placement, schedule.microbatches, recompute, memory)
+            for memory in ("heap", "mapped")
+        ]
     of_kind = {
-        kind: _memory(job, cluster, placement, schedule, stages, spans, kind)
+        kind: _static(job, cluster, placement, schedule, stages, kind)
+        + sum(_peak(one, spans, kind) for one in layers)
         for kind, spans in zip(distinct, timeline.spans, strict=True)
     }
     everybody = Timeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
@@ -134,33 +141,33 @@ def _updating(
     return crowd * max(sum(of_stage[stage] for stage in {s for _, s in k}) for k in distinct)
 
 
-def _memory(
+def _static(
     job: Job,
     cluster: Cluster,
     placement: Placement,
     schedule: Schedule,
     stages: Sequence[StageCosts],
-    spans: Sequence[object],
     kind: Held,
 ) -> float:
-    """Most bytes of a rank at a time."""
+    """Bytes of a rank that are there in the whole step: weights, the optimizer's state, images."""
     numbers = {stage for _, stage in kind}
     weights = sum(stages[n].weights for n in numbers)
     static = cluster.base_bytes(placement.world_size)
     static += weights * (1 + job.state_ratio) + sum(stages[n].buffers for n in numbers)
-    if cluster.cores is not None:
-        static += KEPT_UP_TO  # which the C library's heap keeps of what was freed
-    most = static + 2 * weights
     for copy, stage in kind:
         if stage == 0:
-            loaded = _images(cluster, job, placement, schedule, stages[0].input, copy)
-            static += loaded
-    held, grads = 0.0, dict.fromkeys(numbers, 0)
-    for span in spans:
-        action = span.action  # type: ignore[attr-defined]
+            static += _images(cluster, job, placement, schedule, stages[0].input, copy)
+    return static
+
+
+def _peak(stages: Sequence[StageCosts], spans: Sequence[Span], kind: Held) -> float:
+    """Most bytes of a rank at a time, beside those."""
+    most, held = 0.0, 0.0
+    grads = dict.fromkeys((stage for _, stage in kind), 0)
+    for action, _, _ in spans:
         stage = stages[action.stage]
         if action.kind == "forward":
-            most = max(most, static + sum(grads.values()) + held + stage.forward_peak)
+            most = max(most, sum(grads.values()) + held + stage.forward_peak)
             held += stage.held
         else:
             held -= stage.held
@@ -168,10 +175,8 @@ def _memory(
             first = grads[action.stage] == 0
             peak = stage.first_backward_peak if first else stage.backward_peak
             grads[action.stage] = stage.weights
-            most = max(most, static + others + held + peak)
-    if cluster.cores is not None:  # every rank makes the whole network first
-        most = max(most, cluster.base_bytes(placement.world_size) + job.weights)
-    return most
+            most = max(most, others + held + peak)
+    return max(most, 2.0 * sum(grads.values()))  # the optimizer's step
 
 
 def _images(

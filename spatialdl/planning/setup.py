@@ -65,7 +65,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
         segments=config.task == "segmentation",
         names=config.parallel.cut,
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
-        workspace=cluster.workspace,
+        on_cpu=cluster.cores is not None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
+from typing import Literal
 
 from spatialdl.comm.dry import Talk
 from spatialdl.mesh import Placement
@@ -47,9 +48,17 @@ class StageCosts:
 
 
 def stage_costs(
-    job: Job, cluster: Cluster, placement: Placement, microbatches: int, recompute: Recompute
+    job: Job,
+    cluster: Cluster,
+    placement: Placement,
+    microbatches: int,
+    recompute: Recompute,
+    memory: Literal["all", "heap", "mapped"] = "all",
 ) -> list[StageCosts]:
     """The stages of a layout in order.
+
+    Args:
+        memory: which to count, see `planning.costs.NetworkCosts`.
 
     Raises:
         CannotWork: if the network cannot be cut so.
@@ -65,6 +74,8 @@ def stage_costs(
     for stage, (first, after) in enumerate(job.parts(bounds, again)):
         grid = placement.grids[stage]
         costs = job.costs(samples, grid, again)
+        if memory != "all":
+            costs = getattr(costs, memory) or costs
         if len(costs.layers) < after:
             raise CannotWork(f"stage {stage} on a grid of {grid[0]}x{grid[1]}: {costs.refused}")
         layers = (bounds[stage], bounds[stage + 1])

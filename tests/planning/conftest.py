@@ -16,7 +16,6 @@ FIGURES = {
     "cores": None,
     "lone_speed": 1.0,
     "base_mb": 0,
-    "workspace": False,
     "rates": {
         "conv": {"flops_per_second": 1e9, "bytes_per_second": 1e30},
         "pointwise": {"bytes_per_second": 1e30},
@@ -51,4 +50,4 @@ def network() -> nn.Sequential:
 def job() -> Job:
     """Eight images of 8 channels, 16 x 12, without an optimizer's state."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    return Job(network(), (8, 16, 12), 8, optimizer, workspace=False)
+    return Job(network(), (8, 16, 12), 8, optimizer, on_cpu=False)

@@ -43,7 +43,7 @@ def test_operations_are_those_of_arithmetic_by_hand():
 
 
 def test_memory_is_that_of_arithmetic_by_hand():
-    found = count(chain(small()), (2, 3, 10, 7), workspace=False)
+    found = count(chain(small()), (2, 3, 10, 7), on_cpu=False)
     conv, relu, pool, _, linear = found.layers
     values = 4 * 2 * 8 * 10 * 7
     assert found.input == 4 * 2 * 3 * 10 * 7
@@ -60,10 +60,25 @@ def test_memory_is_that_of_arithmetic_by_hand():
 
 
 def test_convolutions_on_a_cpu_take_memory_for_themselves():
-    plain = count(chain(small()), (2, 3, 10, 7), workspace=False).layers[0]
-    with_room = count(chain(small()), (2, 3, 10, 7), workspace=True).layers[0]
+    plain = count(chain(small()), (2, 3, 10, 7), on_cpu=False).layers[0]
+    with_room = count(chain(small()), (2, 3, 10, 7), on_cpu=True).layers[0]
     assert with_room.forward_extra == plain.forward_extra + plain.output
     assert with_room.kept == plain.kept
+
+
+def test_on_a_cpu_memory_lies_in_the_heap_or_is_mapped_in_whole_pages():
+    model = nn.Sequential(nn.Tanh(), nn.AdaptiveAvgPool2d((500, 500)), nn.Tanh())
+    model.insert(0, nn.Conv2d(3, 1, 1))
+    side = 1500  # 9,000,000 bytes: more than 4 pages of 2 MB; and 1,000,000
+    found = count(chain(model), (1, 3, side, side))
+    assert found.heap is not None
+    assert found.mapped is not None
+    kept = [[one.kept for one in costs.layers] for costs in (found, found.heap, found.mapped)]
+    pages = 5 * 2 * 2**20
+    assert kept[0] == [a + b for a, b in zip(*kept[1:], strict=True)]
+    assert kept[2] == [0, pages, 0, 0]
+    assert kept[1] == [0, 0, 0, 1_000_000]
+    assert found.layers[1].output == 9_000_000
 
 
 def really_kept(model, images, target):
@@ -113,7 +128,9 @@ def test_what_is_said_on_a_grid():
 
 def test_other_numbers_of_samples_lie_on_a_line():
     model = chain(unet(num_classes=3, width=4, depth=2))
-    two, four, seven = (count(model, (n, 3, 24, 20), segments=True) for n in (2, 4, 7))
+    two, four, seven = (
+        count(model, (n, 3, 24, 20), segments=True, on_cpu=False) for n in (2, 4, 7)
+    )
     assert between(two, four, 2.5) == seven
 
 

@@ -23,7 +23,7 @@ def test_named_cuts_are_taken(job):
 
 def test_many_samples_cost_what_they_would_if_counted(job):
     found = job.costs(8, (2, 1), again=False)
-    assert found == count(job.layers, (8, *job.image), (2, 1), workspace=False)
+    assert found == count(job.layers, (8, *job.image), (2, 1), on_cpu=False)
 
 
 def test_pieces_that_run_again_belong_to_the_stage_in_which_they_begin(job):
