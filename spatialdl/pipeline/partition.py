@@ -9,7 +9,7 @@ from torch import nn
 
 from spatialdl.pipeline.balance import Weigh, balance, estimated
 from spatialdl.pipeline.recording import CannotRecord, Forward, Recording
-from spatialdl.pipeline.stage import SAMPLES, Stage, _chains, scope_by_name
+from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.spatial.recompute import recompute_blocks
 
 
@@ -68,7 +68,7 @@ def cut(
             f"its forward has only {count} step{'s' * (count != 1)} "
             f"({', '.join(step.name or type(model).__name__ for step in recording.steps)})",
         )
-    bounds = _named_bounds(recording, names, len(widths)) if names else None
+    bounds = named_bounds(recording, names, len(widths)) if names else None
     if bounds is None:
         costs = weigh(model, evaluated, (SAMPLES, *image_size))
         bounds = balance(costs, recording, widths)
@@ -84,8 +84,7 @@ def _whole(
     model: nn.Module, network: Forward, recording: Recording, blocks: list[str], recompute: bool
 ) -> nn.Module:
     steps = recording.steps
-    is_chain = len(steps) > 1 and sum(1 for _ in _chains(steps, ())) == 1
-    if recompute and is_chain and isinstance(steps[0].call, str):
+    if recompute and len(steps) > 1 and is_chain(recording):
         leftovers = _leftovers(model, recording, [0, len(steps)])
         return Stage(model, network, 0, len(steps), leftovers[0], recompute)
     if recompute and not blocks:
@@ -156,7 +155,12 @@ def _leftovers(model: nn.Module, recording: Recording, bounds: Sequence[int]) ->
     return found
 
 
-def _named_bounds(recording: Recording, names: Sequence[str], stages: int) -> list[int]:
+def named_bounds(recording: Recording, names: Sequence[str], stages: int) -> list[int]:
+    """The steps with which stages begin, and the end.
+
+    Raises:
+        ValueError: if the network does not call modules of these names, or not in this order.
+    """
     names = [names] if isinstance(names, str) else [str(name) for name in names]
     if len(names) != stages - 1:
         raise ValueError(

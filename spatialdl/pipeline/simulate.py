@@ -123,7 +123,7 @@ def simulate(schedule: Lists, costs: Costs) -> Timeline:
         can_start = [
             action
             for action, there in ready.items()
-            if len(there) == ranks[action] and _needs(action, stages) <= ended.keys()
+            if len(there) == ranks[action] and needs(action, stages) <= ended.keys()
         ]
         if not can_start:
             raise ValueError(f"the ranks wait for each other for ever: {_waiting(todo)}")
@@ -161,7 +161,7 @@ def actions_of(rank: int, placement: Placement, schedule: Lists) -> list[Action]
     return [action for action in merged(schedule) if (action.copy, action.stage) in held]
 
 
-def _needs(action: Action, stages: int) -> set[Action]:
+def needs(action: Action, stages: int) -> set[Action]:
     """What must have ended before `action` can start."""
     if action.kind == "weight":
         return {action._replace(kind="backward")}
@@ -171,7 +171,7 @@ def _needs(action: Action, stages: int) -> set[Action]:
 
 
 def _arrival(action: Action, stages: int, ended: dict[Action, float], costs: Costs) -> float:
-    needed = _needs(action, stages)
+    needed = needs(action, stages)
     travel = {other: costs.handover * (other.stage != action.stage) for other in needed}
     return max((ended[other] + travel[other] for other in needed), default=0.0)
 

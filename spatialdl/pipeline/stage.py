@@ -199,6 +199,13 @@ def _unused_after(steps: Sequence[Step], keeps: Sequence[Value]) -> list[list[Va
     return found[::-1]
 
 
+def is_chain(recording: Recording) -> bool:
+    """Whether a forward is modules alone, of which each gets what the one before gives."""
+    steps = recording.steps
+    all_modules = all(isinstance(step.call, str) and step.call for step in steps)
+    return all_modules and len(list(_chains(steps, values_in(recording.output)))) == 1
+
+
 def _chains(steps: Sequence[Step], keeps: Sequence[Value]) -> Iterator[list[int]]:
     """Runs of modules of which each gets what the one before gives, and nobody else does."""
     uses = Counter(value for step in steps for value in step.takes) + Counter(keeps)

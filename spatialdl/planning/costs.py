@@ -22,7 +22,8 @@ from spatialdl.comm.dry import Talk, listening
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, dry_mesh
-from spatialdl.pipeline.partition import Layer, meta_copy
+from spatialdl.pipeline.recording import meta_copy
+from spatialdl.planning.layers import Layer
 from spatialdl.planning.ledger import Ledger, Memory, Phase, Work, taken
 from spatialdl.random import keyed, scope
 from spatialdl.spatial.tensor import SpatialTensor
@@ -99,7 +100,7 @@ def count(
     """Run layers on the ``meta`` device, forwards and backwards.
 
     Args:
-        layers: of a whole network, see `pipeline.partition.chain`.
+        layers: of a whole network, each of which gets what the one before gives.
         shape: (N, C, H, W) of the images of a micro-batch of one replica, whole.
         grid: into which they are cut.
         segments: whether it learns a class for every pixel.

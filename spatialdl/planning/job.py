@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from spatialdl.pipeline.partition import (
-    Layer,
-    _named_bounds,
-    balance,
-    chain,
-    layer_costs,
-    meta_copy,
-    pieces,
-)
+from spatialdl.pipeline.balance import Costs, balance, estimated
+from spatialdl.pipeline.partition import named_bounds
+from spatialdl.pipeline.recording import Recording, meta_copy
+from spatialdl.pipeline.stage import SAMPLES, pieces
 from spatialdl.planning.costs import NetworkCosts, between, count
+from spatialdl.planning.layers import Layer, layers_of
 from spatialdl.planning.ledger import Ledger, Work
 from spatialdl.spatial.recompute import recompute, recompute_blocks
 
@@ -74,15 +70,26 @@ class Job:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        return chain(self.model)
+        """Of a chain; any other network counts as one layer, and is planned uncut."""
+        return self._found[0]
+
+    @property
+    def _recording(self) -> Recording | None:
+        return self._found[1]
+
+    @cached_property
+    def _found(self) -> tuple[list[Layer], Recording | None]:
+        return layers_of(self.model, self.image)
 
     @cached_property
     def weights(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())
 
     @cached_property
-    def _layer_costs(self) -> list[float]:
-        return layer_costs(self.model, self.layers, (1, *self.image))
+    def _layer_costs(self) -> Costs:
+        if self._recording is None:
+            return Costs([1.0], {})
+        return estimated(self.model, self._recording, (SAMPLES, *self.image))
 
     @cached_property
     def has_blocks(self) -> bool:
@@ -92,12 +99,12 @@ class Job:
     def bounds(self, widths: tuple[int, ...]) -> list[int]:
         """Where `pipeline.partition.cut` cuts the layers for stages of these widths."""
         if widths not in self._bounds:
-            if len(widths) == 1:
+            if self._recording is None or len(widths) == 1:
                 self._bounds[widths] = [0, len(self.layers)]
             elif self.names:
-                self._bounds[widths] = _named_bounds(self.layers, self.names, len(widths))
+                self._bounds[widths] = named_bounds(self._recording, self.names, len(widths))
             else:
-                self._bounds[widths] = balance(self._layer_costs, widths)
+                self._bounds[widths] = balance(self._layer_costs, self._recording, widths)
         return self._bounds[widths]
 
     def costs(self, samples: int, grid: tuple[int, int], again: bool) -> NetworkCosts:
@@ -124,8 +131,11 @@ class Job:
     def _pieces(self) -> list[list[Layer]]:
         shadow = meta_copy(self.model)
         recompute_blocks(shadow)
-        layers = chain(shadow)
-        return pieces(layers) if len(layers) > 1 else [layers]
+        layers = [(path, shadow.get_submodule(path)) for path, _ in self.layers]
+        if len(layers) == 1:
+            return [layers]
+        lengths = (len(piece) for piece in pieces([layer for _, layer in layers]))
+        return [layers[a:b] for a, b in pairwise([0, *accumulate(lengths)])]
 
     @cached_property
     def _again(self) -> list[Layer]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spatialdl.pipeline.action import Action, Lists, stages_of
-from spatialdl.pipeline.simulate import Costs, Span, Timeline, _needs
+from spatialdl.pipeline.simulate import Costs, Span, Timeline, needs
 
 
 @dataclass
@@ -49,7 +49,7 @@ def simulate_shared(
             if actions and rank not in busy:
                 ready.setdefault(actions[-1], []).append(rank)
         for action, there in ready.items():
-            if len(there) == ranks[action] and _needs(action, stages) <= ended:
+            if len(there) == ranks[action] and needs(action, stages) <= ended:
                 running[action] = _Running(there, now, costs.of(action))
                 for rank in there:
                     todo[rank].pop()

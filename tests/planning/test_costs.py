@@ -9,8 +9,8 @@ from torch import nn
 from spatialdl.comm.dry import Talk
 from spatialdl.layout import Layout
 from spatialdl.models import resnet18, unet
-from spatialdl.pipeline.partition import chain
 from spatialdl.planning.costs import between, count, largest_part
+from spatialdl.planning.layers import Layer, layers_of
 
 
 def small() -> nn.Sequential:
@@ -21,6 +21,10 @@ def small() -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(8, 5),
     )
+
+
+def chain(model: nn.Module, size: tuple[int, int] = (8, 8)) -> list[Layer]:
+    return layers_of(model, (3, *size))[0]
 
 
 def flops(work, kind):
@@ -127,7 +131,7 @@ def test_what_is_said_on_a_grid():
 
 
 def test_other_numbers_of_samples_lie_on_a_line():
-    model = chain(unet(num_classes=3, width=4, depth=2))
+    model = chain(unet(num_classes=3, width=4, depth=2), (24, 20))
     two, four, seven = (
         count(model, (n, 3, 24, 20), segments=True, on_cpu=False) for n in (2, 4, 7)
     )
