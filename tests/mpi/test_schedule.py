@@ -41,7 +41,8 @@ def test_activations_are_held_of_as_many_micro_batches_as_simulated(
         held.append(sum(not ref.expired() for ref in outputs))
 
     for stage in pipeline.stages.values():
-        stage.register_forward_hook(count)
+        for layer in stage.children():
+            layer.register_forward_hook(count)
     microbatches = [
         Microbatch(1, 1 / MICROBATCHES, torch.rand(1, 3, 6, 5), torch.rand(1, 3, 6, 5))
         for _ in range(MICROBATCHES)
