@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.recording import Forward, Recording, Value, meta_copy, run_step
+from spatialdl.pipeline.recording import Forward, meta_copy
+from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
 
 OPERATIONS_PER_ELEMENT = 20

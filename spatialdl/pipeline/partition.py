@@ -8,8 +8,9 @@ from itertools import pairwise
 from torch import nn
 
 from spatialdl.pipeline.balance import Weigh, balance, estimated
-from spatialdl.pipeline.recording import CannotRecord, Forward, Recording
+from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
+from spatialdl.pipeline.steps import Recording
 from spatialdl.spatial.recompute import recompute_blocks
 
 

@@ -13,9 +13,9 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
-from spatialdl.pipeline.recording import IMAGE, Value
 from spatialdl.pipeline.shapes import Border, Passing, own_samples
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
+from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 

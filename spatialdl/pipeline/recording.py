@@ -17,117 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spatialdl.pipeline.steps import IMAGE, Attribute, Recording, Step, Value, is_reference
 from spatialdl.random import keyed, numbers_drawn
-
-
-class Value(NamedTuple):
-    """A tensor on its way through the network: the how-manieth of which step."""
-
-    step: int
-    part: int = 0
-
-
-IMAGE = Value(-1)
-
-
-class Attribute(NamedTuple):
-    """A parameter or buffer that is used outside of its module."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call in the forward of a network.
-
-    Attributes:
-        call: path of a module, or a function.
-        args, kwargs: of the call, with `Value` and `Attribute` in the places of tensors.
-        gives: the tensors in what it returns, in order.
-        takes: the tensors that it is given.
-        attributes: paths of parameters and buffers that it is given.
-        owner: path of the module whose forward makes the call.
-        nth: how often the module has been called before.
-        with_grad: whether it is differentiated.
-    """
-
-    call: str | Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    gives: tuple[Value, ...]
-    owner: str
-    nth: int = 0
-    with_grad: bool = True
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        if isinstance(self.call, str):
-            return self.call
-        kind = getattr(self.call, "__self__", None)
-        if isinstance(kind, type):
-            return kind.__name__  # an autograd.Function
-        return (resolve_name(self.call) or str(self.call)).rpartition(".")[2]
-
-    @property
-    def path(self) -> str:
-        """Where in the network it is."""
-        return self.call if isinstance(self.call, str) else self.owner
-
-    def __deepcopy__(self, memo: object) -> Step:
-        return self
-
-    @cached_property
-    def takes(self) -> tuple[Value, ...]:
-        return tuple(one for one in self._references if isinstance(one, Value))
-
-    @cached_property
-    def attributes(self) -> tuple[str, ...]:
-        return tuple(one.path for one in self._references if isinstance(one, Attribute))
-
-    @cached_property
-    def _references(self) -> tuple[Value | Attribute, ...]:
-        operands = tree_leaves((self.args, self.kwargs), is_leaf=_is_reference)
-        return tuple(one for one in operands if _is_reference(one))
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What must be alike for every number of samples, in training and in evaluation."""
-        return self.call, self._references, self.gives, self.owner, self.with_grad
-
-
-def _is_reference(one: object) -> bool:
-    return isinstance(one, Value | Attribute)
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What a forward calls, in order.
-
-    Attributes:
-        output: what the network returns, with `Value` in the places of tensors.
-        sizes: elements of each value.
-        written: values that are written into once they are there.
-        drawing: paths of modules that draw random numbers.
-        loose: a function outside of these that draws some; empty if there is none.
-    """
-
-    steps: tuple[Step, ...]
-    output: Any
-    sizes: dict[Value, int]
-    written: frozenset[Value]
-    drawing: frozenset[str]
-    loose: str
 
 
 class CannotRecord(Exception):
@@ -245,7 +145,7 @@ class _Recorder:
         with torch.enable_grad(), torch.device("meta"), keyed(0, 0), self._calls_seen():
             result = self.model(image)
         output = tree_map(self._as_value, result)
-        if not any(isinstance(one, Value) for one in tree_leaves(output, is_leaf=_is_reference)):
+        if not any(isinstance(one, Value) for one in tree_leaves(output, is_leaf=is_reference)):
             raise CannotRecord("its forward gives no tensor")
         return Recording(
             *(tuple(self._steps), output, self._sizes, frozenset(self._changed)),
@@ -389,43 +289,3 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._seen(func, args, kwargs or {})
-
-
-def run_step(
-    step: Step, module_of: nn.Module, values: dict[Value, Tensor], device: torch.device
-) -> Any:
-    """Carry out a step; what it gives is added to `values`.
-
-    Args:
-        module_of: has modules, parameters and buffers under their paths.
-        device: on which tensors are made that the network makes without others.
-
-    Returns:
-        What the call returned.
-    """
-
-    def filled(one: Any) -> Any:
-        if isinstance(one, Value):
-            return values[one]
-        if isinstance(one, Attribute):
-            holder, _, name = one.path.rpartition(".")
-            return getattr(module_of.get_submodule(holder), name)
-        is_meta = isinstance(one, torch.device) and one.type == "meta"
-        return device if is_meta else one
-
-    args, kwargs = tree_map(filled, (step.args, step.kwargs), is_leaf=_is_reference)
-    call = module_of.get_submodule(step.call) if isinstance(step.call, str) else step.call
-    with torch.set_grad_enabled(torch.is_grad_enabled() and step.with_grad):
-        result = call(*args, **kwargs)
-    given = (one for one in tree_leaves(result) if isinstance(one, Tensor))
-    values.update(zip(step.gives, given, strict=True))
-    return result
-
-
-def output_of(recording: Recording, values: dict[Value, Tensor]) -> Any:
-    """What the network returns."""
-    return tree_map(
-        lambda one: values[one] if isinstance(one, Value) else one,
-        recording.output,
-        is_leaf=_is_reference,
-    )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.layout import Layout, even_bounds
 from spatialdl.mesh import Placement, dry_mesh
-from spatialdl.pipeline.recording import IMAGE, Value, meta_copy
+from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
+from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.spatial.dims import IMAGE as ROWS_AND_COLUMNS_LAST
 from spatialdl.spatial.tensor import SpatialTensor
 

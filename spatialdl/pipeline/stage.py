@@ -12,15 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from spatialdl.pipeline.recording import (
-    IMAGE,
-    Forward,
-    Recording,
-    Step,
-    Value,
-    output_of,
-    run_step,
-)
+from spatialdl.pipeline.recording import Forward
+from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
 from spatialdl.random import scope
 from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from spatialdl.pipeline.balance import Costs, balance, estimated
 from spatialdl.pipeline.partition import named_bounds
-from spatialdl.pipeline.recording import Recording, meta_copy
+from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import SAMPLES, pieces
+from spatialdl.pipeline.steps import Recording
 from spatialdl.planning.costs import NetworkCosts, between, count
 from spatialdl.planning.layers import Layer, layers_of
 from spatialdl.planning.ledger import Ledger, Work

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from spatialdl.pipeline.recording import CannotRecord, Forward, Recording
+from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.stage import SAMPLES, is_chain
+from spatialdl.pipeline.steps import Recording
 
 Layer = tuple[str, nn.Module]
 

@@ -11,7 +11,8 @@ from torch import nn
 from spatialdl.comm.alone import Alone
 from spatialdl.models import unet
 from spatialdl.pipeline.balance import Costs, balance, estimated, measured, memory, weighing
-from spatialdl.pipeline.recording import Forward, Recording, Step, Value
+from spatialdl.pipeline.recording import Forward
+from spatialdl.pipeline.steps import Recording, Step, Value
 
 
 def steps(*takes: tuple[int, ...]) -> Recording:

@@ -7,8 +7,8 @@ from torch import nn
 
 from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import IMAGE
 from spatialdl.pipeline.stage import OUTPUT, Stage, run_stage
+from spatialdl.pipeline.steps import IMAGE
 
 
 def small(**options) -> nn.Module:

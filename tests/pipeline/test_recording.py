@@ -7,16 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
-from spatialdl.pipeline.recording import (
-    IMAGE,
-    CannotRecord,
-    Forward,
-    Recording,
-    Value,
-    meta_copy,
-    output_of,
-    run_step,
-)
+from spatialdl.pipeline.recording import CannotRecord, Forward, meta_copy
+from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of, run_step
 
 NETWORKS = {
     "resnet18": lambda: resnet18(num_classes=4, width=4).double(),

@@ -8,8 +8,8 @@ from spatialdl.layout import Layout
 from spatialdl.mesh import Placement
 from spatialdl.models import unet
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import IMAGE, Value
 from spatialdl.pipeline.shapes import Border, HandoverShapes, borders
+from spatialdl.pipeline.steps import IMAGE, Value
 
 
 class Gives(nn.Module):

@@ -9,8 +9,9 @@ from torch import nn
 
 from spatialdl.models import resnet18
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import IMAGE, Forward, Value
+from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import OUTPUT, Stage, pieces, run_stage
+from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.random import keyed, scope
 from spatialdl.spatial.recompute import recompute_blocks
 
