@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spatialdl.models import amoebanet_d
-from spatialdl.pipeline.partition import chain
+from spatialdl.pipeline.recording import Forward
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,8 @@ def test_every_weight_learns():
 
 
 def test_it_can_be_cut_before_every_cell():
-    names = [name for name, _ in chain(amoebanet_d(layers=3, filters=16))]
+    steps = Forward(amoebanet_d(layers=3, filters=16), (3, 64, 64)).of(2, training=True).steps
+    names = [step.call for step in steps]
     assert names[:4] == ["stem.conv", "stem.norm", "stem_reduction1", "stem_reduction2"]
     assert names[4:] == [
         *("group1_cell1", "reduction1", "group2_cell1", "reduction2", "group3_cell1", "head")

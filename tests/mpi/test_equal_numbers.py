@@ -208,6 +208,21 @@ class Plain(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Twice(nn.Module):
+    """The first map is taken by both of the other layers, and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (
+            nn.Conv2d(channels, 5, 3, padding=1) for channels in (3, 5, 5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        y = self.second(x).tanh() * x
+        return (self.third(y) * x).mean((2, 3))
+
+
 class FrozenStart(nn.Sequential):
     """Nothing to learn in the first half."""
 
@@ -223,6 +238,7 @@ class FrozenStart(nn.Sequential):
 
 NETWORKS = {
     "plain": Plain,
+    "twice": Twice,
     "frozen_start": FrozenStart,
     "amoebanet_d": lambda: amoebanet_d(num_classes=5, layers=3, filters=16),
     "skips": lambda: nn.Sequential(Fork(), Along(), Along(), Along(), Meet()),
@@ -544,6 +560,7 @@ SKIPS = [
 OWN_FORWARD = [
     # a stage that begins with an operation in place wrote into what it needs once more
     Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 2, 5, ("relu",), recompute="stage"),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 2, 5, ("pixels",), recompute="stage"),
     Case("pp", "unet", (37, 29), ((1, 1),) * 2, 1, 2, 3),
     Case("pp", "unet", (33, 41), ((1, 1),) * 2, 1, 2, 5, ("upsample.0",), schedule="1f1b"),
     Case("gems", "unet", (37, 29), ((1, 1),) * 2, 1, 2, 3, schedule="basic"),
@@ -555,7 +572,8 @@ OWN_FORWARD = [
     Case("pp", "frozen_start", (37, 29), ((1, 1),) * 2, 1, 2, 5, ("1",)),
     Case("dp", "plain", (37, 29), ((1, 1),), 2, 2, 5),
     Case("sp", "plain", (37, 29), ((2, 1),), 1, 2, 5),
-    # three ranks: what jumps over a stage, from two ranks to one
+    # three ranks: what goes to two stages, and what jumps over one, from two ranks to one
+    Case("pp", "twice", (37, 29), ((1, 1),) * 3, 1, 2, 3, ("second", "third")),
     Case("pp", "unet", (33, 41), ((1, 1),) * 3, 1, 2, 3, ("encoder.3", "upsample.2")),
     Case("sp+pp", "unet", (37, 29), ((2, 1), (1, 1)), 1, 2, 3, ("upsample.1",)),
     Case("gems", "plain", (37, 29), ((1, 1),) * 3, 1, 4, 5, schedule="mast"),
