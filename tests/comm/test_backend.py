@@ -49,7 +49,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_three(tmp_path):
     assert loaded.stdout.count("the same weights") == 3
 
 
-@pytest.mark.parametrize("level", ["serialized", pytest.param("funneled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
 def test_an_mpi_that_takes_one_thread_at_a_time(level):
     done = job(2, "one_thread", level)
     assert done.returncode == 0, done.stderr
@@ -94,11 +95,13 @@ def test_a_rank_that_stops_is_named_after_the_timeout(frozen):
         assert said.count("ending the job") == 1
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_ends_the_job_too():
     said = ended(job(2, "freeze_overlapped"))
     assert "rank 0 waits in all_reduce of float64 (174,) by SUM" in said
 
 
+@pytest.mark.slow
 def test_calls_that_do_not_match_are_told_after_the_timeout():
     said = ended(job(2, "part_ways"))
     assert "waits in all_reduce of float32 (4,) by SUM" in said
