@@ -43,6 +43,7 @@ DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("classification", "segmentation")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
+BACKENDS = (None, "mpi4py", "gloo", "nccl")
 
 log = logging.getLogger("spatialdl.train")
 
@@ -205,12 +206,14 @@ def _plan(config: DictConfig) -> Placement:
         "device": DEVICES,
         "task": TASKS,
         "comm.transport": TRANSPORTS,
+        "comm.backend": BACKENDS,
         "parallel.balance": BALANCES,
     }
     for key, known in choices.items():
         value = OmegaConf.select(config, key)
         if value not in known:
-            raise ValueError(f"{key}={value} is not supported: take one of {', '.join(known)}")
+            names = ", ".join("null" if one is None else one for one in known)
+            raise ValueError(f"{key}={value} is not supported: take one of {names}")
     placement = placement_of(config.parallel)
     schedule_of(config.parallel, placement)
     local = max(placement.batch, default=1)

@@ -157,6 +157,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         ),
         (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
         (["data.batch_size=ten"], "error: data.batch_size=ten cannot be cut into"),
+        (["comm.backend=mpi"], "comm.backend=mpi is not supported: take one of null, mpi4py, gloo"),
         (["parallel.data=0"], "error: parallel.data is a whole number of at least 1, got 0"),
         (
             ["model._target_=networks.Nothing"],

@@ -39,14 +39,16 @@ class TorchCommunicator:
     Args:
         ranks: of the world, in the order in which they are numbered here. All of them must make
             the communicators of these same ranks in the same order.
+        group: of these ranks, for tensors on the host; one over gloo if none is given.
+        on_device: whether tensors on a GPU go by NCCL, if it is there, and not through the host.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], group: Any = None, on_device: bool = True) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self._world_ranks = tuple(ranks)
-        self._gloo: Any = _gloo_group(self._world_ranks)
-        self._has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        self._gloo: Any = group or _gloo_group(self._world_ranks)
+        self._has_nccl = on_device and torch.cuda.is_available() and dist.is_nccl_available()
         self._nccl = _nccl_group(self._world_ranks) if self._has_nccl else None
         _open.add(self)
 

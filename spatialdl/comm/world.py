@@ -81,11 +81,11 @@ def torch_world(info: LaunchInfo | None) -> Communicator:
     from spatialdl.comm.distributed import TorchCommunicator
 
     if info is not None and not _is_initialised():
-        _start_process_group(info)
+        start_process_group(info)
     return TorchCommunicator.world()
 
 
-def _start_process_group(info: LaunchInfo) -> None:
+def start_process_group(info: LaunchInfo) -> None:
     """Initialise torch.distributed at the address that the environment, or else MPI, tells."""
     import torch
     import torch.distributed as dist
@@ -101,10 +101,11 @@ def _start_process_group(info: LaunchInfo) -> None:
         check_mpi_world(MPI.COMM_WORLD.size)
         store = store_by_mpi(MPI.COMM_WORLD)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
-    atexit.register(_end_process_group)
+    atexit.register(end_process_group)
 
 
-def _end_process_group() -> None:
+def end_process_group() -> None:
+    """End torch.distributed, if it is there still."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -54,6 +54,8 @@ class Pipeline:
         recompute: "block" or "stage" if these run again in backward, see `spatial.recompute`.
         sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
         seed: of the random numbers that the network draws in training.
+        backend: of torch.distributed, through which gradients are averaged; None for `comm`, see
+            `comm.groups`; with one `comm` must be all ranks of the world.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
@@ -75,6 +77,7 @@ class Pipeline:
         recompute: Literal["none", "block", "stage"] = "none",
         sync_batchnorm: bool = False,
         seed: int = 0,
+        backend: str | None = None,
     ) -> None:
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.seed, self._step = image_size, seed, 0
@@ -105,6 +108,9 @@ class Pipeline:
         ]
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         self._holders = {stage: self._ranks_with(stage, comm) for stage in self.stages}
+        self._reducers = self._holders
+        if backend is not None and comm.size > 1:
+            self._reducers = self._reducers_over(backend)
         self._statistics: dict[int, SliceStatistics] = {}
         for stage, module in self.stages.items():
             if placement.data * placement.copies * placement.batch_parts(stage) > 1:
@@ -122,13 +128,26 @@ class Pipeline:
         """The ranks that hold a stage, in whichever copy."""
         if self.placement.copies == 1:
             return self._placed[0, stage].mesh.comm
+        return comm.subset(self._holding(stage))
+
+    def _holding(self, stage: int) -> list[int]:
+        """The ranks of the world that hold a stage."""
         ranks = {
             rank
             for copy in range(self.placement.copies)
             for replica in range(self.placement.data)
             for rank in self.placement.ranks(stage, replica, copy)
         }
-        return comm.subset(sorted(ranks))
+        return sorted(ranks)
+
+    def _reducers_over(self, backend: str) -> dict[int, Communicator]:
+        from spatialdl.comm.groups import BackendCommunicator, start
+
+        start(backend)
+        return {
+            stage: BackendCommunicator(self._holding(stage), backend) if comm.size > 1 else comm
+            for stage, comm in self._holders.items()
+        }
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all stages that this rank holds."""
@@ -186,7 +205,7 @@ class Pipeline:
         self._wait_sent()
         for stage, module in self.stages.items():
             copies = self.placement.widths[stage] * self._replicas
-            average(module.parameters(), self._holders[stage], copies)
+            average(module.parameters(), self._reducers[stage], copies)
         for statistics in self._statistics.values():
             statistics.fold(len(microbatches) * (1 if self._syncs else self.placement.data))
         return total

@@ -77,6 +77,7 @@ class Trainer:
             recompute=config.parallel.recompute,
             sync_batchnorm=bool(config.parallel.sync_batchnorm),
             seed=int(config.seed),
+            backend=config.comm.backend,
         )
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -24,3 +25,13 @@ def over_mpi4py() -> Iterator[dist.ProcessGroup]:
 def over_gloo(over_mpi4py: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same ranks over gloo."""
     return dist.new_group(backend="gloo")
+
+
+@pytest.fixture
+def ends_process_group() -> Iterator[None]:
+    """Leaves torch.distributed as it was: others want to initialise it themselves."""
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        gc.collect()
+        dist.destroy_process_group()

@@ -273,6 +273,7 @@ class Case(NamedTuple):
     clip: float = 0.0
     balance: str = "time"
     local: tuple[int, ...] = ()
+    backend: str | None = None
 
     @property
     def placement(self) -> Placement:
@@ -294,6 +295,7 @@ class Case(NamedTuple):
             + "-local" * bool(self.local)
             + "+".join(map(str, self.local))
             + f"-{self.balance}" * (self.balance != "time")
+            + f"-{self.backend}" * (self.backend is not None)
         )
 
     @property
@@ -626,6 +628,18 @@ LOCAL = [
 ]
 
 
+BACKENDS = [
+    case._replace(backend=backend)
+    for backend in ("mpi4py", "gloo")
+    for case in (
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5),
+        Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
+        Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), microbatches=2),  # a stage of one
+        Case("gems", "plain", (37, 29), ((1, 1),) * 3, 1, 4, 5, schedule="mast"),
+    )
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -709,6 +723,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
         recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
         sync_batchnorm=case.sync,
         seed=SEED,
+        backend=case.backend,
     )
     optimizer = optimiser(pipeline.parameters())
     losses = []
@@ -759,6 +774,17 @@ def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
     ids=str,
 )
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
+    check_equality(case, world)
+
+
+@pytest.mark.parametrize("case", BACKENDS, ids=str)
+def test_equals_one_process_over_a_backend(
+    case: Case, world: MPI.Intracomm, ends_process_group: None
+) -> None:
+    check_equality(case, world)
+
+
+def check_equality(case: Case, world: MPI.Intracomm) -> None:
     if case.placement.world_size != world.size:
         pytest.skip(f"needs {case.placement.describe()}")
     ours = parallel(case, world)

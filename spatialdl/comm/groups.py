@@ -1,0 +1,85 @@
+"""Groups of torch.distributed over a backend by name, whichever transport the ranks have."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from spatialdl.comm.distributed import TorchCommunicator
+from spatialdl.comm.launch import launched
+from spatialdl.comm.world import end_process_group, start_process_group
+
+BACKENDS = ("mpi4py", "gloo", "nccl")
+
+
+class BackendCommunicator(TorchCommunicator):
+    """A `Communicator` that talks through a backend.
+
+    Args:
+        ranks: of the world; these, and no others, must make it.
+        name: one of `BACKENDS`.
+
+    Raises:
+        ValueError: if the backend cannot be had here.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
+        start(name)
+        self._name = name
+        group = new_group(name, ranks) if name == "mpi4py" else None
+        super().__init__(ranks, group, on_device=name == "nccl")
+
+    def subset(self, ranks: Sequence[int]) -> BackendCommunicator:
+        return BackendCommunicator([self._world_ranks[rank] for rank in ranks], self._name)
+
+    def duplicate(self) -> BackendCommunicator:
+        return BackendCommunicator(self._world_ranks, self._name)
+
+
+def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group over a backend; these ranks, and no others, must call it, all in ascending order.
+
+    Raises:
+        ValueError: if the backend cannot be had here.
+    """
+    start(name)
+    group = dist.new_group(list(ranks), backend=name, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    return group
+
+
+def start(name: str) -> None:
+    """Initialise torch.distributed if nobody has; all ranks of the world must call it.
+
+    Raises:
+        ValueError: if the backend cannot be had here.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"the backend {name} is unknown: take one of {', '.join(BACKENDS)}")
+    if name == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise ValueError("the backend nccl needs GPUs, PyTorch sees none: take mpi4py or gloo")
+    if name == "mpi4py":
+        _register()
+    if dist.is_initialized():
+        return
+    info = launched()
+    if name == "mpi4py":
+        dist.init_process_group("mpi4py")
+        atexit.register(end_process_group)
+    elif info is not None:
+        start_process_group(info)
+
+
+def _register() -> None:
+    from mpi4py import MPI
+
+    import spatialdl.comm.backend  # noqa: F401  (registers it)
+
+    if dist.is_initialized() and dist.get_world_size() != MPI.COMM_WORLD.size:
+        raise ValueError(
+            f"the backend mpi4py sees {MPI.COMM_WORLD.size} ranks, torch.distributed "
+            f"{dist.get_world_size()}: start them with mpiexec or srun, or take gloo"
+        )
