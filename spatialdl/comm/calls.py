@@ -147,11 +147,14 @@ class Watchdog:
 
     def _look(self) -> None:
         while not self._stop.wait(LOOK_S):
-            now = time.monotonic()
-            for call in list(_running.values()):
-                if now - call.started > call.timeout_s:
-                    self._tell(call)
-                    end_job_for_sure()
+            self._look_once()  # what it has looked at must not be kept alive until the next time
+
+    def _look_once(self) -> None:
+        now = time.monotonic()
+        for call in list(_running.values()):
+            if now - call.started > call.timeout_s:
+                self._tell(call)
+                end_job_for_sure()
 
     def _tell(self, call: Call) -> None:
         """Print what all ranks of the group wait for, on one rank; the others leave it to that."""
