@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
@@ -35,6 +36,8 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
 def average(parameters: Iterable[nn.Parameter], comm: Communicator, copies: int) -> None:
     """`average_gradients` for a list of parameters, the same on every rank of `comm`.
 
+    Of DTensors the shards are averaged; all these ranks hold the same ones.
+
     Args:
         copies: whose gradients are added up; a rank may hold those of more than one.
     """
@@ -49,7 +52,7 @@ def average(parameters: Iterable[nn.Parameter], comm: Communicator, copies: int)
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    grads = [parameter.grad.detach() for parameter in used if parameter.grad is not None]
+    grads = [shard_of(parameter.grad.detach()) for parameter in used if parameter.grad is not None]
     small = [grad for grad in grads if grad.nbytes < BUCKET_BYTES]
     for grad in grads:
         if grad.nbytes >= BUCKET_BYTES:
@@ -61,6 +64,11 @@ def average(parameters: Iterable[nn.Parameter], comm: Communicator, copies: int)
         parts = torch.split(flat.div_(copies), [grad.numel() for grad in bucket])
         for grad, part in zip(bucket, parts, strict=True):
             grad.copy_(part.view_as(grad))
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, where it lies; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def buckets(tensors: Iterable[AnyTensor], limit: int) -> list[list[AnyTensor]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.world import end_process_group, start_process_group
@@ -37,6 +38,13 @@ class BackendCommunicator(TorchCommunicator):
 
     def duplicate(self) -> BackendCommunicator:
         return BackendCommunicator(self._world_ranks, self._name)
+
+
+def backend_of(comm: Communicator, device: torch.device) -> str:
+    """The backend that goes with the transport of a communicator."""
+    if not isinstance(comm, TorchCommunicator):
+        return "mpi4py"
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.gradients import shard_of
 
 
 def clip_gradients(
@@ -19,14 +20,14 @@ def clip_gradients(
 
     Args:
         stages: by number those of this rank, with averaged gradients.
-        holders: how many ranks hold each of them.
+        holders: how many ranks hold each of them; of sharded ones, each shard.
         comm: all ranks.
 
     Returns:
         The norm as it was, the same on every rank.
     """
     grads = {
-        number: [p.grad for p in stage.parameters() if p.grad is not None]
+        number: [shard_of(p.grad) for p in stage.parameters() if p.grad is not None]
         for number, stage in stages.items()
     }
     squares = torch.zeros(1, dtype=torch.float64)

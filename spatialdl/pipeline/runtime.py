@@ -28,16 +28,20 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
 from spatialdl.pipeline.shapes import HandoverShapes, borders
+from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.later import LaterGradients
+from spatialdl.spatial.recompute import blocks_of
 from spatialdl.spatial.replicas import BatchNormOver
 from spatialdl.spatial.weights_apart import WeightsApart
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from spatialdl.pipeline.sharded import ShardedStage
 
 
 class Pipeline:
@@ -56,6 +60,8 @@ class Pipeline:
         seed: of the random numbers that the network draws in training.
         backend: of torch.distributed, through which gradients are averaged; None for `comm`, see
             `comm.groups`; with one `comm` must be all ranks of the world.
+        shard_state: whether data replicas share parameters, gradients and optimizer state out
+            among them, over `backend` or that of `comm`, see `pipeline.sharded`.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
@@ -78,13 +84,17 @@ class Pipeline:
         sync_batchnorm: bool = False,
         seed: int = 0,
         backend: str | None = None,
+        shard_state: bool = False,
     ) -> None:
+        if shard_state:
+            check_shardable(placement, schedule)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.seed, self._step = image_size, seed, 0
         self.device = device or torch.device("cpu")
         self._comm = comm = as_communicator(comm)
         gather(model, gather_before)
         weigh = weighing(balance, comm, self.device, schedule.microbatches)
+        blocks = list(blocks_of(model).values()) if shard_state else []
         stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._shapes = HandoverShapes(stages, placement, image_size, dtype)
@@ -109,7 +119,10 @@ class Pipeline:
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         self._holders = {stage: self._ranks_with(stage, comm) for stage in self.stages}
         self._reducers = self._holders
-        if backend is not None and comm.size > 1:
+        self._sharded: dict[int, ShardedStage] = {}
+        if shard_state:
+            self._sharded = self._shard(blocks, backend)
+        elif backend is not None and comm.size > 1:
             self._reducers = self._reducers_over(backend)
         self._statistics: dict[int, SliceStatistics] = {}
         for stage, module in self.stages.items():
@@ -149,15 +162,36 @@ class Pipeline:
             for stage, comm in self._holders.items()
         }
 
+    def _shard(self, blocks: list[nn.Module], backend: str | None) -> dict[int, ShardedStage]:
+        from spatialdl.comm.groups import backend_of, start
+        from spatialdl.pipeline.sharded import ShardedStage
+
+        backend = backend or backend_of(self._comm, self.device)
+        start(backend)
+        found = {}
+        for placed in self._placed.values():
+            stage, part = placed.position.stage, placed.position.part
+            ranks = [self.placement.ranks(stage, n)[part] for n in range(self.placement.data)]
+            module, mesh = self.stages[stage], placed.mesh
+            found[stage] = ShardedStage(module, blocks, mesh, ranks, backend, self.device)
+        return found
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all stages that this rank holds."""
         for module in self.stages.values():
             yield from module.parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of all stages that this rank holds, under the names of the whole network."""
+        """Of all stages that this rank holds, under the names of the whole network.
+
+        All ranks must call it where state is sharded: they get whole tensors.
+        """
+        if self._sharded:
+            from spatialdl.pipeline.sharded import full
+        else:
+            full = _itself
         return {
-            name: value
+            name: full(value)
             for module in self.stages.values()
             for name, value in module.state_dict().items()
         }
@@ -188,22 +222,30 @@ class Pipeline:
         for module in self.stages.values():
             module.train()
             module.zero_grad()
+        self._check_samples(microbatches)
         self._step = step
         self._sharing = self._samples_of(microbatches)
         total = 0.0
-        for action in self._todo(self._train, microbatches):
+        todo = self._todo(self._train, microbatches)
+        for number, action in enumerate(todo):
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
             with trace.span("compute", describe(action), action):
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
                 elif action.kind == "backward":
+                    if action.stage in self._sharded:
+                        is_last = all(later.kind != "backward" for later in todo[number + 1 :])
+                        self._sharded[action.stage].before_backward(is_last)
                     with self._gathering(action):
                         total += self._backward(placed, action.microbatch, microbatch)
                 else:
                     self._later.pop(action).add_all()
         self._wait_sent()
         for stage, module in self.stages.items():
+            if stage in self._sharded:
+                self._sharded[stage].average()
+                continue
             copies = self.placement.widths[stage] * self._replicas
             average(module.parameters(), self._reducers[stage], copies)
         for statistics in self._statistics.values():
@@ -217,6 +259,8 @@ class Pipeline:
             The norm as it was.
         """
         holders = {stage: comm.size for stage, comm in self._holders.items()}
+        if self._sharded:
+            holders = {stage: self.placement.widths[stage] for stage in holders}
         return clip_gradients(self.stages, holders, self._comm, limit)
 
     @property
@@ -230,12 +274,15 @@ class Pipeline:
         for module in self.stages.values():
             module.eval()
         outputs = {}
-        for action in self._todo(self._evaluate, microbatches):
-            placed = self._placed[action.copy, action.stage]
-            output = self._run(placed, action.microbatch, microbatches[action.microbatch])
-            if placed.is_last:
-                outputs[action.microbatch] = output
-        self._wait_sent()
+        with ExitStack() as stack:
+            for sharded in self._sharded.values():
+                stack.enter_context(sharded.gathered())
+            for action in self._todo(self._evaluate, microbatches):
+                placed = self._placed[action.copy, action.stage]
+                output = self._run(placed, action.microbatch, microbatches[action.microbatch])
+                if placed.is_last:
+                    outputs[action.microbatch] = output
+            self._wait_sent()
         return outputs
 
     def _todo(self, actions: list[Action], microbatches: Sequence[Microbatch]) -> list[Action]:
@@ -249,6 +296,14 @@ class Pipeline:
             for action in actions
             if self._placed[action.copy, action.stage].own(microbatches[action.microbatch].samples)
         ]
+
+    def _check_samples(self, microbatches: Sequence[Microbatch]) -> None:
+        for number, microbatch in enumerate(microbatches):
+            if self._sharded and microbatch.samples == 0:
+                raise ValueError(
+                    f"replica {self.replica} has no samples in micro-batch {number}, but sharded "
+                    "state needs every replica in every micro-batch: take larger batches"
+                )
 
     def _samples_of(self, microbatches: Sequence[Microbatch]) -> list[dict[int, int]]:
         """For each micro-batch the replicas that share BatchNorm statistics, and their samples."""
@@ -312,6 +367,10 @@ class Pipeline:
     def _wait_sent(self) -> None:
         for placed in self._placed.values():
             placed.wait_sent()
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _are_weights_apart(actions: Sequence[Action]) -> bool:

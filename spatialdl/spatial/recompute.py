@@ -114,20 +114,26 @@ def _recomputed_class(kind: Any) -> Any:
 def recompute_blocks(model: nn.Module) -> list[str]:
     """Let the blocks of a network run again in backward instead of keeping their activations.
 
-    Blocks are the elements of a ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` whose
-    class comes there at least twice, and which hold at least two convolutions or linear layers
-    each; of blocks within blocks the inner ones. So it is with residual blocks, the layers of a
-    transformer, the double convolutions of a U-Net.
-
     Returns:
-        The names of the blocks; they keep their names and their state dict.
+        The names of the blocks, see `blocks_of`; they keep their names and their state dict.
     """
-    blocks = dict(_blocks(model, ""))
+    blocks = blocks_of(model)
     for block in blocks.values():
         if not isinstance(block, Recomputed):
             kind: Any = type(block)
             block.__class__ = _recomputed_class(kind)
     return list(blocks)
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a network by name.
+
+    They are the elements of a ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` whose
+    class comes there at least twice, and which hold at least two convolutions or linear layers
+    each; of blocks within blocks the inner ones. So it is with residual blocks, the layers of a
+    transformer, the double convolutions of a U-Net.
+    """
+    return dict(_blocks(model, ""))
 
 
 def _blocks(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

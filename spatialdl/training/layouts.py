@@ -9,6 +9,7 @@ from omegaconf import DictConfig, ListConfig
 
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule
+from spatialdl.pipeline.shardable import check_shardable
 
 RECOMPUTE = ("none", "block", "stage")
 
@@ -66,7 +67,8 @@ def schedule_of(parallel: DictConfig, placement: Placement) -> Schedule:
     """The order of work that a configuration asks for.
 
     Raises:
-        ValueError: if it does not fit the layout or the number of micro-batches.
+        ValueError: if it does not fit the layout or the number of micro-batches, or state cannot
+            be sharded in it.
     """
     microbatches, times = _count(parallel, "microbatches"), _count(parallel.gems, "times")
     variant = _variant(parallel)
@@ -75,7 +77,12 @@ def schedule_of(parallel: DictConfig, placement: Placement) -> Schedule:
             f"parallel.schedule={parallel.schedule} does not go with GEMS, which has an order of "
             "its own: leave it out, or choose by parallel.gems.variant"
         )
-    return make_schedule(variant or parallel.schedule, placement, microbatches, times)
+    schedule = make_schedule(variant or parallel.schedule, placement, microbatches, times)
+    if not isinstance(parallel.shard_state, bool):
+        raise ValueError(f"parallel.shard_state={parallel.shard_state} must be true or false")
+    if parallel.shard_state:
+        check_shardable(placement, schedule)
+    return schedule
 
 
 def _variant(parallel: DictConfig) -> str | None:

@@ -22,6 +22,7 @@ from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_o
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.shardable import check_samples
 from spatialdl.spatial.split import from_local
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
@@ -78,9 +79,11 @@ class Trainer:
             sync_batchnorm=bool(config.parallel.sync_batchnorm),
             seed=int(config.seed),
             backend=config.comm.backend,
+            shard_state=bool(config.parallel.shard_state),
         )
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()
+        self._check_last_batch()
         self.optimizer = make_optimizer(
             config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
         )
@@ -243,6 +246,14 @@ class Trainer:
                 f"{settings.max_epochs} leave no step to make: set one of them to at least 1"
             )
         return min(limits)
+
+    def _check_last_batch(self) -> None:
+        """That of an epoch may be smaller."""
+        samples, size = len(self.sources.train), int(self.config.data.batch_size)
+        left = samples % size
+        if self.config.parallel.shard_state and left and self.steps >= len(self.loader):
+            what = f"the last batch of an epoch of {samples}"
+            check_samples(left, self.microbatches, self.placement.data, what)
 
     def _describe(self) -> None:
         own = {

@@ -274,6 +274,7 @@ class Case(NamedTuple):
     balance: str = "time"
     local: tuple[int, ...] = ()
     backend: str | None = None
+    shard: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -296,6 +297,7 @@ class Case(NamedTuple):
             + "+".join(map(str, self.local))
             + f"-{self.balance}" * (self.balance != "time")
             + f"-{self.backend}" * (self.backend is not None)
+            + "-shard" * self.shard
         )
 
     @property
@@ -640,6 +642,35 @@ BACKENDS = [
 ]
 
 
+SHARDED = [
+    case._replace(shard=True)
+    for case in (
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5),
+        Case("dp", "resnet18", (33, 35), ((1, 1),), data=2, microbatches=2, batch=5),
+        Case("dp", "resnet18", (33, 35), ((1, 1),), data=2, microbatches=2, recompute=True),
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, microbatches=3, batch=7, recompute="stage"),
+        Case("dp", "random", (37, 29), ((1, 1),), data=2, microbatches=2, batch=7, recompute=True),
+        Case("dp", "resnet18", (33, 35), ((1, 1),), data=2, microbatches=3, batch=7, sync=True),
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5, clip=0.05),
+        Case("dp", "plain", (37, 29), ((1, 1),), 2, 2, 5),
+        Case("dp", "frozen_start", (37, 29), ((1, 1),), 2, 2, 5),
+        Case("dp", "unet", (37, 29), ((1, 1),), data=2, batch=5),
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5, backend="gloo"),
+        # three ranks, four and more
+        Case("dp", "odd", (64, 64), ((1, 1),), data=3, batch=9),
+        Case("dp", "resnet18", (33, 35), ((1, 1),), 3, 2, 7, recompute=True, clip=0.05),
+        Case("dp+sp", "odd", (41, 67), ((1, 2),), data=2, microbatches=2, batch=9),
+        Case("dp+sp", "resnet18", (70, 93), ((2, 1),), data=2, recompute=True, clip=0.05),
+        Case("dp+sp", "odd", (41, 67), ((2, 1),), data=2, microbatches=2, batch=5, sync=True),
+        Case("dp+pp", "odd", (64, 64), ((1, 1),) * 2, 2, 3, 7),
+        Case("dp+pp", "resnet18", (33, 35), ((1, 1),) * 2, 2, 3, 7, schedule="1f1b", clip=0.05),
+        Case("dp+pp", "random", (37, 29), ((1, 1),) * 2, 2, 2, 8, ("block1",), recompute="stage"),
+        Case("dp+pp", "plain", (37, 29), ((1, 1),) * 2, 2, 2, 5, ("frozen",)),
+        Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 2, 2, 5, clip=0.05),
+    )
+]
+
+
 class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
@@ -724,6 +755,7 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
         sync_batchnorm=case.sync,
         seed=SEED,
         backend=case.backend,
+        shard_state=case.shard,
     )
     optimizer = optimiser(pipeline.parameters())
     losses = []
@@ -777,7 +809,7 @@ def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
     check_equality(case, world)
 
 
-@pytest.mark.parametrize("case", BACKENDS, ids=str)
+@pytest.mark.parametrize("case", BACKENDS + SHARDED, ids=str)
 def test_equals_one_process_over_a_backend(
     case: Case, world: MPI.Intracomm, ends_process_group: None
 ) -> None:

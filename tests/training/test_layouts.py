@@ -145,6 +145,27 @@ def test_numbers_can_be_changed():
             ["parallel.stages=4", "parallel.interleave=2", "parallel.schedule=zero_bubble"],
             "schedule=zero_bubble with parallel.interleave=2.*for ranks that hold several stages",
         ),
+        (["parallel.shard_state=true"], r"shard_state=true does not go with parallel\.data=1"),
+        (["parallel=dp", "parallel.shard_state=2"], "shard_state=2 must be true or false"),
+        (["parallel=dp+gems", "parallel.shard_state=true"], "shard_state=true .* with GEMS"),
+        (
+            ["parallel=dp+pp", "parallel.shard_state=true", "parallel.schedule=zero_bubble"],
+            "shard_state=true does not go with parallel.schedule=zero_bubble",
+        ),
+        (
+            [
+                "parallel=dp+pp",
+                "parallel.shard_state=true",
+                "parallel.stages=4",
+                "parallel.interleave=2",
+                "parallel.schedule=interleaved",
+            ],
+            "shard_state=true does not go with parallel.interleave=2",
+        ),
+        (
+            ["parallel=dp+sp+pp", "parallel.shard_state=true", "parallel.local_dp=2"],
+            "shard_state=true does not go with parallel.local_dp=2",
+        ),
         (["parallel=gems", "parallel.gems.times=2"], "times=2 is for .*variant=master, not.*mast"),
         (["parallel=gems", "parallel.gems.times=0"], "parallel.gems.times is a whole number"),
         (

@@ -1,0 +1,126 @@
+"""Stages whose parameters, gradients and optimizer state are sharded over the data replicas.
+
+By FSDP2 (Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; the third stage of
+Rajbhandari et al., "ZeRO", 2020): each replica keeps a part of every parameter, weights are
+gathered for a forward or backward and given back after it. The ranks that hold the same part of
+the grid in all replicas shard with each other, so that the grid's ranks of one replica have the
+same shards, whose gradients are averaged among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from spatialdl.comm.gradients import average
+from spatialdl.comm.groups import new_group
+from spatialdl.comm.reduce import gather_over_ranks
+from spatialdl.mesh import Mesh
+
+
+class ShardedStage:
+    """The state of a stage, sharded; those ranks of the replicas that hold one part make it.
+
+    Args:
+        module: the stage, on its device; its parameters become DTensors.
+        blocks: modules in it whose weights are gathered apart from the others'.
+        mesh: of the stage.
+        ranks: of the world that shard, replica by replica.
+        backend: of torch.distributed over which they do.
+        device: of the stage.
+
+    Raises:
+        ValueError: if the backend cannot do it here, or there are parameters of several types.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Iterable[nn.Module],
+        mesh: Mesh,
+        ranks: Sequence[int],
+        backend: str,
+        device: torch.device,
+    ) -> None:
+        self._mesh = mesh
+        types = {parameter.dtype for parameter in module.parameters()}
+        if len(types) > 1:
+            raise ValueError(
+                f"parallel.shard_state=true needs parameters of one type in a stage, got "
+                f"{', '.join(sorted(map(str, types)))}: convert the network"
+            )
+        if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda")):
+            raise ValueError(
+                f"parallel.shard_state=true cannot shard what is on {device.type} over "
+                f"comm.backend={backend}: take mpi4py"
+            )
+        over = DeviceMesh.from_group(new_group(backend, ranks), device.type)
+        inside = set(module.modules()) - {module}
+        for unit in (*(block for block in blocks if block in inside), module):
+            unit.register_forward_hook(_without_views)
+            fully_shard(unit, mesh=over, reshard_after_forward=True)
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._parameters = list(module.parameters())
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def before_backward(self, is_last: bool) -> None:
+        """Gradients are reduced over the replicas once, with the last backward of a step."""
+        root = self._units[0]
+        root.set_requires_gradient_sync(is_last)
+        root.set_is_last_backward(is_last)
+
+    def average(self) -> None:
+        """Average over the grid what FSDP2 has averaged over the replicas.
+
+        Raises:
+            ValueError: if a parameter has a gradient on some replicas only.
+        """
+        present = torch.tensor([one.grad is not None for one in self._parameters])
+        everybody = gather_over_ranks(self._mesh.comm, present.to(torch.int32), "sharded gradients")
+        of_replicas = everybody.view(self._mesh.data, -1, len(self._parameters))
+        uneven = (of_replicas != of_replicas[:1]).any(0).any(0)
+        if uneven.any():
+            raise ValueError(
+                f"parallel.shard_state=true: {int(uneven.sum())} parameters have gradients on some "
+                "replicas only, as their forwards differ; use all parameters in every forward"
+            )
+        average(self._parameters, self._mesh.grid_comm, self._mesh.grid_comm.size)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Whole weights for forwards only, of which a replica may have none."""
+        root = self._units[0]
+        root.set_reshard_after_forward(False)
+        for unit in self._units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.reshard()
+            root.set_reshard_after_forward(True)
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copies of views: what is written into one loses the hook that gathers for backward."""
+
+    def own(value: Tensor) -> Tensor:
+        return value.clone() if value.requires_grad and value._base is not None else value
+
+    return tree_map_only(Tensor, own, output)
+
+
+def full(value: Tensor) -> Tensor:
+    """A parameter as it would be without sharding; all replicas must ask."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value

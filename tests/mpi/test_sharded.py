@@ -1,0 +1,215 @@
+"""Sharded state: what a rank holds, and what is refused; tests/mpi/test_equal_numbers.py has the
+numbers."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_module
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.communicator import Communicator
+from spatialdl.mesh import Placement
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.training.trainer import Trainer
+
+pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
+RANKS = MPI.COMM_WORLD.size
+WIDTH = 12 * 32  # in equal parts for 2 and 3 ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(48, WIDTH, bias=False), nn.Linear(WIDTH, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.wide(x).relu())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    blocks = nn.Sequential(*(Block() for _ in range(4)))
+    return nn.Sequential(nn.Flatten(), blocks, nn.Linear(48, 48)).double()
+
+
+class Branches(nn.Module):
+    """Which part learns depends on what is in the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(48, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches[int(x.sum() > 0)](x.flatten(1))
+
+
+def pipeline_of(model: nn.Module, world: Communicator, shard: bool = True, parts: int = 1):
+    placement = Placement(RANKS, ((1, 1),))
+    schedule = make_schedule("gpipe", placement, parts)
+    return Pipeline(
+        model, placement, schedule, world, F.cross_entropy, (3, 4, 4), shard_state=shard
+    )
+
+
+def batch(replica: int, step: int = 0, samples: int = 2) -> Microbatch:
+    draw = torch.Generator().manual_seed(100 * step + replica)
+    x = torch.randn(samples, 3, 4, 4, dtype=torch.float64, generator=draw)
+    return Microbatch(samples, 1 / RANKS, x, torch.randint(6, (samples,), generator=draw))
+
+
+def test_adamw_makes_the_same_steps_and_all_state_shrinks(world):
+    found, held = {}, {}
+    for shard in (False, True):
+        pipeline = pipeline_of(network(), world, shard)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+        for step in range(4):
+            pipeline.train_step([batch(world.rank, step)], step)
+            optimizer.step()
+        assert isinstance(next(pipeline.parameters()), DTensor) == shard
+        found[shard] = pipeline.state_dict()
+        state = [one for slots in optimizer.state.values() for one in slots.values()]
+        grads = [p.grad for p in pipeline.parameters()]
+        held[shard] = sum(bytes_of(one) for one in [*pipeline.parameters(), *grads, *state])
+        del optimizer, state, grads
+    assert found[True].keys() == found[False].keys()
+    for name, value in found[False].items():
+        torch.testing.assert_close(found[True][name], value, rtol=0, atol=1e-10)
+    assert held[True] <= held[False] / RANKS + 1000  # what is counted in steps is on every rank
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+class ViewBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1, 6, 8).view(-1, 48)
+
+
+def test_a_block_may_return_a_view_that_the_next_layer_writes_into(world):
+    found = []
+    for shard in (False, True):
+        torch.manual_seed(3)
+        layers = [kind for _ in range(3) for kind in (ViewBlock(), nn.ReLU(inplace=True))]
+        pipeline = pipeline_of(nn.Sequential(nn.Flatten(), *layers).double(), world, shard)
+        pipeline.train_step([batch(world.rank)], 0)
+        found.append([p.grad.full_tensor() if shard else p.grad for p in pipeline.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_no_weight_stays_gathered(world):
+    """Nor do whole gradients stay: all tensors that there are, after a step."""
+    before = live_bytes()
+    model = network()
+    whole = sum(p.nbytes for p in model.parameters())
+    pipeline = pipeline_of(model, world, parts=2)
+    pipeline.train_step([batch(world.rank), batch(world.rank, 1)], 0)
+    del model
+    after_step = live_bytes() - before
+    pipeline.evaluate([batch(world.rank), batch(world.rank, 1)])
+    after_evaluation = live_bytes() - before
+    assert after_step <= 2 * whole / RANKS + 10_000  # parameters and gradients
+    assert after_evaluation <= 2 * whole / RANKS + 10_000
+    assert after_step > whole / RANKS
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor):
+            local = one.to_local() if isinstance(one, DTensor) else one
+            memory = local.untyped_storage()
+            storages[memory.data_ptr()] = memory.nbytes()
+    return sum(storages.values())
+
+
+def test_evaluation_takes_batches_that_leave_replicas_without_samples(world):
+    model = network().eval()
+    plain = [batch(0, step) for step in range(2)]
+    with torch.no_grad():
+        expected = [model(one.tile) for one in plain]
+    pipeline = pipeline_of(model, world)
+    for one, output in zip(plain, expected, strict=True):
+        mine = one if world.rank == 0 else Microbatch(0, 0.0)
+        outputs = pipeline.evaluate([mine])
+        if world.rank == 0:
+            torch.testing.assert_close(outputs[0], output)
+        else:
+            assert not outputs
+        pipeline.train_step([batch(world.rank)], 0)  # without a step of the optimizer
+
+
+def test_training_does_not(world):
+    pipeline = pipeline_of(network(), world)
+    nothing = Microbatch(0, 0.0)
+    with pytest.raises(ValueError, match=r"replica \d has no samples in micro-batch 0"):
+        pipeline.train_step([nothing], 0)
+
+
+def test_replicas_that_use_different_parameters_are_told(world):
+    """FSDP2 adds up what has nothing to do with each other, as long as the sizes are the same."""
+    pipeline = pipeline_of(Branches().double(), world)
+    mine = batch(world.rank)
+    mine.tile.abs_()
+    if world.rank == 0:
+        mine.tile.neg_()
+    with pytest.raises(ValueError, match="4 parameters have gradients on some replicas only"):
+        pipeline.train_step([mine], 0)
+
+
+def test_parameters_of_several_types_are_refused(world):
+    model = network()
+    model[2].bias = nn.Parameter(torch.zeros(48))
+    with pytest.raises(ValueError, match=r"one type in a stage, got torch\.float32, torch\.float6"):
+        pipeline_of(model, world)
+
+
+TINY = [
+    *("model.width=6", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=19"),
+    *("data.validation_samples=7", "data.batch_size=6", "trainer.precision=float64"),
+    *("trainer.max_epochs=1", "device=cpu", "trainer.clip_norm=0.5"),
+]
+
+
+def config(*overrides: str):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [*TINY, *overrides])
+
+
+def test_a_training_run_is_that_of_one_process(world, tmp_path: Path):
+    steps = ["trainer.max_steps=3", "trainer.max_epochs=null"]  # the fourth batch has one sample
+    over = [*steps, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true"]
+    Trainer(config(*over), world).fit(tmp_path)
+    if world.rank == 0:
+        (tmp_path / "plain").mkdir()
+        plain = Trainer(config(*steps, f"parallel.microbatches={RANKS}"), Alone())
+        plain.fit(tmp_path / "plain")
+        ours, theirs = (
+            json.loads((folder / "summary.json").read_text())
+            for folder in (tmp_path, tmp_path / "plain")
+        )
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-10)
+        validation = [
+            list(csv.DictReader((folder / "validation.csv").read_text().splitlines()))
+            for folder in (tmp_path, tmp_path / "plain")
+        ]
+        assert float(validation[0][0]["loss"]) == pytest.approx(float(validation[1][0]["loss"]))
+        assert validation[0][0]["samples"] == "7"
+
+
+def test_a_last_batch_that_is_too_small_is_refused_beforehand(world):
+    with pytest.raises(ValueError, match="last batch of an epoch of 19 has 1 for"):
+        Trainer(config("parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true"), world)
