@@ -24,6 +24,7 @@ from spatialdl.comm.gradients import average
 from spatialdl.comm.groups import new_group
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.mesh import Mesh
+from spatialdl.pipeline.placed import _enter as enter
 
 
 class ShardedStage:
@@ -67,6 +68,7 @@ class ShardedStage:
         for unit in (*(block for block in blocks if block in inside), module):
             unit.register_forward_hook(_without_views)
             fully_shard(unit, mesh=over, reshard_after_forward=True)
+            unit.register_forward_pre_hook(_writable)  # after that of FSDP2
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._parameters = list(module.parameters())
 
@@ -110,6 +112,15 @@ class ShardedStage:
             for unit in self._units:
                 unit.reshard()
             root.set_reshard_after_forward(True)
+
+
+def _writable(module: nn.Module, args: Any) -> Any:
+    """What FSDP2 hands on are views, into which a first layer may not write."""
+
+    def own(value: Tensor) -> Tensor:
+        return enter(value) if value.requires_grad else value
+
+    return tree_map_only(Tensor, own, args)
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

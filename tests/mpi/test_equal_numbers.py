@@ -666,6 +666,8 @@ SHARDED = [
         Case("dp+pp", "resnet18", (33, 35), ((1, 1),) * 2, 2, 3, 7, schedule="1f1b", clip=0.05),
         Case("dp+pp", "random", (37, 29), ((1, 1),) * 2, 2, 2, 8, ("block1",), recompute="stage"),
         Case("dp+pp", "plain", (37, 29), ((1, 1),) * 2, 2, 2, 5, ("frozen",)),
+        # a stage that begins with an operation in place
+        Case("dp+pp", "random", (37, 29), ((1, 1),) * 2, 2, 2, 5, ("relu",)),
         Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 2, 2, 5, clip=0.05),
     )
 ]
