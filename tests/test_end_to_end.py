@@ -100,12 +100,21 @@ def test_a_u_net_on_two_ranks_equals_one_process(tmp_path):
         assert found[key] == pytest.approx(expected[key], abs=1e-10)
 
 
-def test_a_u_net_cannot_be_cut_into_stages(tmp_path):
+def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
+    (tmp_path / "networks.py").write_text(
+        "from torch import nn\n\n\n"
+        "class Asks(nn.Module):\n"
+        "    def __init__(self, **settings):\n"
+        "        super().__init__()\n\n"
+        "    def forward(self, x):\n"
+        "        return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))\n"
+    )
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "spatialdl.train", *SMALL, "model=unet", "parallel=lp"),
-            f"hydra.run.dir={tmp_path / 'run'}",
+            *(sys.executable, "-m", "spatialdl.train", *SMALL, "model._target_=networks.Asks"),
+            *("parallel=lp", f"hydra.run.dir={tmp_path / 'run'}"),
         ],
+        cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -113,5 +122,5 @@ def test_a_u_net_cannot_be_cut_into_stages(tmp_path):
         check=False,
     )
     assert done.returncode != 0
-    assert "UNet cannot be cut into 2 stages" in done.stderr
+    assert "Asks cannot be cut into 2 stages" in done.stderr
     assert "take parallel=sp or dp, which cut no network" in done.stderr
