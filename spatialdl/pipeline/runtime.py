@@ -186,15 +186,8 @@ class Pipeline:
 
         All ranks must call it where state is sharded: they get whole tensors.
         """
-        if self._sharded:
-            from spatialdl.pipeline.sharded import full
-        else:
-            full = _itself
-        return {
-            name: full(value)
-            for module in self.stages.values()
-            for name, value in module.state_dict().items()
-        }
+        stages = self._sharded or self.stages
+        return {name: value for one in stages.values() for name, value in one.state_dict().items()}
 
     def first(self, microbatch: int) -> Mesh | None:
         """The mesh over which a micro-batch enters the network; None if this rank is not in it."""
@@ -367,10 +360,6 @@ class Pipeline:
     def _wait_sent(self) -> None:
         for placed in self._placed.values():
             placed.wait_sent()
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
 
 
 def _are_weights_apart(actions: Sequence[Action]) -> bool:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -63,7 +64,8 @@ class ShardedStage:
                 f"parallel.shard_state=true cannot shard what is on {device.type} over "
                 f"comm.backend={backend}: take mpi4py"
             )
-        over = DeviceMesh.from_group(new_group(backend, ranks), device.type)
+        self._module, self._group = module, new_group(backend, ranks)
+        over = DeviceMesh.from_group(self._group, device.type)
         inside = set(module.modules()) - {module}
         for unit in (*(block for block in blocks if block in inside), module):
             unit.register_forward_hook(_without_views)
@@ -75,6 +77,25 @@ class ShardedStage:
     def zero_grad(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As it would be without sharding; all replicas must ask."""
+        return {name: self._full(value) for name, value in self._module.state_dict().items()}
+
+    def _full(self, value: Tensor) -> Tensor:
+        """By the group, not by its name, as DTensors do it: cached meshes may have one that ended.
+
+        Replicas have equal numbers of rows, but for the last ones, which have fewer or none.
+        """
+        if not isinstance(value, DTensor):
+            return value
+        local, size = value.to_local(), self._group.size()
+        rows = -(-value.shape[0] // size)
+        own = local.new_zeros(rows, *value.shape[1:])
+        own[: len(local)] = local
+        everybody = local.new_empty(rows * size, *value.shape[1:])
+        dist.all_gather_into_tensor(everybody, own, group=self._group)
+        return everybody[: value.shape[0]]
 
     def before_backward(self, is_last: bool) -> None:
         """Gradients are reduced over the replicas once, with the last backward of a step."""
@@ -130,8 +151,3 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
         return value.clone() if value.requires_grad and value._base is not None else value
 
     return tree_map_only(Tensor, own, output)
-
-
-def full(value: Tensor) -> Tensor:
-    """A parameter as it would be without sharding; all replicas must ask."""
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value

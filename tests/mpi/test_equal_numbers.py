@@ -694,7 +694,8 @@ def network(case: Case) -> nn.Module:
 
 
 def optimiser(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)  # type: ignore[arg-type]
+    trained = list(parameters) or [nn.Parameter(torch.empty(0))]  # type: ignore[call-overload]
+    return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
 
 
 def slices(case: Case) -> list[list[tuple[int, int]]]:
