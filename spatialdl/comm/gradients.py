@@ -7,12 +7,12 @@ for spatial and data parallelism alike.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
@@ -68,7 +68,11 @@ def average(parameters: Iterable[nn.Parameter], comm: Communicator, copies: int)
 
 def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, where it lies; other tensors as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    dtensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and seldom needed
+    if dtensors is None or not isinstance(tensor, dtensors.DTensor):
+        return tensor
+    local: Tensor = tensor.to_local()
+    return local
 
 
 def buckets(tensors: Iterable[AnyTensor], limit: int) -> list[list[AnyTensor]]:

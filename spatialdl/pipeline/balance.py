@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.recording import Forward, meta_copy
+from spatialdl.pipeline.recording import Forward, meta_copy, switch_to
 from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
 
@@ -73,10 +73,8 @@ def memory(model: nn.Module, recording: Recording, image: tuple[int, ...], sampl
     Args:
         samples: whose activations are held at the same time.
     """
-    shadow = meta_copy(model).train()
-    for layer in shadow.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.eval()
+    shadow = meta_copy(model)
+    switch_to(shadow, training=True)
     values = _image(shadow, image, torch.device("meta"))
     kept: list[float] = []
 

@@ -59,7 +59,8 @@ class _Enter(torch.autograd.Function):
         return grad
 
 
-def _enter(tile: Tensor) -> Tensor:
+def enter(tile: Tensor) -> Tensor:
+    """The same tensor, into which the first operation of a stage may write."""
     entered: Tensor = _Enter.apply(tile)  # type: ignore[no-untyped-call]
     return entered
 
@@ -156,7 +157,7 @@ class PlacedStage:
         return outputs.get(OUTPUT)
 
     def _as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
-        tile = _enter(tile)
+        tile = enter(tile)
         if layout is None or self.mesh.grid == (1, 1):
             return tile
         return from_tile(tile, layout, self.mesh)

@@ -48,6 +48,14 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return shadow
 
 
+def switch_to(shadow: nn.Module, training: bool) -> None:
+    """Training or evaluation, but for BatchNorm, which in training refuses a single value."""
+    shadow.train(training)
+    for layer in shadow.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval()
+
+
 class Forward:
     """The forward of a network, recorded for any number of samples.
 
@@ -80,10 +88,7 @@ class Forward:
         return self._found[key]
 
     def _record(self, samples: int, training: bool) -> Recording:
-        self._shadow.train(training)
-        for layer in self._shadow.modules():
-            if isinstance(layer, _BatchNorm):
-                layer.eval()  # in training it refuses a single value
+        switch_to(self._shadow, training)
         image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
         while True:
             recorder = _Recorder(self._shadow, self._whole)

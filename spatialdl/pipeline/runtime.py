@@ -27,7 +27,7 @@ from spatialdl.pipeline.clipping import clip_gradients
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
-from spatialdl.pipeline.shapes import HandoverShapes, borders
+from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.statistics import SliceStatistics
@@ -110,7 +110,7 @@ class Pipeline:
                 p,
                 comm,
                 lane,
-                list(borders(stages)),
+                list(self._shapes.borders),
                 learns,
                 recompute=recompute == "stage",
             )

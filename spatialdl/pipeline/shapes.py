@@ -55,6 +55,9 @@ class HandoverShapes:
     Args:
         stages: all of them.
         image_size: global (channels, H, W).
+
+    Attributes:
+        borders: all over which something passes, and what.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class HandoverShapes:
         dtype: torch.dtype,
     ) -> None:
         self._stages = [meta_copy(stage) for stage in stages[:-1]]  # nothing follows the last
-        self._first, self._borders = stages[0], borders(stages)
+        self._first, self.borders = stages[0], borders(stages)
         self._placement, self._image_size, self._dtype = placement, image_size, dtype
         self._found: dict[int, Passing] = {}
 
@@ -90,7 +93,7 @@ class HandoverShapes:
         for number, dry in enumerate(self._stages):
             with torch.device("meta"):  # where layers make tensors of their own, too
                 given = arrived[number] | run_stage(dry, arrived[number], samples)
-            for border, values in self._borders.items():
+            for border, values in self.borders.items():
                 if border.giver == number:
                     found[border] = {
                         value: _handover_shape(given[value], border, self._placement, samples)

@@ -25,7 +25,7 @@ from spatialdl.comm.gradients import average
 from spatialdl.comm.groups import new_group
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.mesh import Mesh
-from spatialdl.pipeline.placed import _enter as enter
+from spatialdl.pipeline.placed import enter
 
 
 class ShardedStage:
