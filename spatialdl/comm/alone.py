@@ -79,5 +79,5 @@ class Alone:
     def start_send(self, view: Tensor, rank: int, tag: int) -> Done:
         raise RuntimeError(f"a process by itself cannot send to rank {rank}")
 
-    def receive(self, view: Tensor, rank: int, tag: int) -> None:
+    def start_receive(self, view: Tensor, rank: int, tag: int) -> Done:
         raise RuntimeError(f"a process by itself cannot receive from rank {rank}")

@@ -102,8 +102,8 @@ class Communicator(Protocol):
     def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
         """Start to send a view to a rank."""
 
-    def receive(self, view: Tensor, rank: int, tag: int) -> None:
-        """Fill a view with what a rank sends; messages of one tag arrive in order."""
+    def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
+        """Start to fill a view with what a rank sends; messages of one tag arrive in order."""
 
 
 def as_communicator(comm: Communicator | MPI.Intracomm) -> Communicator:

@@ -172,12 +172,11 @@ class TorchCommunicator:
         work = dist.isend(packed, group=self._gloo, group_dst=rank, tag=tag)
         return _Works([work], keep=packed)
 
-    def receive(self, view: Tensor, rank: int, tag: int) -> None:
+    def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
         direct = view.device.type == "cpu" and view.is_contiguous()
         landed = view if direct else torch.empty(view.shape, dtype=view.dtype)
-        _Works([dist.irecv(landed, group=self._gloo, group_src=rank, tag=tag)]).wait()
-        if landed is not view:
-            view.copy_(landed)
+        work = dist.irecv(landed, group=self._gloo, group_src=rank, tag=tag)
+        return _Works([work], [] if direct else [(view, landed)], keep=landed)
 
 
 @atexit.register

@@ -1,12 +1,16 @@
 """Hand-over between pipeline stages: a repartition from N ranks to M other ranks.
 
 Messages are point-to-point and nonblocking, tagged by stage and micro-batch, because the two sides
-come to them at different times. Backward is the adjoint, times (ranks of the sender / ranks of the
-receiver): each stage's objective is the mean over its own ranks, and both must learn at one rate.
+come to them at different times; a rank that knows what it will be given next is ready for it
+before, so that the message may land while it still works. Backward is the adjoint, times (ranks of
+the sender / ranks of the receiver): each stage's objective is the mean over its own ranks, and both
+must learn at one rate.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,8 +19,8 @@ from torch import Tensor
 
 from spatialdl import trace
 from spatialdl.comm import check
-from spatialdl.comm.communicator import Communicator, Sending
-from spatialdl.comm.plan import Plan
+from spatialdl.comm.communicator import Communicator, Pending, Sending
+from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.errors import CommMismatch
 from spatialdl.layout import EMPTY_BOX, Box, Layout
@@ -72,6 +76,22 @@ class HandoverShape:
 
 
 @dataclass
+class _Arriving:
+    """Messages that a rank is ready for.
+
+    Attributes:
+        tile: what they are for.
+        headers, messages: per piece of the plan; headers only if calls are compared.
+        pieces: backward, what the messages fill, because they overlap in the tile.
+    """
+
+    tile: Tensor
+    headers: list[tuple[Tensor, Pending]] = field(default_factory=list)
+    messages: list[Pending] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
 class Handover:
     """One rank's side of the border between a stage and the next.
 
@@ -91,6 +111,7 @@ class Handover:
     tags: int
     _pending: dict[int, list[Sending]] = field(default_factory=dict)
     _plans: dict[HandoverShape, Plan] = field(default_factory=dict)
+    _arriving: dict[int, deque[_Arriving]] = field(default_factory=dict)
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
@@ -110,15 +131,26 @@ class Handover:
         for piece in plan.sends:
             self._send(view_of(tile, plan.own, piece.box), piece.peer, microbatch, "forward")
 
-    def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
-        """Receiver, forward: this rank's part of what the stage before made."""
+    def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
+        """Receiver, forward: be ready for what the stage before makes; returns at once.
+
+        What a micro-batch is given is received in the order in which it was expected.
+        """
         plan = self._plan(what)
         part = self.me - len(self.senders)
         tile = torch.empty(what.local_shape(what.receiver, part), dtype=what.dtype, device=device)
         boxed = _as_boxed(tile, what)
-        views = [view_of(boxed, plan.need, piece.box) for piece in plan.receives]
-        self._receive(views, [piece.peer for piece in plan.receives], microbatch, "forward")
-        return tile
+        arriving = _Arriving(tile)
+        for piece in plan.receives:
+            view = view_of(boxed, plan.need, piece.box)
+            self._start(arriving, view, piece.peer, self._tag(microbatch, "forward"))
+        self._arriving.setdefault(self._tag(microbatch, "forward"), deque()).append(arriving)
+
+    def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
+        """Receiver, forward: this rank's part of what the stage before made."""
+        if not self._arriving.get(self._tag(microbatch, "forward")):
+            self.expect(what, microbatch, device)
+        return self._land(self._plan(what).receives, microbatch, "forward").tile
 
     def send_back(self, grad: Tensor, what: HandoverShape, microbatch: int) -> None:
         """Receiver, backward: start to send the gradient of its part."""
@@ -126,18 +158,29 @@ class Handover:
         for piece in plan.receives:
             self._send(view_of(grad, plan.need, piece.box), piece.peer, microbatch, "backward")
 
-    def receive_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
-        """Sender, backward: the gradient of its tile."""
+    def expect_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
+        """Sender, backward: be ready for the gradient of its tile; returns at once."""
         plan = self._plan(what)
         shape = what.local_shape(what.sender, self.me)
-        grad = torch.zeros(shape, dtype=what.dtype, device=device)
-        boxed = _as_boxed(grad, what)
-        arrivals = [boxed.new_empty(shape_of(boxed, piece.box)) for piece in plan.sends]
-        self._receive(arrivals, [piece.peer for piece in plan.sends], microbatch, "backward")
+        arriving = _Arriving(torch.zeros(shape, dtype=what.dtype, device=device))
+        boxed = _as_boxed(arriving.tile, what)
+        arriving.pieces = [boxed.new_empty(shape_of(boxed, piece.box)) for piece in plan.sends]
+        for piece, room in zip(plan.sends, arriving.pieces, strict=True):
+            self._start(arriving, room, piece.peer, self._tag(microbatch, "backward"))
+        self._arriving.setdefault(self._tag(microbatch, "backward"), deque()).append(arriving)
+
+    def receive_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
+        """Sender, backward: the gradient of its tile."""
+        if not self._arriving.get(self._tag(microbatch, "backward")):
+            self.expect_back(what, microbatch, device)
+        plan = self._plan(what)
+        arrived = self._land(plan.sends, microbatch, "backward")
         # the stage after has it then, and the tile may go
         self._wait(self._tag(microbatch, "forward"))
-        for piece, arrival in zip(plan.sends, arrivals, strict=True):
-            view_of(boxed, plan.own, piece.box).add_(arrival)
+        grad = arrived.tile
+        boxed = _as_boxed(grad, what)
+        for piece, room in zip(plan.sends, arrived.pieces, strict=True):
+            view_of(boxed, plan.own, piece.box).add_(room)
         if len(self.senders) != len(self.receivers):
             grad.mul_(len(self.senders) / len(self.receivers))
         return grad
@@ -168,20 +211,29 @@ class Handover:
             if all(sending.is_done() for sending in sendings):
                 del self._pending[tag]
 
-    def _receive(
-        self, views: list[Tensor], peers: list[int], microbatch: int, direction: str
-    ) -> None:
-        tag = self._tag(microbatch, direction)
-        for view, peer in zip(views, peers, strict=True):
-            rank = self._ranks[peer]
-            if check.enabled():
-                self._compare(rank, tag, microbatch, direction)
-            with trace.span("hand-over", f"{direction} {microbatch} from rank {rank}"):
-                self.comm.receive(view, rank, tag)
+    def _start(self, arriving: _Arriving, view: Tensor, peer: int, tag: int) -> None:
+        rank = self._ranks[peer]
+        if check.enabled():
+            header = check.as_tensor(bytes(check.TEXT_BYTES))
+            arriving.headers.append((header, self.comm.start_receive(header, rank, tag)))
+        arriving.messages.append(self.comm.start_receive(view, rank, tag))
 
-    def _compare(self, rank: int, tag: int, microbatch: int, direction: str) -> None:
-        header = check.as_tensor(bytes(check.TEXT_BYTES))
-        self.comm.receive(header, rank, tag)
+    def _land(self, pieces: Sequence[Piece], microbatch: int, direction: str) -> _Arriving:
+        tag = self._tag(microbatch, direction)
+        arriving = self._arriving[tag].popleft()
+        if not self._arriving[tag]:
+            del self._arriving[tag]
+        for number, message in enumerate(arriving.messages):
+            rank = self._ranks[pieces[number].peer]
+            if arriving.headers:
+                header, announced = arriving.headers[number]
+                announced.wait()
+                self._compare(header, rank, microbatch, direction)
+            with trace.span("hand-over", f"{direction} {microbatch} from rank {rank}"):
+                message.wait()
+        return arriving
+
+    def _compare(self, header: Tensor, rank: int, microbatch: int, direction: str) -> None:
         theirs, mine = bytes(header.numpy()), self._text(microbatch, direction)
         if theirs != mine:
             raise CommMismatch(

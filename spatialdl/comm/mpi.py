@@ -18,7 +18,7 @@ from spatialdl.comm.datatypes import buffer, mpi_type, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
 from spatialdl.comm.held import Held, pieces_of
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.ways import WAYS, Request, Way, by_messages, fastest
+from spatialdl.comm.ways import WAYS, Request, Requests, Way, by_messages, fastest
 
 
 class MpiCommunicator(MPI.Intracomm):
@@ -95,11 +95,10 @@ class MpiCommunicator(MPI.Intracomm):
         view = view.cpu()
         return Request(self.Isend(_span(view), rank, tag), view)
 
-    def receive(self, view: Tensor, rank: int, tag: int) -> None:
+    def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
         landed = view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
-        self.Recv(_span(landed), rank, tag)
-        if landed is not view:
-            view.copy_(landed)
+        request = self.Irecv(_span(landed), rank, tag)
+        return Requests([request], landed, [] if landed is view else [(view, landed)])
 
     @cached_property
     def _graphs(self) -> dict[tuple[bytes, bool], MPI.Distgraphcomm]:

@@ -13,6 +13,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
+from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.shapes import Border, Passing, own_samples
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
@@ -109,6 +110,18 @@ class PlacedStage:
     def own(self, samples: int) -> range:
         """Those of the samples of a micro-batch that this rank works on."""
         return own_samples(self._placement, self.position.stage, self.position.part, samples)
+
+    def expect(self, action: Action, passing: Passing, device: torch.device) -> None:
+        """Be ready for what others give to an action; another one may run meanwhile."""
+        if action.kind == "forward":
+            for border, handover in self._before.items():
+                for part in passing[border].values():
+                    handover.expect(part, action.microbatch, device)
+        elif action.kind == "backward":
+            for border, handover in reversed(self._after.items()):
+                for value, part in passing[border].items():
+                    if self._has_gradient(border, value, part):
+                        handover.expect_back(part, action.microbatch, device)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ order is GEMS.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
@@ -220,9 +221,11 @@ class Pipeline:
         self._sharing = self._samples_of(microbatches)
         total = 0.0
         todo = self._todo(self._train, microbatches)
+        coming = self._given(todo)
         for number, action in enumerate(todo):
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
+            self._expect(action, coming, microbatches)
             with trace.span("compute", describe(action), action):
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
@@ -270,8 +273,11 @@ class Pipeline:
         with ExitStack() as stack:
             for sharded in self._sharded.values():
                 stack.enter_context(sharded.gathered())
-            for action in self._todo(self._evaluate, microbatches):
+            todo = self._todo(self._evaluate, microbatches)
+            coming = self._given(todo)
+            for action in todo:
                 placed = self._placed[action.copy, action.stage]
+                self._expect(action, coming, microbatches)
                 output = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
                     outputs[action.microbatch] = output
@@ -289,6 +295,23 @@ class Pipeline:
             for action in actions
             if self._placed[action.copy, action.stage].own(microbatches[action.microbatch].samples)
         ]
+
+    @staticmethod
+    def _given(todo: Sequence[Action]) -> deque[Action]:
+        """The actions that need what others give."""
+        return deque(action for action in todo if action.kind != "weight")
+
+    def _expect(
+        self, action: Action, coming: deque[Action], microbatches: Sequence[Microbatch]
+    ) -> None:
+        """While an action runs, what the next one needs may already arrive."""
+        if action != coming[0]:
+            return
+        coming.popleft()
+        if coming:
+            following = coming[0]
+            shapes = self._shapes.of(microbatches[following.microbatch].samples)
+            self._placed[following.copy, following.stage].expect(following, shapes, self.device)
 
     def _check_samples(self, microbatches: Sequence[Microbatch]) -> None:
         for number, microbatch in enumerate(microbatches):

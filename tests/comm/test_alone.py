@@ -37,4 +37,4 @@ def test_there_is_nobody_to_talk_to():
     with pytest.raises(RuntimeError, match="rank 1"):
         Alone().start_send(torch.zeros(1), 1, 0)
     with pytest.raises(RuntimeError, match="rank 1"):
-        Alone().receive(torch.zeros(1), 1, 0)
+        Alone().start_receive(torch.zeros(1), 1, 0)

@@ -96,9 +96,18 @@ def upstream(case: Case, part: int, microbatch: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=draw).to(case.dtype)
 
 
-def test_forward_is_exact_and_backward_the_scaled_adjoint(case: Case, world: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "expected"])
+def test_forward_is_exact_and_backward_the_scaled_adjoint(
+    case: Case, world: MPI.Intracomm, ahead: bool
+) -> None:
     """Three micro-batches are under way at once; ranks of neither stage have nothing to do."""
     handover, what = case.handover(world), case.what
+    if ahead:
+        for microbatch in range(3):
+            if world.rank < case.senders:
+                handover.expect_back(what, microbatch, CPU)
+            elif world.rank < case.senders + case.receivers:
+                handover.expect(what, microbatch, CPU)
     left = right = 0.0
     if world.rank < case.senders:
         tiles = [part_of(whole(case, m), what.sender, world.rank) for m in range(3)]
@@ -117,7 +126,7 @@ def test_forward_is_exact_and_backward_the_scaled_adjoint(case: Case, world: MPI
             handover.send_back(grad, what, microbatch)
             left += (grad.double() * tile.double()).sum().item()
     handover.wait_sent()
-    assert not handover._pending
+    assert not handover._pending and not handover._arriving
     factor = case.senders / case.receivers
     left, right = world.allreduce(left), world.allreduce(right)
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[case.dtype]

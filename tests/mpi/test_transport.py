@@ -132,7 +132,7 @@ def test_a_subset_has_its_ranks_in_the_order_given(ranks: Communicator) -> None:
         other = 1 - part.rank
         sending = part.start_send(torch.tensor([ranks.rank]), other, 5)
         landed = torch.zeros(1, dtype=torch.int64)
-        part.receive(landed, other, 5)
+        part.start_receive(landed, other, 5).wait()
         sending.wait()
         assert landed.item() == mine[other]
 
@@ -152,7 +152,7 @@ def test_messages_are_told_apart_by_tags(ranks: Communicator) -> None:
     elif ranks.rank == 1:
         for expected, tag in ((1, 8), (0, 7), (2, 7)):
             landed = torch.zeros(4, 3, 5, dtype=torch.bfloat16).transpose(0, 1)
-            lane.receive(landed, 0, tag)
+            lane.start_receive(landed, 0, tag).wait()
             assert torch.equal(landed, values[expected])
 
 
