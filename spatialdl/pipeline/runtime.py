@@ -25,6 +25,7 @@ from spatialdl.mesh import Mesh, Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.clipping import clip_gradients
+from spatialdl.pipeline.holders import holders_of, reducers_over
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
@@ -118,13 +119,13 @@ class Pipeline:
             for p in positions
         ]
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
-        self._holders = {stage: self._ranks_with(stage, comm) for stage in self.stages}
-        self._reducers = self._holders
+        meshes = {one.position.stage: one.mesh for one in placed}
+        self._reducers = self._holders = holders_of(placement, meshes, comm)
         self._sharded: dict[int, ShardedStage] = {}
         if shard_state:
             self._sharded = self._shard(blocks, backend)
         elif backend is not None and comm.size > 1:
-            self._reducers = self._reducers_over(backend)
+            self._reducers = reducers_over(backend, placement, self._holders)
         self._statistics: dict[int, SliceStatistics] = {}
         for stage, module in self.stages.items():
             if placement.data * placement.copies * placement.batch_parts(stage) > 1:
@@ -136,31 +137,6 @@ class Pipeline:
         self._syncs = sync_batchnorm and placement.data > 1
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
-        }
-
-    def _ranks_with(self, stage: int, comm: Communicator) -> Communicator:
-        """The ranks that hold a stage, in whichever copy."""
-        if self.placement.copies == 1:
-            return self._placed[0, stage].mesh.comm
-        return comm.subset(self._holding(stage))
-
-    def _holding(self, stage: int) -> list[int]:
-        """The ranks of the world that hold a stage."""
-        ranks = {
-            rank
-            for copy in range(self.placement.copies)
-            for replica in range(self.placement.data)
-            for rank in self.placement.ranks(stage, replica, copy)
-        }
-        return sorted(ranks)
-
-    def _reducers_over(self, backend: str) -> dict[int, Communicator]:
-        from spatialdl.comm.groups import BackendCommunicator, start
-
-        start(backend)
-        return {
-            stage: BackendCommunicator(self._holding(stage), backend) if comm.size > 1 else comm
-            for stage, comm in self._holders.items()
         }
 
     def _shard(self, blocks: list[nn.Module], backend: str | None) -> dict[int, ShardedStage]:

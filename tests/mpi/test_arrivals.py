@@ -7,7 +7,7 @@ from threading import Thread
 
 from mpi4py import MPI
 
-from spatialdl.comm.arrivals import Arrivals
+from spatialdl.comm.backend.arrivals import Arrivals
 
 
 def test_a_rank_sleeps_until_the_others_have_come():

@@ -14,7 +14,7 @@ from torch import Tensor, zeros
 from torch.distributed.distributed_c10d import ReduceOp as Op
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from spatialdl.comm import host
+from spatialdl.comm.backend import host
 
 pytestmark = pytest.mark.usefixtures("over_mpi4py")
 

@@ -126,7 +126,8 @@ def test_forward_is_exact_and_backward_the_scaled_adjoint(
             handover.send_back(grad, what, microbatch)
             left += (grad.double() * tile.double()).sum().item()
     handover.wait_sent()
-    assert not handover._pending and not handover._arriving
+    assert not handover._pending
+    assert not handover._arriving
     factor = case.senders / case.receivers
     left, right = world.allreduce(left), world.allreduce(right)
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[case.dtype]

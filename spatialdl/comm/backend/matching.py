@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from mpi4py import MPI
 
 from spatialdl.comm import check
-from spatialdl.comm.calls import Call, Job
+from spatialdl.comm.backend.calls import Call, Job
 from spatialdl.errors import CommMismatch
 
 _MAY_DIFFER = ("all_gather", "gather", "scatter", "all_to_all_single", "all_to_all")

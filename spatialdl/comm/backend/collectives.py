@@ -14,8 +14,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.calls import Job, describe
-from spatialdl.comm.host import (
+from spatialdl.comm.backend.calls import Job, describe
+from spatialdl.comm.backend.host import (
     Reduction,
     blocks,
     check_counts,

@@ -27,11 +27,12 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from spatialdl.comm import check, collectives, matching
-from spatialdl.comm.arrivals import Arrivals
-from spatialdl.comm.calls import Call, Group, Job, seconds
-from spatialdl.comm.communication_thread import CommunicationThread
-from spatialdl.comm.messages import Messages, MessageWork
+from spatialdl.comm import check
+from spatialdl.comm.backend import collectives, matching
+from spatialdl.comm.backend.arrivals import Arrivals
+from spatialdl.comm.backend.calls import Call, Group, Job, seconds
+from spatialdl.comm.backend.communication_thread import CommunicationThread
+from spatialdl.comm.backend.messages import Messages, MessageWork
 
 NAME = "mpi4py"
 Tensors = Sequence[Tensor]

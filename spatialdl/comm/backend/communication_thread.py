@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from spatialdl.comm.arrivals import Arrivals
-from spatialdl.comm.calls import Call, Job, fail
+from spatialdl.comm.backend.arrivals import Arrivals
+from spatialdl.comm.backend.calls import Call, Job, fail
 
 
 class CollectiveWork(Work):

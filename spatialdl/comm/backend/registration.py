@@ -1,16 +1,4 @@
-"""The `mpi4py` backend of torch.distributed: stock wheels over any MPI.
-
-Importing this module registers it. Then, in a program that mpiexec or srun starts,
-
-    torch.distributed.init_process_group("mpi4py")
-
-needs nothing else: the ranks, and a store for them, come from MPI. Tensors on a GPU travel through
-host memory.
-
-Until `destroy_process_group` an uncaught exception on one rank ends the job on all, and a process
-that ends first finishes what it has started: a rank that left otherwise would hang in MPI's
-finalisation, or crash there.
-"""
+"""How torch.distributed learns of the `mpi4py` backend, and its groups until the job ends."""
 
 from __future__ import annotations
 
@@ -28,9 +16,9 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from mpi4py import MPI
 
-from spatialdl.comm.calls import Watchdog, end_job_for_sure
+from spatialdl.comm.backend.calls import Watchdog, end_job_for_sure
+from spatialdl.comm.backend.process_group import NAME, MpiProcessGroup
 from spatialdl.comm.launch import check_mpi_world
-from spatialdl.comm.process_group import NAME, MpiProcessGroup
 from spatialdl.comm.store import store_by_mpi
 
 Rendezvous = Iterator[tuple[Any, int, int]]
@@ -134,6 +122,3 @@ def _end_job_on_exceptions() -> None:
             end_job_for_sure()
 
     sys.excepthook = hook
-
-
-register()

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from spatialdl.comm.calls import Call, seconds
-from spatialdl.comm.host import check_counts, dense, give_back, message
+from spatialdl.comm.backend.calls import Call, seconds
+from spatialdl.comm.backend.host import check_counts, dense, give_back, message
 
 
 class MessageWork(Work):

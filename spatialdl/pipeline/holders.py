@@ -1,0 +1,52 @@
+"""Which ranks hold a stage, in whichever copy of the network, and how they talk to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.mesh import Mesh, Placement
+
+
+def holding(placement: Placement, stage: int) -> list[int]:
+    """The ranks of the world that hold a stage."""
+    return sorted(
+        {
+            rank
+            for copy in range(placement.copies)
+            for replica in range(placement.data)
+            for rank in placement.ranks(stage, replica, copy)
+        }
+    )
+
+
+def holders_of(
+    placement: Placement, meshes: Mapping[int, Mesh], comm: Communicator
+) -> dict[int, Communicator]:
+    """For each stage of this rank those who hold it too; all of them must ask.
+
+    Args:
+        meshes: by the stages of this rank.
+        comm: all ranks of the placement.
+    """
+    if placement.copies == 1:
+        return {stage: mesh.comm for stage, mesh in meshes.items()}
+    # by number, because ranks with several stages must make these in one order
+    return {stage: comm.subset(holding(placement, stage)) for stage in sorted(meshes)}
+
+
+def reducers_over(
+    backend: str, placement: Placement, holders: Mapping[int, Communicator]
+) -> dict[int, Communicator]:
+    """The same ranks as `holders`, over a backend of torch.distributed; they may be all alone.
+
+    Raises:
+        ValueError: if the backend cannot be had here.
+    """
+    from spatialdl.comm.groups import BackendCommunicator, start
+
+    start(backend)
+    return {
+        stage: BackendCommunicator(holding(placement, stage), backend) if comm.size > 1 else comm
+        for stage, comm in holders.items()
+    }
