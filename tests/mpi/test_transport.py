@@ -23,7 +23,9 @@ from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
 from spatialdl.comm.world import torch_world
 from spatialdl.layout import Box, Layout
-from tests.mpi.test_equal_numbers import TOLERANCE, Case, OddNet, parallel, reference
+from tests.mpi.equality_cases import Case
+from tests.mpi.equality_networks import OddNet
+from tests.mpi.test_equal_numbers import TOLERANCE, parallel, reference
 
 CASES = [
     Case("sp", "resnet18", (70, 93), ((2, 1),)),
