@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spatialdl.mesh import Placement
+from spatialdl.pipeline.holders import holding
 from spatialdl.pipeline.schedule import Schedule
 from spatialdl.pipeline.simulate import Costs, Span, Timeline, merged, simulate
 from spatialdl.planning.cluster import Cluster
@@ -108,21 +109,9 @@ def _reducing(cluster: Cluster, placement: Placement, stages: Sequence[StageCost
     """Averaging gradients; stages do it at the same time, those of one rank after each other."""
     seconds = [0.0] * placement.groups
     for number, stage in enumerate(stages):
-        ranks = holders(placement, number)
+        ranks = holding(placement, number)
         seconds[number % placement.groups] += cluster.all_reduce(ranks, stage.weights)
     return max(seconds)
-
-
-def holders(placement: Placement, stage: int) -> list[int]:
-    """The ranks that hold a stage, in whichever copy."""
-    return sorted(
-        {
-            rank
-            for copy in range(placement.copies)
-            for replica in range(placement.data)
-            for rank in placement.ranks(stage, replica, copy)
-        }
-    )
 
 
 def _updating(
@@ -164,10 +153,11 @@ def _peak(stages: Sequence[StageCosts], spans: Sequence[Span], kind: Held) -> fl
     """Most bytes of a rank at a time, beside those."""
     most, held = 0.0, 0.0
     grads = dict.fromkeys((stage for _, stage in kind), 0)
-    for action, _, _ in spans:
+    arriving = [stages[a.stage].arriving[a.kind == "backward"] for a, _, _ in spans]
+    for (action, _, _), ahead in zip(spans, [*arriving[1:], 0], strict=True):
         stage = stages[action.stage]
         if action.kind == "forward":
-            most = max(most, sum(grads.values()) + held + stage.forward_peak)
+            most = max(most, sum(grads.values()) + held + stage.forward_peak + ahead)
             held += stage.held
         else:
             held -= stage.held
@@ -175,7 +165,7 @@ def _peak(stages: Sequence[StageCosts], spans: Sequence[Span], kind: Held) -> fl
             first = grads[action.stage] == 0
             peak = stage.first_backward_peak if first else stage.backward_peak
             grads[action.stage] = stage.weights
-            most = max(most, others + held + peak)
+            most = max(most, others + held + peak + ahead)
     return max(most, 2.0 * sum(grads.values()))  # the optimizer's step
 
 
@@ -209,6 +199,6 @@ def _sent(
     for place in kind:
         total += stages[place[1]].sent * sum((a.copy, a.stage) == place for a in actions)
     for stage in {stage for _, stage in kind}:
-        ranks = len(holders(placement, stage))
+        ranks = len(holding(placement, stage))
         total += 2 * (ranks - 1) / ranks * stages[stage].weights
     return total

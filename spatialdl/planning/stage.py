@@ -30,6 +30,8 @@ class StageCosts:
         forward_peak, backward_peak: most while it runs, `held` included. `backward_peak` counts the
             gradients of all weights, `first_backward_peak` as they come in the first micro-batch.
         weights, buffers: of its layers.
+        arriving: of a micro-batch from other stages, for its forward and for its backward; there is
+            room for it from the beginning of the action before.
         sent: what a rank sends for a micro-batch.
         layers: its first layer, and the one after its last.
     """
@@ -43,6 +45,7 @@ class StageCosts:
     first_backward_peak: int
     weights: int
     buffers: int
+    arriving: tuple[int, int]
     sent: int
     layers: tuple[int, int]
 
@@ -125,6 +128,7 @@ def _stage(
         first_backward_peak=first_backward_peak,
         weights=weights,
         buffers=sum(one.buffers for one in own),
+        arriving=(entering, 0 if is_last else 2 * output),
         sent=sent,
         layers=layers,
     )
