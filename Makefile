@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
+RUN    := $(BIN)/mpiexec --oversubscribe --timeout
+MPI_TESTS := $(BIN)/python -m pytest -p no:cacheprovider
 
 # one thread per rank, and ranks that wait give up their core
 export OMP_NUM_THREADS ?= 1
@@ -23,36 +25,33 @@ demo: $(READY)
 test: test-serial test-mpi
 
 test-serial: $(READY)
-	$(BIN)/python -m pytest tests --ignore tests/mpi -m "not slow"
+	$(BIN)/python -m pytest tests --ignore tests/mpi -m "not slow" -n 2 --dist loadfile
 
 test-mpi: $(READY)
-	set -e; for ranks in 3 4; do \
-	    $(BIN)/mpiexec --oversubscribe --timeout 2400 -n $$ranks \
-	        $(BIN)/python -m pytest tests/mpi -m "not slow" -p no:cacheprovider; \
-	done
+	$(RUN) 1200 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
+
+	# what talks between stages and replicas, on a number of ranks that divides nothing
+	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/comm tests/mpi/pipeline tests/mpi/training
 
 	# operators on a grid of one row
-	$(BIN)/mpiexec --oversubscribe --timeout 1200 -n 2 \
-	    $(BIN)/python -m pytest tests/mpi/test_op_db.py tests/mpi/test_attention.py \
-	        -m "not slow" -p no:cacheprovider
+	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/spatial/test_op_db.py tests/mpi/spatial/test_attention.py
 
-	# other numbers of ranks: one, and stages of 4 beside stages of 1 and 2
-	set -e; for ranks in 1 2 5 6; do \
-	    $(BIN)/mpiexec --oversubscribe --timeout 1200 -n $$ranks \
-	        $(BIN)/python -m pytest tests/mpi/test_equal_numbers.py tests/mpi/test_handover.py \
-	            -m "not slow" -p no:cacheprovider; \
+	# other numbers of ranks: stages of one rank beside stages of many
+	set -e; for ranks in 1 2 5 6 8; do \
+	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
+	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py; \
 	done
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest tests --ignore tests/mpi -m slow || test $$? -eq 5
-	set -e; for ranks in 2 3 4; do \
-	    $(BIN)/mpiexec --oversubscribe --timeout 3000 -n $$ranks \
-	        $(BIN)/python -m pytest tests/mpi -m slow -p no:cacheprovider || test $$? -eq 5; \
+	set -e; for ranks in 2 3 4 6; do \
+	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m slow tests/mpi || test $$? -eq 5; \
 	done
+	$(RUN) 3000 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	# the same equality over torch.distributed
 	set -e; for ranks in 2 3 4; do \
-	    SPATIALDL_TRANSPORT=torch $(BIN)/mpiexec --oversubscribe --timeout 3000 -n $$ranks \
-	        $(BIN)/python -m pytest tests/mpi -m "not slow" -p no:cacheprovider; \
+	    SPATIALDL_TRANSPORT=torch $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi; \
 	done
 
 lint: $(READY)

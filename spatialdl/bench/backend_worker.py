@@ -18,16 +18,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from mpi4py import MPI
 from torch import nn
+from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import spatialdl.comm.backend  # noqa: F401  (registers it)
 from spatialdl import models
+from spatialdl.comm.backend.communication_thread import FINISHED
 from spatialdl.comm.datatypes import buffer
 
 Thing = TypeVar("Thing")
-Work = Callable[[], object]
+Todo = Callable[[], object]
 OURS, RAW, GLOO, SILENT = "mpi4py backend", "raw mpi4py", "gloo", "no communication"
+CALL = "PyTorch's call"
 BYTES_A_ROUND = 2**22
 """Small all-reduces are repeated within a round, as many as move so much, but no more than 200."""
 
@@ -66,13 +69,22 @@ def all_reduces(
     return found
 
 
-def _variants(size: int, gloo: dist.ProcessGroup, world: MPI.Intracomm) -> dict[str, Work]:
+class _Nothing(ProcessGroup):
+    """A group in Python whose all-reduce does nothing: what is left is PyTorch's call of it."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:
+        return FINISHED
+
+
+def _variants(size: int, gloo: dist.ProcessGroup, world: MPI.Intracomm) -> dict[str, Todo]:
     tensor = torch.zeros(size // 4)
     message = [buffer(tensor), tensor.numel(), MPI.FLOAT]
+    nothing = _Nothing(dist.get_rank(), dist.get_world_size())
     return {
         OURS: lambda: dist.all_reduce(tensor),
         RAW: lambda: world.Allreduce(MPI.IN_PLACE, message, MPI.SUM),
         GLOO: lambda: dist.all_reduce(tensor, group=gloo),
+        CALL: lambda: dist.all_reduce(tensor, group=nothing),
     }
 
 
@@ -92,7 +104,7 @@ def steps(options: argparse.Namespace, gloo: dist.ProcessGroup) -> dict[str, lis
         with ours.no_sync():
             step(ours)
 
-    variants: dict[str, Work] = {
+    variants: dict[str, Todo] = {
         OURS: lambda: step(ours),
         GLOO: lambda: step(theirs),
         SILENT: silent,
@@ -107,7 +119,7 @@ def _network(options: argparse.Namespace) -> nn.Module:
 
 
 def measure(
-    variants: Mapping[str, Work], rounds: int, calls: int, progress: str = ""
+    variants: Mapping[str, Todo], rounds: int, calls: int, progress: str = ""
 ) -> dict[str, list[float]]:
     """Seconds of a call on the slowest rank, the variants in an order drawn anew each round."""
     for work in variants.values():

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import GEMS
 
+DEEP = ("amoebanet_d", "resnet50", "resnet110_v2")
+
 
 class Case(NamedTuple):
     """One row of the table."""
@@ -54,6 +56,11 @@ class Case(NamedTuple):
             + f"-{self.backend}" * (self.backend is not None)
             + "-shard" * self.shard
         )
+
+    @property
+    def takes_long(self) -> bool:
+        """Deep networks are run in fewer layouts, unless in the longer proof."""
+        return self.network in DEEP and self.placement.world_size > 2
 
     @property
     def segments(self) -> bool:
@@ -427,8 +434,18 @@ SHARDED = [
     )
 ]
 
+EIGHT_RANKS = [
+    Case("sp", "odd", (101, 50), ((4, 2),)),
+    Case("sp+pp", "odd", (70, 93), ((2, 2), (2, 2)), microbatches=3, batch=6, cut=("4",)),
+    Case("dp+sp+pp", "random", (37, 29), ((2, 1), (1, 2)), 2, 2, 9, ("block1",), schedule="1f1b"),
+    Case("dp+sp+gems", "odd", (64, 64), ((1, 2), (2, 1)), 2, 2, 7, schedule="mast"),
+    Case("pp", "plain", (37, 29), ((1, 1),) * 8, microbatches=5, batch=6, schedule="1f1b"),
+]
+
+
 LAYOUTS = [
     *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
+    *EIGHT_RANKS,
 ]
 OVER_A_BACKEND = [*BACKENDS, *SHARDED]

@@ -1,4 +1,4 @@
-"""Sharded state: what a rank holds, and what is refused; tests/mpi/test_equal_numbers.py has the
+"""Sharded state: what a rank holds, and what is refused; the table of layouts has the
 numbers."""
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from spatialdl.comm.world import torch_world
 from spatialdl.layout import Box, Layout
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import OddNet
-from tests.mpi.test_equal_numbers import TOLERANCE, parallel, reference
+from tests.mpi.equality_runs import TOLERANCE, parallel, reference
 
 CASES = [
     Case("sp", "resnet18", (70, 93), ((2, 1),)),
