@@ -93,6 +93,7 @@ def line_of(text: str) -> int:
     return next(n for n, line in enumerate(NETWORKS.split("\n"), 1) if text in line)
 
 
+@pytest.mark.slow
 def test_an_exact_network(folder: Path) -> None:
     done = check(folder, "my_package.networks.Exact", "--size", "21x18", "--grid", "1x2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -50,7 +50,14 @@ def one_process(tmp_path_factory):
     return train(tmp_path_factory.mktemp("none") / "run", "parallel=none")
 
 
-@pytest.mark.parametrize(("parallel", "ranks"), [("sp", 2), ("sp+pp", 3), ("sp+gems", 3)])
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ("sp+pp", 3),
+        pytest.param("sp", 2, marks=pytest.mark.slow),
+        pytest.param("sp+gems", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_equals_one_process(parallel, ranks, one_process, tmp_path):
     ours, plain = train(tmp_path / "run", f"parallel={parallel}"), one_process
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)

@@ -35,6 +35,7 @@ def test_layouts_are_compared_round_by_round(monkeypatch, tmp_path, capsys):
         assert len(picture.convert("RGB").getcolors(100_000)) > 5
 
 
+@pytest.mark.slow
 def test_ranks_measure_every_layout(tmp_path, capsys):
     small = ["--size", "64", "--microbatches", "2", "--rounds", "2"]
     pipeline.main([*small, "--out", str(tmp_path)])

@@ -41,6 +41,7 @@ def ended(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_on_three(tmp_path):
     saved = job(2, "save", str(tmp_path / "checkpoint"))
     assert saved.returncode == 0, saved.stderr
