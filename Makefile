@@ -33,10 +33,6 @@ test-mpi: $(READY)
 	# what talks between stages and replicas, on a number of ranks that divides nothing
 	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/comm tests/mpi/pipeline tests/mpi/training
 
-	# operators on a grid of one row
-	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" \
-	    tests/mpi/spatial/test_op_db.py tests/mpi/spatial/test_attention.py
-
 	# other numbers of ranks: stages of one rank beside stages of many
 	set -e; for ranks in 1 2 5 6 8; do \
 	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
@@ -48,7 +44,9 @@ test-slow: $(READY)
 	set -e; for ranks in 2 3 4 6; do \
 	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m slow tests/mpi || test $$? -eq 5; \
 	done
-	$(RUN) 3000 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
+	set -e; for ranks in 2 3; do \
+	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/spatial; \
+	done
 	# the same equality over torch.distributed
 	set -e; for ranks in 2 3 4; do \
 	    SPATIALDL_TRANSPORT=torch $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi; \

@@ -161,6 +161,7 @@ def test_inputs_made_outside_inference_mode(meshes: Meshes) -> None:
             close(ours(x), network().eval()(image()), f"on {mesh.grid} ")
 
 
+@pytest.mark.slow
 def test_torch_compile_runs_the_network_as_it_is(meshes: Meshes) -> None:
     expected = step(network(), image())
     for mesh in meshes.values():
