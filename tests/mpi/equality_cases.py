@@ -7,7 +7,8 @@ from typing import NamedTuple
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import GEMS
 
-DEEP = ("amoebanet_d", "resnet50", "resnet110_v2")
+MOST_RANKS = {"resnet18": 3, "amoebanet_d": 2, "resnet50": 2, "resnet110_v2": 2}
+"""Deep networks are run on more ranks, and in other ways, by the longer proof only."""
 
 
 class Case(NamedTuple):
@@ -59,8 +60,12 @@ class Case(NamedTuple):
 
     @property
     def takes_long(self) -> bool:
-        """Deep networks are run in fewer layouts, unless in the longer proof."""
-        return self.network in DEEP and self.placement.world_size > 2
+        """Whether it is left to the longer proof."""
+        if self.network not in MOST_RANKS:
+            return False
+        ranks, most = self.placement.world_size, MOST_RANKS[self.network]
+        is_plain = self.schedule == "gpipe" and not self.recompute
+        return ranks > most or (most == 2 and not is_plain)
 
     @property
     def segments(self) -> bool:
