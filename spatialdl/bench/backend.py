@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl.bench.results import environment, machine, publish, run_worker
+from spatialdl.bench.results import machine, publish
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.worker import environment, run_worker
 
 OURS, RAW, GLOO, SILENT = "mpi4py backend", "raw mpi4py", "gloo", "no communication"
 CALL = "PyTorch's call"

@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,10 @@ def all_reduces(
     return found
 
 
-class _Nothing(ProcessGroup):
+_Group: Any = ProcessGroup  # its stubs do not know what it takes
+
+
+class _Nothing(_Group):  # type: ignore[misc]
     """A group in Python whose all-reduce does nothing: what is left is PyTorch's call of it."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:

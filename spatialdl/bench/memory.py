@@ -19,9 +19,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import environment, grid_of, machine, publish
+from spatialdl.bench.results import grid_of, machine, publish
 from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.worker import environment
 
 STEP = 64
 """Sides are multiples of this."""

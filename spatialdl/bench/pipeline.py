@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from spatialdl.bench.pipeline_layouts import ONE_AFTER_THE_OTHER
-from spatialdl.bench.results import environment, machine, publish, run_worker
+from spatialdl.bench.results import machine, publish
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.worker import environment, run_worker
 
 
 def main(arguments: Sequence[str]) -> None:

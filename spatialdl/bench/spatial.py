@@ -16,8 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import environment, grid_of, machine, publish, run_worker
+from spatialdl.bench.results import grid_of, machine, publish
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.worker import environment, run_worker
 
 PLAIN = "plain PyTorch"
 MEASURES = {

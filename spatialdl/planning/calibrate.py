@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from spatialdl.allocator import MAPPED_FROM
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.planning.run import environment, run, run_json
+from spatialdl.worker import environment, run, run_worker
 
 TINY = ("model=resnet18", "model.width=2", "data.image_size=[64,64]", "data.batch_size=4")
 TINY_RUN = ("data.samples=8", "data.validation_samples=0", "trainer.max_steps=2", "device=cpu")
@@ -48,33 +48,23 @@ def calibrate() -> dict[str, Any]:
     """Measure this machine, and keep the result; takes about a minute."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     ranks = max(2, cores)
-    with tqdm(total=6, desc="measuring this machine", unit="part", leave=False) as bar:
-
-        def part(name: str, found: Any) -> Any:
-            bar.set_postfix_str(name)
-            bar.update()
-            return found
-
-        busy = part("all cores", run_json([*mpiexec_command(ranks), *WORKER], environment(1)))
-        lone = part("one core", run_json([*WORKER], environment(1)))
-        alone = part("one process", run_json([*WORKER], environment(cores)))
-        talk = part("messages", run_json([*mpiexec_command(2), *WORKER, "--talk"], environment(1)))
-        base_alone = part("memory", _base_mb("none"))
-        base = part("memory", _base_mb("dp"))
-    link = _link(talk["exchange"])
+    found = run_worker([*mpiexec_command(ranks), *WORKER], environment(1), show=True)
+    with tqdm(["none", "dp"], desc="memory", leave=False) as layouts:
+        base_alone, base = (_base_mb(layout) for layout in layouts)
+    link = _link(found["exchange"])
     settings = {
         "name": "this_machine",
         "memory_gb": _memory_gb(),
         "ranks_per_node": 2**20,
         "cores": cores,
-        "rates": rates_of(busy["operations"]),
-        "rates_alone": rates_of(alone["operations"]),
-        "lone_speed": _ratio(busy["operations"], lone["operations"]),
+        "rates": rates_of(found["busy"]),
+        "rates_alone": rates_of(found["alone"]),
+        "lone_speed": _ratio(found["busy"], found["lone"]),
         "base_mb": base,
         "base_mb_alone": base_alone,
         "within_node": link,
         "between_nodes": link,
-        "reduce": _link(talk["all_reduce"]),
+        "reduce": _link(found["all_reduce"]),
     }
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,16 @@
-"""One rank that measures how fast this machine computes and talks; rank 0 prints a line of JSON.
+"""The ranks that measure how fast this machine computes and talks; rank 0 prints a line of JSON.
 
-Started alone or by a launcher; with others, all compute the same at the same time.
+Each operation is timed in three ways, one after the other: on all ranks at once, on one of them
+while the others sleep, and there with as many threads as there are ranks. All that is repeated some
+time later and the fastest counts: programs beside it only slow it down, but never all the time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from spatialdl.layout import Box
 from spatialdl.planning.ledger import Ledger, Work
 
 aten = torch.ops.aten
-Measured = tuple[Work, float]
-
-LEAST_S = 0.06
-"""Each operation is repeated for so long, at least three times."""
+ROUNDS = 3
+LEAST_S = 0.015
+"""Each operation is repeated for so long in each way and round, at least twice."""
 
 CONVOLUTIONS = (  # channels in and out, kernel, stride, side
     (3, 64, 7, 2, 256),
@@ -56,46 +56,79 @@ SIDES = (16, 48, 128, 256, 512)
 """Of images of 64 channels, on which all else is measured: 64 KB to 64 MB."""
 
 
+Operation = tuple[str | None, Callable[[], Any]]
+WAYS = ("busy", "lone", "alone")
+
+
 def main() -> None:
     install_abort_hook()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--talk", action="store_true", help="measure messages, on two ranks")
-    options = parser.parse_args()
     world = start_world()
-    found: dict[str, Any] = {"threads": torch.get_num_threads()}
-    if options.talk:
-        found |= {"exchange": _exchanges(world), "all_reduce": _reductions(world)}
-    else:
-        todo = [*_convolutions(), *_others()]
-        shown = tqdm(todo, desc="operations", disable=world.rank != 0, leave=False)
-        found["operations"] = [
-            [*work, seconds] for make in shown for work, seconds in _measure(make, world)
-        ]
-    everybody = world.gather(found)
-    if everybody is not None:
-        print(json.dumps(everybody[0]))
+    works, seconds = _operations(world)
+    found: dict[str, Any] = {
+        way: [[*w, s] for w, s in zip(works, seconds[way], strict=True)] for way in WAYS
+    }
+    found |= _talks(world)
+    if world.rank == 0:
+        print(json.dumps(found))
 
 
-Operation = tuple[str | None, Callable[[], Any]]
+def _operations(world: Communicator) -> tuple[list[Work], dict[str, list[float]]]:
+    """All operations, and their seconds in each way."""
+    works: list[Work] = []
+    rounds: list[dict[str, list[float]]] = []
+    todo = [*_convolutions(), *_others()]
+    with (
+        torch.no_grad(),
+        tqdm(total=ROUNDS * len(todo), desc="operations", disable=world.rank != 0) as bar,
+    ):
+        for number in range(ROUNDS):
+            rounds.append({way: [] for way in WAYS})
+            for make in todo:
+                for kind, operation in make():
+                    if number == 0:
+                        works.append(_work(kind, operation))
+                    for way, seconds in zip(WAYS, _timed(operation, world), strict=True):
+                        rounds[-1][way].append(seconds)
+                bar.update()
+    return works, {
+        way: [min(times) for times in zip(*(one[way] for one in rounds), strict=True)]
+        for way in WAYS
+    }
 
 
-def _measure(make: Callable[[], list[Operation]], world: Communicator) -> Iterator[Measured]:
-    with torch.no_grad():
-        for kind, operation in make():
-            ledger = Ledger()
-            with ledger.watch():
-                operation()
-            works = [work for done in ledger.work.values() for work in done]
-            work = works[0] if kind is None else works[0]._replace(kind=kind)
-            yield work, _seconds(operation, world)
+def _work(kind: str | None, operation: Callable[[], Any]) -> Work:
+    ledger = Ledger()
+    with ledger.watch():
+        operation()
+    work = next(one for done in ledger.work.values() for one in done)
+    return work if kind is None else work._replace(kind=kind)
 
 
-def _seconds(operation: Callable[[], Any], world: Communicator) -> float:
-    """Of the fastest run, while other ranks do the same: programs beside it only slow it down."""
+def _timed(operation: Callable[[], Any], world: Communicator) -> tuple[float, float, float]:
+    """Seconds in each of the `WAYS`, on rank 0."""
     world.barrier()
+    busy, lone, alone = _fastest(operation), 0.0, 0.0
+    world.barrier()  # or those that end last would be in the way of rank 0
+    if world.rank == 0:
+        lone = _fastest(operation)
+        torch.set_num_threads(world.size)
+        alone = _fastest(operation)
+        torch.set_num_threads(1)
+    _wait_asleep(world)
+    return busy, lone, alone
+
+
+def _wait_asleep(world: Any) -> None:
+    """A barrier for ranks that must not take a core while they wait."""
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+def _fastest(operation: Callable[[], Any]) -> float:
     found: list[float] = []
     began = time.perf_counter()
-    while len(found) < 3 or (time.perf_counter() - began < LEAST_S and len(found) < 1000):
+    while len(found) < 2 or time.perf_counter() - began < LEAST_S:
         started = time.perf_counter()
         operation()
         found.append(time.perf_counter() - started)
@@ -159,6 +192,18 @@ def _at(side: int) -> list[Operation]:
         ),
         (None, lambda: left @ left),
     ]
+
+
+def _talks(world: Communicator) -> dict[str, list[list[float]]]:
+    """Messages between two of the ranks."""
+    if world.rank > 1:
+        world.subset([world.rank])
+        _wait_asleep(world)
+        return {}
+    pair = world.subset([0, 1])
+    found = {"exchange": _exchanges(pair), "all_reduce": _reductions(pair)}
+    _wait_asleep(world)
+    return found
 
 
 def _exchanges(world: Communicator) -> list[list[float]]:

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from spatialdl.comm.launch import mpiexec_command
 from spatialdl.planning import calibrate
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.ledger import Work
-from spatialdl.planning.run import environment
+from spatialdl.worker import environment, run_worker
 
 CONV = [(flops * 1e9, size * 2**20) for flops in (1, 5) for size in (1, 4, 32, 128)]
 
@@ -32,14 +31,15 @@ def test_rates_are_found_again():
 
 def measurement():
     operations = [["conv", 1e9, 2.0**20, 0.02], ["pointwise", 0.0, 1e6, 1e-3]]
-    return {"operations": operations, "exchange": [[512, 1e-5], [1e7, 1e-2]]} | {
-        "all_reduce": [[64, 2e-5], [1e7, 2e-2]]
+    return dict.fromkeys(("busy", "lone", "alone"), operations) | {
+        "exchange": [[512, 1e-5], [1e7, 1e-2]],
+        "all_reduce": [[64, 2e-5], [1e7, 2e-2]],
     }
 
 
 def test_what_was_measured_is_kept_and_is_a_cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "run_json", lambda command, environment: measurement())
+    monkeypatch.setattr(calibrate, "run_worker", lambda command, environment, show: measurement())
     monkeypatch.setattr(calibrate, "_base_mb", lambda layout: 300.0 + (layout == "dp"))
     assert calibrate.measured() is None
     made = calibrate.calibrate()
@@ -59,15 +59,11 @@ def test_a_file_that_is_broken_counts_as_none(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_measures_all_kinds():
-    done = subprocess.run(
-        [sys.executable, "-m", "spatialdl.planning.calibrate_worker"],
-        env=environment(1),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    operations = json.loads(done.stdout.splitlines()[-1])["operations"]
-    rates = calibrate.rates_of(operations)
-    assert {"conv", "conv_input", "conv_weight", "norm", "pool", "pointwise"} <= set(rates)
-    assert all(row[3] > 0 for row in operations)
+def test_ranks_measure_all_kinds_in_all_ways():
+    found = run_worker([*mpiexec_command(3), *calibrate.WORKER], environment(1))
+    for way in ("busy", "lone", "alone"):
+        rates = calibrate.rates_of(found[way])
+        assert {"conv", "conv_input", "conv_weight", "norm", "pool", "pointwise"} <= set(rates)
+        assert all(row[3] > 0 for row in found[way])
+    assert found["exchange"][-1][1] > 0
+    assert found["all_reduce"][-1][1] > 0
