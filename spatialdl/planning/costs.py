@@ -8,7 +8,6 @@ a change of grid tiles may differ by a pixel from those that are counted here.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from spatialdl.mesh import Mesh, dry_mesh
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.planning.layers import Layer
 from spatialdl.planning.ledger import Ledger, Memory, Phase, Work, taken
+from spatialdl.planning.peaks import peaks_backward, peaks_forward
 from spatialdl.random import keyed, scope
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -228,8 +228,8 @@ class _Run:
             for moment in self._ledger.moments
         ]
         parts, since = len(self._outcomes) + 1, self._forwarded
-        forward = _peaks_forward(self._ledger, memories, rooms, parts, since)
-        backward = _peaks_backward(self._ledger, memories, rooms, parts, since, self._gradients())
+        forward = peaks_forward(self._ledger, memories, rooms, parts, since)
+        backward = peaks_backward(self._ledger, memories, rooms, parts, since, self._gradients())
         of_part: dict[int, list[Memory]] = {}
         for memory in memories:
             if memory.phase == "forward":
@@ -279,60 +279,6 @@ class _Run:
                 if memory is not None:
                     found.add(id(memory))
         return found
-
-
-def _peaks_forward(
-    ledger: Ledger, memories: Sequence[Memory], rooms: Sequence[int], parts: int, until: int
-) -> list[int]:
-    """Most bytes at a time of what a part has made itself, in forward."""
-    changes: list[Counter[int]] = [Counter() for _ in range(parts)]
-    for memory in memories:
-        if memory.phase == "forward":
-            changes[memory.part][memory.born] += memory.taken
-            if memory.died is not None and memory.died < until:
-                changes[memory.part][memory.died] -= memory.taken
-    peaks, alive = [0] * parts, [0] * parts
-    for time, moment in enumerate(ledger.moments[:until]):
-        part = moment.part
-        alive[part] += changes[part][time]
-        peaks[part] = max(peaks[part], alive[part] + rooms[time])
-    return peaks
-
-
-def _peaks_backward(
-    ledger: Ledger,
-    memories: Sequence[Memory],
-    rooms: Sequence[int],
-    parts: int,
-    since: int,
-    grads: set[int],
-) -> list[int]:
-    """Most bytes at a time in the backward of a part: what lives of it and of later parts.
-
-    Gradients of the weights of later parts do not count.
-    """
-    peaks, own_grads = [0] * parts, [0] * parts
-    waiting = [0] * parts  # of what each part has made in forward
-    births: dict[int, list[Memory]] = {}
-    deaths: dict[int, list[Memory]] = {}
-    for memory in memories:
-        if memory.phase == "backward":
-            births.setdefault(memory.born, []).append(memory)
-        elif memory.died is None or memory.died >= since:
-            waiting[memory.part] += memory.taken
-        if memory.died is not None and memory.died >= since:
-            deaths.setdefault(memory.died, []).append(memory)
-    passing = 0
-    for time, moment in enumerate(ledger.moments[since:], since):
-        for memory in births.get(time, ()):
-            own_grads[memory.part] += memory.taken * (id(memory) in grads)
-            passing += memory.taken * (id(memory) not in grads)
-        for memory in deaths.get(time, ()):
-            waiting[memory.part] -= memory.taken * (memory.phase == "forward")
-            passing -= memory.taken * (memory.phase == "backward")
-        alive = passing + own_grads[moment.part] + sum(waiting[moment.part :])
-        peaks[moment.part] = max(peaks[moment.part], alive + rooms[time])
-    return peaks
 
 
 def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | None:
