@@ -14,8 +14,9 @@ from spatialdl.data.writer import DEFAULT_SHARD_SIZE, ShardWriter
 from spatialdl.errors import SlideError
 from spatialdl.slides.labels import SlideLabel, read_labels
 from spatialdl.slides.picture import save_picture
-from spatialdl.slides.reader import PLAUSIBLE_MPP, Slide
+from spatialdl.slides.reader import Slide
 from spatialdl.slides.report import Report, save_reports, table, warnings, why_nothing
+from spatialdl.slides.resolution import PLAUSIBLE_MPP
 from spatialdl.slides.tiling import TilePlan, cut_tiles, plan_tiles
 
 SUFFIXES = (

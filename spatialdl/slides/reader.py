@@ -1,9 +1,8 @@
-"""Reading slides: openslide, with clear errors, a checked resolution and no black corners."""
+"""Reading slides: any box at any resolution, with clear errors and no black corners."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -12,19 +11,25 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-import openslide
 from PIL import Image
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.opening import open_source
+from spatialdl.slides.resolution import (
+    MPP_AT_1X,
+    PLAUSIBLE_MPP,
+    SAME,
+    FileMpp,
+    is_plausible,
+    mpp_of,
+    power_of,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
-PLAUSIBLE_MPP = (0.05, 20.0)
-_SAME = 0.01  # sizes or resolutions that differ by less than this part are the same
 _AT_A_TIME = 2**25  # pixels read from a level at a time
 _PATCH = 12  # pixels of a thumbnail that are given up together
 _FAILURES = 500  # after so many the rest of a thumbnail is not taken apart any more
-_LFS = b"version https://git-lfs"
 
 
 class Thumbnail(NamedTuple):
@@ -42,30 +47,32 @@ class Thumbnail(NamedTuple):
 class Slide:
     """A slide open for reading.
 
+    Boxes come from the file's own tiles where that gives the pixels of openslide, else from
+    openslide. Many slides may be open: those not read for long give their files back meanwhile.
+
     Args:
-        path: any format that openslide reads.
+        path: any format that openslide reads, or a plain TIFF, PNG or JPEG.
         mpp: micrometres per level-0 pixel, in place of what the file says.
+        native: false reads all that openslide can through openslide.
 
     Raises:
         SlideError: the file is missing or cannot be read as a slide; says which and why.
         ValueError: `mpp` is not between 0.05 and 20.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mpp: float | None = None) -> None:
-        if mpp is not None and not _plausible(mpp):
+    def __init__(
+        self, path: str | os.PathLike[str], mpp: float | None = None, *, native: bool = True
+    ) -> None:
+        if mpp is not None and not is_plausible(mpp):
             raise ValueError(
                 f"slide mpp {mpp} is not between {PLAUSIBLE_MPP[0]} and {PLAUSIBLE_MPP[1]} "
                 "micrometres per pixel"
             )
         self.path = Path(path)
         self._given_mpp = mpp
-        self._handle = _opened(self.path)
-        # asked now: a handle that failed once does not even answer these
-        self._size = self._handle.dimensions[::-1]
-        self._downsamples = tuple(float(factor) for factor in self._handle.level_downsamples)
-        self._properties = dict(self._handle.properties)
-        self._background = _background(self._properties)
-        self._spoiled = False
+        self._source = open_source(self.path, native)
+        self._size = self._source.size
+        self._downsamples = self._source.downsamples
 
     @property
     def name(self) -> str:
@@ -89,18 +96,49 @@ class Slide:
         Raises:
             SlideError: the file says nothing, or nothing that can be right.
         """
-        if self._given_mpp is not None:
-            return self._given_mpp
-        return self._mpp_of_file()
+        return self._resolution().mpp
+
+    @property
+    def known_mpp(self) -> float | None:
+        """Micrometres per level-0 pixel, None where the file does not say them plausibly."""
+        try:
+            return self.mpp
+        except SlideError:
+            return None
+
+    @property
+    def objective_power(self) -> float:
+        """Power of the objective: what the file says, else 10 / mpp by convention.
+
+        Raises:
+            SlideError: the file says neither.
+        """
+        power = power_of(self._source.properties) if self._given_mpp is None else None
+        return MPP_AT_1X / self.mpp if power is None else power
+
+    @property
+    def remark(self) -> str:
+        """What is odd about its resolution; empty if nothing is."""
+        try:
+            return self._resolution().remark
+        except SlideError:
+            return ""
+
+    def is_native(self, scale: float) -> bool:
+        """Whether reads at `scale` take the file's own tiles, without openslide."""
+        return self._source.is_native(self._level(scale))
 
     def scale(self, mpp: float) -> float:
         """Level-0 pixels per pixel at a resolution; that of a level within 1 % of it.
 
         So tiles wanted at 0.5 of a slide that has 0.499 are its own pixels, not resampled ones.
         """
-        scale = mpp / self.mpp
+        return self.nearest(mpp / self.mpp)
+
+    def nearest(self, scale: float) -> float:
+        """The scale of a level within 1 % of `scale`, else `scale`."""
         nearest = min(self._downsamples, key=lambda down: abs(down - scale))
-        return nearest if abs(nearest / scale - 1) < _SAME else scale
+        return nearest if abs(nearest / scale - 1) < SAME else scale
 
     def read(self, x: int, y: int, size: tuple[int, int], mpp: float) -> Bytes:
         """Read a region at a wanted resolution.
@@ -133,14 +171,14 @@ class Slide:
         level = self._level(scale)
         factor = scale / self._downsamples[level]
         if abs(factor - 1) * max(size) < 0.5:  # less than half a pixel over the whole region
-            return self._pixels(x, y, level, size, again)
+            return self._source.read(x, y, level, size, again)
         # some rows at a time: a slide without levels is not read into memory whole
         step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))
         parts = []
         for row in range(0, rows, step):
             down, across = min(step, rows - row) * factor, cols * factor
             y_part = round(y + row * scale)
-            pixels = self._pixels(x, y_part, level, (ceil(down), ceil(across)), again)
+            pixels = self._source.read(x, y_part, level, (ceil(down), ceil(across)), again)
             parts.append(_resampled(pixels, (down, across), (min(step, rows - row), cols)))
         return np.concatenate(parts)
 
@@ -162,13 +200,13 @@ class Slide:
                 if max(part) > _PATCH and failures < _FAILURES:
                     boxes.extend(_quarters(box))
                     continue
-                thumbnail.image[place] = self._background
+                thumbnail.image[place] = self._source.background
                 thumbnail.missing[place] = True
         return thumbnail
 
     def close(self) -> None:
         """Close the file."""
-        self._handle.close()
+        self._source.close()
 
     def __enter__(self) -> Self:
         """The slide itself."""
@@ -184,67 +222,13 @@ class Slide:
         self.close()
 
     def _level(self, scale: float) -> int:
-        fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + _SAME)]
+        fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + SAME)]
         return max(fine, key=lambda k: self._downsamples[k], default=0)
 
-    def _pixels(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
-        try:
-            return self._read_once(x, y, level, size)
-        except openslide.OpenSlideError as error:
-            if again:
-                return self._pixels(x, y, level, size, again=False)
-            raise SlideError(
-                f"cannot read slide {self.path} at x={x}, y={y} (level {level}): {error}; "
-                "the file is damaged there"
-            ) from error
-
-    def _read_once(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes:
-        if self._spoiled:
-            self._handle.close()
-            self._handle = _opened(self.path)
-            self._spoiled = False
-        try:
-            image = self._handle.read_region((x, y), level, (size[1], size[0]))
-        except openslide.OpenSlideError:
-            self._spoiled = True  # after one error every read of this handle fails
-            raise
-        return _composited(image, self._background)
-
-    def _mpp_of_file(self) -> float:
-        says = [self._properties.get(f"openslide.mpp-{axis}") for axis in "xy"]
-        if None in says:
-            raise SlideError(
-                f"slide {self.path} does not say its micrometres per pixel; "
-                "give them with --slide-mpp"
-            )
-        try:
-            x, y = (float(str(value)) for value in says)
-        except ValueError:
-            x, y = 0.0, 0.0
-        if not (_plausible(x) and _plausible(y)):
-            raise SlideError(
-                f"slide {self.path} says {_short(says[0])} x {_short(says[1])} micrometres per "
-                f"pixel, which is not between {PLAUSIBLE_MPP[0]:g} and {PLAUSIBLE_MPP[1]:g}; "
-                "give the right value with --slide-mpp"
-            )
-        if abs(x - y) > _SAME * max(x, y):
-            raise SlideError(
-                f"slide {self.path} says {x:g} micrometres per pixel across and {y:g} down, "
-                "and pixels that are not square cannot be tiled; if that is wrong, give the "
-                "right value with --slide-mpp"
-            )
-        return (x + y) / 2
-
-
-def _short(number: str | None) -> str:
-    try:
-        return f"{float(str(number)):.4g}"
-    except ValueError:
-        return repr(number)
-
-
-def _plausible(mpp: float) -> bool:
-    return PLAUSIBLE_MPP[0] <= mpp <= PLAUSIBLE_MPP[1]
+    def _resolution(self) -> FileMpp:
+        if self._given_mpp is not None:
+            return FileMpp(self._given_mpp, "")
+        return mpp_of(self._source.properties, self.path)
 
 
 def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
@@ -254,73 +238,8 @@ def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]
     return [part for part in halves if part[0] < part[1] and part[2] < part[3]]
 
 
-def _opened(path: Path) -> openslide.OpenSlide:
-    if path.is_dir():
-        raise SlideError(f"cannot open slide {path}: it is a folder")
-    try:
-        with path.open("rb") as file:
-            start = file.read(512)
-    except FileNotFoundError:
-        raise SlideError(f"cannot open slide {path}: there is no such file") from None
-    except OSError as error:
-        raise SlideError(f"cannot open slide {path}: {error.strerror}") from error
-    try:
-        return openslide.OpenSlide(path)
-    except openslide.OpenSlideUnsupportedFormatError as error:
-        raise SlideError(f"cannot open slide {path}: {_why_unsupported(path, start)}") from error
-    except openslide.OpenSlideError as error:
-        raise SlideError(
-            f"cannot open slide {path}: {error}; copy it again if its size is not that of the "
-            "original, else convert it to a tiled TIFF"
-        ) from error
-
-
-def _why_unsupported(path: Path, start: bytes) -> str:
-    """The same error stands for several causes; tell them apart by how the file begins."""
-    size = path.stat().st_size
-    if not start:
-        return "the file is empty; copy it again"
-    if start.startswith(_LFS):
-        return "it is a Git LFS pointer, not the slide; fetch it with `git lfs pull`"
-    if start[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        return (
-            f"the TIFF is cut short or of a kind that openslide does not read ({size} bytes); "
-            "compare its size with the original, or convert it to a tiled TIFF"
-        )
-    if b"\0" not in start and _is_text(start):
-        return "it is a text file; give the slide itself"
-    return "openslide does not read this format; convert it to a tiled TIFF"
-
-
-def _is_text(start: bytes) -> bool:
-    try:
-        start[: start.rfind(b"\n") + 1 or None].decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
-    """The colour of glass: what the file says, else white."""
-    text = properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "")
-    try:
-        value = bytes.fromhex(text.removeprefix("#"))
-    except ValueError:
-        value = b""
-    return (value[0], value[1], value[2]) if len(value) == 3 else (255, 255, 255)
-
-
 def _resampled(pixels: Bytes, part: tuple[float, float], size: tuple[int, int]) -> Bytes:
     """Bring the first `part` (rows, cols; may end within a pixel) to `size`, antialiased."""
     box = (0.0, 0.0, part[1], part[0])
     image = Image.fromarray(pixels)
     return np.asarray(image.resize((size[1], size[0]), Image.Resampling.LANCZOS, box))
-
-
-def _composited(image: Image.Image, background: tuple[int, int, int]) -> Bytes:
-    """RGB over the background; `convert("RGB")` alone would make missing pixels black."""
-    if image.getchannel("A").getextrema() == (255, 255):
-        return np.asarray(image.convert("RGB"))
-    canvas = Image.new("RGB", image.size, background)
-    canvas.paste(image, mask=image.getchannel("A"))
-    return np.asarray(canvas)

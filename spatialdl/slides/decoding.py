@@ -1,0 +1,129 @@
+"""Decoding the compressed tiles of a TIFF to RGB, as openslide does.
+
+libjpeg patches over damage in a JPEG stream with a warning; openslide then refuses the tile, and
+imagecodecs says nothing. simplejpeg, where it is installed, tells; without it openslide has to be
+asked about every tile (`Decoder.silent`), which takes as long as decoding it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import imagecodecs
+import numpy as np
+import numpy.typing as npt
+
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
+
+Bytes = npt.NDArray[np.uint8]
+
+JPEG, APERIO_YCBCR, APERIO_RGB = 7, 33003, 33005  # of the TIFF tag Compression
+GREY, RGB, YCBCR = 1, 2, 6  # of PhotometricInterpretation
+_START = b"\xff\xd8"
+_COLOURS = {GREY: "GRAYSCALE", RGB: "RGB", YCBCR: "YCBCR"}
+# an Adobe marker tells libjpeg whether colours are RGB (0) or YCbCr (1)
+_ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
+
+
+class Decoder(NamedTuple):
+    """How the tiles of one level are decoded.
+
+    `decode` takes a tile as stored and gives uint8 (rows, cols, 3), or raises. If `silent`, it
+    may give wrong pixels for a damaged one.
+    """
+
+    decode: Callable[[bytes], Bytes]
+    silent: bool
+
+
+def decoder_of(
+    compression: int, photometric: int, samples: int, tables: bytes | None
+) -> Decoder | None:
+    """The decoder of a page; None for a kind that is left to openslide.
+
+    Args:
+        compression, photometric, samples: what the tags of the page say.
+        tables: its JPEGTables, which abbreviated streams share.
+    """
+    if samples != (1 if photometric == GREY else 3):
+        return None
+    if compression == JPEG and photometric in _COLOURS:
+        if simplejpeg is not None:
+            return Decoder(_strict(photometric, tables), silent=False)
+        return Decoder(_lenient(photometric, tables), silent=True)
+    if compression == APERIO_RGB and photometric in (RGB, YCBCR):
+        return Decoder(lambda data: _three(imagecodecs.jpeg2k_decode(data)), silent=False)
+    if compression == APERIO_YCBCR and photometric in (RGB, YCBCR):
+        return Decoder(
+            lambda data: _rgb_of_ycbcr(_three(imagecodecs.jpeg2k_decode(data))), silent=False
+        )
+    return None
+
+
+def _lenient(photometric: int, tables: bytes | None) -> Callable[[bytes], Bytes]:
+    def decode(data: bytes) -> Bytes:
+        pixels = imagecodecs.jpeg8_decode(
+            data,
+            tables=tables,
+            colorspace=_COLOURS[photometric],
+            outcolorspace="GRAYSCALE" if photometric == GREY else "RGB",
+        )
+        return _three(pixels)
+
+    return decode
+
+
+def _strict(photometric: int, tables: bytes | None) -> Callable[[bytes], Bytes]:
+    # a whole stream: start, colours, the tables without their start and end, the tile's own
+    colours = b"" if photometric == GREY else _ADOBE + bytes([int(photometric == YCBCR)])
+    head = _START + colours + (tables[2:-2] if tables else b"")
+
+    def decode(data: bytes) -> Bytes:
+        if data[:2] != _START:
+            raise ValueError(f"not a JPEG: it begins with {data[:2].hex()}")
+        return np.asarray(simplejpeg.decode_jpeg(head + data[2:], "RGB"))
+
+    return decode
+
+
+def _three(pixels: Bytes) -> Bytes:
+    """RGB of grey; other arrays must be (rows, cols, 3) bytes."""
+    if pixels.dtype == np.uint8 and pixels.ndim == 2:
+        return np.repeat(pixels[..., None], 3, 2)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(f"decoded to {pixels.dtype} {pixels.shape}, expected 3 channels of bytes")
+    return pixels
+
+
+def _rgb_of_ycbcr(pixels: Bytes) -> Bytes:
+    """JFIF's transform (ITU-T T.871, section 7) in integers."""
+    y = pixels[..., 0].astype(np.int32)
+    red_of, green_cb, green_cr, blue_of = _TABLES
+    rgb = np.empty(pixels.shape, np.int32)
+    rgb[..., 0] = y + red_of[pixels[..., 2]]
+    rgb[..., 1] = y + ((green_cb[pixels[..., 1]] + green_cr[pixels[..., 2]]) >> 16)
+    rgb[..., 2] = y + blue_of[pixels[..., 1]]
+    return np.clip(rgb, 0, 255).astype(np.uint8)
+
+
+def _chroma_tables() -> tuple[npt.NDArray[np.int32], ...]:
+    chroma = np.arange(256) - 128
+    half = 1 << 15
+
+    def fixed(factor: float) -> npt.NDArray[np.int64]:
+        return int(factor * 65536 + 0.5) * chroma
+
+    tables = (
+        (fixed(1.402) + half) >> 16,
+        -fixed(0.344136) + half,
+        -fixed(0.714136),
+        (fixed(1.772) + half) >> 16,
+    )
+    return tuple(table.astype(np.int32) for table in tables)
+
+
+_TABLES = _chroma_tables()
