@@ -16,7 +16,7 @@ from spatialdl.slides.labels import SlideLabel, read_labels
 from spatialdl.slides.picture import save_picture
 from spatialdl.slides.reader import Slide
 from spatialdl.slides.report import Report, save_reports, table, warnings, why_nothing
-from spatialdl.slides.resolution import PLAUSIBLE_MPP
+from spatialdl.slides.resolution import MPP_AT_1X, PLAUSIBLE_MPP, Wanted
 from spatialdl.slides.tiling import TilePlan, cut_tiles, plan_tiles
 
 SUFFIXES = (
@@ -62,7 +62,10 @@ def find_slides(given: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
             if not inside:
-                raise ValueError(f"folder {path} has no slides in it ({' '.join(SUFFIXES)})")
+                raise ValueError(
+                    f"folder {path} has no slides in it ({' '.join(SUFFIXES)}); other images are "
+                    "named themselves"
+                )
             slides.extend(inside)
         elif not path.exists():
             raise ValueError(f"cannot find slide {path}: there is no such file or folder")
@@ -103,8 +106,11 @@ class _Run:
     def _slide(self, path: Path, name: str) -> Report:
         options, report = self._options, Report(name)
         try:
-            with Slide(path, options.slide_mpp) as slide:
-                plan = plan_tiles(slide, options.tile_size, options.mpp, options.min_tissue)
+            given = self._labels[path].mpp if path in self._labels else None
+            with Slide(path, given or options.slide_mpp) as slide:
+                wanted = Wanted(options.mpp, options.mag, options.level)
+                plan = plan_tiles(slide, options.tile_size, wanted, options.min_tissue)
+                report.mpp, report.remark = slide.known_mpp, slide.remark
                 self._cut(slide, plan, report)
         except SlideError as error:
             report.failed, report.note = True, str(error)
@@ -114,7 +120,7 @@ class _Run:
         report.in_grid, report.note = plan.in_grid, plan.reason
         self._bar.set_description(report.slide)
         self._bar.total += len(plan.places)
-        label, split = self._labels.get(slide.path, (None, None))
+        label, split = self._labels.get(slide.path, (None, None))[:2]
         taken, unreadable = [], []
         for tile in cut_tiles(slide, plan):
             self._bar.update()
@@ -136,7 +142,7 @@ class _Run:
 def _tile(
     options: argparse.Namespace, slides: list[Path], labels: Mapping[Path, SlideLabel]
 ) -> int:
-    kept = ("tile_size", "mpp", "min_tissue", "slide_mpp", "shard_size")
+    kept = ("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "shard_size")
     writer = ShardWriter(
         options.out,
         sorted({label.label for label in labels.values()}),
@@ -182,8 +188,23 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rows and columns of a tile",
     )
-    add("--mpp", required=True, type=_mpp, metavar="X", help="micrometres per pixel of the tiles")
-    add("--labels", type=Path, metavar="CSV", help="columns slide,label,split (train, val, test)")
+    wanted = parser.add_mutually_exclusive_group(required=True).add_argument
+    wanted("--mpp", type=_mpp, metavar="X", help="micrometres per pixel of the tiles")
+    wanted(
+        "--mag",
+        type=_mag,
+        metavar="X",
+        help="power of the objective that the tiles are as if taken with, such as 20; that of the "
+        "slide is what it says, else 10 / its mpp",
+    )
+    wanted("--level", type=_level, metavar="N", help="level of the slides, 0 the finest")
+    add(
+        "--labels",
+        type=Path,
+        metavar="CSV",
+        help="columns slide,label,split (train, val, test), and mpp if wanted: micrometres per "
+        "level-0 pixel, before --slide-mpp",
+    )
     add(
         "--min-tissue",
         type=_fraction,
@@ -218,6 +239,17 @@ def _positive_int(text: str) -> int:
 def _mpp(text: str) -> float:
     low, high = PLAUSIBLE_MPP
     return _between(text, low, high, f"micrometres per pixel, between {low} and {high}")
+
+
+def _mag(text: str) -> float:
+    low, high = (MPP_AT_1X / mpp for mpp in reversed(PLAUSIBLE_MPP))
+    return _between(text, low, high, f"the power of an objective, between {low:g} and {high:g}")
+
+
+def _level(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a level: 0, 1, 2 ...")
+    return int(text)
 
 
 def _fraction(text: str) -> float:

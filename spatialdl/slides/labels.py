@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from spatialdl.slides.resolution import PLAUSIBLE_MPP, is_plausible
+
 COLUMNS = ("slide", "label", "split")
 SPLITS = ("train", "val", "test")
 
@@ -16,10 +18,13 @@ class SlideLabel(NamedTuple):
 
     label: str
     split: str
+    mpp: float | None = None  # of the slide's level 0, where the file has that column
 
 
 def read_labels(path: Path, slides: Sequence[Path]) -> dict[Path, SlideLabel]:
     """Read a CSV with the columns slide, label and split, and match it with the slides.
+
+    A column mpp may say the micrometres per level-0 pixel of some slides or all.
 
     Args:
         path: the CSV; its `slide` is a file name, with or without the suffix.
@@ -82,7 +87,23 @@ def _row(
             raise ValueError(f"{where}: {column} is empty")
     if split not in SPLITS:
         raise ValueError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)}")
-    return line, slide, SlideLabel(label, split)
+    return line, slide, SlideLabel(label, split, _mpp(where, row.get("mpp")))
+
+
+def _mpp(where: str, value: object) -> float | None:
+    text = str(value or "").strip()
+    if not text:
+        return None
+    low, high = PLAUSIBLE_MPP
+    try:
+        mpp = float(text)
+    except ValueError:
+        mpp = float("nan")
+    if not is_plausible(mpp):
+        raise ValueError(
+            f"{where}: mpp is {text!r}, expected micrometres per pixel between {low:g} and {high:g}"
+        )
+    return mpp
 
 
 def _match(name: str, slides: Sequence[Path], where: str) -> Path | None:

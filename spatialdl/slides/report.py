@@ -13,7 +13,8 @@ class Report:
     """What one slide gave.
 
     `in_grid` tiles fit into it, `with_tissue` of them were wanted, of which some `unreadable`
-    and the others `written`; `note` says why there are none, or what failed.
+    and the others `written`; `note` says why there are none, or what failed. `mpp` is micrometres
+    per level-0 pixel as used, `remark` what is odd about them.
     """
 
     slide: str
@@ -23,6 +24,8 @@ class Report:
     written: int = 0
     failed: bool = False
     note: str = ""
+    mpp: float | None = None
+    remark: str = ""
 
     @property
     def status(self) -> str:
@@ -58,6 +61,8 @@ def warnings(reports: Sequence[Report]) -> list[str]:
             lines.append(f"skipped: {report.note}")
         elif not report.written:
             lines.append(f"{report.slide} gave no tiles: {report.note}")
+        if report.remark:
+            lines.append(f"{report.slide}: {report.remark}")
     return lines
 
 

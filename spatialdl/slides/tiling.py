@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.reader import Slide, Thumbnail
+from spatialdl.slides.resolution import Wanted
 from spatialdl.slides.tissue import Tissue, find_tissue
 
 _MASK_MPP = 8.0  # fine enough to see glands, coarse enough for one look
 _PIXELS_PER_TILE = 16  # of the thumbnail, so that a part of a tile can be told
 _LONGEST_THUMBNAIL = 4096
-_FINEST = 0.9  # of the slide's own resolution: beyond it pixels would be invented
 _SLACK = 0.01  # part of a tile that may lie beyond the edge (sizes are rounded)
 
 
@@ -53,26 +53,22 @@ class TilePlan:
         return self.grid[0] * self.grid[1]
 
 
-def plan_tiles(slide: Slide, tile_size: int, mpp: float, min_tissue: float = 0.5) -> TilePlan:
+def plan_tiles(
+    slide: Slide, tile_size: int, wanted: Wanted | float, min_tissue: float = 0.5
+) -> TilePlan:
     """Choose the tiles of a slide.
 
     Args:
         slide: an open slide.
         tile_size: rows and columns of a tile.
-        mpp: micrometres per pixel of the tiles.
+        wanted: resolution of the tiles; a number is micrometres per pixel.
         min_tissue: part of a tile that must be tissue, 0 (all tiles) to 1.
 
     Raises:
-        SlideError: the slide does not say its resolution, or it is coarser than `mpp`.
+        SlideError: the slide does not say its resolution, or it is coarser than wanted.
     """
-    own = slide.mpp
-    if mpp < _FINEST * own:
-        raise SlideError(
-            f"slide {slide.path} has {own:g} micrometres per pixel and cannot give {mpp:g}; "
-            f"ask for an mpp of {own:g} or more"
-        )
+    scale = (wanted if isinstance(wanted, Wanted) else Wanted(mpp=wanted)).scale(slide)
     height, width = slide.size
-    scale = slide.scale(mpp)
     step = tile_size * scale
     grid = int(height / step + _SLACK), int(width / step + _SLACK)
     thumbnail = slide.thumbnail(_thumbnail_scale(slide, step))
@@ -128,7 +124,9 @@ def cut_tiles(slide: Slide, plan: TilePlan) -> Iterator[CutTile]:
 
 
 def _thumbnail_scale(slide: Slide, step: float) -> float:
-    scale = min(_MASK_MPP / slide.mpp, step / _PIXELS_PER_TILE)
+    scale = step / _PIXELS_PER_TILE
+    if slide.known_mpp is not None:
+        scale = min(_MASK_MPP / slide.known_mpp, scale)
     return max(1.0, scale, max(slide.size) / _LONGEST_THUMBNAIL)
 
 

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import openslide
 import pytest
+import tifffile
 
 from spatialdl.data import ShardDataset
 from spatialdl.slides.command import find_slides, main
@@ -209,6 +210,71 @@ def test_a_resolution_may_be_given(tmp_path: Path, real: Path) -> None:
     slide = real / "bad" / "no-mpp.svs"
     assert run(slide, "--out", tmp_path / "set", *TILES, "--slide-mpp", 0.499) == 0
     assert len(ShardDataset(tmp_path / "set")) == 32
+
+
+def test_exactly_one_resolution_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [tmp_path, "--out", tmp_path / "set", "--tile-size", 256]
+    for more, says in [
+        ([], "one of the arguments --mpp --mag --level is required"),
+        (["--mpp", 0.5, "--mag", 20], "not allowed with"),
+        (["--mag", 20, "--level", 0], "not allowed with"),
+        (["--mag", 0], "'0' is not the power of an objective"),
+        (["--level", -1], "'-1' is not a level"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            run(*common, *more)
+        assert caught.value.code == 2
+        assert says in capsys.readouterr().err
+
+
+def test_magnification_and_level(tmp_path: Path, synthetic: dict[str, Path]) -> None:
+    sets = []
+    for name, *wanted in [("a", "--mpp", 1.0), ("b", "--mag", 10), ("c", "--level", 1)]:
+        assert run(synthetic["ring"], "--out", tmp_path / name, "--tile-size", 128, *wanted) == 0
+        sets.append(ShardDataset(tmp_path / name))
+    assert [data.mpp for data in sets] == [1.0, None, None]
+    tiles = [np.stack([np.asarray(image) for image, _ in data]) for data in sets]
+    assert (tiles[0] == tiles[1]).all()
+    assert (tiles[0] == tiles[2]).all()
+
+
+def test_a_level_needs_no_resolution(tmp_path: Path, real: Path) -> None:
+    slide, out = real / "bad" / "no-mpp.svs", tmp_path / "set"
+    assert run(slide, "--out", out, "--tile-size", 256, "--level", 0) == 0
+    assert len(ShardDataset(out)) == 32
+    with (out / "slides.csv").open(newline="") as file:
+        assert [row["mpp"] for row in csv.DictReader(file)] == [""]
+    assert run(slide, "--out", out, "--tile-size", 256, "--level", 1, "--overwrite") == 1
+
+
+def test_the_labels_may_say_resolutions(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels, out = tmp_path / "labels.csv", tmp_path / "set"
+    labels.write_text("slide,label,split,mpp\nring,a,train,0.25\nstrand,b,val,\n")
+    common = [*synthetic.values(), "--out", out, "--labels", labels, "--tile-size", 128]
+    assert run(*common, "--mpp", 1, "--slide-mpp", 0.5) == 0
+    with (out / "slides.csv").open(newline="") as file:
+        rows = {row["slide"]: row for row in csv.DictReader(file)}
+    assert (rows["ring"]["mpp"], rows["strand"]["mpp"]) == ("0.25", "0.5")
+    assert int(rows["ring"]["in_grid"]) < int(rows["strand"]["in_grid"])
+    labels.write_text("slide,label,split,mpp\nring,a,train,353\nstrand,b,val,\n")
+    assert run(*common, "--mpp", 1, "--overwrite") == 2
+    assert "line 2: mpp is '353', expected" in capsys.readouterr().err
+
+
+def test_pixels_that_are_not_square_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = np.full((600, 600, 3), (200, 60, 160), np.uint8)
+    per_cm = (1e4 / 0.5, 1e4 / 0.51)
+    tifffile.imwrite(
+        tmp_path / "a.tiff", image, tile=(256, 256), resolution=per_cm, resolutionunit="CENTIMETER"
+    )
+    assert run(tmp_path / "a.tiff", "--out", tmp_path / "set", *TILES, "--min-tissue", 0) == 0
+    assert "a: pixels are not square: 0.5 micrometres across, 0.51 down" in capsys.readouterr().err
 
 
 def test_one_name_for_two_formats_keeps_the_suffix(
