@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import backend, halo, memory, pipeline, plan, scaling, spatial
+from spatialdl.bench import backend, halo, memory, pipeline, plan, scaling, spatial, tiling
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
@@ -15,6 +15,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "plan": plan.main,
     "scaling": scaling.main,
     "spatial": spatial.main,
+    "tiling": tiling.main,
 }
 
 

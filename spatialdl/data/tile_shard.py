@@ -26,6 +26,7 @@ class TileShards:
         self._shard_size = shard_size
         self._infos: list[ShardInfo] = []
         self._file: ShardFile | None = None
+        self._stacks: dict[str, _Stack] = {}  # of that file
         self._shape: tuple[int, int, int] | None = None
         self._in_shard: list[TileSample] = []
         self.samples: list[TileSample] = []
@@ -54,9 +55,9 @@ class TileShards:
         self._check_same((rows, cols, channels), classes is not None)
         file = self._file or self._start()
         index = file.samples
-        _append(file.h5["images"], pixels)
+        self._stacks["images"].append(pixels)
         if classes is not None:
-            _append(file.h5["masks"], classes)
+            self._stacks["masks"].append(classes)
         sample = TileSample(shard=file.number, index=index, **known)
         self._in_shard.append(sample)
         self.samples.append(sample)
@@ -100,13 +101,14 @@ class TileShards:
         file = self._file = ShardFile(self._folder, len(self._infos))
         rows, cols, channels = self._known_shape
         chunk = chunk_size(rows, cols)
-        _stack(file.h5, "images", (rows, cols, channels), (1, *chunk, channels))
+        self._stacks = {"images": _Stack(file.h5, "images", (rows, cols, channels), chunk)}
         if self.masks:
-            _stack(file.h5, "masks", (rows, cols), (1, *chunk))
+            self._stacks["masks"] = _Stack(file.h5, "masks", (rows, cols), chunk)
         return file
 
     def _end(self, file: ShardFile) -> None:
         inside, self._in_shard = self._in_shard, []
+        self._stacks = {}
         labels = [NO_LABEL if sample.label is None else sample.label for sample in inside]
         file.h5["coords"] = np.array([(sample.x, sample.y) for sample in inside], np.int64)
         file.h5["labels"] = np.array(labels, np.int64)
@@ -117,21 +119,44 @@ class TileShards:
         self._file = None
 
 
-def _stack(h5: h5py.File, name: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
-    """An empty stack of arrays of a shape."""
-    h5.create_dataset(name, (0, *shape), np.uint8, chunks=chunks, maxshape=(None, *shape))
+class _Stack:
+    """A stack of arrays of one shape that grows.
 
+    Args:
+        h5: where it is made.
+        name: of the dataset.
+        shape: of an array, (rows, cols, channels) or (rows, cols).
+        chunk: rows and columns of a chunk.
+    """
 
-def _append(stack: h5py.Dataset, array: npt.NDArray[np.uint8]) -> None:
-    # one by one: room made ahead would have to be given back, which HDF5 does chunk by chunk
-    number = len(stack)
-    stack.resize(number + 1, axis=0)
-    rows, cols = stack.chunks[1:3]
-    for row in range(0, array.shape[0], rows):
-        for col in range(0, array.shape[1], cols):
-            part = array[row : row + rows, col : col + cols]
-            # whole chunks as they will lie in the file: three times as fast as by HDF5
-            chunk = np.zeros(stack.chunks[1:], np.uint8)
-            chunk[: part.shape[0], : part.shape[1]] = part
-            place = (number, row, col, 0)[: stack.ndim]
-            stack.id.write_direct_chunk(place, chunk)
+    def __init__(
+        self, h5: h5py.File, name: str, shape: tuple[int, ...], chunk: tuple[int, int]
+    ) -> None:
+        self._chunk = (*chunk, *shape[2:])
+        # kept: asking HDF5 for it by name takes longer than writing a small tile
+        self._data = h5.create_dataset(
+            name, (0, *shape), np.uint8, chunks=(1, *self._chunk), maxshape=(None, *shape)
+        )
+        self._shape = shape
+        self._length = 0
+
+    def append(self, array: npt.NDArray[np.uint8]) -> None:
+        """Add one array."""
+        # one by one: room made ahead would have to be given back, which HDF5 does chunk by chunk
+        number, self._length = self._length, self._length + 1
+        self._data.id.set_extent((self._length, *self._shape))
+        rows, cols = self._chunk[:2]
+        for row in range(0, array.shape[0], rows):
+            for col in range(0, array.shape[1], cols):
+                part = array[row : row + rows, col : col + cols]
+                # whole chunks as they will lie in the file: three times as fast as by HDF5
+                place = (number, row, col, 0)[: 1 + len(self._shape)]
+                self._data.id.write_direct_chunk(place, self._whole(part))
+
+    def _whole(self, part: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """A chunk with this part in its first corner."""
+        if part.shape == self._chunk:
+            return np.ascontiguousarray(part)
+        chunk = np.zeros(self._chunk, np.uint8)
+        chunk[: part.shape[0], : part.shape[1]] = part
+        return chunk

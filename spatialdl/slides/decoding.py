@@ -7,6 +7,7 @@ asked about every tile (`Decoder.silent`), which takes as long as decoding it.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -62,6 +63,18 @@ def decoder_of(
             lambda data: _rgb_of_ycbcr(_three(imagecodecs.jpeg2k_decode(data))), silent=False
         )
     return None
+
+
+def decode_jpeg(data: mmap.mmap, out: Bytes) -> None:
+    """Decode a whole JPEG into an array, (rows, cols) of grey or (rows, cols, 3).
+
+    Raises:
+        ValueError, RuntimeError: it is damaged.
+    """
+    if simplejpeg is None:
+        imagecodecs.jpeg8_decode(data, out=out)
+    else:
+        simplejpeg.decode_jpeg(data, "GRAY" if out.ndim == 2 else "RGB", buffer=out)
 
 
 def _lenient(photometric: int, tables: bytes | None) -> Callable[[bytes], Bytes]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from threading import Lock
 from typing import Protocol
 
-LIMIT = 32
-"""Slides open at a time; one holds two or three descriptors."""
+LIMIT = 16
+"""Slides open at a time; one holds two or three descriptors, and up to 64 MB of decoded tiles."""
 
 
 class Holder(Protocol):

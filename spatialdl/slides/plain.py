@@ -64,6 +64,7 @@ class PlainImage:
         self._path = path
         self._opener = opener
         self._pixels: Pixels | None = None
+        self._failed: SlideError | None = None
         self._lock = RLock()
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
@@ -75,18 +76,15 @@ class PlainImage:
             return out
         with self._lock:
             HANDLES.used(self)
-            if self._pixels is None:
-                self._pixels = self._opener()
+            pixels = self._opened()
             try:
-                box = self._pixels.box(top, bottom, left, right)
+                box = pixels.box(top, bottom, left, right)
             except (ValueError, RuntimeError, OSError, struct.error) as error:
                 raise SlideError(
                     f"cannot read slide {self._path} at x={x}, y={y}: {error}; "
                     "the file is damaged there"
                 ) from error
-            out[top - y : bottom - y, left - x : right - x] = _over_white(
-                box, self._pixels.premultiplied
-            )
+        out[top - y : bottom - y, left - x : right - x] = _over_white(box, pixels.premultiplied)
         return out
 
     def is_native(self, level: int) -> bool:
@@ -108,6 +106,17 @@ class PlainImage:
         with self._lock:
             HANDLES.forget(self)
             self._let_go()
+
+    def _opened(self) -> Pixels:
+        if self._failed is not None:  # decoding all of it again would end the same
+            raise self._failed
+        if self._pixels is None:
+            try:
+                self._pixels = self._opener()
+            except SlideError as error:
+                self._failed = error
+                raise
+        return self._pixels
 
     def _let_go(self) -> None:
         if self._pixels is not None:

@@ -8,13 +8,14 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.decoding import decode_jpeg
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -25,10 +26,10 @@ _END_WITHIN = 2**16  # bytes after the end of a JPEG that are none of its pixels
 
 
 class Kind(NamedTuple):
-    """A format: its name, how it is decoded, and what its header says."""
+    """A format: its name, how it is decoded into an array, and what its header says."""
 
     name: str
-    decode: Callable[..., Any]
+    decode: Callable[[mmap.mmap, Bytes], None]
     shape: Callable[[IO[bytes]], tuple[int, int, int]]
 
 
@@ -61,10 +62,9 @@ class DecodedPixels:
         try:
             with (
                 path.open("rb") as file,
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-                memoryview(mapped) as data,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
-                kind.decode(data, out=out if channels > 1 else out[..., 0])
+                kind.decode(data, out if channels > 1 else out[..., 0])
         except (ValueError, RuntimeError, OSError) as error:
             self.close()
             raise SlideError(
@@ -123,6 +123,10 @@ def _check_room(path: Path, bytes_: int) -> None:
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by colour type
 _PALETTE, _BEFORE_PIXELS = 3, 2**16
+
+
+def _decode_png(data: mmap.mmap, out: Bytes) -> None:
+    imagecodecs.png_decode(data, out=out)
 
 
 def _png_shape(file: IO[bytes]) -> tuple[int, int, int]:
@@ -184,5 +188,5 @@ def _refuse_if_held_whole(what: str, bytes_: int) -> None:
         )
 
 
-PNG = Kind("PNG", imagecodecs.png_decode, _png_shape)
-JPEG = Kind("JPEG", imagecodecs.jpeg8_decode, _jpeg_shape)
+PNG = Kind("PNG", _decode_png, _png_shape)
+JPEG = Kind("JPEG", decode_jpeg, _jpeg_shape)

@@ -14,7 +14,7 @@ any size takes little memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import pi
 from pathlib import Path
@@ -66,6 +66,7 @@ def write_synthetic_slide(
     size: tuple[int, int] = (8192, 8192),
     mpp: float = 0.5,
     seed: int = 0,
+    progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write a synthetic slide that openslide reads.
 
@@ -75,6 +76,7 @@ def write_synthetic_slide(
         size: rows and columns at level 0.
         mpp: micrometres per pixel that the file claims; the drawing is the same in pixels.
         seed: another seed is another slide, with another stain.
+        progress: told the number of rows that were drawn, again and again.
 
     Raises:
         ValueError: an unknown kind, or a size or mpp that is not positive.
@@ -84,7 +86,14 @@ def write_synthetic_slide(
     if min(size) < 1 or mpp <= 0:
         raise ValueError(f"size {size} and mpp {mpp} must be positive")
     picture = _Picture(kind, size, seed)
-    write_pyramid(Path(path), picture.bands(), size, mpp)
+    write_pyramid(Path(path), _told(picture.bands(), progress), size, mpp)
+
+
+def _told(bands: Iterator[Bytes], progress: Callable[[int], object] | None) -> Iterator[Bytes]:
+    for band in bands:
+        yield band
+        if progress is not None:
+            progress(len(band))
 
 
 class _Block(NamedTuple):

@@ -102,6 +102,27 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
         assert name in str(caught.value)
 
 
+def test_one_that_is_damaged_is_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(GREY).save(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    opened: list[Path] = []
+    original = plain_decoded.DecodedPixels
+
+    def counted(path: Path, kind: plain_decoded.Kind) -> plain_decoded.DecodedPixels:
+        opened.append(path)
+        return original(path, kind)
+
+    monkeypatch.setattr(plain_decoded, "DecodedPixels", counted)
+    with Slide(path) as slide:
+        assert slide.thumbnail(1.0).missing.all()
+    assert len(opened) == 1
+
+
 def test_damaged_pixels_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.fromarray(GREY).save(path)

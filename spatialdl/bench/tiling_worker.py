@@ -1,0 +1,87 @@
+"""One way to read the tiles of a slide, in a process of its own; prints CPU seconds and tiles."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+
+import numpy as np
+import openslide
+
+from spatialdl.bench.tiling import NATIVE, OPENSLIDE, OURS, WAYS
+from spatialdl.slides import command, reader
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("slide", type=Path)
+    parser.add_argument("--tile-size", type=int, required=True)
+    parser.add_argument("--most", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    if options.way in (OPENSLIDE, NATIVE):
+        seconds, tiles = _read(options)
+    else:
+        seconds, tiles = _cut(options)
+    print(json.dumps({"cpu_seconds": seconds, "tiles": tiles}))
+
+
+def _read(options: argparse.Namespace) -> tuple[float, int]:
+    """Tiles alone, from all over the slide."""
+    side, path = options.tile_size, str(options.slide)
+    size = (side, side)
+    read: Callable[[int, int], object]
+    if options.way == OPENSLIDE:
+        raw = openslide.OpenSlide(path)
+        height, width = raw.dimensions[::-1]
+
+        def read(x: int, y: int) -> object:
+            return np.asarray(raw.read_region((x, y), 0, size).convert("RGB"))
+    else:
+        slide = reader.Slide(path)
+        height, width = slide.size
+        if not slide.is_native(1.0):
+            raise RuntimeError(f"the tiles of {path} are not read natively")
+
+        def read(x: int, y: int) -> object:
+            return slide.read_scaled(x, y, size, 1.0)
+
+    rows, cols = height // side, width // side
+    # whole rows of tiles, as a tiler reads them, spread over the slide
+    chosen = range(0, rows, max(1, rows * cols // options.most))
+    places = islice(product(chosen, range(cols)), options.most)
+    before, tiles = time.process_time(), 0
+    for row, col in places:
+        read(col * side, row * side)
+        tiles += 1
+    return time.process_time() - before, tiles
+
+
+def _cut(options: argparse.Namespace) -> tuple[float, int]:
+    """The command."""
+    given = [str(options.slide), "--out", str(options.out), "--tile-size", str(options.tile_size)]
+    if options.way != OURS:
+        vars(command)["Slide"] = partial(reader.Slide, native=False)
+    shutil.rmtree(options.out, ignore_errors=True)
+    before = time.process_time()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        code = command.main([*given, "--level", "0"])
+    seconds = time.process_time() - before
+    if code:
+        raise RuntimeError(f"the command ended with {code}")
+    manifest = json.loads((options.out / "manifest.json").read_text())
+    shutil.rmtree(options.out)
+    return seconds, len(manifest["samples"])
+
+
+if __name__ == "__main__":
+    main()
