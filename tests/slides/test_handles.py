@@ -39,6 +39,7 @@ def test_one_that_is_being_read_stays_open() -> None:
     for holder in (a, b, c):
         handles.used(holder)
     assert [held.open for held in (a, b, c)] == [True, False, True]
+    assert len(handles) == 2
 
 
 def test_many_slides_are_read_with_few_files_open(
