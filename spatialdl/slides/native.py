@@ -8,6 +8,7 @@ missing or does not decode, is left to openslide, which also says what is wrong 
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -138,8 +139,8 @@ class NativeTiles:
             return None
         if place.decoder.silent and not self._sound(level, number):
             return None
-        self._file.seek(int(place.offsets[number]))
-        data = self._file.read(length)
+        # without a position in the file: processes that were forked share it
+        data = os.pread(self._file.fileno(), length, int(place.offsets[number]))
         try:
             tile = place.decoder.decode(data)
         except (ValueError, RuntimeError):  # imagecodecs raises its own kinds of the latter

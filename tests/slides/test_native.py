@@ -341,3 +341,15 @@ def test_decoded_tiles_are_kept_within_bounds(
     tiles = source._opened_tiles()
     assert tiles._bytes == sum(tile.nbytes for tile in tiles._kept.values()) <= 3 * 256 * 256 * 3
     source.close()
+
+
+def test_reading_moves_no_position_in_the_file(synthetic: dict[str, Path]) -> None:
+    """Processes that were forked share it, and one would get the bytes of the other."""
+    with Slide(synthetic["ring"]) as slide:
+        assert slide.is_native(1.0)
+        source = slide._source
+        assert isinstance(source, OpenSlideFile)
+        file = source._opened_tiles()._file
+        position = file.tell()
+        assert slide.read_scaled(512, 256, (256, 256), 1.0).shape == (256, 256, 3)
+        assert file.tell() == position
