@@ -22,6 +22,9 @@ except ImportError:
 
 Bytes = npt.NDArray[np.uint8]
 
+TELLS_OF_DAMAGE = simplejpeg is not None
+"""Whether JPEG tiles are decoded by what notices damage, so that openslide need not be asked."""
+
 JPEG, APERIO_YCBCR, APERIO_RGB = 7, 33003, 33005  # of the TIFF tag Compression
 GREY, RGB, YCBCR = 1, 2, 6  # of PhotometricInterpretation
 _START = b"\xff\xd8"
