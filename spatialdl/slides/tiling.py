@@ -78,7 +78,7 @@ def plan_tiles(slide: Slide, tile_size: int, mpp: float, min_tissue: float = 0.5
     thumbnail = slide.thumbnail(_thumbnail_scale(slide, step))
     tissue = find_tissue(thumbnail)
     sure = _fractions(tissue.mask, grid, step / thumbnail.scale)
-    possible = _fractions(tissue.mask | thumbnail.missing, grid, step / thumbnail.scale)
+    possible = _fractions(tissue.mask | tissue.unknown, grid, step / thumbnail.scale)
     places, doubtful = [], []
     for row, col in zip(*np.nonzero(possible >= min_tissue), strict=True):
         places.append((round(col * step), round(row * step)))
