@@ -1,0 +1,104 @@
+"""Normalising the stains of slides: what they are brought to, and what they have of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from spatialdl.errors import SlideError
+from spatialdl.slides.reader import Slide
+from spatialdl.slides.stains import (
+    Colours,
+    LabColours,
+    Method,
+    StainColours,
+    colours_of,
+    recoloured,
+)
+from spatialdl.slides.tiling import TilePlan
+
+Bytes = npt.NDArray[np.uint8]
+
+_TILES = 24  # looked at in a slide
+_PIXELS = 4096  # looked at in each
+
+# CMU-1-Small-Region.svs of OpenSlide's test data (CC0), as `sampled` from its 256 x 256 tiles at
+# 0.5 micrometres per pixel: stained with hematoxylin and eosin, sharp, of ordinary strength
+BUILT_IN: dict[Method, Colours] = {
+    "macenko": StainColours(
+        np.array([[0.7474, 0.5881, 0.3089], [0.0725, 0.9203, 0.3844]]), np.array([3.4820, 2.5752])
+    ),
+    "reinhard": LabColours(np.array([47.49, 29.51, -12.60]), np.array([19.04, 11.96, 9.99])),
+    "vahadane": StainColours(
+        np.array([[0.7620, 0.5676, 0.3118], [0.2820, 0.8381, 0.4669]]), np.array([2.8960, 3.4046])
+    ),
+}
+
+
+def reference_colours(method: Method, image: Path | None) -> Colours:
+    """The colours that slides are brought to: those of an image file, or built in.
+
+    Raises:
+        ValueError: the file is no image, or shows too little stained tissue.
+    """
+    if image is None:
+        return BUILT_IN[method]
+    try:
+        with Image.open(image) as opened:
+            pixels = np.asarray(opened.convert("RGB")).reshape(-1, 3)
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"cannot read stain reference {image}: {error}") from error
+    try:
+        return colours_of(_spread(pixels, _TILES * _PIXELS), method)
+    except SlideError as error:
+        raise ValueError(f"stain reference {image} cannot be used: {error}") from error
+
+
+def normaliser(
+    slide: Slide,
+    plan: TilePlan,
+    method: Method,
+    reference: Colours,
+    refused: Callable[[Bytes], object],
+) -> Callable[[Bytes], Bytes]:
+    """What brings the tiles of a slide to the colours of the reference.
+
+    Args:
+        slide: an open slide.
+        plan: its tiles.
+        method: "macenko", "reinhard" or "vahadane".
+        reference: of the same method.
+        refused: true of tiles that are not to be looked at, such as those with ink.
+
+    Raises:
+        SlideError: too little stained tissue to tell the slide's own colours.
+    """
+    try:
+        own = colours_of(sampled(slide, plan, refused), method)
+    except SlideError as error:
+        raise SlideError(f"cannot normalise the stains of slide {slide.path}: {error}") from error
+    return lambda image: recoloured(image, own, reference)
+
+
+def sampled(slide: Slide, plan: TilePlan, refused: Callable[[Bytes], object]) -> Bytes:
+    """Pixels (pixels, 3) of up to 24 tiles of a plan, spread evenly, the same in every run."""
+    parts = [np.empty((0, 3), np.uint8)]
+    count = len(plan.places)
+    for number in np.unique(np.linspace(0, count, _TILES, endpoint=False).astype(int))[:count]:
+        x, y = plan.places[number]
+        try:
+            image = slide.read_scaled(x, y, (plan.tile_size, plan.tile_size), plan.scale)
+        except SlideError:
+            continue  # damaged there; said when the tile is cut
+        if not refused(image):
+            parts.append(_spread(image.reshape(-1, 3), _PIXELS))
+    return np.concatenate(parts)
+
+
+def _spread(pixels: Bytes, count: int) -> Bytes:
+    # a step that is no divisor of usual widths does not take columns of pixels
+    return pixels[:: max(1, len(pixels) // count) | 1]
