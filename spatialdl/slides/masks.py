@@ -12,7 +12,7 @@ from PIL import Image
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.beside import find_beside
-from spatialdl.slides.reader import Thumbnail
+from spatialdl.slides.reader import Slide, Thumbnail
 from spatialdl.slides.tissue import Mask, Tissue
 
 SUFFIXES = (".png", ".tif", ".tiff")
@@ -29,7 +29,7 @@ def find_mask(folder: Path, slide: Path) -> Path:
     return find_beside(folder, slide, SUFFIXES, "mask")
 
 
-def read_mask(path: Path, slide: Path, size: tuple[int, int], thumbnail: Thumbnail) -> Tissue:
+def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
     """Read the tissue of a slide from a mask image.
 
     What is not zero (in any colour, where not transparent) is tissue. The mask may have any
@@ -38,8 +38,7 @@ def read_mask(path: Path, slide: Path, size: tuple[int, int], thumbnail: Thumbna
 
     Args:
         path: a PNG or TIFF.
-        slide: the slide, for messages.
-        size: rows and columns of the slide at level 0.
+        slide: the slide, for its size.
         thumbnail: of the slide.
 
     Raises:
@@ -50,11 +49,11 @@ def read_mask(path: Path, slide: Path, size: tuple[int, int], thumbnail: Thumbna
     try:
         mask = _read(path, (rows, cols))
     except Exception as error:  # what the libraries raise at damaged files is not documented
-        raise SlideError(f"cannot read mask {path} of slide {slide}: {error}") from error
-    (height, width), (down, across) = mask.shape, size
+        raise SlideError(f"cannot read mask {path} of slide {slide.path}: {error}") from error
+    (height, width), (down, across) = mask.shape, slide.size
     if abs(height * across - width * down) > max(_SAME_SHAPE * height * across, across + down):
         raise SlideError(
-            f"mask {path} has {height} x {width} pixels, but slide {slide} {down} x {across}: "
+            f"mask {path} has {height} x {width} pixels, but slide {slide.path} {down} x {across}: "
             "they must be in one ratio; make the mask of the whole slide, not of a part"
         )
     image = Image.fromarray(mask.astype(np.uint8) * 255)

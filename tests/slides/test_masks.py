@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,16 +11,15 @@ from PIL import Image
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.masks import find_mask, read_mask
-from spatialdl.slides.reader import Thumbnail
+from spatialdl.slides.reader import Slide, Thumbnail
 from spatialdl.slides.tissue import Mask
 
-SLIDE = Path("a.svs")
-SIZE = 1000, 2000
+SLIDE = cast(Slide, SimpleNamespace(path=Path("a.svs"), size=(1000, 2000)))
 SEEN = Thumbnail(np.zeros((50, 100, 3), np.uint8), np.ones((50, 100), bool), 20.0)
 
 
 def read(path: Path) -> Mask:
-    tissue = read_mask(path, SLIDE, SIZE, SEEN)
+    tissue = read_mask(path, SLIDE, SEEN)
     assert not tissue.unknown.any()
     return tissue.mask
 
