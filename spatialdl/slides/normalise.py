@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +26,17 @@ Bytes = npt.NDArray[np.uint8]
 _TILES = 24  # looked at in a slide
 _PIXELS = 4096  # looked at in each
 
-# CMU-1-Small-Region.svs of OpenSlide's test data (CC0), as `sampled` from its 256 x 256 tiles at
-# 0.5 micrometres per pixel: stained with hematoxylin and eosin, sharp, of ordinary strength
-BUILT_IN: dict[Method, Colours] = {
-    "macenko": StainColours(
-        np.array([[0.7474, 0.5881, 0.3089], [0.0725, 0.9203, 0.3844]]), np.array([3.4820, 2.5752])
-    ),
-    "reinhard": LabColours(np.array([47.49, 29.51, -12.60]), np.array([19.04, 11.96, 9.99])),
-    "vahadane": StainColours(
-        np.array([[0.7620, 0.5676, 0.3118], [0.2820, 0.8381, 0.4669]]), np.array([2.8960, 3.4046])
-    ),
+# Hematoxylin and eosin of ordinary strength: the reference in M. Veta's implementation of
+# Macenko et al., github.com/mitkovetta/staining-normalization (HERef, maxCRef)
+_STAINS = StainColours(
+    np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]]), np.array([1.9705, 1.0308])
+)
+# the colours of CMU-1-Small-Region.svs of OpenSlide's test data (CC0), brought to these stains
+_COLOURS = LabColours(np.array([63.84, 21.42, -10.95]), np.array([14.99, 5.12, 4.56]))
+BUILT_IN: Mapping[Method, Colours] = {
+    "macenko": _STAINS,
+    "reinhard": _COLOURS,
+    "vahadane": _STAINS,
 }
 
 
