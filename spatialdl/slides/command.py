@@ -152,7 +152,8 @@ class _Run:
         if not taken and not report.note:
             report.note = "filters dropped every tile" if dropped else "no tissue found"
         picture = self._writer.workdir / "pictures" / f"{report.slide}.png"
-        save_picture(picture, plan, taken, unreadable, dropped)
+        regions = self._choosing.regions(slide) or ()
+        save_picture(picture, plan, taken, unreadable, dropped, regions)
 
 
 def _tile(

@@ -10,10 +10,11 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
+from spatialdl.slides.regions import Region
 from spatialdl.slides.tiling import TilePlan
 
 _LONGEST, _SHORTEST = 1600, 800  # of the longer side; the thumbnail of a small slide is tiny
-_OUTLINE, _MISSING = (0, 150, 60), (160, 160, 160)
+_OUTLINE, _REGION, _MISSING = (0, 150, 60), (140, 0, 200), (160, 160, 160)
 _TAKEN, _UNREADABLE, _DROPPED = (30, 80, 220), (220, 30, 30), (240, 150, 0)
 
 
@@ -23,6 +24,7 @@ def save_picture(
     taken: Iterable[tuple[int, int]],
     unreadable: Iterable[tuple[int, int]] = (),
     dropped: Iterable[tuple[int, int]] = (),
+    regions: Iterable[Region] = (),
 ) -> None:
     """Draw a plan to a PNG.
 
@@ -32,6 +34,7 @@ def save_picture(
         taken: level-0 (x, y) of the tiles that were written, drawn blue.
         unreadable: of those that could not be read, drawn red.
         dropped: of those that a filter dropped, drawn orange.
+        regions: annotated, their outlines and holes drawn purple.
     """
     thumbnail = plan.thumbnail
     height, width = thumbnail.missing.shape
@@ -54,6 +57,10 @@ def save_picture(
             bottom = min(round((y + plan.step) * zoom), size[1]) - 1
             corners = [left, top, max(left, right), max(top, bottom)]
             draw.rectangle(corners, outline=colour, width=thick)
+    for region in regions:
+        for ring in (region.outline, *region.holes):
+            corners_of_ring = [(x, y) for x, y in (np.vstack([ring, ring[:1]]) * zoom).tolist()]
+            draw.line(corners_of_ring, fill=_REGION, width=thick)
     path.parent.mkdir(exist_ok=True)
     picture.save(path)
 

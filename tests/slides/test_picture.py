@@ -7,6 +7,7 @@ from PIL import Image
 
 from spatialdl.slides.picture import save_picture
 from spatialdl.slides.reader import Slide
+from spatialdl.slides.regions import Region
 from spatialdl.slides.tiling import plan_tiles
 
 BLUE, RED, ORANGE, GREEN = (30, 80, 220), (220, 30, 30), (240, 150, 0), (0, 150, 60)
@@ -37,3 +38,15 @@ def test_frames_at_the_edge_are_whole(tmp_path: Path, synthetic: dict[str, Path]
     right = round(1600 * 800 / 2304) - 1
     for line in (pixels[0, :right], pixels[-1, :right], pixels[:, 0], pixels[:, right - 1]):
         assert (line == BLUE).all(-1).mean() > 0.99
+
+
+def test_annotations_are_drawn(tmp_path: Path, synthetic: dict[str, Path]) -> None:
+    with Slide(synthetic["ring"]) as slide:
+        plan = plan_tiles(slide, 256, 0.5)
+    inner, outer = (np.array([(a, a), (b, a), (b, b)], float) for a, b in [(900, 990), (288, 1440)])
+    save_picture(tmp_path / "a.png", plan, [], regions=[Region(outer, (inner,)), Region(outer * 9)])
+    pixels = np.asarray(Image.open(tmp_path / "a.png"))
+    purple = (pixels == (140, 0, 200)).all(-1)
+    assert purple[100, 110:490].all()  # a pixel spans 2.88
+    assert purple[110:490, 499:501].any(1).all()
+    assert purple[312, 320:340].all()
