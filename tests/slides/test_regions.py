@@ -70,3 +70,11 @@ def test_what_lies_outside_is_cut_off() -> None:
     assert classes[:5, :5].all()
     assert classes.sum() == 25
     assert class_map([], (3, 4), 1.0).tolist() == np.zeros((3, 4)).tolist()
+
+
+def test_holes_lie_where_they_are_drawn() -> None:
+    region = Region(square(40, 20, 40), (square(60, 30, 10),))
+    expected = np.zeros((50, 60), np.uint16)
+    expected[10:30, 20:40] = 1
+    expected[15:20, 30:35] = 0
+    assert (class_map([region], (50, 60), 2.0) == expected).all()

@@ -156,20 +156,22 @@ def test_regions_say_where_tiles_are_and_what_they_are(synthetic: dict[str, Path
         box(512, 0, 640, 256, "b"),  # half a tile
         box(640, 0, 700, 256, "a"),  # another part of it, too small
         box(1024, 0, 1024 + 100, 256, "c"),  # less than half a tile
+        box(1536, 0, 1664, 256, "b"),  # as much as the next: the first by name
+        box(1664, 0, 1792, 256, "a"),
         box(256, 256, 512, 512, "b"),  # in the first: counts, for it is smaller
     ]
     with Slide(synthetic["ring"]) as slide:
         plan = plan_tiles(slide, 256, 0.5, 0.5, regions=regions, finder=all_tissue)
         assert dict(zip(plan.places, plan.labels, strict=True)) == {
             **{(0, 0): "a", (256, 0): "a", (0, 256): "a", (256, 256): "b"},
-            (512, 0): "b",
+            **{(512, 0): "b", (1536, 0): "a"},
         }
-        assert (plan.with_tissue, plan.unannotated, plan.reason) == (54, 49, "")
+        assert (plan.with_tissue, plan.unannotated, plan.reason) == (54, 48, "")
         assert [tile.label for tile in cut_tiles(slide, plan)] == plan.labels
         every = plan_tiles(slide, 256, 0.5, 0.0, regions=regions)
         assert every.labels[-1] == "b"
         assert (1024, 0) in every.places
-        assert len(every.places) == 6
+        assert len(every.places) == 7
 
 
 def all_tissue(thumbnail: Thumbnail) -> Tissue:

@@ -155,3 +155,12 @@ def test_a_ring_around_glass_keeps_its_glass() -> None:
     image[20:100, 20:140] = PINK
     image[40:80, 40:120] = GLASS
     assert not find_tissue(thumbnail(image)).mask[44:76, 44:116].any()
+
+
+def test_glass_at_the_edge_of_the_slide_is_no_hole() -> None:
+    image = plain(PINK, (400, 600))
+    image[100:112, :12] = GLASS
+    image[100:112, 300:312] = GLASS
+    mask = find_tissue(thumbnail(image)).mask
+    assert not mask[103:109, :9].any()
+    assert mask[100:112, 300:312].all()
