@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageFilter
+from PIL import Image
 from scipy import ndimage
 from skimage.filters import threshold_otsu
 
@@ -74,8 +74,29 @@ def find_tissue(thumbnail: Thumbnail, background: Background = "auto") -> Tissue
 
 def _channels(image: Bytes) -> tuple[Bytes, Bytes]:
     """Saturation and value, the noise of single pixels taken out."""
-    smooth = Image.fromarray(image).convert("HSV").filter(ImageFilter.MedianFilter(3))
-    return np.asarray(smooth.getchannel("S")), np.asarray(smooth.getchannel("V"))
+    bands = Image.fromarray(image).convert("HSV")
+    saturation, value = (_median(np.asarray(bands.getchannel(name))) for name in "SV")
+    return saturation, value
+
+
+def _median(band: Bytes) -> Bytes:
+    """Of 3 x 3 pixels: the columns sorted, then the middle of what can still be it.
+
+    Several times faster than the filters of libraries, which are for any size.
+    """
+    padded = np.pad(band, 1, mode="edge")
+    a, b, c = padded[:-2], padded[1:-1], padded[2:]
+    low, high = np.minimum(a, b), np.maximum(a, b)
+    middle = np.maximum(low, np.minimum(high, c))
+    low, high = np.minimum(low, c), np.maximum(high, c)
+    highest_low = np.maximum(np.maximum(low[:, :-2], low[:, 1:-1]), low[:, 2:])
+    lowest_high = np.minimum(np.minimum(high[:, :-2], high[:, 1:-1]), high[:, 2:])
+    between = _middle(middle[:, :-2], middle[:, 1:-1], middle[:, 2:])
+    return _middle(highest_low, between, lowest_high)
+
+
+def _middle(a: Bytes, b: Bytes, c: Bytes) -> Bytes:
+    return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
 
 
 def _standing_out(saturation: Bytes, value: Bytes, threshold: float, dark: bool) -> Mask:

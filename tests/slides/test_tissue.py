@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import ndimage
 
 from spatialdl.slides.reader import Slide, Thumbnail
-from spatialdl.slides.tissue import find_tissue
+from spatialdl.slides.tissue import _median, find_tissue
 
 RANDOM = np.random.default_rng(0)
 GLASS, PINK = (244, 243, 245), (200, 120, 170)
@@ -164,3 +165,9 @@ def test_glass_at_the_edge_of_the_slide_is_no_hole() -> None:
     mask = find_tissue(thumbnail(image)).mask
     assert not mask[103:109, :9].any()
     assert mask[100:112, 300:312].all()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 7), (2, 3), (40, 50)])
+def test_the_median_is_the_median(size: tuple[int, int]) -> None:
+    band = RANDOM.integers(0, 256, size, np.uint8)
+    assert (_median(band) == ndimage.median_filter(band, 3, mode="nearest")).all()
