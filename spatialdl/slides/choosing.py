@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -146,13 +146,21 @@ class Choosing:
     def finish(self, slide: Slide, plan: TilePlan) -> Callable[[Bytes], Bytes]:
         """What is done to the tiles of a slide before they are written.
 
-        Raises:
-            SlideError: stains are to be normalised and there is too little to tell them from.
+        Its first call raises SlideError where stains are to be normalised and there is too
+        little to tell them from.
         """
         method = self._options.stain_normalise
-        if method is None or not plan.places:
+        if method is None:
             return lambda image: image
-        return normaliser(slide, plan, method, self._reference, self.refused)
+
+        @cache  # a slide whose tiles are all dropped is not looked at
+        def fitted() -> Callable[[Bytes], Bytes]:
+            return normaliser(slide, plan, method, self._reference, self.refused)
+
+        def finished(image: Bytes) -> Bytes:
+            return fitted()(image)
+
+        return finished
 
 
 def _read(folder: Path, slide: Path, labelled: bool) -> list[Region] | SlideError:

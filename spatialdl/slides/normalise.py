@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _TILES = 24  # looked at in a slide
 _PIXELS = 4096  # looked at in each
+_GOLDEN = (5**0.5 - 1) / 2
 
 # Hematoxylin and eosin of ordinary strength: the reference in M. Veta's implementation of
 # Macenko et al., github.com/mitkovetta/staining-normalization (HERef, maxCRef)
@@ -32,7 +33,7 @@ _STAINS = StainColours(
     np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]]), np.array([1.9705, 1.0308])
 )
 # the colours of CMU-1-Small-Region.svs of OpenSlide's test data (CC0), brought to these stains
-_COLOURS = LabColours(np.array([63.84, 21.42, -10.95]), np.array([14.99, 5.12, 4.56]))
+_COLOURS = LabColours(np.array([63.50, 21.44, -11.09]), np.array([15.19, 5.16, 4.57]))
 BUILT_IN: Mapping[Method, Colours] = {
     "macenko": _STAINS,
     "reinhard": _COLOURS,
@@ -86,17 +87,22 @@ def normaliser(
 
 
 def sampled(slide: Slide, plan: TilePlan, refused: Callable[[Bytes], object]) -> Bytes:
-    """Pixels (pixels, 3) of up to 24 tiles of a plan, spread evenly, the same in every run."""
+    """Pixels (pixels, 3) of up to 24 tiles of a plan, spread evenly, the same in every run.
+
+    Tiles that are refused or damaged give way to others.
+    """
     parts = [np.empty((0, 3), np.uint8)]
-    count = len(plan.places)
-    for number in np.unique(np.linspace(0, count, _TILES, endpoint=False).astype(int))[:count]:
+    # steps of the golden ratio: however many are looked at, they are spread
+    for number in np.argsort(np.arange(len(plan.places)) * _GOLDEN % 1):
         x, y = plan.places[number]
         try:
             image = slide.read_scaled(x, y, (plan.tile_size, plan.tile_size), plan.scale)
         except SlideError:
-            continue  # damaged there; said when the tile is cut
+            continue  # said when the tile is cut
         if not refused(image):
             parts.append(_spread(image.reshape(-1, 3), _PIXELS))
+        if len(parts) > _TILES:
+            break
     return np.concatenate(parts)
 
 

@@ -186,6 +186,23 @@ def test_stains_are_normalised(tmp_path: Path, synthetic: dict[str, Path], metho
     assert (np.stack([image for image, _ in ShardDataset(again)]) == second).all()
 
 
+def test_tiles_that_filters_drop_have_no_say_in_the_stains(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stains = ("--stain-normalise", "reinhard")
+    everything, tissue = tmp_path / "a", tmp_path / "b"
+    assert run(everything, synthetic["ring"], *stains) == 0
+    assert run(tissue, synthetic["ring"], *stains, "--filter", "white=0.2") == 0
+    first, second = ShardDataset(everything), ShardDataset(tissue)
+    places = [(first.sample(k).x, first.sample(k).y) for k in range(len(first))]
+    number = places.index((second.sample(0).x, second.sample(0).y))
+    one, two = (np.asarray(k[0]).astype(int) for k in (first.read(number), second.read(0)))
+    assert 0.2 < np.abs(one - two).mean() < 20
+    # nothing to look at is the filters' doing, not a failure of the stains
+    assert run(tmp_path / "c", synthetic["ring"], *stains, "--filter", "white=0") == 1
+    assert "filters dropped every tile" in capsys.readouterr().err
+
+
 def test_a_reference_of_ones_own(tmp_path: Path, synthetic: dict[str, Path]) -> None:
     picture = Image.new("RGB", (60, 40), (120, 60, 150))
     ImageDraw.Draw(picture).rectangle([0, 0, 29, 39], fill=(220, 150, 190))
