@@ -64,6 +64,15 @@ def read_annotations(path: Path) -> list[Region]:
     return regions
 
 
+def counts_from_scanned_part(path: Path) -> bool:
+    """Whether coordinates begin where the scanned part of a slide does, as QuPath's do.
+
+    QuPath shows and exports only what lies in the bounds that MIRAX slides have; see its issues
+    820 and 1278.
+    """
+    return path.suffix.lower() != ".xml"
+
+
 def _check(ring: Ring) -> None:
     if ring.ndim != 2 or ring.shape[1] != 2 or len(ring) < 3:
         raise ValueError(f"a polygon has the shape {ring.shape}, expected 3 corners or more")

@@ -12,7 +12,11 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.annotations import find_annotations, read_annotations
+from spatialdl.slides.annotations import (
+    counts_from_scanned_part,
+    find_annotations,
+    read_annotations,
+)
 from spatialdl.slides.filters import FILTERS, parse_filters, refused_by
 from spatialdl.slides.masks import find_mask, read_mask
 from spatialdl.slides.normalise import normaliser, reference_colours
@@ -108,15 +112,28 @@ class Choosing:
         if options.stain_normalise:
             self._reference = reference_colours(options.stain_normalise, options.stain_reference)
         self._regions: dict[Path, list[Region] | SlideError] = {}
+        self._in_scanned_part: set[Path] = set()
         if options.annotations is not None:
             for slide in tqdm(slides, "annotations", unit="slide", disable=None, leave=False):
-                self._regions[slide] = _read(options.annotations, slide, labelled)
+                self._regions[slide] = self._read(slide, labelled)
 
     @property
     def classes(self) -> list[str]:
         """The classes of all regions, in order of their names."""
         known = [regions for regions in self._regions.values() if isinstance(regions, list)]
         return sorted({region.label for regions in known for region in regions if region.label})
+
+    def _read(self, slide: Path, labelled: bool) -> list[Region] | SlideError:
+        try:
+            path = find_annotations(self._options.annotations, slide)
+            regions = read_annotations(path)
+        except SlideError as error:
+            return error  # the slide's, not the batch's
+        if counts_from_scanned_part(path):
+            self._in_scanned_part.add(slide)
+        if labelled:
+            return [Region(region.outline, region.holes) for region in regions]
+        return regions
 
     def finder(self, slide: Slide) -> Callable[[Thumbnail], Tissue]:
         """What marks the tissue of a slide.
@@ -137,6 +154,8 @@ class Choosing:
         regions = self._regions.get(slide.path)
         if isinstance(regions, SlideError):
             raise regions
+        if regions and slide.path in self._in_scanned_part:
+            return [region.moved(slide.scanned_from) for region in regions]
         return regions
 
     def refused(self, image: Bytes) -> str | None:
@@ -161,16 +180,6 @@ class Choosing:
             return fitted()(image)
 
         return finished
-
-
-def _read(folder: Path, slide: Path, labelled: bool) -> list[Region] | SlideError:
-    try:
-        regions = read_annotations(find_annotations(folder, slide))
-    except SlideError as error:
-        return error  # the slide's, not the batch's
-    if labelled:
-        return [Region(region.outline, region.holes) for region in regions]
-    return regions
 
 
 def _filters(text: str) -> dict[str, float]:

@@ -28,6 +28,10 @@ class Region:
         x, y = self.outline.T
         return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
 
+    def moved(self, by: tuple[float, float]) -> Region:
+        """The region elsewhere, by level-0 x, y."""
+        return Region(self.outline + by, tuple(hole + by for hole in self.holes), self.label)
+
 
 def class_names(regions: Sequence[Region]) -> list[str | None]:
     """The classes of regions, in order of their names, those without class first."""

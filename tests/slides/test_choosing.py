@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 from spatialdl.data import ShardDataset
 from spatialdl.slides.choosing import add_options
 from spatialdl.slides.command import main
+from spatialdl.slides.reader import Slide
 
 TILES = ["--tile-size", "256", "--mpp", "0.5"]
 
@@ -108,6 +109,29 @@ def test_regions_give_classes(
     assert "unannotated" in table
     for row in rows(out).values():
         assert int(row["with_tissue"]) == int(row["unannotated"]) + int(row["written"])
+
+
+def test_qupath_counts_from_the_scanned_part(
+    tmp_path: Path, synthetic: dict[str, Path], everywhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "drawn"
+    annotate(folder, "ring", polygon(0, 0, 512, 256, "a"))
+    monkeypatch.setattr(Slide, "scanned_from", (512, 768))
+    more = ("--annotations", folder, "--mask-dir", everywhere)
+    assert run(tmp_path / "set", synthetic["ring"], *more) == 0
+    data = ShardDataset(tmp_path / "set")
+    assert [(data.sample(k).x, data.sample(k).y) for k in range(2)] == [(512, 768), (768, 768)]
+    (folder / "ring.geojson").rename(folder / "qupath")
+    corners = "".join(
+        f'<Vertex X="{x}" Y="{y}"/>' for x, y in [(0, 0), (512, 0), (512, 256), (0, 256)]
+    )
+    (folder / "ring.xml").write_text(
+        '<Annotations><Annotation Name="a"><Regions><Region><Vertices>'
+        f"{corners}</Vertices></Region></Regions></Annotation></Annotations>"
+    )
+    assert run(tmp_path / "aperio", synthetic["ring"], *more) == 0
+    data = ShardDataset(tmp_path / "aperio")
+    assert [(data.sample(k).x, data.sample(k).y) for k in range(2)] == [(0, 0), (256, 0)]
 
 
 def test_with_labels_regions_only_say_where(

@@ -78,3 +78,10 @@ def test_holes_lie_where_they_are_drawn() -> None:
     expected[10:30, 20:40] = 1
     expected[15:20, 30:35] = 0
     assert (class_map([region], (50, 60), 2.0) == expected).all()
+
+
+def test_a_region_elsewhere() -> None:
+    region = Region(square(40, 20, 40), (square(60, 30, 10),), "a").moved((-5, 7))
+    assert region.outline.tolist() == square(35, 27, 40).tolist()
+    assert region.holes[0].tolist() == square(55, 37, 10).tolist()
+    assert region.label == "a"
