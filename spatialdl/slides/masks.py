@@ -48,6 +48,11 @@ def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
     rows, cols = thumbnail.missing.shape
     try:
         mask = _read(path, (rows, cols))
+    except Image.DecompressionBombError as error:
+        raise SlideError(
+            f"mask {path} of slide {slide.path} has too many pixels ({error}); make it smaller, "
+            "or a TIFF with levels"
+        ) from error
     except Exception as error:  # what the libraries raise at damaged files is not documented
         raise SlideError(f"cannot read mask {path} of slide {slide.path}: {error}") from error
     (height, width), (down, across) = mask.shape, slide.size

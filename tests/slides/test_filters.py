@@ -105,7 +105,7 @@ def test_filters_that_are_wrong_are_refused(text: str, says: str) -> None:
 def test_good_tiles_of_real_slides_pass(real: Path) -> None:
     for name, mpp in [("CMU-1-Small-Region.svs", None), ("tcga-cr-7395-01a-01-ts1.svs", 0.25)]:
         with Slide(real / name, mpp) as slide:
-            for tile in cut_tiles(slide, plan_tiles(slide, 256, 0.5)):
+            for tile in list(cut_tiles(slide, plan_tiles(slide, 256, 0.5)))[::4]:
                 assert tile.image is not None
                 assert refused_by(tile.image, ALL) is None
                 smooth = ndimage.gaussian_filter(tile.image, (4, 4, 0))

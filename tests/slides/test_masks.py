@@ -10,6 +10,7 @@ import tifffile
 from PIL import Image
 
 from spatialdl.errors import SlideError
+from spatialdl.slides import masks
 from spatialdl.slides.masks import find_mask, read_mask
 from spatialdl.slides.reader import Slide, Thumbnail
 from spatialdl.slides.tissue import Mask
@@ -104,6 +105,21 @@ def test_what_is_no_mask_is_refused(tmp_path: Path) -> None:
     for name in ("empty.png", "text.png", "text.tif", "cut.png", "named.tif", "deep.tif"):
         with pytest.raises(SlideError, match=f"cannot read mask .*{name} of slide a.svs: "):
             read(tmp_path / name)
+
+
+def test_a_mask_too_large_to_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.png", "a.tif"):
+        Image.fromarray(drawn((100, 200))).save(tmp_path / name)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9_000)
+    with pytest.raises(SlideError, match=r"a.png of slide a.svs has too many pixels \(.*20000"):
+        read(tmp_path / "a.png")
+    monkeypatch.setattr(masks, "_MOST_PIXELS", 9_000)
+    with pytest.raises(
+        SlideError, match=r"a.tif .* level has \(100, 200\) pixels; make it smaller"
+    ):
+        read(tmp_path / "a.tif")
 
 
 def test_masks_are_found_by_the_slides_name(tmp_path: Path) -> None:

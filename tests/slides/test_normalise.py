@@ -68,13 +68,17 @@ def test_a_slide_comes_near_to_the_reference(real: Path, method: Method) -> None
     with Slide(real / "tcga-cr-7395-01a-01-ts1.svs", 0.25) as slide:
         plan = plan_tiles(slide, 256, 0.5)
         finish = normaliser(slide, plan, method, reference, never)
-        tiles = [tile.image for tile in cut_tiles(slide, plan) if tile.image is not None]
+        some = replace(plan, places=plan.places[::3], labels=plan.labels[::3])
+        tiles = [tile.image for tile in cut_tiles(slide, some) if tile.image is not None]
     moved = np.concatenate([finish(tile).reshape(-1, 3)[::17] for tile in tiles])
     own = colours_of(np.concatenate([tile.reshape(-1, 3)[::17] for tile in tiles]), method)
     found = colours_of(moved, method)
     for name, value in vars(reference).items():
         before, after = (np.abs(getattr(k, name) - value).max() for k in (own, found))
-        assert after < (0.8 if name == "spread" else 0.5) * before, name
+        if name in ("stains", "mean"):
+            assert after < 0.5 * before, name
+        else:  # of other pixels than those that it was fitted on
+            assert after < 0.25 * value.max(), name
 
 
 def test_a_reference_from_a_file(tmp_path: Path, synthetic: dict[str, Path]) -> None:
