@@ -167,8 +167,19 @@ class Choosing:
 
         Its first call raises SlideError where stains are to be normalised and there is too
         little to tell them from.
+
+        Raises:
+            SlideError: the slide is dark, and filters or stains of bright ones are asked for.
         """
         method = self._options.stain_normalise
+        if plan.tissue.dark and plan.places:
+            of_bright = [f"--filter {name}" for name in self._options.filter if name != "blur"]
+            of_bright += [f"--stain-normalise {method}"] if method else []
+            if of_bright:
+                raise SlideError(
+                    f"slide {slide.path} has a dark background, and {', '.join(of_bright)} suits "
+                    "bright ones only; leave it out, or say --background bright"
+                )
         if method is None:
             return lambda image: image
 

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 from spatialdl.data import ShardDataset
 from spatialdl.slides.choosing import add_options
 from spatialdl.slides.command import main
+from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reader import Slide
 
 TILES = ["--tile-size", "256", "--mpp", "0.5"]
@@ -268,3 +269,20 @@ def test_a_filter_that_is_none_is_refused(
     with pytest.raises(SystemExit):
         run(tmp_path / "set", synthetic["ring"], "--filter", "red")
     assert "there is no filter 'red'; there are black, white, pen, blur" in capsys.readouterr().err
+
+
+def test_a_dark_slide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = np.zeros((1024, 1024, 3), np.uint8)
+    cells[256:768, 256:768] = (10, 30, 120)
+    cells[::9, ::9][40:70, 40:70] = 250
+    write_pyramid(tmp_path / "dark é 1.tif", [cells], (1024, 1024), 0.5)
+    slide, out = tmp_path / "dark é 1.tif", tmp_path / "set"
+    assert run(out, slide, "--filter", "blur=1") == 0
+    data = ShardDataset(out)
+    places = [(data.sample(k).x, data.sample(k).y) for k in range(len(data))]
+    assert places == [(256, 256), (512, 256), (256, 512), (512, 512)]
+    assert run(tmp_path / "none", slide, "--background", "bright", "--filter", "white") == 0
+    more = ("--filter", "pen,blur", "--stain-normalise", "macenko")
+    assert run(tmp_path / "other", slide, *more) == 1
+    err = capsys.readouterr().err
+    assert "has a dark background, and --filter pen, --stain-normalise macenko suits bright" in err
