@@ -193,8 +193,9 @@ class _Tiles:
 
     def fractions(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """Part of each tile that is in the mask."""
-        total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1))
-        total[1:, 1:] = mask.cumsum(0).cumsum(1)
+        total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
+        np.cumsum(mask, 0, out=total[1:, 1:])
+        np.cumsum(total, 1, out=total)
         top, bottom = self._edges(0, mask.shape[0])
         left, right = self._edges(1, mask.shape[1])
         inside = total[np.ix_(bottom, right)] - total[np.ix_(top, right)]
