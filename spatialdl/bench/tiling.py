@@ -18,8 +18,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import environment, machine, publish, run_worker
+from spatialdl.bench.results import machine, publish
 from spatialdl.slides.decoding import TELLS_OF_DAMAGE
+from spatialdl.worker import environment, run_worker
 
 OPENSLIDE, NATIVE = "openslide alone", "native alone"
 OURS, THROUGH = "end to end", "end to end, through openslide"

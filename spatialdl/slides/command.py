@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE, ShardWriter
 from spatialdl.errors import SlideError
+from spatialdl.slides.choosing import KEPT, Choosing, add_options
 from spatialdl.slides.labels import SlideLabel, read_labels
 from spatialdl.slides.picture import save_picture
 from spatialdl.slides.reader import Slide
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         slides = find_slides(options.slides)
         labels = read_labels(options.labels, slides) if options.labels else {}
-        return _tile(options, slides, labels)
+        choosing = Choosing(options, slides, labelled=bool(labels))
+        return _tile(options, slides, labels, choosing)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _FAILED if isinstance(error, (_EmptyError, OSError)) else _MISUSED
@@ -89,9 +91,14 @@ class _Run:
     """One run of the command: tiles go from slides to the writer, reports are kept."""
 
     def __init__(
-        self, options: argparse.Namespace, labels: Mapping[Path, SlideLabel], writer: ShardWriter
+        self,
+        options: argparse.Namespace,
+        labels: Mapping[Path, SlideLabel],
+        choosing: Choosing,
+        writer: ShardWriter,
     ) -> None:
         self._options = options
+        self._choosing = choosing
         self._labels = labels
         self._writer = writer
         # no bar where nobody looks at it
@@ -108,8 +115,15 @@ class _Run:
         try:
             given = self._labels[path].mpp if path in self._labels else None
             with Slide(path, given or options.slide_mpp) as slide:
-                wanted = Wanted(options.mpp, options.mag, options.level)
-                plan = plan_tiles(slide, options.tile_size, wanted, options.min_tissue)
+                plan = plan_tiles(
+                    slide,
+                    options.tile_size,
+                    Wanted(options.mpp, options.mag, options.level),
+                    options.min_tissue,
+                    overlap=options.overlap,
+                    finder=self._choosing.finder(slide),
+                    regions=self._choosing.regions(slide),
+                )
                 report.mpp, report.remark = slide.known_mpp, slide.remark
                 self._cut(slide, plan, report)
         except SlideError as error:
@@ -118,41 +132,54 @@ class _Run:
 
     def _cut(self, slide: Slide, plan: TilePlan, report: Report) -> None:
         report.in_grid, report.note = plan.in_grid, plan.reason
+        report.with_tissue, report.unannotated = plan.with_tissue, plan.unannotated
+        finish = self._choosing.finish(slide, plan)
         self._bar.set_description(report.slide)
         self._bar.total += len(plan.places)
         label, split = self._labels.get(slide.path, (None, None))[:2]
-        taken, unreadable = [], []
+        taken, dropped, unreadable = [], [], []
         for tile in cut_tiles(slide, plan):
             self._bar.update()
             place = (tile.x, tile.y)
-            if tile.image is not None:
-                self._writer.add(tile.image, label, split, slide=report.slide, xy=place)
-                taken.append(place)
-            elif tile.problem:
+            if tile.problem:
                 unreadable.append(place)
                 report.failed, report.note = True, tile.problem
+            elif tile.image is None:
+                report.with_tissue -= 1
+            elif refused := self._choosing.refused(tile.image):
+                dropped.append(place)
+                setattr(report, refused, getattr(report, refused) + 1)
+            else:
+                image = finish(tile.image)
+                label_or_own = label or tile.label
+                self._writer.add(image, label_or_own, split, slide=report.slide, xy=place)
+                taken.append(place)
         report.written, report.unreadable = len(taken), len(unreadable)
-        report.with_tissue = len(taken) + len(unreadable)
-        if not report.with_tissue and not report.note:
-            report.note = f"no tissue in {plan.in_grid} tiles"
+        if not taken and not report.note:
+            report.note = "filters dropped every tile" if dropped else "no tissue found"
         picture = self._writer.workdir / "pictures" / f"{report.slide}.png"
-        save_picture(picture, plan, taken, unreadable)
+        regions = self._choosing.regions(slide) or ()
+        save_picture(picture, plan, taken, unreadable, dropped, regions)
 
 
 def _tile(
-    options: argparse.Namespace, slides: list[Path], labels: Mapping[Path, SlideLabel]
+    options: argparse.Namespace,
+    slides: list[Path],
+    labels: Mapping[Path, SlideLabel],
+    choosing: Choosing,
 ) -> int:
-    kept = ("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "shard_size")
+    kept = ("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "shard_size", *KEPT)
+    given = {name: getattr(options, name) for name in kept}
     writer = ShardWriter(
         options.out,
-        sorted({label.label for label in labels.values()}),
+        sorted({label.label for label in labels.values()}) or choosing.classes,
         mpp=options.mpp,
         shard_size=options.shard_size,
         overwrite=options.overwrite,
-        made_with={name: getattr(options, name) for name in kept},
+        made_with={k: str(v) if isinstance(v, Path) else v for k, v in given.items()},
     )
     with writer:
-        reports = _Run(options, labels, writer).slides(slides)
+        reports = _Run(options, labels, choosing, writer).slides(slides)
         print(table(reports))
         for line in warnings(reports):
             print(f"warning: {line}", file=sys.stderr)
@@ -225,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="about how large a shard file may be, such as 256M or 1G (default 512M)",
     )
+    add_options(parser)
     add("--overwrite", action="store_true", help="replace a data set that is there")
     add("--skip-errors", action="store_true", help="exit with 0 although slides were skipped")
     return parser

@@ -90,6 +90,12 @@ class Slide:
         return self._downsamples
 
     @property
+    def scanned_from(self) -> tuple[int, int]:
+        """Level-0 (x, y) where the scanned part begins, as MIRAX slides say; else (0, 0)."""
+        says = [self._source.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
+        return (int(says[0]), int(says[1])) if all(map(str.isdecimal, says)) else (0, 0)
+
+    @property
     def mpp(self) -> float:
         """Micrometres per level-0 pixel.
 

@@ -7,25 +7,45 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from spatialdl.slides.filters import FILTERS
+
 
 @dataclass
 class Report:
     """What one slide gave.
 
-    `in_grid` tiles fit into it, `with_tissue` of them were wanted, of which some `unreadable`
-    and the others `written`; `note` says why there are none, or what failed. `mpp` is micrometres
-    per level-0 pixel as used, `remark` what is odd about them.
+    `in_grid` tiles fit into it, `with_tissue` of them have enough tissue; of those some are
+    `unannotated`, some dropped by filters (`black`, `white`, `pen`, `blur`: the first that
+    refuses), some `unreadable`, and the others `written`. `note` says why there are none, or what
+    failed. `mpp` is micrometres per level-0 pixel as used, `remark` what is odd about them.
     """
 
     slide: str
     in_grid: int = 0
     with_tissue: int = 0
+    unannotated: int = 0
+    black: int = 0
+    white: int = 0
+    pen: int = 0
+    blur: int = 0
     unreadable: int = 0
     written: int = 0
     failed: bool = False
     note: str = ""
     mpp: float | None = None
     remark: str = ""
+
+    @property
+    def dropped(self) -> int:
+        """Tiles that filters dropped."""
+        return sum(getattr(self, name) for name in FILTERS)
+
+    def numbers(self) -> str:
+        """Where the tiles went, in words."""
+        counts = {name: getattr(self, name) for name in ("unannotated", *FILTERS, "unreadable")}
+        lost = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        tissue = f"{self.with_tissue} of {self.in_grid} tiles have enough tissue"
+        return f"{tissue}; of those {lost}" if lost else tissue
 
     @property
     def status(self) -> str:
@@ -37,11 +57,20 @@ class Report:
 
 def table(reports: Sequence[Report]) -> str:
     """The reports as lines of text, a slide a line."""
-    rows = [("slide", "grid", "tissue", "unreadable", "written", "")]
-    rows += [
-        (r.slide, f"{r.in_grid}", f"{r.with_tissue}", f"{r.unreadable}", f"{r.written}", r.status)
+    heads = ["grid", "tissue", "unannotated", "dropped", "unreadable", "written"]
+    counts = [
+        (r.in_grid, r.with_tissue, r.unannotated, r.dropped, r.unreadable, r.written)
         for r in reports
     ]
+    # columns that say something
+    shown = [
+        k
+        for k, head in enumerate(heads)
+        if head[:2] not in ("un", "dr") or head == "unreadable" or any(row[k] for row in counts)
+    ]
+    rows = [("slide", *(heads[k] for k in shown), "")]
+    for r, row in zip(reports, counts, strict=True):
+        rows.append((r.slide, *(str(row[k]) for k in shown), r.status))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for name, *numbers, status in rows:
@@ -60,7 +89,8 @@ def warnings(reports: Sequence[Report]) -> list[str]:
         elif report.failed:
             lines.append(f"skipped: {report.note}")
         elif not report.written:
-            lines.append(f"{report.slide} gave no tiles: {report.note}")
+            numbers = f" ({report.numbers()})" if report.in_grid else ""
+            lines.append(f"{report.slide} gave no tiles: {report.note}{numbers}")
         if report.remark:
             lines.append(f"{report.slide}: {report.remark}")
     return lines
@@ -71,8 +101,9 @@ def why_nothing(reports: Sequence[Report]) -> str:
     failed = sum(report.failed for report in reports)
     if failed == len(reports):
         return f"none of {failed} slides could be read, so nothing was written (see above)"
+    cause = "" if any(report.with_tissue for report in reports) else "no tissue: "
     return (
-        f"no tissue: none of {len(reports)} slides gave a tile ({failed} could not be read), so "
+        f"{cause}none of {len(reports)} slides gave a tile ({failed} could not be read), so "
         "nothing was written (see above)"
     )
 

@@ -161,3 +161,12 @@ def test_resolution_of_real_slides(real: Path) -> None:
     for name in ("bad/no-mpp.svs", "tcga-cr-7395-01a-01-ts1.svs", "osp-boxes.tiff"):
         with Slide(real / name) as slide, pytest.raises(SlideError, match="--slide-mpp"):
             assert slide.mpp
+
+
+def test_where_the_scanned_part_begins(synthetic: dict[str, Path]) -> None:
+    with Slide(synthetic["ring"]) as slide:
+        assert slide.scanned_from == (0, 0)
+        slide._source.properties |= {"openslide.bounds-x": "320", "openslide.bounds-y": "64"}
+        assert slide.scanned_from == (320, 64)
+        slide._source.properties["openslide.bounds-y"] = "?"
+        assert slide.scanned_from == (0, 0)

@@ -5,9 +5,18 @@ from pathlib import Path
 
 from spatialdl.slides.report import Report, save_reports, table, warnings, why_nothing
 
-GOOD = Report("good", 100, 40, 0, 40)
+GOOD = Report("good", 100, 40, written=40)
 GLASS = Report("glass", 7, note="no tissue found")
-PARTLY = Report("partly", 9, 8, 3, 5, True, "cannot read slide partly.svs at x=1, y=2")
+PARTLY = Report(
+    "partly",
+    9,
+    8,
+    unreadable=3,
+    written=5,
+    failed=True,
+    note="cannot read slide partly.svs at x=1, y=2",
+)
+INKED = Report("inked", 64, 20, unannotated=12, pen=5, blur=2, unreadable=1, note="filters")
 BAD = Report("bad", failed=True, note="cannot open slide bad.svs: it is empty")
 
 
@@ -21,9 +30,26 @@ def test_the_table_has_a_line_for_every_slide() -> None:
     ]
 
 
+def test_columns_appear_when_they_say_something() -> None:
+    assert table([GOOD, INKED]).splitlines() == [
+        "slide  grid  tissue  unannotated  dropped  unreadable  written",
+        "good    100      40            0        0           0       40  ok",
+        "inked    64      20           12        7           1        0  no tiles",
+    ]
+
+
+def test_a_slide_without_tiles_says_where_they_went() -> None:
+    (line,) = warnings([GOOD, INKED])
+    assert line == (
+        "inked gave no tiles: filters (20 of 64 tiles have enough tissue; of those 12 "
+        "unannotated, 5 pen, 2 blur, 1 unreadable)"
+    )
+    assert why_nothing([INKED]).startswith("none of 1 slides gave a tile")
+
+
 def test_warnings_name_slide_and_reason() -> None:
     assert warnings([GOOD, GLASS, PARTLY, BAD]) == [
-        "glass gave no tiles: no tissue found",
+        "glass gave no tiles: no tissue found (0 of 7 tiles have enough tissue)",
         "partly: 3 of 8 tiles could not be read; the last: "
         "cannot read slide partly.svs at x=1, y=2",
         "skipped: cannot open slide bad.svs: it is empty",
@@ -43,5 +69,6 @@ def test_reports_are_saved_as_csv(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert rows[0]["slide"] == "good"
     assert rows[0]["written"] == "40"
+    assert rows[0]["pen"] == "0"
     assert rows[1]["failed"] == "True"
     assert rows[1]["note"] == BAD.note

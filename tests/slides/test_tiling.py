@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.reader import Slide
-from spatialdl.slides.tiling import _fractions, cut_tiles, plan_tiles
+from spatialdl.slides.reader import Slide, Thumbnail
+from spatialdl.slides.regions import Region
+from spatialdl.slides.tiling import _fitting, _Tiles, cut_tiles, plan_tiles
+from spatialdl.slides.tissue import Tissue
 
 
 def test_tiles_are_those_of_openslide_at_their_places(synthetic: dict[str, Path]) -> None:
@@ -108,11 +110,90 @@ def test_a_damaged_slide_gives_what_can_be_read(real: Path) -> None:
 def test_fractions_are_means_over_tiles(rows: int, cols: int, step: float, seed: int) -> None:
     mask = np.random.default_rng(seed).random((rows, cols)) < 0.5
     grid = int(rows / step + 0.01), int(cols / step + 0.01)
-    fractions = _fractions(mask, grid, step)
+    fractions = _Tiles(grid, step, step).fractions(mask)
     assert fractions.shape == grid
     for i in range(grid[0]):
         for j in range(grid[1]):
             r0, c0 = min(round(i * step), rows - 1), min(round(j * step), cols - 1)
-            r1, c1 = min(round((i + 1) * step), rows), min(round((j + 1) * step), cols)
+            r1, c1 = min(round(i * step + step), rows), min(round(j * step + step), cols)
             part = mask[r0 : max(r1, r0 + 1), c0 : max(c1, c0 + 1)]
             assert fractions[i, j] == pytest.approx(part.mean())
+
+
+@given(st.integers(20, 900), st.integers(1, 64), st.integers(0, 63), st.floats(1, 5))
+def test_tiles_that_overlap_fit_as_often_as_they_can(
+    length: int, tile: int, overlap: int, scale: float
+) -> None:
+    overlap = min(overlap, tile - 1)
+    step, stride = tile * scale, (tile - overlap) * scale
+    count = _fitting(length, step, stride)
+    if count:
+        assert (count - 1) * stride + step <= length + 0.011 * step
+    assert count * stride + step > length + 0.009 * step
+
+
+def test_tiles_overlap_by_their_own_pixels(synthetic: dict[str, Path]) -> None:
+    with Slide(synthetic["ring"]) as slide:
+        plan = plan_tiles(slide, 256, 1.0, 0.0, overlap=64)
+        assert (plan.step, plan.stride, plan.grid) == (512, 384, (3, 5))
+        assert plan.places[:2] == [(0, 0), (384, 0)]
+        tiles = list(cut_tiles(slide, plan))
+        first, second = tiles[0].image, tiles[1].image
+        assert first is not None
+        assert second is not None
+        assert (first[:, -64:] == second[:, :64]).all()
+        with pytest.raises(ValueError, match="overlap is 256, expected 0 to 255"):
+            plan_tiles(slide, 256, 1.0, overlap=256)
+
+
+def box(x0: float, y0: float, x1: float, y1: float, label: str | None = None) -> Region:
+    return Region(np.array([(x0, y0), (x1, y0), (x1, y1), (x0, y1)]), label=label)
+
+
+def test_regions_say_where_tiles_are_and_what_they_are(synthetic: dict[str, Path]) -> None:
+    regions = [
+        box(-100, -100, 512, 512, "a"),  # 2 x 2 tiles, and more outside of the slide
+        box(512, 0, 640, 256, "b"),  # half a tile
+        box(640, 0, 700, 256, "a"),  # another part of it, too small
+        box(1024, 0, 1024 + 100, 256, "c"),  # less than half a tile
+        box(1536, 0, 1664, 256, "b"),  # as much as the next: the first by name
+        box(1664, 0, 1792, 256, "a"),
+        box(256, 256, 512, 512, "b"),  # in the first: counts, for it is smaller
+    ]
+    with Slide(synthetic["ring"]) as slide:
+        plan = plan_tiles(slide, 256, 0.5, 0.5, regions=regions, finder=all_tissue)
+        assert dict(zip(plan.places, plan.labels, strict=True)) == {
+            **{(0, 0): "a", (256, 0): "a", (0, 256): "a", (256, 256): "b"},
+            **{(512, 0): "b", (1536, 0): "a"},
+        }
+        assert (plan.with_tissue, plan.unannotated, plan.reason) == (54, 48, "")
+        assert [tile.label for tile in cut_tiles(slide, plan)] == plan.labels
+        every = plan_tiles(slide, 256, 0.5, 0.0, regions=regions)
+        assert every.labels[-1] == "b"
+        assert (1024, 0) in every.places
+        assert len(every.places) == 7
+
+
+def all_tissue(thumbnail: Thumbnail) -> Tissue:
+    return Tissue(~thumbnail.missing, thumbnail.missing, 0)
+
+
+def test_tissue_is_asked_for_in_regions_too(synthetic: dict[str, Path]) -> None:
+    with Slide(synthetic["ring"]) as slide:
+        free = plan_tiles(slide, 256, 0.5)
+        plan = plan_tiles(slide, 256, 0.5, regions=[box(0, 0, 2304, 1600)])
+    assert plan.places == free.places
+    assert set(plan.labels) == {None}
+    assert plan.with_tissue == len(free.places) < 54
+
+
+def test_why_no_tile_is_kept_in_regions(synthetic: dict[str, Path]) -> None:
+    with Slide(synthetic["ring"]) as slide:
+        for regions, says in [
+            ([], "its annotations are empty"),
+            ([box(9000, 0, 9500, 500), box(-9, -9, -5, -5)], "none of its 2 annotated regions"),
+            ([box(600, 600, 700, 700)], "lies in an annotated region by 50%, the best tile by 15%"),
+        ]:
+            plan = plan_tiles(slide, 256, 0.5, regions=regions)
+            assert says in plan.reason
+            assert (plan.places, plan.unannotated) == ([], plan.with_tissue)
