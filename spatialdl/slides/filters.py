@@ -62,12 +62,14 @@ def parse_filters(text: str) -> dict[str, float]:
 
 def black_part(image: Bytes) -> float:
     """Part of the pixels with no colour above 25."""
-    return float((image.max(-1) <= _BLACK).mean())
+    red, green, blue = np.moveaxis(image, -1, 0)  # many times faster than over a dim of 3
+    return float((np.maximum(np.maximum(red, green), blue) <= _BLACK).mean())
 
 
 def white_part(image: Bytes) -> float:
     """Part of the pixels with no colour below 220."""
-    return float((image.min(-1) >= _WHITE).mean())
+    red, green, blue = np.moveaxis(image, -1, 0)
+    return float((np.minimum(np.minimum(red, green), blue) >= _WHITE).mean())
 
 
 def pen_part(image: Bytes) -> float:

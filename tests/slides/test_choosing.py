@@ -5,14 +5,17 @@ import csv
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
 from spatialdl.data import ShardDataset
+from spatialdl.slides import choosing
 from spatialdl.slides.choosing import add_options
 from spatialdl.slides.command import main
+from spatialdl.slides.normalise import normaliser
 from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reader import Slide
 
@@ -226,6 +229,20 @@ def test_tiles_that_filters_drop_have_no_say_in_the_stains(
     # nothing to look at is the filters' doing, not a failure of the stains
     assert run(tmp_path / "c", synthetic["ring"], *stains, "--filter", "white=0") == 1
     assert "filters dropped every tile" in capsys.readouterr().err
+
+
+def test_stains_are_told_once_a_slide(
+    tmp_path: Path, synthetic: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def counted(slide: Slide, *more: Any) -> Any:
+        asked.append(slide.path)
+        return normaliser(slide, *more)
+
+    monkeypatch.setattr(choosing, "normaliser", counted)
+    assert run(tmp_path / "set", *synthetic.values(), "--stain-normalise", "macenko") == 0
+    assert asked == list(synthetic.values())
 
 
 def test_a_reference_of_ones_own(tmp_path: Path, synthetic: dict[str, Path]) -> None:

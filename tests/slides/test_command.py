@@ -182,6 +182,9 @@ def test_a_batch_goes_on_after_bad_slides(
         assert says in text.err
     assert "all-white gave no tiles: no tissue" in text.err
     assert "Traceback" not in text.err
+    with (out / "slides.csv").open(newline="") as file:
+        for row in csv.DictReader(file):  # glass that the thumbnail could not show is no tissue
+            assert int(row["with_tissue"]) == int(row["unreadable"]) + int(row["written"])
     assert run(*given[:2], "--out", out, *TILES, "--overwrite") == 0
     assert run(given[0], real / "bad/empty.svs", "--out", out, *TILES, "--overwrite") == 1
     assert (
