@@ -189,6 +189,7 @@ TARGETS = {"mb": 0.1, "s": 0.2}
 def draw(result: dict[str, Any], path: Path) -> None:
     """Measured against predicted, with bands as wide as they should be."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(9.5, 4.8), dpi=150, layout="constrained")
     panels = figure.subplots(1, 2)
@@ -209,6 +210,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             if unit == "mb":
                 panel.plot([], [], " ", label=f"{number + 1} {row['name']}")
         panel.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("measured")
         panel.set_ylabel("predicted")

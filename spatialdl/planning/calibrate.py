@@ -45,7 +45,7 @@ def measured() -> dict[str, Any] | None:
 
 
 def calibrate() -> dict[str, Any]:
-    """Measure this machine, and keep the result; takes about a minute."""
+    """Measure this machine, and keep the result; takes one to two minutes."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     ranks = max(2, cores)
     found = run_worker([*mpiexec_command(ranks), *WORKER], environment(1), show=True)
