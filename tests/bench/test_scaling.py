@@ -18,13 +18,19 @@ def test_efficiency_is_that_of_a_gpu_relative_to_the_smallest_number():
 def test_curves_are_simulated_and_drawn(monkeypatch, tmp_path, capsys):
     case = Case("small", "resnet18", 64, 1, (1, 2), 2, 0.5)
     monkeypatch.setattr(scaling, "CASES", (case,))
+    monkeypatch.setattr(scaling, "SIDE", 256)
     scaling.main(["--most", "2", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "scaling-infiniband.json").read_text())
     curves = result["cases"][0]["curves"]
     assert [point["batch"] for point in curves["weak"]] == [2, 4]
     assert [point["batch"] for point in curves["strong"]] == [2, 2]
     assert all(point["seconds"] > 0 for points in curves.values() for point in points)
-    assert "small, weak scaling" in capsys.readouterr().out
+    seconds = result["hybrid"]
+    # of images so small messages take most of the time
+    assert 0 < seconds["pipeline"] < seconds["layers"] < seconds["space, and with a pipeline"]
+    printed = capsys.readouterr().out
+    assert "small, weak scaling" in printed
+    assert "1.00 times layers" in printed
     with Image.open(tmp_path / "scaling-infiniband.png") as picture:
         assert len(picture.convert("RGB").getcolors(100_000)) > 5
 
