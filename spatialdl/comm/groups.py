@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator
@@ -54,9 +57,34 @@ def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         ValueError: if the backend cannot be had here.
     """
     start(name)
-    group = dist.new_group(list(ranks), backend=name, use_local_synchronization=True)
+    with _named_by_its_ranks():
+        group = dist.new_group(list(ranks), backend=name, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
     return group
+
+
+_made: Counter[str] = Counter()
+
+
+@contextmanager
+def _named_by_its_ranks() -> Iterator[None]:
+    """A group is named by its ranks, and by how many of just these there have been.
+
+    PyTorch names it by how many groups of any ranks its process has: ranks that have been in
+    different numbers of groups before call the same group different names, and wait for ever.
+    """
+
+    def named(ranks: list[int]) -> str:
+        joined = "-".join(map(str, ranks))
+        _made[joined] += 1
+        return f"spatialdl/{joined}/{_made[joined]}"
+
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = named
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
 
 
 def start(name: str) -> None:

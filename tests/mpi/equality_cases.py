@@ -405,6 +405,8 @@ BACKENDS = [
         Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
         Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), microbatches=2),  # a stage of one
         Case("gems", "plain", (37, 29), ((1, 1),) * 3, 1, 4, 5, schedule="mast"),
+        # ranks have made different numbers of groups before they make one together
+        Case("sp+gems", "odd", (45, 50), ((1, 1), (2, 1)), 1, 2, 4, ("4",), schedule="basic"),
     )
 ]
 
