@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -63,21 +62,18 @@ def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     return group
 
 
-_made: Counter[str] = Counter()
-
-
 @contextmanager
 def _named_by_its_ranks() -> Iterator[None]:
-    """A group is named by its ranks, and by how many of just these there have been.
+    """A group is named by its ranks, and by how many of just these there are.
 
     PyTorch names it by how many groups of any ranks its process has: ranks that have been in
     different numbers of groups before call the same group different names, and wait for ever.
     """
 
     def named(ranks: list[int]) -> str:
-        joined = "-".join(map(str, ranks))
-        _made[joined] += 1
-        return f"spatialdl/{joined}/{_made[joined]}"
+        prefix = f"spatialdl/{'-'.join(map(str, ranks))}/"
+        names = distributed_c10d._world.pg_names.values()
+        return f"{prefix}{sum(name.startswith(prefix) for name in names)}"
 
     original = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = named
