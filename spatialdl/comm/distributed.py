@@ -11,14 +11,15 @@ import atexit
 import operator
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from spatialdl.comm.communicator import Pending, Sending, fold
@@ -205,8 +206,35 @@ def _gloo_group(ranks: tuple[int, ...]) -> Any:
     return dist.ProcessGroupGloo(store, here, len(ranks), dist.default_pg_timeout)
 
 
+def local_group(ranks: Sequence[int], backend: str) -> Any:
+    """A group that torch.distributed holds; these ranks, and no others, make it."""
+    with _named_by_its_ranks():
+        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+
+
+@contextmanager
+def _named_by_its_ranks() -> Iterator[None]:
+    """A group is named by its ranks, and by how many of just these there are.
+
+    PyTorch names it by how many groups of any ranks its process has: ranks that have been in
+    different numbers of groups before call the same group different names, and wait for ever.
+    """
+
+    def named(ranks: list[int]) -> str:
+        prefix = f"spatialdl/{'-'.join(map(str, ranks))}/"
+        names = distributed_c10d._world.pg_names.values()
+        return f"{prefix}{sum(name.startswith(prefix) for name in names)}"
+
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = named
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+
+
 def _nccl_group(ranks: tuple[int, ...]) -> Any:
-    group = dist.new_group(sorted(ranks), backend="nccl", use_local_synchronization=True)
+    group = local_group(sorted(ranks), "nccl")
     # connect all ranks now: an exchange may need only some of them
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return group

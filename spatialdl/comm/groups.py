@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.distributed import TorchCommunicator
+from spatialdl.comm.distributed import TorchCommunicator, local_group
 from spatialdl.comm.launch import launched
 from spatialdl.comm.world import end_process_group, start_process_group
 
@@ -56,31 +54,9 @@ def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         ValueError: if the backend cannot be had here.
     """
     start(name)
-    with _named_by_its_ranks():
-        group = dist.new_group(list(ranks), backend=name, use_local_synchronization=True)
+    group = local_group(ranks, name)
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
     return group
-
-
-@contextmanager
-def _named_by_its_ranks() -> Iterator[None]:
-    """A group is named by its ranks, and by how many of just these there are.
-
-    PyTorch names it by how many groups of any ranks its process has: ranks that have been in
-    different numbers of groups before call the same group different names, and wait for ever.
-    """
-
-    def named(ranks: list[int]) -> str:
-        prefix = f"spatialdl/{'-'.join(map(str, ranks))}/"
-        names = distributed_c10d._world.pg_names.values()
-        return f"{prefix}{sum(name.startswith(prefix) for name in names)}"
-
-    original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = named
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = original
 
 
 def start(name: str) -> None:
