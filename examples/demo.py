@@ -27,7 +27,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spatialdl.slides.command import find_slides
-from spatialdl.slides.synthetic import KINDS, write_synthetic_slide
+from spatialdl.slides.synthetic.drawing import KINDS, write_synthetic_slide
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "val")

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from spatialdl.bench.results import machine, publish
-from spatialdl.slides.decoding import TELLS_OF_DAMAGE
+from spatialdl.slides.reading.decoding import TELLS_OF_DAMAGE
 from spatialdl.worker import environment, run_worker
 
 OPENSLIDE, NATIVE = "openslide alone", "native alone"
@@ -62,10 +62,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def draw_slide(path: Path, side: int) -> None:
     """Write a synthetic slide, with a bar."""
-    from spatialdl.slides import synthetic
+    from spatialdl.slides.synthetic import drawing
 
     with tqdm(total=side, desc="drawing the slide", unit="row") as bar:
-        synthetic.write_synthetic_slide(path, "ring", (side, side), progress=bar.update)
+        drawing.write_synthetic_slide(path, "ring", (side, side), progress=bar.update)
 
 
 def _measure(

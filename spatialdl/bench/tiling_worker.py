@@ -17,7 +17,8 @@ import numpy as np
 import openslide
 
 from spatialdl.bench.tiling import NATIVE, OPENSLIDE, OURS, WAYS
-from spatialdl.slides import command, reader
+from spatialdl.slides import command
+from spatialdl.slides.reading import reader
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE, ShardWriter
 from spatialdl.errors import SlideError
-from spatialdl.slides.choosing import KEPT, Choosing, add_options
-from spatialdl.slides.labels import SlideLabel, read_labels
-from spatialdl.slides.picture import save_picture
-from spatialdl.slides.reader import Slide
-from spatialdl.slides.report import Report, save_reports, table, warnings, why_nothing
-from spatialdl.slides.resolution import MPP_AT_1X, PLAUSIBLE_MPP, Wanted
-from spatialdl.slides.tiling import TilePlan, cut_tiles, plan_tiles
+from spatialdl.slides.batch.choosing import KEPT, Choosing, add_options
+from spatialdl.slides.batch.labels import SlideLabel, read_labels
+from spatialdl.slides.batch.picture import save_picture
+from spatialdl.slides.batch.report import Report, save_reports, table, warnings, why_nothing
+from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
+from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP, Wanted
 
 SUFFIXES = (
     *(".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".ndpis", ".scn", ".svs", ".svslide"),

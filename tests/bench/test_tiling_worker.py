@@ -10,8 +10,8 @@ import tifffile
 from spatialdl.bench import tiling_worker
 from spatialdl.bench.tiling import NATIVE, OPENSLIDE, OURS, THROUGH
 from spatialdl.slides import command
-from spatialdl.slides.reader import Slide
-from spatialdl.slides.synthetic import write_synthetic_slide
+from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.synthetic.drawing import write_synthetic_slide
 
 
 @pytest.fixture(scope="module")

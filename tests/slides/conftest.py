@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.slides.synthetic import KINDS, write_synthetic_slide
+from spatialdl.slides.synthetic.drawing import KINDS, write_synthetic_slide
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
 

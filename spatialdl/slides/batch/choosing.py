@@ -1,0 +1,200 @@
+"""What the tiling command is asked about tissue and tiles, and what that means for a slide."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from spatialdl.errors import SlideError
+from spatialdl.slides.cutting.filters import FILTERS, parse_filters, refused_by
+from spatialdl.slides.cutting.normalise import normaliser, reference_colours
+from spatialdl.slides.cutting.stains import METHODS
+from spatialdl.slides.cutting.tiling import TilePlan
+from spatialdl.slides.finding.annotations import (
+    counts_from_scanned_part,
+    find_annotations,
+    read_annotations,
+)
+from spatialdl.slides.finding.masks import find_mask, read_mask
+from spatialdl.slides.finding.regions import Region
+from spatialdl.slides.finding.tissue import BACKGROUNDS, Tissue, find_tissue
+from spatialdl.slides.reading.reader import Slide, Thumbnail
+
+Bytes = npt.NDArray[np.uint8]
+
+#: Options that a data set's manifest keeps.
+KEPT = (
+    *("background", "mask_dir", "annotations", "overlap", "filter"),
+    *("stain_normalise", "stain_reference"),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options on tissue, annotations, filters and stains."""
+    add = parser.add_argument
+    add(
+        "--background",
+        choices=BACKGROUNDS,
+        default="auto",
+        help="bright: stained tissue on glass; dark: fluorescence (default auto: found out)",
+    )
+    add(
+        "--mask-dir",
+        type=Path,
+        metavar="DIR",
+        help="tissue from other tools: NAME.png or .tif for each slide, of any size, not zero "
+        "where tissue is",
+    )
+    add(
+        "--annotations",
+        type=Path,
+        metavar="DIR",
+        help="NAME.geojson (QuPath) or NAME.xml (ASAP, Aperio) for each slide: tiles are taken "
+        "in these regions, and without --labels have their classes",
+    )
+    add("--overlap", type=int, default=0, metavar="N", help="pixels that neighbouring tiles share")
+    add(
+        "--filter",
+        type=_filters,
+        default={},
+        metavar="NAMES",
+        help="drop tiles: any of "
+        + ", ".join(f"{name}={most:g}" for name, (_, most) in FILTERS.items())
+        + ", joined by commas; the number (optional) is the part of black, white or inked pixels, "
+        "or the blur from 0 to 1, that still passes",
+    )
+    add(
+        "--stain-normalise",
+        choices=METHODS,
+        help="bring the stains of every slide to those of a reference",
+    )
+    add(
+        "--stain-reference",
+        type=Path,
+        metavar="IMAGE",
+        help="an image of stained tissue (default: built in, hematoxylin and eosin)",
+    )
+
+
+class Choosing:
+    """The options, checked, and what they mean for each slide.
+
+    Args:
+        options: as `add_options` has them, and `tile_size`.
+        slides: all slides; their annotations are read now.
+        labelled: slides have labels, so that regions only say where tiles are.
+
+    Raises:
+        ValueError: a folder is missing, the overlap is as large as a tile, or the stain
+            reference cannot be used.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, slides: Sequence[Path], *, labelled: bool
+    ) -> None:
+        self._options = options
+        if not 0 <= options.overlap < options.tile_size:
+            raise ValueError(
+                f"--overlap is {options.overlap}, expected 0 to {options.tile_size - 1}: less "
+                "than a tile"
+            )
+        for name, folder in (("mask-dir", options.mask_dir), ("annotations", options.annotations)):
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"--{name} {folder} is not a folder")
+        if options.stain_reference and not options.stain_normalise:
+            raise ValueError("--stain-reference is given without --stain-normalise; add a method")
+        if options.stain_normalise:
+            self._reference = reference_colours(options.stain_normalise, options.stain_reference)
+        self._regions: dict[Path, list[Region] | SlideError] = {}
+        self._in_scanned_part: set[Path] = set()
+        if options.annotations is not None:
+            for slide in tqdm(slides, "annotations", unit="slide", disable=None, leave=False):
+                self._regions[slide] = self._read(slide, labelled)
+
+    @property
+    def classes(self) -> list[str]:
+        """The classes of all regions, in order of their names."""
+        known = [regions for regions in self._regions.values() if isinstance(regions, list)]
+        return sorted({region.label for regions in known for region in regions if region.label})
+
+    def _read(self, slide: Path, labelled: bool) -> list[Region] | SlideError:
+        try:
+            path = find_annotations(self._options.annotations, slide)
+            regions = read_annotations(path)
+        except SlideError as error:
+            return error  # the slide's, not the batch's
+        if counts_from_scanned_part(path):
+            self._in_scanned_part.add(slide)
+        if labelled:
+            return [Region(region.outline, region.holes) for region in regions]
+        return regions
+
+    def finder(self, slide: Slide) -> Callable[[Thumbnail], Tissue]:
+        """What marks the tissue of a slide.
+
+        Raises:
+            SlideError: a mask is wanted and missing.
+        """
+        if self._options.mask_dir is None:
+            return partial(find_tissue, background=self._options.background)
+        return partial(read_mask, find_mask(self._options.mask_dir, slide.path), slide)
+
+    def regions(self, slide: Slide) -> list[Region] | None:
+        """The annotated regions of a slide, None where tiles may lie anywhere.
+
+        Raises:
+            SlideError: its annotations are missing or cannot be read.
+        """
+        regions = self._regions.get(slide.path)
+        if isinstance(regions, SlideError):
+            raise regions
+        if regions and slide.path in self._in_scanned_part:
+            return [region.moved(slide.scanned_from) for region in regions]
+        return regions
+
+    def refused(self, image: Bytes) -> str | None:
+        """The filter that drops a tile, if one does."""
+        return refused_by(image, self._options.filter)
+
+    def finish(self, slide: Slide, plan: TilePlan) -> Callable[[Bytes], Bytes]:
+        """What is done to the tiles of a slide before they are written.
+
+        Its first call raises SlideError where stains are to be normalised and there is too
+        little to tell them from.
+
+        Raises:
+            SlideError: the slide is dark, and filters or stains of bright ones are asked for.
+        """
+        method = self._options.stain_normalise
+        if plan.tissue.dark and plan.places:
+            of_bright = [f"--filter {name}" for name in self._options.filter if name != "blur"]
+            of_bright += [f"--stain-normalise {method}"] if method else []
+            if of_bright:
+                raise SlideError(
+                    f"slide {slide.path} has a dark background, and {', '.join(of_bright)} suits "
+                    "bright ones only; leave it out, or say --background bright"
+                )
+        if method is None:
+            return lambda image: image
+
+        @cache  # a slide whose tiles are all dropped is not looked at
+        def fitted() -> Callable[[Bytes], Bytes]:
+            return normaliser(slide, plan, method, self._reference, self.refused)
+
+        def finished(image: Bytes) -> Bytes:
+            return fitted()(image)
+
+        return finished
+
+
+def _filters(text: str) -> dict[str, float]:
+    try:
+        return parse_filters(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

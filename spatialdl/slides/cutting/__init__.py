@@ -1,0 +1,1 @@
+"""Which parts of a slide are taken, and what is done to them."""

@@ -1,0 +1,1 @@
+"""Where on a slide tissue is, and what was drawn on it."""

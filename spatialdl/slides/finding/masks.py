@@ -1,0 +1,93 @@
+"""Tissue as other tools saw it: a mask image for every slide."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import tifffile
+from PIL import Image
+
+from spatialdl.errors import SlideError
+from spatialdl.slides.finding.beside import find_beside
+from spatialdl.slides.finding.tissue import Mask, Tissue
+from spatialdl.slides.reading.reader import Slide, Thumbnail
+
+SUFFIXES = (".png", ".tif", ".tiff")
+_MOST_PIXELS = 2**28  # read at once
+_SAME_SHAPE = 0.01
+
+
+def find_mask(folder: Path, slide: Path) -> Path:
+    """The mask of a slide: `a.png` or `a.svs.png` (also .tif, .tiff) for `a.svs`.
+
+    Raises:
+        SlideError: there is none, or more than one.
+    """
+    return find_beside(folder, slide, SUFFIXES, "mask")
+
+
+def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
+    """Read the tissue of a slide from a mask image.
+
+    What is not zero (in any colour, where not transparent) is tissue. The mask may have any
+    resolution; it is averaged onto the pixels of the thumbnail, which are tissue from a half.
+    Of a pyramid the coarsest level is read that is at least as fine.
+
+    Args:
+        path: a PNG or TIFF.
+        slide: the slide, for its size.
+        thumbnail: of the slide.
+
+    Raises:
+        SlideError: the file is no such image, or its rows and columns are not in the ratio of
+            the slide's (within 1 %, or a pixel).
+    """
+    rows, cols = thumbnail.missing.shape
+    try:
+        mask = _read(path, (rows, cols))
+    except Image.DecompressionBombError as error:
+        raise SlideError(
+            f"mask {path} of slide {slide.path} has too many pixels ({error}); make it smaller, "
+            "or a TIFF with levels"
+        ) from error
+    except Exception as error:  # what the libraries raise at damaged files is not documented
+        raise SlideError(f"cannot read mask {path} of slide {slide.path}: {error}") from error
+    (height, width), (down, across) = mask.shape, slide.size
+    if abs(height * across - width * down) > max(_SAME_SHAPE * height * across, across + down):
+        raise SlideError(
+            f"mask {path} has {height} x {width} pixels, but slide {slide.path} {down} x {across}: "
+            "they must be in one ratio; make the mask of the whole slide, not of a part"
+        )
+    image = Image.fromarray(mask.astype(np.uint8) * 255)
+    small = np.asarray(image.resize((cols, rows), Image.Resampling.BOX))
+    return Tissue(small >= 128, np.zeros((rows, cols), bool), 0.0)
+
+
+def _read(path: Path, wanted: tuple[int, int]) -> Mask:
+    if path.suffix.lower() == ".png":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path, formats=["PNG"]) as image:
+                # not the numbers of a palette but its colours: what people see
+                mode = "RGBA" if image.has_transparency_data else "RGB"
+                return _tissue(np.asarray(image.convert(mode) if image.mode == "P" else image))
+    with tifffile.TiffFile(path) as file:
+        levels = file.series[0].levels
+        fine = [k for k in levels if min(np.divide(k.shape[:2], wanted)) >= 1] or levels[:1]
+        if np.prod(fine[-1].shape[:2], dtype=float) > _MOST_PIXELS:
+            raise ValueError(
+                f"its coarsest fitting level has {fine[-1].shape[:2]} pixels; make it smaller"
+            )
+        return _tissue(fine[-1].asarray())
+
+
+def _tissue(pixels: npt.NDArray[np.generic]) -> Mask:
+    if pixels.ndim == 3 and pixels.shape[2] in (1, 2, 3, 4):
+        solid = pixels[..., -1] != 0 if pixels.shape[2] in (2, 4) else True
+        return np.asarray((pixels[..., : 3 if pixels.shape[2] > 2 else 1] != 0).any(-1) & solid)
+    if pixels.ndim != 2:
+        raise ValueError(f"it has the shape {pixels.shape}, not rows x columns (x colours)")
+    return np.asarray(pixels != 0)

@@ -1,0 +1,1 @@
+"""Slides as pixels: any box at any resolution."""

@@ -1,0 +1,181 @@
+"""Files that openslide reads: its regions, or the tiles themselves where these are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import openslide
+from PIL import Image
+
+from spatialdl.errors import SlideError
+from spatialdl.slides.reading.handles import HANDLES, Holder
+from spatialdl.slides.reading.native import NativeTiles, tile_levels
+
+Bytes = npt.NDArray[np.uint8]
+
+_ROUNDING = 1  # levels of colour by which they may differ
+
+
+class OpenSlideFile(Holder):
+    """A slide that openslide opens.
+
+    Whether the tiles of a level can be read without it is found out when the level is first
+    read, on a few of them; see `spatialdl.slides.reading.native`.
+
+    Args:
+        path: the slide.
+        native: read tiles without openslide where that gives the same pixels.
+
+    Raises:
+        openslide.OpenSlideError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, native: bool = True) -> None:
+        super().__init__()
+        self._path = path
+        self._handle: openslide.OpenSlide | None = None
+        self._spoiled = False
+        self._native = native
+        self._tiles: NativeTiles | None = None
+        self._believed: dict[int, bool] = {}
+        handle = self._opened()
+        # asked now: a handle that failed once does not even answer these
+        self.size: tuple[int, int] = handle.dimensions[::-1]
+        self.downsamples = tuple(float(factor) for factor in handle.level_downsamples)
+        self.properties: Mapping[str, str] = dict(handle.properties)
+        self.background = _background(self.properties)
+        self._levels = tile_levels(path, self.properties) if native else {}
+
+    def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
+        """Read a box of a level over the background.
+
+        Args:
+            x: level-0 column of the top-left corner, may be negative.
+            y: level-0 row of it.
+            level: of the slide.
+            size: rows and columns, in pixels of the level.
+            again: try a second time, with a fresh handle, what failed.
+
+        Returns:
+            uint8 (rows, cols, 3).
+
+        Raises:
+            SlideError: the file is damaged there.
+        """
+        with self._lock:
+            HANDLES.used(self)
+            pixels = self._from_tiles(x, y, level, size)
+            return self._from_openslide(x, y, level, size, again) if pixels is None else pixels
+
+    def is_native(self, level: int) -> bool:
+        """Whether the tiles of a level are read without openslide."""
+        with self._lock:
+            HANDLES.used(self)
+            if level not in self._believed:
+                self._believed[level] = level in self._levels and self._same_pixels(level)
+            return self._believed[level]
+
+    def _from_tiles(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes | None:
+        # between two pixels of the level openslide interpolates
+        col, row = x / self.downsamples[level], y / self.downsamples[level]
+        if not (col.is_integer() and row.is_integer() and self.is_native(level)):
+            return None
+        return self._opened_tiles().read(level, int(row), int(col), size, self.background)
+
+    def _same_pixels(self, level: int) -> bool:
+        """Whether openslide has the same pixels in the first tile, the last, and the largest."""
+        place = self._levels[level]
+        count = len(place.lengths)
+        probes = {0, int(place.lengths.argmax()), count - 1, count // 2}
+        compared = 0
+        for number in sorted(probes & set(range(count))):
+            (row, col), (th, tw) = place.corner(number), place.tile
+            size = min(th, place.size[0] - row), min(tw, place.size[1] - col)
+            mine = self._opened_tiles().read(level, row, col, size, self.background)
+            if mine is None:
+                continue
+            theirs = self._region_of_level(level, row, col, size)
+            if theirs is None:
+                continue
+            if np.abs(mine.astype(np.int16) - theirs).max() > _ROUNDING:
+                return False
+            compared += 1
+        return compared > 0
+
+    def _sound(self, level: int, number: int) -> bool:
+        """Whether openslide finds nothing wrong with a tile; one pixel of it is enough to ask."""
+        row, col = self._levels[level].corner(number)
+        return self._region_of_level(level, row, col, (1, 1)) is not None
+
+    def _region_of_level(
+        self, level: int, row: int, col: int, size: tuple[int, int]
+    ) -> Bytes | None:
+        """Pixels of a level from openslide; None where it cannot, or has no such place."""
+        down = self.downsamples[level]
+        x, y = round(col * down), round(row * down)
+        if (x / down, y / down) != (col, row):
+            return None
+        try:
+            return self._from_openslide(x, y, level, size, again=False)
+        except SlideError:
+            return None
+
+    def _from_openslide(
+        self, x: int, y: int, level: int, size: tuple[int, int], again: bool
+    ) -> Bytes:
+        try:
+            image = self._opened().read_region((x, y), level, (size[1], size[0]))
+        except openslide.OpenSlideError as error:
+            self._spoiled = True  # after one error every read of this handle fails
+            if again:
+                return self._from_openslide(x, y, level, size, again=False)
+            raise SlideError(
+                f"cannot read slide {self._path} at x={x}, y={y} (level {level}): {error}; "
+                "the file is damaged there"
+            ) from error
+        return composited(image, self.background)
+
+    def _opened(self) -> openslide.OpenSlide:
+        if self._spoiled and self._handle is not None:
+            self._handle.close()
+            self._handle = None
+        if self._handle is None:
+            HANDLES.used(self)
+            self._handle = openslide.OpenSlide(self._path)
+            self._spoiled = False
+        return self._handle
+
+    def _opened_tiles(self) -> NativeTiles:
+        if self._tiles is None:
+            self._tiles = NativeTiles(self._path, self._levels, self._sound)
+        return self._tiles
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+        if self._tiles is not None:
+            self._tiles.close()
+            self._tiles = None
+
+
+def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
+    """The colour of glass: what the file says, else white."""
+    text = properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "")
+    try:
+        value = bytes.fromhex(text.removeprefix("#"))
+    except ValueError:
+        value = b""
+    return (value[0], value[1], value[2]) if len(value) == 3 else (255, 255, 255)
+
+
+def composited(image: Image.Image, background: tuple[int, int, int]) -> Bytes:
+    """RGB over the background; `convert("RGB")` alone would make missing pixels black."""
+    if image.getchannel("A").getextrema() == (255, 255):
+        return np.asarray(image.convert("RGB"))
+    canvas = Image.new("RGB", image.size, background)
+    canvas.paste(image, mask=image.getchannel("A"))
+    return np.asarray(canvas)

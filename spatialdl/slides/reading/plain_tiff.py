@@ -1,0 +1,190 @@
+"""TIFFs that openslide does not read: striped ones above all, read strip by strip."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import tifffile
+
+from spatialdl.errors import SlideError
+from spatialdl.slides.reading.plain import Header
+
+Bytes = npt.NDArray[np.uint8]
+
+_CACHE = 2**27  # bytes of decoded strips kept
+_LARGEST_STRIP = 2**28  # bytes
+_WHITE_IS_0, _GREY, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
+_CHANNELS = {_WHITE_IS_0: 1, _GREY: 1, _RGB: 3, _PALETTE: 1, _YCBCR: 3}
+_SEPARATE, _PREMULTIPLIED = 2, 1
+_JPEG = 7
+_UNITS = {2: 25_400.0, 3: 10_000.0}  # micrometres in an inch, in a centimetre
+
+
+class TiffPixels:
+    """The pixels of the first page of a TIFF.
+
+    Strips or tiles are decoded when they are wanted, and some kept. Where all pixels lie in one
+    piece as they are, they are mapped.
+
+    Args:
+        path: a TIFF that `header` has checked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tiff = tifffile.TiffFile(path)
+        self._page = page = self._tiff.pages.first
+        photometric = int(page.photometric)
+        self._inverted = photometric == _WHITE_IS_0
+        self._palette = _palette(page) if photometric == _PALETTE else None
+        self.premultiplied = bool(page.extrasamples) and int(page.extrasamples[0]) == _PREMULTIPLIED
+        samples = page.samplesperpixel if self._palette is None else 3
+        self.shape = (page.imagelength, page.imagewidth, samples)
+        self._mapped = _mapped(page)
+        self._kept: OrderedDict[int, Bytes | None] = OrderedDict()
+        self._bytes = 0
+
+    def box(self, top: int, bottom: int, left: int, right: int) -> Bytes:
+        """A box inside the image, (rows, cols, channels); white where the file has nothing."""
+        if self._mapped is not None:
+            box = np.array(self._mapped[top:bottom, left:right])
+        else:
+            box = self._assembled(top, bottom, left, right)
+        if self._inverted:
+            box[..., 0] = 255 - box[..., 0]
+        return box if self._palette is None else self._palette[box[..., 0]]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._tiff.close()
+        self._kept.clear()
+        self._mapped = None
+
+    def _assembled(self, top: int, bottom: int, left: int, right: int) -> Bytes:
+        page = self._page
+        samples = page.samplesperpixel
+        th, tw = page.chunks[0:2] if page.planarconfig != _SEPARATE else page.chunks[-2:]
+        nothing = 0 if self._inverted else 255
+        box = np.full((bottom - top, right - left, samples), nothing, np.uint8)
+        across, down = -(-page.imagewidth // tw), -(-page.imagelength // th)
+        planes = samples if page.planarconfig == _SEPARATE else 1
+        for plane in range(planes):
+            channel = slice(plane, plane + 1) if planes > 1 else slice(None)
+            for i in range(top // th, (bottom - 1) // th + 1):
+                for j in range(left // tw, (right - 1) // tw + 1):
+                    part = self._segment((plane * down + i) * across + j)
+                    if part is None:
+                        continue
+                    y0, y1 = max(i * th, top), min((i + 1) * th, bottom)
+                    x0, x1 = max(j * tw, left), min((j + 1) * tw, right)
+                    inside = part[y0 - i * th : y1 - i * th, x0 - j * tw : x1 - j * tw]
+                    box[y0 - top : y1 - top, x0 - left : x1 - left, channel] = inside
+        return box
+
+    def _segment(self, number: int) -> Bytes | None:
+        """A strip or tile, (rows, cols, channels); None if the file has nothing there."""
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        part = self._decoded(number)
+        self._kept[number] = part
+        self._bytes += 0 if part is None else part.nbytes
+        while self._bytes > _CACHE and len(self._kept) > 1:
+            oldest = self._kept.popitem(last=False)[1]
+            self._bytes -= 0 if oldest is None else oldest.nbytes
+        return part
+
+    def _decoded(self, number: int) -> Bytes | None:
+        page = self._page
+        length = page.databytecounts[number]
+        if not length:
+            return None
+        file = self._tiff.filehandle
+        file.seek(page.dataoffsets[number])
+        data = file.read(length)
+        more = {"jpegtables": page.jpegtables} if int(page.compression) == _JPEG else {}
+        part = page.decode(data, number, **more)[0]
+        if part is None:
+            return None
+        return np.asarray(part[0])  # of one plane in depth
+
+
+def header(path: Path) -> Header:
+    """Size and resolution of a TIFF that `TiffPixels` can read.
+
+    Raises:
+        SlideError: it is cut short, of a kind that is not read, or would take too much memory.
+    """
+    size = path.stat().st_size
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            page = tiff.pages.first
+            why = _why_not(page)
+            if not why and _end(page) > size:
+                why = f"the TIFF is cut short ({size} of {_end(page)} bytes); copy it again"
+            found = Header((page.imagelength, page.imagewidth), _resolution(page))
+    except Exception as error:  # tifffile raises many kinds for a damaged file
+        raise SlideError(
+            f"cannot open slide {path}: the TIFF is cut short or of a kind that openslide does "
+            f"not read ({size} bytes); compare its size with the original, or convert it to a "
+            "tiled TIFF"
+        ) from error
+    if why:
+        raise SlideError(f"cannot open slide {path}: {why}")
+    return found
+
+
+def _why_not(page: tifffile.TiffPage) -> str:
+    """Why a page is not read; empty if it is."""
+    photometric = int(page.photometric)
+    if page.dtype != np.uint8 or page.bitspersample != 8:
+        what = f"{page.bitspersample} bits a channel"
+        return f"the TIFF has {what}, and only 8 are read; convert it to 8 bits"
+    alpha = page.samplesperpixel - _CHANNELS.get(photometric, 0)
+    if photometric not in _CHANNELS or not 0 <= alpha <= 1 or page.imagedepth != 1:
+        kind = getattr(page.photometric, "name", photometric)
+        return (
+            f"the TIFF is {kind} with {page.samplesperpixel} channels, and only grey and RGB, "
+            "with alpha or without, are read; convert it to RGB"
+        )
+    if photometric == _YCBCR and int(page.compression) != _JPEG:
+        return "the TIFF is YCbCr and not JPEG; convert it to RGB"
+    strip = int(np.prod(page.chunks))
+    if strip > _LARGEST_STRIP and _mapped(page) is None:
+        return (
+            f"a strip of the TIFF takes {strip / 1e9:.1f} GB of memory, more than "
+            f"{_LARGEST_STRIP / 1e9:.1f}; convert it to a tiled TIFF"
+        )
+    return ""
+
+
+def _mapped(page: tifffile.TiffPage) -> Bytes | None:
+    """All pixels in the file, where they lie there in one piece as they are."""
+    if not page.is_memmappable or page.planarconfig == _SEPARATE:
+        return None
+    shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
+    return np.memmap(page.parent.filehandle.path, np.uint8, "r", page.dataoffsets[0], shape)
+
+
+def _end(page: tifffile.TiffPage) -> int:
+    """Where the pixels end in the file."""
+    return max(a + b for a, b in zip(page.dataoffsets, page.databytecounts, strict=True))
+
+
+def _palette(page: tifffile.TiffPage) -> Bytes:
+    """RGB of each byte; the file has 16 bits a colour."""
+    if page.colormap is None:
+        raise ValueError("the TIFF has no colour map")
+    return np.asarray(page.colormap.T >> 8, np.uint8)
+
+
+def _resolution(page: tifffile.TiffPage) -> dict[str, str]:
+    unit = _UNITS.get(int(page.tags.valueof("ResolutionUnit", 2)))
+    found = {}
+    for axis in "xy":
+        above, below = page.tags.valueof(f"{axis.upper()}Resolution", (0, 1))
+        if unit and above and below:
+            found[f"openslide.mpp-{axis}"] = repr(unit * below / above)
+    return found

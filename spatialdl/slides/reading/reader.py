@@ -1,0 +1,251 @@
+"""Reading slides: any box at any resolution, with clear errors and no black corners."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from spatialdl.errors import SlideError
+from spatialdl.slides.reading.opening import open_source
+from spatialdl.slides.reading.resolution import (
+    MPP_AT_1X,
+    PLAUSIBLE_MPP,
+    SAME,
+    FileMpp,
+    is_plausible,
+    mpp_of,
+    power_of,
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+_AT_A_TIME = 2**25  # pixels read from a level at a time
+_PATCH = 12  # pixels of a thumbnail that are given up together
+_FAILURES = 500  # after so many the rest of a thumbnail is not taken apart any more
+
+
+class Thumbnail(NamedTuple):
+    """A small picture of a slide.
+
+    `image` is uint8 (rows, cols, 3), `missing` (rows, cols) is true where the file could not be
+    read, `scale` is level-0 pixels per pixel.
+    """
+
+    image: Bytes
+    missing: npt.NDArray[np.bool_]
+    scale: float
+
+
+class Slide:
+    """A slide open for reading.
+
+    Boxes come from the file's own tiles where that gives the pixels of openslide, else from
+    openslide. Many slides may be open: those not read for long give their files back meanwhile.
+
+    Args:
+        path: any format that openslide reads, or a plain TIFF, PNG or JPEG.
+        mpp: micrometres per level-0 pixel, in place of what the file says.
+        native: false reads all that openslide can through openslide.
+
+    Raises:
+        SlideError: the file is missing or cannot be read as a slide; says which and why.
+        ValueError: `mpp` is not between 0.05 and 20.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], mpp: float | None = None, *, native: bool = True
+    ) -> None:
+        if mpp is not None and not is_plausible(mpp):
+            raise ValueError(
+                f"slide mpp {mpp} is not between {PLAUSIBLE_MPP[0]} and {PLAUSIBLE_MPP[1]} "
+                "micrometres per pixel"
+            )
+        self.path = Path(path)
+        self._given_mpp = mpp
+        self._source = open_source(self.path, native)
+        self._size = self._source.size
+        self._downsamples = self._source.downsamples
+
+    @property
+    def name(self) -> str:
+        """File name without its suffix."""
+        return self.path.stem
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns at level 0."""
+        return self._size
+
+    @property
+    def downsamples(self) -> tuple[float, ...]:
+        """How many level-0 pixels a pixel of each level spans, along one dim."""
+        return self._downsamples
+
+    @property
+    def scanned_from(self) -> tuple[int, int]:
+        """Level-0 (x, y) where the scanned part begins, as MIRAX slides say; else (0, 0)."""
+        says = [self._source.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
+        return (int(says[0]), int(says[1])) if all(map(str.isdecimal, says)) else (0, 0)
+
+    @property
+    def mpp(self) -> float:
+        """Micrometres per level-0 pixel.
+
+        Raises:
+            SlideError: the file says nothing, or nothing that can be right.
+        """
+        return self._resolution().mpp
+
+    @property
+    def known_mpp(self) -> float | None:
+        """Micrometres per level-0 pixel, None where the file does not say them plausibly."""
+        try:
+            return self.mpp
+        except SlideError:
+            return None
+
+    @property
+    def objective_power(self) -> float:
+        """Power of the objective: what the file says, else 10 / mpp by convention.
+
+        Raises:
+            SlideError: the file says neither.
+        """
+        power = power_of(self._source.properties) if self._given_mpp is None else None
+        return MPP_AT_1X / self.mpp if power is None else power
+
+    @property
+    def remark(self) -> str:
+        """What is odd about its resolution; empty if nothing is."""
+        try:
+            return self._resolution().remark
+        except SlideError:
+            return ""
+
+    def is_native(self, scale: float) -> bool:
+        """Whether reads at `scale` take the file's own tiles, without openslide."""
+        return self._source.is_native(self._level(scale))
+
+    def scale(self, mpp: float) -> float:
+        """Level-0 pixels per pixel at a resolution; that of a level within 1 % of it.
+
+        So tiles wanted at 0.5 of a slide that has 0.499 are its own pixels, not resampled ones.
+        """
+        return self.nearest(mpp / self.mpp)
+
+    def nearest(self, scale: float) -> float:
+        """The scale of a level within 1 % of `scale`, else `scale`."""
+        nearest = min(self._downsamples, key=lambda down: abs(down - scale))
+        return nearest if abs(nearest / scale - 1) < SAME else scale
+
+    def read(self, x: int, y: int, size: tuple[int, int], mpp: float) -> Bytes:
+        """Read a region at a wanted resolution.
+
+        The level used is the coarsest that is at least as fine as wanted; what remains is
+        resampled with antialiasing. Places outside the slide have the background colour.
+
+        Args:
+            x: level-0 column of the top-left corner; may be negative.
+            y: level-0 row of it.
+            size: rows and columns wanted.
+            mpp: micrometres per pixel wanted.
+
+        Returns:
+            uint8 (rows, cols, 3).
+
+        Raises:
+            SlideError: the file is damaged there; other regions can still be read.
+        """
+        return self.read_scaled(x, y, size, self.scale(mpp))
+
+    def read_scaled(
+        self, x: int, y: int, size: tuple[int, int], scale: float, *, again: bool = True
+    ) -> Bytes:
+        """As `read`, at `scale` level-0 pixels per pixel, whatever the slide's resolution.
+
+        A read that fails is tried again with a fresh handle, unless `again` is false.
+        """
+        rows, cols = size
+        level = self._level(scale)
+        factor = scale / self._downsamples[level]
+        if abs(factor - 1) * max(size) < 0.5:  # less than half a pixel over the whole region
+            return self._source.read(x, y, level, size, again)
+        # some rows at a time: a slide without levels is not read into memory whole
+        step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))
+        parts = []
+        for row in range(0, rows, step):
+            down, across = min(step, rows - row) * factor, cols * factor
+            y_part = round(y + row * scale)
+            pixels = self._source.read(x, y_part, level, (ceil(down), ceil(across)), again)
+            parts.append(_resampled(pixels, (down, across), (min(step, rows - row), cols)))
+        return np.concatenate(parts)
+
+    def thumbnail(self, scale: float) -> Thumbnail:
+        """The whole slide at `scale` level-0 pixels per pixel; parts may be missing in it."""
+        height, width = self.size
+        size = max(1, round(height / scale)), max(1, round(width / scale))
+        thumbnail = Thumbnail(np.empty((*size, 3), np.uint8), np.zeros(size, bool), scale)
+        failures = 0
+        boxes = [(0, size[0], 0, size[1])]
+        while boxes:
+            row0, row1, col0, col1 = box = boxes.pop()
+            place, part = np.s_[row0:row1, col0:col1], (row1 - row0, col1 - col0)
+            x, y = round(col0 * scale), round(row0 * scale)
+            try:
+                thumbnail.image[place] = self.read_scaled(x, y, part, scale, again=False)
+            except SlideError:
+                failures += 1
+                if max(part) > _PATCH and failures < _FAILURES:
+                    boxes.extend(_quarters(box))
+                    continue
+                thumbnail.image[place] = self._source.background
+                thumbnail.missing[place] = True
+        return thumbnail
+
+    def close(self) -> None:
+        """Close the file."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        """The slide itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def _level(self, scale: float) -> int:
+        fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + SAME)]
+        return max(fine, key=lambda k: self._downsamples[k], default=0)
+
+    def _resolution(self) -> FileMpp:
+        if self._given_mpp is not None:
+            return FileMpp(self._given_mpp, "")
+        return mpp_of(self._source.properties, self.path)
+
+
+def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    row0, row1, col0, col1 = box
+    rows, cols = (row0, (row0 + row1) // 2, row1), (col0, (col0 + col1) // 2, col1)
+    halves = [(*down, *across) for down in pairwise(rows) for across in pairwise(cols)]
+    return [part for part in halves if part[0] < part[1] and part[2] < part[3]]
+
+
+def _resampled(pixels: Bytes, part: tuple[float, float], size: tuple[int, int]) -> Bytes:
+    """Bring the first `part` (rows, cols; may end within a pixel) to `size`, antialiased."""
+    box = (0.0, 0.0, part[1], part[0])
+    image = Image.fromarray(pixels)
+    return np.asarray(image.resize((size[1], size[0]), Image.Resampling.LANCZOS, box))

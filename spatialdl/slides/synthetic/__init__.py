@@ -1,0 +1,1 @@
+"""Slides drawn here, for demonstrations, benchmarks and tests."""

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openslide
+import pytest
+
+from spatialdl.slides.synthetic.pyramid import level_sizes, write_pyramid
+
+
+def smooth(rows: int, cols: int) -> np.ndarray:
+    """A picture that JPEG keeps well."""
+    y, x = np.mgrid[:rows, :cols]
+    parts = (128 + 100 * np.sin(y / 90), 128 + 100 * np.cos(x / 70), 40 + (x + y) / 40)
+    return np.stack(parts, -1).clip(0, 255).astype(np.uint8)
+
+
+def bands(image: np.ndarray, rows: int) -> Iterator[np.ndarray]:
+    for row in range(0, len(image), rows):
+        yield image[row : row + rows]
+
+
+@pytest.mark.parametrize("size", [(1100, 1301), (2048, 1024), (300, 200), (513, 1), (1, 5)])
+def test_openslide_reads_what_was_written(tmp_path: Path, size: tuple[int, int]) -> None:
+    image = smooth(*size)
+    write_pyramid(tmp_path / "a.tiff", bands(image, 512), size, mpp=0.25)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tiff"]
+    with openslide.OpenSlide(tmp_path / "a.tiff") as slide:
+        assert [level[::-1] for level in slide.level_dimensions] == level_sizes(size)
+        assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.25)
+        for level, (rows, cols) in enumerate(level_sizes(size)):
+            got = np.asarray(slide.read_region((0, 0), level, (cols, rows)).convert("RGB"))
+            step = 2**level
+            even = image[: rows * step, : cols * step].reshape(rows, step, cols, step, 3)
+            assert np.abs(got - even.mean((1, 3))).mean() < 2.5
+
+
+def test_levels_halve_down_to_512() -> None:
+    assert level_sizes((8192, 8192))[-1] == (512, 512)
+    assert level_sizes((1025, 700)) == [(1025, 700), (512, 350)]
+    assert level_sizes((512, 512)) == [(512, 512)]
+    assert level_sizes((5000, 1)) == [(5000, 1)]
+
+
+def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
+    def broken() -> Iterator[np.ndarray]:
+        yield smooth(512, 700)
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_pyramid(tmp_path / "a.tiff", broken(), (1024, 700), mpp=0.5)
+    assert list(tmp_path.iterdir()) == []
