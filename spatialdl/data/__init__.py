@@ -1,8 +1,25 @@
-"""Data: sharded sets of images, written once, read by boxes."""
+"""Data: sharded sets of images, written once, read by boxes.
+
+What writes them, and what decodes slides, has no use for PyTorch, so the names are looked up when
+first used.
+"""
 
 from __future__ import annotations
 
-from spatialdl.data.shards import ShardDataset
-from spatialdl.data.writer import ShardWriter
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spatialdl.data.shards import ShardDataset
+    from spatialdl.data.writer import ShardWriter
 
 __all__ = ["ShardDataset", "ShardWriter"]
+
+_FOUND_IN = {"ShardDataset": "spatialdl.data.shards", "ShardWriter": "spatialdl.data.writer"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_FOUND_IN[name]), name)
+    return value

@@ -7,7 +7,7 @@ swapped shard is noticed when the folder is opened, before a training step meets
 ::
 
     manifest.json
-        format_version, kind, classes, splits, channels, tile_size, mpp, masks, made_with
+        format_version, kind, classes, splits, channels, tile_size, mpp, masks, codec, made_with
         shards:   [{file, bytes, sha256, samples}, ...]
         samples:  [{shard, index, label, split, slide, x, y}, ...]                     tiles
                   [{id, height, width, mpp, bands, label, split, slide, x, y}, ...]    regions
@@ -15,6 +15,10 @@ swapped shard is noticed when the folder is opened, before a training step meets
         images (N, rows, cols, channels) uint8, coords (N, 2), labels (N,), slides (N,)
         [masks (N, rows, cols) uint8]                                                  tiles
         regions/<id>/image            or, striped,  regions/<id>/image/00000 ...       regions
+
+With codec "jpeg" (since version 2; before, all was "raw") a chunk of an image is a JPEG stream, a
+whole file of its own, that `read_direct_chunk` gives; masks stay raw. Such a dataset names HDF5's
+JPEG filter, so that readers without that filter refuse it instead of showing it as pixels.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from spatialdl.data.codec import CODECS, Codec
 from spatialdl.errors import ShardError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 CHUNK = 512
 NO_LABEL = -1
@@ -102,8 +107,8 @@ Sample = TileSample | RegionSample
 class Manifest:
     """The table of contents of a data set folder.
 
-    `tile_size` is (rows, cols) for tiles and None for regions; `made_with` is free-form
-    (settings of the program that wrote the folder), never read back.
+    `tile_size` is (rows, cols) for tiles and None for regions; `codec` is that of the images;
+    `made_with` is free-form (settings of the program that wrote the folder), never read back.
     """
 
     kind: Kind
@@ -112,6 +117,7 @@ class Manifest:
     tile_size: tuple[int, int] | None = None
     mpp: float | None = None
     masks: bool = False
+    codec: Codec = "raw"
     shards: list[ShardInfo] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     made_with: dict[str, Any] = field(default_factory=dict)
@@ -132,6 +138,7 @@ class Manifest:
             "tile_size": self.tile_size,
             "mpp": self.mpp,
             "masks": self.masks,
+            "codec": self.codec,
             "made_with": self.made_with,
         }
         temporary = folder / (MANIFEST + ".tmp")
@@ -192,9 +199,9 @@ def chunk_size(rows: int, cols: int) -> tuple[int, int]:
     return min(rows, CHUNK), min(cols, CHUNK)
 
 
-def stored_bytes(rows: int, cols: int, channels: int) -> int:
-    """Bytes that an image takes in a shard, where chunks at its edges are stored full."""
-    chunk_rows, chunk_cols = chunk_size(rows, cols)
+def stored_bytes(rows: int, cols: int, channels: int, chunk: tuple[int, int] | None = None) -> int:
+    """Bytes of the pixels of an image in a shard, where chunks at its edges are stored full."""
+    chunk_rows, chunk_cols = chunk or chunk_size(rows, cols)
     return -(-rows // chunk_rows) * -(-cols // chunk_cols) * chunk_rows * chunk_cols * channels
 
 
@@ -237,9 +244,12 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         tile_size=None if size is None else (int(size[0]), int(size[1])),
         mpp=None if raw["mpp"] is None else float(raw["mpp"]),
         masks=bool(raw["masks"]),
+        codec=raw["codec"] if version > 1 else "raw",
         shards=[_parse_shard(row) for row in raw["shards"]],
         made_with=dict(raw["made_with"]),
     )
+    if manifest.codec not in CODECS:
+        raise ValueError(f"codec is {manifest.codec!r}, expected one of {', '.join(CODECS)}")
     if (manifest.kind == "tiles") != (manifest.tile_size is not None):
         raise ValueError(f"tile_size is {size!r} where kind is {manifest.kind!r}")
     parse = _parse_tile if manifest.kind == "tiles" else _parse_region

@@ -7,12 +7,17 @@ the rows of one region read different files.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
+from spatialdl.data.chunks import Chunks
+from spatialdl.data.codec import QUALITY, Codec, check_channels
+from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import (
     CHUNK,
     NO_LABEL,
@@ -30,14 +35,25 @@ class RegionShards:
 
     Args:
         folder: where the shards go.
-        shard_size: bytes of pixels after which a shard is full.
+        shard_size: bytes of pixels after which a shard is full, as many as they are decoded.
         stripes: shards over which the row bands of a region are spread.
+        codec: of the images.
+        quality: of JPEGs made here.
     """
 
-    def __init__(self, folder: Path, shard_size: int, stripes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard_size: int,
+        stripes: int,
+        codec: Codec = "raw",
+        quality: int = QUALITY,
+    ) -> None:
         self._folder = folder
         self._shard_size = shard_size
         self._stripes = stripes
+        self._codec: Codec = codec
+        self._quality = quality
         self._infos: list[ShardInfo] = []
         self._open: list[ShardFile] = []
         self._channels: int | None = None
@@ -52,10 +68,21 @@ class RegionShards:
         return self._channels
 
     def add(
-        self, image: ImageRows, mask: ImageRows | None, mpp: float | None, known: dict[str, Any]
+        self,
+        image: ImageRows | EncodedImage,
+        mask: ImageRows | None,
+        mpp: float | None,
+        known: dict[str, Any],
     ) -> None:
-        """Append one region; `known` is its label, split, slide, x and y."""
+        """Append one region; `known` is its label, split, slide, x and y.
+
+        The streams of one that is encoded are stored as they are, each region with its own chunks.
+        """
         height, width, channels = _shape(image)
+        if isinstance(image, EncodedImage):
+            if self._codec != "jpeg":
+                raise ValueError("image is encoded, and codec is 'raw'; use codec='jpeg'")
+            grid_of(image)
         if mask is not None and tuple(mask.shape) != (height, width):
             raise ValueError(f"mask has shape {mask.shape}, its image has {height} x {width}")
         self._check_same(channels, mask is not None)
@@ -63,7 +90,7 @@ class RegionShards:
         first = len(self.samples) % self._stripes  # spreads regions that have few bands
         bands = tuple(
             Band(files[(first + number) % self._stripes].number, row0, rows)
-            for number, (row0, rows) in enumerate(_bands(height, self._stripes))
+            for number, (row0, rows) in enumerate(_bands(height, self._stripes, _step(image)))
         )
         sample = RegionSample(
             id=f"{len(self.samples):06d}",
@@ -77,7 +104,7 @@ class RegionShards:
         by_number = {file.number: file for file in files}
         try:
             for number, band in enumerate(bands):
-                _write_band(by_number[band.shard], sample, number, image, mask)
+                self._write_band(by_number[band.shard], sample, number, image, mask)
         except BaseException:
             for file in files:  # leave no half of it behind
                 file.h5.pop(f"regions/{sample.id}", None)
@@ -100,6 +127,8 @@ class RegionShards:
 
     def _check_same(self, channels: int, masked: bool) -> None:
         if self._channels is None:
+            if self._codec == "jpeg":
+                check_channels(channels)
             self._channels, self.masks = channels, masked
         if channels != self._channels:
             raise ValueError(
@@ -118,6 +147,39 @@ class RegionShards:
         while self._open:
             self._infos.append(self._open.pop(0).finish())
 
+    def _write_band(
+        self,
+        file: ShardFile,
+        sample: RegionSample,
+        number: int,
+        image: ImageRows | EncodedImage,
+        mask: ImageRows | None,
+    ) -> None:
+        band, width = sample.bands[number], sample.width
+        channels = _shape(image)[2]
+        _describe(file.h5.require_group(f"regions/{sample.id}"), sample)
+        usual = chunk_size(band.rows, width)
+        chunk = image.chunk if isinstance(image, EncodedImage) else usual
+        pixels = Chunks(
+            file.h5,
+            region_path(sample, number),
+            (band.rows, width, channels),
+            chunk,
+            codec=self._codec,
+            quality=self._quality,
+        )
+        pixels.dataset.attrs["row0"] = band.row0
+        if isinstance(image, EncodedImage):
+            _copy_streams(image, pixels, band)
+        else:
+            _copy_rows(image, pixels, band, lambda part: _checked_image(part, width, channels))
+        if mask is not None:
+            name = region_path(sample, number, "mask")
+            classes = Chunks(file.h5, name, (band.rows, width), usual)
+            classes.dataset.attrs["row0"] = band.row0
+            _copy_rows(mask, classes, band, lambda part: as_mask(part, (len(part), width)))
+        file.bytes += stored_bytes(band.rows, width, channels, chunk)
+
 
 def region_path(sample: RegionSample, number: int, what: str = "image") -> str:
     """Name of the dataset of band `number` of a region, inside the band's shard."""
@@ -125,13 +187,18 @@ def region_path(sample: RegionSample, number: int, what: str = "image") -> str:
     return f"{whole}/{number:05d}" if sample.striped else whole
 
 
-def _bands(height: int, stripes: int) -> list[tuple[int, int]]:
+def _step(image: ImageRows | EncodedImage) -> int:
+    """Bands of an image begin at multiples of so many rows."""
+    return image.chunk[0] if isinstance(image, EncodedImage) else CHUNK
+
+
+def _bands(height: int, stripes: int, step: int) -> list[tuple[int, int]]:
     """First row and number of rows of each band: whole chunks, except in the last."""
-    rows = height if stripes == 1 else -(-height // (stripes * CHUNK)) * CHUNK
+    rows = height if stripes == 1 else -(-height // (stripes * step)) * step
     return [(row0, min(rows, height - row0)) for row0 in range(0, height, rows)]
 
 
-def _shape(image: ImageRows) -> tuple[int, int, int]:
+def _shape(image: ImageRows | EncodedImage) -> tuple[int, int, int]:
     shape = tuple(int(n) for n in image.shape)
     if len(shape) not in (2, 3) or 0 in shape:
         raise ValueError(
@@ -140,36 +207,34 @@ def _shape(image: ImageRows) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2] if len(shape) == 3 else 1)
 
 
-def _write_band(
-    file: ShardFile, sample: RegionSample, number: int, image: ImageRows, mask: ImageRows | None
+def _copy_streams(image: EncodedImage, chunks: Chunks, band: Band) -> None:
+    """Store the streams of a band."""
+    (high, wide), across = image.chunk, grid_of(image)[1]
+    for row in range(0, band.rows, high):
+        for col in range(across):
+            stream = checked_stream(image, (band.row0 + row) // high, col)
+            chunks.write_stream(stream, row, col * wide)
+
+
+def _copy_rows(
+    image: ImageRows, chunks: Chunks, band: Band, check: Callable[[Any], npt.NDArray[np.uint8]]
 ) -> None:
-    band, width = sample.bands[number], sample.width
-    channels = _shape(image)[2]
-    group = file.h5.require_group(f"regions/{sample.id}")
-    _describe(group, sample)
-    chunk = chunk_size(band.rows, width)
-    pixels = _dataset(file.h5, region_path(sample, number), (band.rows, width, channels), chunk)
-    pixels.attrs["row0"] = band.row0
-    classes = None
-    if mask is not None:
-        classes = _dataset(file.h5, region_path(sample, number, "mask"), (band.rows, width), chunk)
-        classes.attrs["row0"] = band.row0
+    """Store the rows of a band, a row of chunks at a time."""
     for row in range(0, band.rows, CHUNK):
         end = min(row + CHUNK, band.rows)
-        rows = slice(band.row0 + row, band.row0 + end)
-        part = as_image(np.asarray(image[rows]))
-        if part.shape != (end - row, width, channels):
-            raise ValueError(f"image gave rows of shape {part.shape} where it has width {width}")
-        pixels[row:end] = part
-        if mask is not None and classes is not None:
-            classes[row:end] = as_mask(np.asarray(mask[rows]), (end - row, width))
-    file.bytes += stored_bytes(band.rows, width, channels)
+        part = check(np.asarray(image[band.row0 + row : band.row0 + end]))
+        if len(part) != end - row:
+            raise ValueError(f"image gave {len(part)} rows where {end - row} were asked for")
+        chunks.write(part, row)
 
 
-def _dataset(
-    h5: h5py.File, name: str, shape: tuple[int, ...], chunk: tuple[int, int]
-) -> h5py.Dataset:
-    return h5.create_dataset(name, shape, np.uint8, chunks=(*chunk, *shape[2:]))
+def _checked_image(
+    part: npt.NDArray[np.generic], width: int, channels: int
+) -> npt.NDArray[np.uint8]:
+    pixels = as_image(part)
+    if pixels.shape[1:] != (width, channels):
+        raise ValueError(f"image gave rows of shape {pixels.shape} where it has width {width}")
+    return pixels
 
 
 def _describe(group: h5py.Group, sample: RegionSample) -> None:

@@ -6,13 +6,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from spatialdl.data.chunks import read_jpeg
+from spatialdl.data.codec import Codec
 from spatialdl.data.format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
 from spatialdl.data.region_shard import region_path
 from spatialdl.errors import ShardError
@@ -81,6 +82,11 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         return self._manifest.mpp
 
     @property
+    def codec(self) -> Codec:
+        """How the images lie in the shards, "raw" or "jpeg"; they are read the same."""
+        return self._manifest.codec
+
+    @property
     def has_masks(self) -> bool:
         """Whether every sample has a mask."""
         return self._manifest.masks
@@ -118,7 +124,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
         Returns:
             uint8 (row1 - row0, col1 - col0, channels). Only the chunks that the box touches
-            are read.
+            are read, and decoded where they are JPEG.
 
         Raises:
             IndexError: there is no such sample.
@@ -188,7 +194,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         row0, row1, col0, col1 = box
         if isinstance(found, TileSample):
             where = (found.index, slice(row0, row1), slice(col0, col1))
-            self._read_into(out, found.shard, what + "s", where)
+            self._read_into(out, found.shard, what, what + "s", where)
             return
         for number, band in enumerate(found.bands):
             first, last = max(row0, band.row0), min(row1, band.row0 + band.rows)
@@ -196,13 +202,18 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
                 rows = slice(first - band.row0, last - band.row0)
                 part = out[first - row0 : last - row0]
                 name = region_path(found, number, what)
-                self._read_into(part, band.shard, name, (rows, slice(col0, col1)))
+                self._read_into(part, band.shard, what, name, (rows, slice(col0, col1)))
 
-    def _read_into(self, out: Pixels, shard: int, name: str, where: tuple[Any, ...]) -> None:
+    def _read_into(
+        self, out: Pixels, shard: int, what: str, name: str, where: tuple[int | slice, ...]
+    ) -> None:
         file = self._manifest.shards[shard].file
         try:
             dataset = self._files.get(file)[name]
-            dataset.read_direct(out, where)
+            if what == "image" and self.codec == "jpeg":
+                read_jpeg(dataset, out, where)
+            else:
+                dataset.read_direct(out, where)
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, ShardError):
                 raise

@@ -9,6 +9,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.chunks import Chunks
+from spatialdl.data.codec import QUALITY, Codec, check_channels
+from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import NO_LABEL, ShardInfo, TileSample, chunk_size, stored_bytes
 from spatialdl.data.shard_file import ShardFile, as_image, as_mask
 
@@ -18,15 +21,29 @@ class TileShards:
 
     Args:
         folder: where the shards go.
-        shard_size: bytes of pixels after which a shard is full.
+        shard_size: bytes of pixels after which a shard is full, as many as they are decoded.
+        codec: of the images.
+        quality: of JPEGs made here.
+        chunk: rows and columns of a chunk of an image; that of the first tile if it comes
+            encoded, else 512 x 512 or the whole tile.
     """
 
-    def __init__(self, folder: Path, shard_size: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard_size: int,
+        codec: Codec = "raw",
+        quality: int = QUALITY,
+        chunk: tuple[int, int] | None = None,
+    ) -> None:
         self._folder = folder
         self._shard_size = shard_size
+        self._codec: Codec = codec
+        self._quality = quality
+        self._chunk = chunk
         self._infos: list[ShardInfo] = []
         self._file: ShardFile | None = None
-        self._stacks: dict[str, _Stack] = {}  # of that file
+        self._stacks: dict[str, Chunks] = {}  # of that file
         self._shape: tuple[int, int, int] | None = None
         self._in_shard: list[TileSample] = []
         self.samples: list[TileSample] = []
@@ -52,18 +69,38 @@ class TileShards:
         pixels = as_image(image)
         rows, cols, channels = pixels.shape
         classes = None if mask is None else as_mask(mask, (rows, cols))
-        self._check_same((rows, cols, channels), classes is not None)
+        self._check_same((rows, cols, channels), classes is not None, self._chunk)
         file = self._file or self._start()
-        index = file.samples
-        self._stacks["images"].append(pixels)
-        if classes is not None:
-            self._stacks["masks"].append(classes)
-        sample = TileSample(shard=file.number, index=index, **known)
-        self._in_shard.append(sample)
-        self.samples.append(sample)
-        file.samples += 1
-        if file.samples == self._capacity:
-            self._end(file)
+        images = self._stacks["images"]
+        images.write(pixels, number=images.grow())
+        self._end_sample(file, classes, known)
+
+    def add_encoded(
+        self, image: EncodedImage, mask: npt.NDArray[np.generic] | None, known: dict[str, Any]
+    ) -> None:
+        """Append one tile whose chunks are JPEG streams already; they are stored as they are.
+
+        Raises:
+            ValueError: a stream is damaged, or of another shape than a chunk; nothing was added.
+        """
+        if self._codec != "jpeg":
+            raise ValueError("image is encoded, and codec is 'raw'; use codec='jpeg'")
+        (high, wide), (down, across) = image.chunk, grid_of(image)
+        rows, cols, channels = image.shape
+        classes = None if mask is None else as_mask(mask, (rows, cols))
+        # all of them are seen before any is stored
+        streams = {
+            (row * high, col * wide): checked_stream(image, row, col)
+            for row in range(down)
+            for col in range(across)
+        }
+        self._check_same((rows, cols, channels), classes is not None, (high, wide))
+        file = self._file or self._start()
+        images = self._stacks["images"]
+        number = images.grow()
+        for (row, col), stream in streams.items():
+            images.write_stream(stream, row, col, number)
+        self._end_sample(file, classes, known)
 
     def finish(self) -> list[ShardInfo]:
         """End the last shard; returns all of them."""
@@ -84,11 +121,21 @@ class TileShards:
 
     @property
     def _capacity(self) -> int:
-        return max(1, self._shard_size // stored_bytes(*self._known_shape))
+        return max(1, self._shard_size // stored_bytes(*self._known_shape, self._chunk))
 
-    def _check_same(self, shape: tuple[int, int, int], masked: bool) -> None:
+    def _check_same(
+        self, shape: tuple[int, int, int], masked: bool, chunk: tuple[int, int] | None
+    ) -> None:
+        if None not in (chunk, self._chunk) and chunk != self._chunk:
+            raise ValueError(
+                f"encoded tile has chunks of {chunk}, the data set of {self._chunk}; "
+                "give all tiles the same, or add this one as pixels"
+            )
         if self._shape is None:
+            if self._codec == "jpeg":
+                check_channels(shape[2])
             self._shape, self.masks = shape, masked
+            self._chunk = self._chunk or chunk or chunk_size(*shape[:2])
         if shape != self._shape:
             raise ValueError(
                 f"tile has shape {shape}, those before it {self._shape}; tiles are all of one "
@@ -100,11 +147,34 @@ class TileShards:
     def _start(self) -> ShardFile:
         file = self._file = ShardFile(self._folder, len(self._infos))
         rows, cols, channels = self._known_shape
-        chunk = chunk_size(rows, cols)
-        self._stacks = {"images": _Stack(file.h5, "images", (rows, cols, channels), chunk)}
+        usual = chunk_size(rows, cols)
+        images = Chunks(
+            file.h5,
+            "images",
+            (rows, cols, channels),
+            self._chunk or usual,
+            stacked=True,
+            codec=self._codec,
+            quality=self._quality,
+        )
+        self._stacks = {"images": images}
         if self.masks:
-            self._stacks["masks"] = _Stack(file.h5, "masks", (rows, cols), chunk)
+            self._stacks["masks"] = Chunks(file.h5, "masks", (rows, cols), usual, stacked=True)
         return file
+
+    def _end_sample(
+        self, file: ShardFile, classes: npt.NDArray[np.uint8] | None, known: dict[str, Any]
+    ) -> None:
+        """Write the mask of a tile, note that it is there, and end the shard if it is full."""
+        if classes is not None:
+            masks = self._stacks["masks"]
+            masks.write(classes, number=masks.grow())
+        sample = TileSample(shard=file.number, index=file.samples, **known)
+        self._in_shard.append(sample)
+        self.samples.append(sample)
+        file.samples += 1
+        if file.samples == self._capacity:
+            self._end(file)
 
     def _end(self, file: ShardFile) -> None:
         inside, self._in_shard = self._in_shard, []
@@ -117,46 +187,3 @@ class TileShards:
         )
         self._infos.append(file.finish())
         self._file = None
-
-
-class _Stack:
-    """A stack of arrays of one shape that grows.
-
-    Args:
-        h5: where it is made.
-        name: of the dataset.
-        shape: of an array, (rows, cols, channels) or (rows, cols).
-        chunk: rows and columns of a chunk.
-    """
-
-    def __init__(
-        self, h5: h5py.File, name: str, shape: tuple[int, ...], chunk: tuple[int, int]
-    ) -> None:
-        self._chunk = (*chunk, *shape[2:])
-        # kept: asking HDF5 for it by name takes longer than writing a small tile
-        self._data = h5.create_dataset(
-            name, (0, *shape), np.uint8, chunks=(1, *self._chunk), maxshape=(None, *shape)
-        )
-        self._shape = shape
-        self._length = 0
-
-    def append(self, array: npt.NDArray[np.uint8]) -> None:
-        """Add one array."""
-        # one by one: room made ahead would have to be given back, which HDF5 does chunk by chunk
-        number, self._length = self._length, self._length + 1
-        self._data.id.set_extent((self._length, *self._shape))
-        rows, cols = self._chunk[:2]
-        for row in range(0, array.shape[0], rows):
-            for col in range(0, array.shape[1], cols):
-                part = array[row : row + rows, col : col + cols]
-                # whole chunks as they will lie in the file: three times as fast as by HDF5
-                place = (number, row, col, 0)[: 1 + len(self._shape)]
-                self._data.id.write_direct_chunk(place, self._whole(part))
-
-    def _whole(self, part: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """A chunk with this part in its first corner."""
-        if part.shape == self._chunk:
-            return np.ascontiguousarray(part)
-        chunk = np.zeros(self._chunk, np.uint8)
-        chunk[: part.shape[0], : part.shape[1]] = part
-        return chunk

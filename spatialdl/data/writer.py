@@ -11,6 +11,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.codec import QUALITY, Codec, check_settings
+from spatialdl.data.encoded import EncodedImage
 from spatialdl.data.folder import FolderInProgress
 from spatialdl.data.format import Kind, Manifest
 from spatialdl.data.region_shard import RegionShards
@@ -37,14 +39,19 @@ class ShardWriter:
         classes: names of the classes; a label is one of them or its index.
         kind: "tiles" (all of one size) or "regions" (any size, written by row bands).
         mpp: micrometres per pixel of the tiles, if known.
-        shard_size: about how many bytes a shard may have (at least one sample is in each).
+        shard_size: about how many bytes of pixels a shard may have, as many as they are decoded
+            (at least one sample is in each).
         stripes: regions only: over how many shards the row bands of a region are spread.
+        codec: "raw", or "jpeg" for chunks of JPEG (images of 1 or 3 channels; masks stay raw).
+        quality: of the JPEGs, 1 to 100. Images that come encoded keep theirs.
+        chunk: tiles as JPEG only: rows and columns of a chunk, where the tiles to come encoded
+            have others than the first one added.
         overwrite: replace a data set of that name.
         made_with: settings worth keeping, written to the manifest as they are.
 
     Raises:
         ShardError: the folder exists and `overwrite` is false, or it is not a data set.
-        ValueError: classes that repeat, sizes below one.
+        ValueError: classes that repeat, sizes below one, no such codec or quality.
     """
 
     def __init__(
@@ -56,6 +63,9 @@ class ShardWriter:
         mpp: float | None = None,
         shard_size: int = DEFAULT_SHARD_SIZE,
         stripes: int = 1,
+        codec: Codec = "raw",
+        quality: int = QUALITY,
+        chunk: tuple[int, int] | None = None,
         overwrite: bool = False,
         made_with: Mapping[str, Any] | None = None,
     ) -> None:
@@ -66,13 +76,19 @@ class ShardWriter:
             raise ValueError(f"kind is {kind!r}, expected 'tiles' or 'regions'")
         if stripes < 1 or (kind == "tiles" and stripes != 1):
             raise ValueError(f"stripes is {stripes}; it is at least 1, and 1 where kind is 'tiles'")
+        check_settings(codec, quality)
+        if chunk is not None and (kind != "tiles" or codec != "jpeg" or min(chunk) < 1):
+            raise ValueError(
+                f"chunk is {chunk}; it is for kind 'tiles' with codec 'jpeg', and at least 1 x 1"
+            )
         self._folder = FolderInProgress(path, overwrite=overwrite)
         self._shards: TileShards | RegionShards
         if kind == "tiles":
-            self._shards = TileShards(self._folder.path, shard_size)
+            self._shards = TileShards(self._folder.path, shard_size, codec, quality, chunk)
         else:
-            self._shards = RegionShards(self._folder.path, shard_size, stripes)
+            self._shards = RegionShards(self._folder.path, shard_size, stripes, codec, quality)
         self._mpp = mpp
+        self._codec: Codec = codec
         self._made_with = dict(made_with or {})
         self._open = True
 
@@ -92,7 +108,7 @@ class ShardWriter:
 
     def add(
         self,
-        image: npt.ArrayLike | ImageRows,
+        image: npt.ArrayLike | ImageRows | EncodedImage,
         label: int | str | None = None,
         split: str | None = None,
         *,
@@ -106,6 +122,7 @@ class ShardWriter:
         Args:
             image: uint8, (rows, cols, channels) or (rows, cols). Regions may be anything that
                 has `shape` and gives rows as `image[row0:row1]`; it is read a band at a time.
+                With codec "jpeg" an `EncodedImage`, whose streams are stored as they are.
             label: name or index of a class, or None.
             split: "train", "val", "test" or any other name, or None.
             slide: what the image was cut from.
@@ -115,7 +132,8 @@ class ShardWriter:
             mpp: micrometres per pixel of a region; tiles share that of the writer.
 
         Raises:
-            ValueError: a shape, type, label or split that does not fit; nothing was added.
+            ValueError: a shape, type, label or split that does not fit, or a stream that is
+                damaged; nothing was added.
         """
         if not self._open:
             raise ValueError(f"the data set {self.path} is closed; nothing can be added to it")
@@ -133,7 +151,11 @@ class ShardWriter:
         if isinstance(self._shards, TileShards):
             if mpp is not None:
                 raise ValueError("mpp of a tile is that of the whole set; give it to ShardWriter")
-            self._shards.add(np.asarray(image), None if mask is None else np.asarray(mask), known)
+            classes = None if mask is None else np.asarray(mask)
+            if isinstance(image, EncodedImage):
+                self._shards.add_encoded(image, classes, known)
+            else:
+                self._shards.add(np.asarray(image), classes, known)
         else:
             self._shards.add(_rows(image), None if mask is None else _rows(mask), mpp, known)
 
@@ -192,6 +214,7 @@ class ShardWriter:
             tile_size=self._shards.tile_size if isinstance(self._shards, TileShards) else None,
             mpp=self._mpp,
             masks=self._shards.masks,
+            codec=self._codec,
             shards=infos,
             samples=list(self._shards.samples),
             made_with=self._made_with,

@@ -42,7 +42,9 @@ def regions() -> Manifest:
     return Manifest("regions", ["a"], 1, shards=shards, samples=[sample], masks=True)
 
 
-@pytest.mark.parametrize("made", [tiles(), regions(), tiles(samples=[], shards=[])])
+@pytest.mark.parametrize(
+    "made", [tiles(), regions(), tiles(samples=[], shards=[]), tiles(codec="jpeg")]
+)
 def test_save_and_load_round_trip(tmp_path: Path, made: Manifest) -> None:
     made.save(tmp_path)
     assert Manifest.load(tmp_path) == made
@@ -81,6 +83,8 @@ def shard(name: str) -> dict[str, object]:
         ({"shards": [shard("/etc/shadow.h5")]}, "not a plain name"),
         ({"shards": [shard("..")]}, "not a plain name"),
         ({"shards": 3}, "damaged"),
+        ({"codec": "png"}, "codec is 'png', expected one of raw, jpeg"),
+        ({"codec": []}, "codec is"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:
@@ -88,6 +92,18 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, changes: dict[str, object],
     with pytest.raises(ShardError, match=says) as caught:
         Manifest.load(tmp_path)
     assert "manifest.json" in str(caught.value)
+
+
+def test_version_1_is_raw(tmp_path: Path) -> None:
+    tiles().save(tmp_path)
+    path = tmp_path / "manifest.json"
+    raw = json.loads(path.read_text())
+    del raw["codec"]
+    path.write_text(json.dumps({**raw, "format_version": 1}))
+    assert Manifest.load(tmp_path) == tiles(codec="raw")
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ShardError, match="no 'codec'"):
+        Manifest.load(tmp_path)
 
 
 @pytest.mark.parametrize(

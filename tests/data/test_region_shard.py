@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data.codec import decode, encode
 from spatialdl.data.format import RegionSample
+from spatialdl.errors import SlideError
 
 RANDOM = np.random.default_rng(0)
 
 
 def picture(rows: int, cols: int) -> np.ndarray:
     return RANDOM.integers(0, 256, (rows, cols, 3), np.uint8)
+
+
+def smooth(rows: int, cols: int) -> np.ndarray:
+    slope = np.add.outer(np.arange(rows) * 2, np.arange(cols))[..., None] // 2 % 200
+    return (slope + RANDOM.integers(0, 40, (rows, cols, 3))).astype(np.uint8)
 
 
 class Rows:
@@ -110,3 +117,94 @@ def test_a_region_that_does_not_fit_leaves_the_others(tmp_path: Path) -> None:
     data = ShardDataset(tmp_path / "set")
     assert len(data) == 1
     assert (data.read(0) == good).all()
+
+
+class Encoded:
+    """An image of which only the streams are to be had, chunks of 48 x 40."""
+
+    chunk = (48, 40)
+
+    def __init__(self, image: np.ndarray, missing: tuple[int, int] | None = None) -> None:
+        self.shape, self.missing = image.shape, missing
+        rows, cols, _ = image.shape
+        self.padded = np.pad(image, ((0, -rows % 48), (0, -cols % 40), (0, 0)), mode="edge")
+
+    def encoded(self, row: int, col: int) -> bytes:
+        if (row, col) == self.missing:
+            raise SlideError("no tile there")
+        return bytes(encode(self.padded[48 * row : 48 * row + 48, 40 * col : 40 * col + 40], 60))
+
+    def pixels(self) -> np.ndarray:
+        """What the streams hold."""
+        rows, cols, channels = self.shape
+        whole = np.empty_like(self.padded)
+        for row in range(0, rows, 48):
+            for col in range(0, cols, 40):
+                stream = self.encoded(row // 48, col // 40)
+                whole[row : row + 48, col : col + 40] = decode(stream, (48, 40, channels))
+        return whole[:rows, :cols]
+
+
+@pytest.mark.parametrize("stripes", [1, 3])
+def test_streams_of_regions_are_stored_as_they_are(tmp_path: Path, stripes: int) -> None:
+    images = [Encoded(smooth(*size)) for size in [(200, 130), (30, 20), (96, 80)]]
+    pixels = smooth(700, 60)
+    with ShardWriter(tmp_path / "set", kind="regions", stripes=stripes, codec="jpeg") as writer:
+        for image in images:
+            writer.add(image, mask=image.pixels()[..., 0])
+        writer.add(pixels, mask=pixels[..., 0])
+    data = ShardDataset(tmp_path / "set")
+    data.verify()
+    for number, image in enumerate(images):
+        assert (data.read(number) == image.pixels()).all()
+        assert (data.read_mask(number) == image.pixels()[..., 0]).all()
+    assert (data.read(0, (47, 151, 39, 81)) == images[0].pixels()[47:151, 39:81]).all()
+    assert np.abs(data.read(3).astype(int) - pixels).mean() < 8
+    sample = data.sample(0)
+    assert isinstance(sample, RegionSample)
+    assert [band.row0 % 48 for band in sample.bands] == [0] * len(sample.bands)
+    assert len(sample.bands) == stripes
+    data.close()
+    first = sample.bands[0].shard
+    with h5py.File(tmp_path / "set" / f"shard-0000{first}.h5") as file:
+        dataset = file["regions/000000/image" + ("/00000" if stripes > 1 else "")]
+        assert dataset.chunks == (48, 40, 3)
+        assert bytes(dataset.id.read_direct_chunk((48, 80, 0))[1]) == images[0].encoded(1, 2)
+        with pytest.raises(OSError, match=r"."):
+            dataset[:]
+
+
+def test_a_region_without_one_of_its_streams_leaves_the_others(tmp_path: Path) -> None:
+    image = smooth(200, 130)
+
+    class Damaged(Encoded):
+        def encoded(self, row: int, col: int) -> bytes:
+            return super().encoded(row, col)[: 300 if (row, col) == (3, 1) else None]
+
+    with ShardWriter(tmp_path / "set", kind="regions", stripes=2, codec="jpeg") as writer:
+        writer.add(Encoded(image))
+        with pytest.raises(SlideError, match="no tile there"):
+            writer.add(Encoded(image, missing=(4, 3)))
+        with pytest.raises(ValueError, match="stream at row 3, column 1 of the image"):
+            writer.add(Damaged(image))
+        wrong = Encoded(image)
+        wrong.chunk = (40, 40)
+        with pytest.raises(ValueError, match=r"row 0, column 0 .* is 48 x 40 .*, expected 40 x 40"):
+            writer.add(wrong)
+        writer.add(Encoded(image[:70]))
+    data = ShardDataset(tmp_path / "set")
+    assert len(data) == 2
+    assert (data.read(0) == Encoded(image).pixels()).all()
+    assert (data.read(1) == Encoded(image[:70]).pixels()).all()
+
+
+def test_codecs_of_regions_are_checked(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "set", kind="regions") as writer:
+        with pytest.raises(ValueError, match="use codec='jpeg'"):
+            writer.add(Encoded(smooth(50, 50)))
+        writer.add(smooth(50, 50))
+    with ShardWriter(tmp_path / "jpeg", kind="regions", codec="jpeg") as writer:
+        with pytest.raises(ValueError, match="4 channels, and codec 'jpeg' holds 1 or 3"):
+            writer.add(np.zeros((8, 8, 4), np.uint8))
+        writer.add(smooth(50, 50)[..., :1])
+    assert ShardDataset(tmp_path / "jpeg").channels == 1

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data.codec import decode, encode
 from spatialdl.errors import ShardError
 
 H, W = 700, 530
@@ -73,6 +74,60 @@ def test_a_box_is_a_slice_of_the_whole(
     box = ShardDataset(folder).read(number, (row0, row1, col0, col1))
     assert box.shape == (row1 - row0, col1 - col0, 3)
     assert (box == IMAGES[number, row0:row1, col0:col1]).all()
+
+
+@pytest.fixture(scope="module")
+def in_jpeg(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "jpeg"
+    with ShardWriter(path, shard_size=4_000_000, codec="jpeg") as writer:
+        for image in IMAGES[:4]:
+            writer.add(image)
+    return path
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 3), cuts)
+def test_a_box_of_jpeg_is_a_slice_of_the_whole(
+    in_jpeg: Path, number: int, cut: tuple[int, int, int, int]
+) -> None:
+    data = ShardDataset(in_jpeg)
+    row0, row1, col0, col1 = *sorted(cut[:2]), *sorted(cut[2:])
+    box = data.read(number, (row0, row1, col0, col1))
+    assert box.shape == (row1 - row0, col1 - col0, 3)
+    assert (box == data.read(number)[row0:row1, col0:col1]).all()
+
+
+def test_a_data_set_tells_its_codec(folder: Path, in_jpeg: Path) -> None:
+    assert ShardDataset(folder).codec == "raw"
+    data = ShardDataset(in_jpeg)
+    assert data.codec == "jpeg"
+    corner = IMAGES[2, :512, :512]
+    assert (data.read(2, (0, 512, 0, 512)) == decode(encode(corner), corner.shape)).all()
+    assert (pickle.loads(pickle.dumps(data)).read(2) == data.read(2)).all()
+
+
+def test_a_damaged_stream_is_named(in_jpeg: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(in_jpeg, tmp_path / "set"))
+    with h5py.File(copy / "shard-00003.h5", locking=False) as file:
+        place = file["images"].id.get_chunk_info_by_coord((0, 512, 0, 0))
+    with (copy / "shard-00003.h5").open("rb+") as shard:
+        shard.seek(place.byte_offset + place.size // 2)
+        shard.write(bytes(place.size - place.size // 2))
+    data = ShardDataset(copy)
+    says = r"cannot read images from .*shard-00003\.h5: chunk at \(0, 512, 0, 0\): .*; the shard is"
+    with pytest.raises(ShardError, match=says):
+        data.read(3, (500, 600, 3, 9))
+    assert data.read(3, (0, 512, 0, W)).shape == (512, W, 3)
+    with pytest.raises(ShardError, match=r"in shard-00003\.h5; copy"):
+        data.verify()
+
+
+def test_shards_that_are_not_of_the_codec_are_refused(folder: Path, in_jpeg: Path) -> None:
+    for path, codec, says in [(folder, "jpeg", "expected bytes in JPEG"), (in_jpeg, "raw", "")]:
+        data = ShardDataset(path)
+        data._manifest.codec = codec
+        with pytest.raises(ShardError, match=f"cannot read images from .*{says}"):
+            data.read(0, (0, 5, 0, 5))
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -34,7 +36,8 @@ def test_the_manifest_says_where_everything_lies(tmp_path: Path) -> None:
         writer.add(TILE, 0, "val", slide="s", xy=(1, 2))
         writer.add(TILE, np.int64(0), "train", slide="s", xy=(3, 4))
     raw = json.loads((tmp_path / "set" / "manifest.json").read_text())
-    assert raw["format_version"] == 1
+    assert raw["format_version"] == 2
+    assert raw["codec"] == "raw"
     assert raw["kind"] == "tiles"
     assert raw["classes"] == ["a"]
     assert raw["splits"] == ["train", "val"]
@@ -193,6 +196,11 @@ def test_a_closed_writer_takes_no_more(tmp_path: Path) -> None:
         {"kind": "cubes"},
         {"stripes": 2},
         {"kind": "regions", "stripes": 0},
+        {"codec": "png"},
+        {"codec": "jpeg", "quality": 101},
+        {"chunk": (8, 8)},
+        {"codec": "jpeg", "chunk": (8, 0)},
+        {"codec": "jpeg", "chunk": (8, 8), "kind": "regions"},
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_made(
@@ -201,3 +209,11 @@ def test_wrong_settings_are_refused_before_anything_is_made(
     with pytest.raises(ValueError, match=r"is|repeat"):
         ShardWriter(tmp_path / "set", **arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_imports_no_pytorch() -> None:
+    """Workers that cut slides start faster without it."""
+    code = "import sys, spatialdl.data as data; data.ShardWriter; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "spatialdl.data.tile_shard" in done.stdout.split()
+    assert "torch" not in done.stdout.split()

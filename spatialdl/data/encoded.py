@@ -1,0 +1,74 @@
+"""Images that come as JPEG streams already, one a chunk, and go into a shard as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from spatialdl.data.codec import JpegStream, checked
+
+
+@runtime_checkable
+class EncodedImage(Protocol):
+    """An image as a grid of JPEG streams: tiles of a slide, for instance.
+
+    Every stream is a chunk of full size, those at the right and lower edge too; what they have
+    beyond the image is nobody's.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(rows, cols, channels); 1 or 3 channels, which the streams have as well."""
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Rows and columns of the pixels of a stream."""
+
+    def encoded(self, row: int, col: int) -> bytes:
+        """The stream at a row and column of the grid: a JPEG with all its tables."""
+
+
+class Streams(NamedTuple):
+    """Streams that are at hand, row by row; an `EncodedImage`."""
+
+    shape: tuple[int, int, int]
+    chunk: tuple[int, int]
+    streams: Sequence[bytes]
+
+    def encoded(self, row: int, col: int) -> bytes:
+        """The stream at a row and column of the grid."""
+        return self.streams[row * grid_of(self)[1] + col]
+
+
+def grid_of(image: EncodedImage) -> tuple[int, int]:
+    """Rows and columns of its grid of streams.
+
+    Raises:
+        ValueError: a shape without pixels or a chunk, or another number of streams than that.
+    """
+    shape, chunk = tuple(image.shape), tuple(image.chunk)
+    if len(shape) != 3 or len(chunk) != 2 or min(*shape, *chunk) < 1:
+        raise ValueError(
+            f"encoded image has shape {shape} and chunks {chunk}, expected (rows, cols, channels) "
+            "and (rows, cols)"
+        )
+    grid = -(-shape[0] // chunk[0]), -(-shape[1] // chunk[1])
+    if isinstance(image, Streams) and len(image.streams) != grid[0] * grid[1]:
+        raise ValueError(
+            f"encoded image of {shape[0]} x {shape[1]} in chunks of {chunk[0]} x {chunk[1]} has "
+            f"{len(image.streams)} streams, expected {grid[0]} x {grid[1]}"
+        )
+    return grid
+
+
+def checked_stream(image: EncodedImage, row: int, col: int) -> JpegStream:
+    """The stream at a row and column of the grid, whole and of a chunk's shape.
+
+    Raises:
+        ValueError: it is not, or another error of the image's own.
+    """
+    stream = image.encoded(row, col)
+    try:
+        return checked(stream, (*image.chunk, image.shape[2]))
+    except ValueError as error:
+        raise ValueError(f"stream at row {row}, column {col} of the image: {error}") from error
