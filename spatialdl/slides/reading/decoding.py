@@ -7,7 +7,6 @@ asked about every tile (`Decoder.silent`), which takes as long as decoding it.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,33 +14,41 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-try:
-    import simplejpeg
-except ImportError:
-    simplejpeg = None
+from spatialdl.data import codec
 
 Bytes = npt.NDArray[np.uint8]
 
-TELLS_OF_DAMAGE = simplejpeg is not None
+TELLS_OF_DAMAGE = codec.tells_of_damage()
 """Whether JPEG tiles are decoded by what notices damage, so that openslide need not be asked."""
 
 JPEG, APERIO_YCBCR, APERIO_RGB = 7, 33003, 33005  # of the TIFF tag Compression
 GREY, RGB, YCBCR = 1, 2, 6  # of PhotometricInterpretation
 _START = b"\xff\xd8"
-_COLOURS = {GREY: "GRAYSCALE", RGB: "RGB", YCBCR: "YCBCR"}
 # an Adobe marker tells libjpeg whether colours are RGB (0) or YCbCr (1)
 _ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
+
+
+class WholeJpeg(NamedTuple):
+    """How a tile as stored becomes a JPEG that any decoder reads as `Decoder.decode` does.
+
+    `whole` puts in the tables that tiles share and what says which colours they have; it raises
+    ValueError where there is no JPEG. `channels` is 1 for grey, else 3.
+    """
+
+    whole: Callable[[bytes], bytes]
+    channels: int
 
 
 class Decoder(NamedTuple):
     """How the tiles of one level are decoded.
 
     `decode` takes a tile as stored and gives uint8 (rows, cols, 3), or raises. If `silent`, it
-    may give wrong pixels for a damaged one.
+    may give wrong pixels for a damaged one. `jpeg` is there where the tiles are JPEG.
     """
 
     decode: Callable[[bytes], Bytes]
     silent: bool
+    jpeg: WholeJpeg | None = None
 
 
 def decoder_of(
@@ -55,10 +62,8 @@ def decoder_of(
     """
     if samples != (1 if photometric == GREY else 3):
         return None
-    if compression == JPEG and photometric in _COLOURS:
-        if simplejpeg is not None:
-            return Decoder(_strict(photometric, tables), silent=False)
-        return Decoder(_lenient(photometric, tables), silent=True)
+    if compression == JPEG and photometric in (GREY, RGB, YCBCR):
+        return _jpeg(photometric, tables)
     if compression == APERIO_RGB and photometric in (RGB, YCBCR):
         return Decoder(lambda data: _three(imagecodecs.jpeg2k_decode(data)), silent=False)
     if compression == APERIO_YCBCR and photometric in (RGB, YCBCR):
@@ -68,42 +73,21 @@ def decoder_of(
     return None
 
 
-def decode_jpeg(data: mmap.mmap, out: Bytes) -> None:
-    """Decode a whole JPEG into an array, (rows, cols) of grey or (rows, cols, 3).
-
-    Raises:
-        ValueError, RuntimeError: it is damaged.
-    """
-    if simplejpeg is None:
-        imagecodecs.jpeg8_decode(data, out=out)
-    else:
-        simplejpeg.decode_jpeg(data, "GRAY" if out.ndim == 2 else "RGB", buffer=out)
-
-
-def _lenient(photometric: int, tables: bytes | None) -> Callable[[bytes], Bytes]:
-    def decode(data: bytes) -> Bytes:
-        pixels = imagecodecs.jpeg8_decode(
-            data,
-            tables=tables,
-            colorspace=_COLOURS[photometric],
-            outcolorspace="GRAYSCALE" if photometric == GREY else "RGB",
-        )
-        return _three(pixels)
-
-    return decode
-
-
-def _strict(photometric: int, tables: bytes | None) -> Callable[[bytes], Bytes]:
+def _jpeg(photometric: int, tables: bytes | None) -> Decoder:
     # a whole stream: start, colours, the tables without their start and end, the tile's own
     colours = b"" if photometric == GREY else _ADOBE + bytes([int(photometric == YCBCR)])
     head = _START + colours + (tables[2:-2] if tables else b"")
 
-    def decode(data: bytes) -> Bytes:
+    def whole(data: bytes) -> bytes:
         if data[:2] != _START:
             raise ValueError(f"not a JPEG: it begins with {data[:2].hex()}")
-        return np.asarray(simplejpeg.decode_jpeg(head + data[2:], "RGB"))
+        return head + data[2:]
 
-    return decode
+    channels = 1 if photometric == GREY else 3
+    silent = not codec.tells_of_damage()
+    return Decoder(
+        lambda data: codec.decode_colours(whole(data), 3), silent, WholeJpeg(whole, channels)
+    )
 
 
 def _three(pixels: Bytes) -> Bytes:

@@ -14,8 +14,8 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.codec import decode_into
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading.decoding import decode_jpeg
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -189,4 +189,4 @@ def _refuse_if_held_whole(what: str, bytes_: int) -> None:
 
 
 PNG = Kind("PNG", _decode_png, _png_shape)
-JPEG = Kind("JPEG", decode_jpeg, _jpeg_shape)
+JPEG = Kind("JPEG", decode_into, _jpeg_shape)

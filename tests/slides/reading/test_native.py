@@ -10,6 +10,7 @@ import openslide
 import pytest
 import tifffile
 
+from spatialdl.data import codec
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading import decoding, native
 from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
@@ -86,8 +87,8 @@ def write_tiff(
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With a decoder that tells of damage, if there is one, and with one that does not."""
     if request.param == "silent":
-        monkeypatch.setattr(decoding, "simplejpeg", None)
-    elif decoding.simplejpeg is None:
+        monkeypatch.setattr(codec, "simplejpeg", None)
+    elif codec.simplejpeg is None:
         pytest.skip("simplejpeg is not installed")
     return str(request.param)
 
