@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tifffile
 
+from spatialdl.data.codec import JpegStream, checked
 from spatialdl.slides.reading.decoding import Decoder, decoder_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -112,6 +113,22 @@ class NativeTiles:
                 ]
         return box
 
+    def stream(self, level: int, number: int) -> JpegStream:
+        """A tile as a JPEG of its own, found whole.
+
+        Raises:
+            ValueError: the tile is missing or damaged, or no JPEG.
+        """
+        place = self.levels[level]
+        if place.decoder.jpeg is None:
+            raise ValueError("the tile is no JPEG")
+        if not place.lengths[number]:
+            raise ValueError("the file has no tile there")
+        if place.decoder.silent and not self._sound(level, number):
+            raise ValueError("openslide cannot read the tile")
+        whole, channels = place.decoder.jpeg
+        return checked(whole(self._stored(level, number)), (*place.tile, channels))
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -134,18 +151,20 @@ class NativeTiles:
 
     def _decoded(self, level: int, number: int) -> Bytes | None:
         place = self.levels[level]
-        length = int(place.lengths[number])
-        if not length:
+        if not place.lengths[number]:
             return None
         if place.decoder.silent and not self._sound(level, number):
             return None
-        # without a position in the file: processes that were forked share it
-        data = os.pread(self._file.fileno(), length, int(place.offsets[number]))
         try:
-            tile = place.decoder.decode(data)
+            tile = place.decoder.decode(self._stored(level, number))
         except (ValueError, RuntimeError):  # imagecodecs raises its own kinds of the latter
             return None
         return tile if tile.shape == (*place.tile, 3) else None
+
+    def _stored(self, level: int, number: int) -> bytes:
+        place = self.levels[level]
+        # without a position in the file: processes that were forked share it
+        return os.pread(self._file.fileno(), int(place.lengths[number]), int(place.offsets[number]))
 
 
 def tile_levels(path: Path, properties: Mapping[str, str]) -> dict[int, TileLevel]:

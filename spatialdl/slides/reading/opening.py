@@ -11,6 +11,7 @@ import numpy.typing as npt
 import openslide
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.openslide_file import OpenSlideFile
 from spatialdl.slides.reading.plain import is_plain, open_plain
 
@@ -32,6 +33,9 @@ class Source(Protocol):
 
     def is_native(self, level: int) -> bool:
         """Whether a level is read without openslide."""
+
+    def jpeg_grid(self, level: int) -> JpegGrid | None:
+        """The JPEG tiles of a level as they are in the file, if that is what it has."""
 
     def close(self) -> None:
         """Close the file."""

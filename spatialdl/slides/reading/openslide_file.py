@@ -10,8 +10,10 @@ import numpy.typing as npt
 import openslide
 from PIL import Image
 
+from spatialdl.data.codec import JpegStream
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.handles import HANDLES, Holder
+from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.native import NativeTiles, tile_levels
 
 Bytes = npt.NDArray[np.uint8]
@@ -77,6 +79,30 @@ class OpenSlideFile(Holder):
             if level not in self._believed:
                 self._believed[level] = level in self._levels and self._same_pixels(level)
             return self._believed[level]
+
+    def jpeg_grid(self, level: int) -> JpegGrid | None:
+        """The tiles of a level as they are; None where it is not read from JPEG tiles."""
+        if not self.is_native(level):
+            return None
+        place, down = self._levels[level], self.downsamples[level]
+        if place.decoder.jpeg is None:
+            return None
+        shape = (*place.size, place.decoder.jpeg.channels)
+        return JpegGrid(shape, place.tile, down, lambda row, col: self._jpeg(level, row, col))
+
+    def _jpeg(self, level: int, row: int, col: int) -> JpegStream:
+        number = row * self._levels[level].across + col
+        with self._lock:
+            HANDLES.used(self)
+            try:
+                return self._opened_tiles().stream(level, number)
+            except ValueError as error:
+                top, left = self._levels[level].corner(number)
+                x, y = (round(at * self.downsamples[level]) for at in (left, top))
+                raise SlideError(
+                    f"cannot read slide {self._path} at x={x}, y={y} (level {level}): {error}; "
+                    "the file is damaged there"
+                ) from error
 
     def _from_tiles(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes | None:
         # between two pixels of the level openslide interpolates

@@ -90,6 +90,9 @@ class PlainImage(Holder):
         """Always: openslide has no part in it."""
         return True
 
+    def jpeg_grid(self, level: int) -> None:
+        """None: only slides that openslide opens are taken tile by tile."""
+
     def _opened(self) -> Pixels:
         if self._failed is not None:  # decoding all of it again would end the same
             raise self._failed

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.opening import open_source
 from spatialdl.slides.reading.resolution import (
     MPP_AT_1X,
@@ -29,6 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _AT_A_TIME = 2**25  # pixels read from a level at a time
 _PATCH = 12  # pixels of a thumbnail that are given up together
+_HALF = 0.5  # of a pixel: resampling that moves none by more over the whole region is none
 _FAILURES = 500  # after so many the rest of a thumbnail is not taken apart any more
 
 
@@ -134,6 +136,19 @@ class Slide:
         """Whether reads at `scale` take the file's own tiles, without openslide."""
         return self._source.is_native(self._level(scale))
 
+    def jpeg_grid(self, scale: float) -> JpegGrid | None:
+        """The file's own JPEG tiles at `scale`, to be stored as they are.
+
+        Returns:
+            None where reads at `scale` are not taken from a level as it is, or that level is not
+            of JPEG tiles whose pixels were found to be those of openslide (see `is_native`).
+        """
+        level = self._level(scale)
+        down = self._downsamples[level]
+        if abs(scale / down - 1) * max(self.size) / down >= _HALF:
+            return None
+        return self._source.jpeg_grid(level)
+
     def scale(self, mpp: float) -> float:
         """Level-0 pixels per pixel at a resolution; that of a level within 1 % of it.
 
@@ -176,7 +191,7 @@ class Slide:
         rows, cols = size
         level = self._level(scale)
         factor = scale / self._downsamples[level]
-        if abs(factor - 1) * max(size) < 0.5:  # less than half a pixel over the whole region
+        if abs(factor - 1) * max(size) < _HALF:
             return self._source.read(x, y, level, size, again)
         # some rows at a time: a slide without levels is not read into memory whole
         step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))

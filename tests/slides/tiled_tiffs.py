@@ -1,0 +1,73 @@
+"""TIFFs of tiles that are compressed here, so that their streams are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import imagecodecs
+import numpy as np
+import numpy.typing as npt
+import tifffile
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def picture(rows: int, cols: int) -> Bytes:
+    """Smooth colours with some noise."""
+    y, x = np.mgrid[:rows, :cols]
+    noise = np.random.default_rng(rows).integers(0, 40, (rows, cols))
+    return np.stack([x * 200 // cols + noise, y * 200 // rows + noise, (x + y) % 256], -1).astype(
+        np.uint8
+    )
+
+
+def jpeg(tile: Bytes, colour: str = "YCBCR", subsampling: str = "420") -> bytes:
+    return bytes(
+        imagecodecs.jpeg8_encode(
+            tile,
+            level=80,
+            colorspace="GRAYSCALE" if tile.ndim == 2 else "RGB",
+            outcolorspace=colour,
+            subsampling=subsampling if colour == "YCBCR" else "444",
+        )
+    )
+
+
+def tiles_of(image: Bytes, side: int) -> list[Bytes]:
+    rows, cols = (-(-n // side) * side for n in image.shape[:2])
+    more = ((0, rows - image.shape[0]), (0, cols - image.shape[1]), (0, 0))
+    padded = np.pad(image, more[: image.ndim], mode="edge")
+    return [
+        np.ascontiguousarray(padded[row : row + side, col : col + side])
+        for row in range(0, rows, side)
+        for col in range(0, cols, side)
+    ]
+
+
+def write_tiff(
+    path: Path,
+    levels: list[Bytes],
+    encode: Callable[[Bytes], bytes] = jpeg,
+    photometric: str = "ycbcr",
+    compression: int = 7,
+    description: str | None = None,
+    side: int = 256,
+    **more: object,
+) -> Path:
+    """A pyramid of tiles as `encode` gives them."""
+    with tifffile.TiffWriter(path, bigtiff=bool(more.pop("bigtiff", False))) as tiff:
+        for number, image in enumerate(levels):
+            tiff.write(
+                iter([encode(tile) for tile in tiles_of(image, side)]),
+                shape=image.shape,
+                dtype=np.uint8,
+                tile=(side, side),
+                photometric=photometric,
+                compression=compression,
+                subfiletype=1 if number else 0,
+                description=description,
+                metadata=None,
+                **more,
+            )
+    return path
