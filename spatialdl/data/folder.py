@@ -7,16 +7,30 @@ carries the name of what it was to become; the folder itself, old or new, is alw
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
+import time
+import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 from spatialdl.data.format import MANIFEST, fsync_folder
 from spatialdl.errors import ShardError
 
-_OURS = re.compile(r"manifest\.json|shard-\d{5}\.h5|pictures|slides\.csv")
+SETTINGS = "settings.json"
+COORDS = "coords"
+_RESULTS = (MANIFEST, COORDS)  # what is not replaced unasked
+_OURS = re.compile(
+    r"manifest\.json|shard-\d{5}\.h5|settings\.json|coords|records|pictures|process_list\.csv"
+    r"|report\.html|lock"
+)
+_LOCK = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderInProgress:
@@ -33,36 +47,102 @@ class FolderInProgress:
     def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         self.target = Path(target).resolve()
         check_target(self.target, overwrite=overwrite)
-        self._overwrite = overwrite
+        self.overwrite = overwrite
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            made = tempfile.mkdtemp(prefix=f".{self.target.name}.partial-", dir=self.target.parent)
+            self.path = self._make()
         except OSError as error:
             raise ShardError(f"cannot write beside {self.target}: {error.strerror}") from error
-        self.path = Path(made)
-        self.path.chmod(0o777 & ~_umask())
+
+    def _make(self) -> Path:
+        parent, name = self.target.parent, self.target.name
+        path = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
+        path.chmod(0o777 & ~_umask())
+        return path
 
     def publish(self) -> None:
         """Give the folder its name; an old data set of that name is removed afterwards."""
-        check_target(self.target, overwrite=self._overwrite)
+        check_target(self.target, overwrite=self.overwrite)
         fsync_folder(self.path)
-        old = None
+        old = self.path.with_name(self.path.name.replace(".partial", ".old"))
         if self.target.exists():
-            old = self.path.with_name(self.path.name.replace(".partial-", ".old-"))
+            shutil.rmtree(old, ignore_errors=True)  # of a run that was killed just here
             self.target.rename(old)
         try:
             self.path.rename(self.target)
         except OSError:
-            if old is not None:
+            if old.exists():
                 old.rename(self.target)
             raise
         fsync_folder(self.target.parent)
-        if old is not None:
-            shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what was built."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+class ResumableFolder(FolderInProgress):
+    """The same, under a name by which the next run finds what an interrupted one has done.
+
+    One process has it at a time: it holds a lock that ends with the process.
+
+    Raises:
+        ShardError: as `FolderInProgress`, or another process is at it; says which.
+    """
+
+    _lock: BinaryIO
+
+    def _make(self) -> Path:
+        path = self.target.with_name(f".{self.target.name}.partial")
+        while True:
+            path.mkdir(exist_ok=True)
+            self._lock = (path / _LOCK).open("ab+")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.seek(0)
+                who = self._lock.read().decode() or "another process"
+                raise ShardError(
+                    f"{self.target} is being written by {who}; wait for it, or name another folder"
+                ) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                warnings.warn(
+                    f"the file system of {path} has no locks: see to it that no other batch "
+                    f"writes to {self.target} meanwhile",
+                    stacklevel=2,
+                )
+            if self._still_there(path):
+                break
+            self._lock.close()  # the other one has just renamed it
+        self._lock.truncate(0)
+        host, now = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
+        self._lock.write(f"process {os.getpid()} on {host} since {now}".encode())
+        self._lock.flush()
+        return path
+
+    def _still_there(self, path: Path) -> bool:
+        try:
+            return os.path.samestat((path / _LOCK).stat(), os.fstat(self._lock.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def publish(self) -> None:
+        """Give the folder its name; an old one of that name is removed afterwards."""
+        super().publish()
+        (self.target / _LOCK).unlink()
+        self._lock.close()
+
+    def leave(self) -> None:
+        """Keep what is there for another run."""
+        self._lock.close()
+
+    def discard(self) -> None:
+        """Remove what was built."""
+        super().discard()
+        self._lock.close()
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -78,12 +158,12 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     inside = sorted(path.name for path in target.iterdir())
     if not inside:
         return
-    if MANIFEST not in inside:
+    if MANIFEST not in inside and SETTINGS not in inside:
         raise ShardError(
             f"output folder {target} holds {_some(inside)} and is no data set; "
             "name a new or empty folder"
         )
-    if not overwrite:
+    if not overwrite and holds_results(target):
         raise ShardError(
             f"output folder {target} holds a data set already; "
             "name another folder or allow it to be overwritten (--overwrite)"
@@ -94,6 +174,11 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             f"output folder {target} also holds {_some(foreign)}, which overwriting would "
             "delete; move it away or name another folder"
         )
+
+
+def holds_results(folder: Path) -> bool:
+    """Whether there is something in a folder that took long to make."""
+    return any((folder / name).exists() for name in _RESULTS)
 
 
 def _some(names: list[str]) -> str:

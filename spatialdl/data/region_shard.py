@@ -104,7 +104,8 @@ class RegionShards:
         by_number = {file.number: file for file in files}
         try:
             for number, band in enumerate(bands):
-                self._write_band(by_number[band.shard], sample, number, image, mask)
+                file, codec = by_number[band.shard], self._codec
+                write_band(file, sample, number, image, mask, codec, self._quality)
         except BaseException:
             for file in files:  # leave no half of it behind
                 file.h5.pop(f"regions/{sample.id}", None)
@@ -147,38 +148,46 @@ class RegionShards:
         while self._open:
             self._infos.append(self._open.pop(0).finish())
 
-    def _write_band(
-        self,
-        file: ShardFile,
-        sample: RegionSample,
-        number: int,
-        image: ImageRows | EncodedImage,
-        mask: ImageRows | None,
-    ) -> None:
-        band, width = sample.bands[number], sample.width
-        channels = _shape(image)[2]
-        _describe(file.h5.require_group(f"regions/{sample.id}"), sample)
-        usual = chunk_size(band.rows, width)
-        chunk = image.chunk if isinstance(image, EncodedImage) else usual
-        pixels = Chunks(
-            file.h5,
-            region_path(sample, number),
-            (band.rows, width, channels),
-            chunk,
-            codec=self._codec,
-            quality=self._quality,
-        )
-        pixels.dataset.attrs["row0"] = band.row0
-        if isinstance(image, EncodedImage):
-            _copy_streams(image, pixels, band)
-        else:
-            _copy_rows(image, pixels, band, lambda part: _checked_image(part, width, channels))
-        if mask is not None:
-            name = region_path(sample, number, "mask")
-            classes = Chunks(file.h5, name, (band.rows, width), usual)
-            classes.dataset.attrs["row0"] = band.row0
-            _copy_rows(mask, classes, band, lambda part: as_mask(part, (len(part), width)))
-        file.bytes += stored_bytes(band.rows, width, channels, chunk)
+
+def write_band(
+    file: ShardFile,
+    sample: RegionSample,
+    number: int,
+    image: ImageRows | EncodedImage,
+    mask: ImageRows | None = None,
+    codec: Codec = "raw",
+    quality: int = QUALITY,
+) -> None:
+    """Write band `number` of a region into a shard.
+
+    Args:
+        file: open for writing.
+        sample: the region.
+        number: of the band.
+        image: the whole region; only the rows of the band are asked for.
+        mask: of the whole region.
+        codec, quality: of the image.
+
+    Raises:
+        ValueError: the image gives rows of another shape.
+    """
+    band, width = sample.bands[number], sample.width
+    channels = _shape(image)[2]
+    _describe(file.h5.require_group(f"regions/{sample.id}"), sample)
+    usual = chunk_size(band.rows, width)
+    chunk = image.chunk if isinstance(image, EncodedImage) else usual
+    name, shape = region_path(sample, number), (band.rows, width, channels)
+    pixels = Chunks(file.h5, name, shape, chunk, codec=codec, quality=quality)
+    pixels.dataset.attrs["row0"] = band.row0
+    if isinstance(image, EncodedImage):
+        _copy_streams(image, pixels, band)
+    else:
+        _copy_rows(image, pixels, band, lambda part: _checked_image(part, width, channels))
+    if mask is not None:
+        classes = Chunks(file.h5, region_path(sample, number, "mask"), (band.rows, width), usual)
+        classes.dataset.attrs["row0"] = band.row0
+        _copy_rows(mask, classes, band, lambda part: as_mask(part, (len(part), width)))
+    file.bytes += stored_bytes(band.rows, width, channels, chunk)
 
 
 def region_path(sample: RegionSample, number: int, what: str = "image") -> str:

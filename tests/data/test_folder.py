@@ -32,7 +32,7 @@ def test_discard_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_old_data_set_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    old = data_set(tmp_path / "set", "slides.csv")
+    old = data_set(tmp_path / "set", "process_list.csv")
     (old / "pictures").mkdir()
     folder = FolderInProgress(old, overwrite=True)
     (folder.path / "manifest.json").write_text("new")

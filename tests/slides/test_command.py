@@ -13,7 +13,7 @@ import pytest
 import tifffile
 
 from spatialdl.data import ShardDataset
-from spatialdl.slides.command import find_slides, main
+from spatialdl.slides.command import main
 
 TILES = ["--tile-size", "256", "--mpp", "0.5"]
 
@@ -51,13 +51,16 @@ def test_slides_become_a_data_set(
             assert (image == np.asarray(region.convert("RGB"))).all()
     places = [[data.sample(number).x, data.sample(number).y] for number in range(len(data))]
     data.close()  # HDF5 opens a file once in a process with one kind of locking
-    with h5py.File(out / "shard-00000.h5") as file:
-        assert file["coords"][:].tolist() == places
+    stored = []
+    for shard in sorted(out.glob("shard-*.h5")):
+        with h5py.File(shard) as file:
+            stored += file["coords"][:].tolist()
+    assert stored == places
     assert sorted(path.name for path in (out / "pictures").iterdir()) == [
-        "ring.png",
-        "strand.png",
+        *("ring.png", "ring.stitched.jpg"),
+        *("strand.png", "strand.stitched.jpg"),
     ]
-    with (out / "slides.csv").open(newline="") as file:
+    with (out / "process_list.csv").open(newline="") as file:
         written = [int(row["written"]) for row in csv.DictReader(file)]
     assert sum(written) == len(data)
     assert f"wrote {len(data)} tiles of 2 slides" in capsys.readouterr().out
@@ -82,7 +85,7 @@ def test_a_data_set_is_not_replaced_by_accident(
     out = tmp_path / "set"
     assert run(synthetic["ring"], "--out", out, *TILES) == 0
     before = (out / "manifest.json").read_text()
-    assert run(synthetic["strand"], "--out", out, *TILES) == 2
+    assert run(synthetic["strand"], "--out", out, *TILES, "--min-tissue", 0.4) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (out / "manifest.json").read_text() == before
     # nothing to replace it with: the old one stays
@@ -151,19 +154,6 @@ def test_slides_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "set").exists()
 
 
-def test_slides_are_found_in_folders(tmp_path: Path) -> None:
-    (tmp_path / "more").mkdir()
-    for name in ("b.SVS", "a.tiff", "notes.txt", "more/a.tiff", "more/c"):
-        (tmp_path / name).touch()
-    assert find_slides([tmp_path, tmp_path / "a.tiff", tmp_path / "more" / "c"]) == [
-        tmp_path / "a.tiff",
-        tmp_path / "b.SVS",
-        tmp_path / "more" / "c",
-    ]
-    with pytest.raises(ValueError, match=r"two slides are named a\.tiff"):
-        find_slides([tmp_path, tmp_path / "more"])
-
-
 def test_a_batch_goes_on_after_bad_slides(
     tmp_path: Path, real: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +163,7 @@ def test_a_batch_goes_on_after_bad_slides(
     text = capsys.readouterr()
     status = {line.split()[0]: line.split()[-1] for line in text.out.splitlines()[1:-1]}
     assert status == {
-        **{"CMU-1-Small-Region": "ok", "osp-unreadable": "tiles", "all-white": "tiles"},
+        **{"CMU-1-Small-Region": "processed", "osp-unreadable": "tiles", "all-white": "tiles"},
         **{"corrupt-some-tiles": "damaged", "empty": "failed", "no-mpp": "failed"},
         **{"truncated-half": "failed"},
     }
@@ -182,7 +172,7 @@ def test_a_batch_goes_on_after_bad_slides(
         assert says in text.err
     assert "all-white gave no tiles: no tissue" in text.err
     assert "Traceback" not in text.err
-    with (out / "slides.csv").open(newline="") as file:
+    with (out / "process_list.csv").open(newline="") as file:
         for row in csv.DictReader(file):  # glass that the thumbnail could not show is no tissue
             assert int(row["with_tissue"]) == int(row["unreadable"]) + int(row["written"])
     assert run(*given[:2], "--out", out, *TILES, "--overwrite") == 0
@@ -201,12 +191,17 @@ def test_a_batch_goes_on_after_bad_slides(
         ("osp-unreadable.svs", "no tissue"),
     ],
 )
-def test_no_tile_at_all_is_an_error_and_leaves_nothing(
+def test_no_tile_at_all_is_an_error_and_leaves_reports_only(
     tmp_path: Path, real: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
 ) -> None:
     assert run(real / name, "--out", tmp_path / "set", *TILES, "--skip-errors") == 1
     assert says in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+    inside = {path.name for path in (tmp_path / "set").iterdir()}
+    assert inside - {"pictures", "records"} == {"process_list.csv", "report.html", "settings.json"}
+    # which are in nobody's way
+    slide = real / "CMU-1-Small-Region.svs"
+    assert run(slide, "--out", tmp_path / "set", *TILES, "--min-tissue", 0.4) == 0
 
 
 def test_a_resolution_may_be_given(tmp_path: Path, real: Path) -> None:
@@ -247,7 +242,7 @@ def test_a_level_needs_no_resolution(tmp_path: Path, real: Path) -> None:
     slide, out = real / "bad" / "no-mpp.svs", tmp_path / "set"
     assert run(slide, "--out", out, "--tile-size", 256, "--level", 0) == 0
     assert len(ShardDataset(out)) == 32
-    with (out / "slides.csv").open(newline="") as file:
+    with (out / "process_list.csv").open(newline="") as file:
         assert [row["mpp"] for row in csv.DictReader(file)] == [""]
     assert run(slide, "--out", out, "--tile-size", 256, "--level", 1, "--overwrite") == 1
 
@@ -259,7 +254,7 @@ def test_the_labels_may_say_resolutions(
     labels.write_text("slide,label,split,mpp\nring,a,train,0.25\nstrand,b,val,\n")
     common = [*synthetic.values(), "--out", out, "--labels", labels, "--tile-size", 128]
     assert run(*common, "--mpp", 1, "--slide-mpp", 0.5) == 0
-    with (out / "slides.csv").open(newline="") as file:
+    with (out / "process_list.csv").open(newline="") as file:
         rows = {row["slide"]: row for row in csv.DictReader(file)}
     assert (rows["ring"]["mpp"], rows["strand"]["mpp"]) == ("0.25", "0.5")
     assert int(rows["ring"]["in_grid"]) < int(rows["strand"]["in_grid"])

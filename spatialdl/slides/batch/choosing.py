@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from tqdm import tqdm
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.filters import FILTERS, parse_filters, refused_by
-from spatialdl.slides.cutting.normalise import normaliser, reference_colours
-from spatialdl.slides.cutting.stains import METHODS
+from spatialdl.slides.cutting.normalise import own_colours, reference_colours
+from spatialdl.slides.cutting.stains import METHODS, Colours, recoloured
 from spatialdl.slides.cutting.tiling import TilePlan
 from spatialdl.slides.finding.annotations import (
     counts_from_scanned_part,
@@ -83,12 +84,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Choosing:
-    """The options, checked, and what they mean for each slide.
+    """The options, checked, and what they mean for each slide; small enough to be sent around.
 
     Args:
         options: as `add_options` has them, and `tile_size`.
-        slides: all slides; their annotations are read now.
+        slides: all slides; their annotations are looked at for their classes.
         labelled: slides have labels, so that regions only say where tiles are.
+
+    Attributes:
+        classes: the classes of all regions, in order of their names.
 
     Raises:
         ValueError: a folder is missing, the overlap is as large as a tile, or the stain
@@ -111,29 +115,29 @@ class Choosing:
             raise ValueError("--stain-reference is given without --stain-normalise; add a method")
         if options.stain_normalise:
             self._reference = reference_colours(options.stain_normalise, options.stain_reference)
-        self._regions: dict[Path, list[Region] | SlideError] = {}
-        self._in_scanned_part: set[Path] = set()
+        self._labelled = labelled
+        found: set[str] = set()
         if options.annotations is not None:
             for slide in tqdm(slides, "annotations", unit="slide", disable=None, leave=False):
-                self._regions[slide] = self._read(slide, labelled)
+                with suppress(SlideError):  # said when the slide is cut
+                    regions = read_annotations(find_annotations(options.annotations, slide))
+                    found.update(region.label for region in regions if region.label)
+        self.classes = [] if labelled else sorted(found)
 
-    @property
-    def classes(self) -> list[str]:
-        """The classes of all regions, in order of their names."""
-        known = [regions for regions in self._regions.values() if isinstance(regions, list)]
-        return sorted({region.label for regions in known for region in regions if region.label})
+    def beside(self, slide: Path) -> list[Path]:
+        """The files other than the slide that decide on its tiles.
 
-    def _read(self, slide: Path, labelled: bool) -> list[Region] | SlideError:
-        try:
-            path = find_annotations(self._options.annotations, slide)
-            regions = read_annotations(path)
-        except SlideError as error:
-            return error  # the slide's, not the batch's
-        if counts_from_scanned_part(path):
-            self._in_scanned_part.add(slide)
-        if labelled:
-            return [Region(region.outline, region.holes) for region in regions]
-        return regions
+        Raises:
+            SlideError: its mask or annotations are missing.
+        """
+        options, found = self._options, []
+        if options.mask_dir is not None:
+            found.append(find_mask(options.mask_dir, slide))
+        if options.annotations is not None:
+            found.append(find_annotations(options.annotations, slide))
+        if options.stain_reference is not None:
+            found.append(options.stain_reference)
+        return found
 
     def finder(self, slide: Slide) -> Callable[[Thumbnail], Tissue]:
         """What marks the tissue of a slide.
@@ -151,22 +155,22 @@ class Choosing:
         Raises:
             SlideError: its annotations are missing or cannot be read.
         """
-        regions = self._regions.get(slide.path)
-        if isinstance(regions, SlideError):
-            raise regions
-        if regions and slide.path in self._in_scanned_part:
-            return [region.moved(slide.scanned_from) for region in regions]
+        if self._options.annotations is None:
+            return None
+        path = find_annotations(self._options.annotations, slide.path)
+        regions = read_annotations(path)
+        if counts_from_scanned_part(path):
+            regions = [region.moved(slide.scanned_from) for region in regions]
+        if self._labelled:
+            regions = [Region(region.outline, region.holes) for region in regions]
         return regions
 
     def refused(self, image: Bytes) -> str | None:
         """The filter that drops a tile, if one does."""
         return refused_by(image, self._options.filter)
 
-    def finish(self, slide: Slide, plan: TilePlan) -> Callable[[Bytes], Bytes]:
-        """What is done to the tiles of a slide before they are written.
-
-        Its first call raises SlideError where stains are to be normalised and there is too
-        little to tell them from.
+    def own_colours(self, slide: Slide, plan: TilePlan) -> Colours | str | None:
+        """The colours of a slide whose stains are to be normalised; why not, if there are none.
 
         Raises:
             SlideError: the slide is dark, and filters or stains of bright ones are asked for.
@@ -180,17 +184,22 @@ class Choosing:
                     f"slide {slide.path} has a dark background, and {', '.join(of_bright)} suits "
                     "bright ones only; leave it out, or say --background bright"
                 )
-        if method is None:
-            return lambda image: image
+        if method is None or not plan.places:
+            return None
+        try:
+            return own_colours(slide, plan, method, self.refused)
+        except SlideError as error:
+            return str(error)
 
-        @cache  # a slide whose tiles are all dropped is not looked at
-        def fitted() -> Callable[[Bytes], Bytes]:
-            return normaliser(slide, plan, method, self._reference, self.refused)
+    def finished(self, image: Bytes, own: Colours | str | None) -> Bytes:
+        """A tile as it is written, by the colours of its slide.
 
-        def finished(image: Bytes) -> Bytes:
-            return fitted()(image)
-
-        return finished
+        Raises:
+            SlideError: these could not be told.
+        """
+        if isinstance(own, str):
+            raise SlideError(own)
+        return image if own is None else recoloured(image, own, self._reference)
 
 
 def _filters(text: str) -> dict[str, float]:

@@ -27,8 +27,9 @@ def read_labels(path: Path, slides: Sequence[Path]) -> dict[Path, SlideLabel]:
     A column mpp may say the micrometres per level-0 pixel of some slides or all.
 
     Args:
-        path: the CSV; its `slide` is a file name, with or without the suffix.
-        slides: the slides to be tiled, of distinct file names.
+        path: the CSV; its `slide` is a file name, with or without the suffix, or the end of a
+            path where files in several folders have that name.
+        slides: the slides to be tiled.
 
     Raises:
         ValueError: the file is missing or malformed, or does not name every slide once.
@@ -107,16 +108,19 @@ def _mpp(where: str, value: object) -> float | None:
 
 
 def _match(name: str, slides: Sequence[Path], where: str) -> Path | None:
-    for slide in slides:
-        if slide.name == name:
-            return slide
-    matches = [slide for slide in slides if slide.stem == name]
-    if len(matches) > 1:
-        raise ValueError(
-            f"{where}: slide {name!r} may be {_some([slide.name for slide in matches])}; "
-            "write it with its suffix"
-        )
-    return matches[0] if matches else None
+    parts = Path(name).parts
+    for matches in (
+        [slide for slide in slides if slide.resolve().parts[-len(parts) :] == parts],
+        [slide for slide in slides if slide.stem == name],
+    ):
+        if len(matches) > 1:
+            raise ValueError(
+                f"{where}: slide {name!r} may be {_some([str(slide) for slide in matches])}; "
+                "write it with its suffix, and its folder where that is not enough"
+            )
+        if matches:
+            return matches[0]
+    return None
 
 
 def _some(names: Sequence[str]) -> str:

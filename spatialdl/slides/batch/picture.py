@@ -10,59 +10,86 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-from spatialdl.slides.cutting.tiling import TilePlan
 from spatialdl.slides.finding.regions import Region
+from spatialdl.slides.finding.tissue import Tissue
+from spatialdl.slides.reading.reader import Thumbnail
 
 _LONGEST, _SHORTEST = 1600, 800  # of the longer side; the thumbnail of a small slide is tiny
 _OUTLINE, _REGION, _MISSING = (0, 150, 60), (140, 0, 200), (160, 160, 160)
 _TAKEN, _UNREADABLE, _DROPPED = (30, 80, 220), (220, 30, 30), (240, 150, 0)
 
 
-def save_picture(
-    path: Path,
-    plan: TilePlan,
-    taken: Iterable[tuple[int, int]],
-    unreadable: Iterable[tuple[int, int]] = (),
-    dropped: Iterable[tuple[int, int]] = (),
-    regions: Iterable[Region] = (),
-) -> None:
-    """Draw a plan to a PNG.
+def save_overview(
+    path: Path, thumbnail: Thumbnail, tissue: Tissue, regions: Iterable[Region] = ()
+) -> float:
+    """Draw what tiles are chosen by to a PNG.
 
     Args:
         path: the PNG to write.
-        plan: the tiles of the slide; its thumbnail is the background.
-        taken: level-0 (x, y) of the tiles that were written, drawn blue.
-        unreadable: of those that could not be read, drawn red.
-        dropped: of those that a filter dropped, drawn orange.
+        thumbnail: of the slide; what could not be read is grey.
+        tissue: its outline is drawn green.
         regions: annotated, their outlines and holes drawn purple.
+
+    Returns:
+        Pixels of the picture per level-0 pixel.
     """
-    thumbnail = plan.thumbnail
     height, width = thumbnail.missing.shape
     longest = min(_LONGEST, max(_SHORTEST, height, width))
     zoom = longest / max(height, width)
     size = max(1, round(width * zoom)), max(1, round(height * zoom))
     pixels = np.array(Image.fromarray(thumbnail.image).resize(size, Image.Resampling.BICUBIC))
     pixels[_resized(thumbnail.missing, size)] = _MISSING
-    mask = _resized(plan.tissue.mask, size)
-    thick = max(2, longest // 600)
+    mask = _resized(tissue.mask, size)
+    thick = _thickness(size)
     pixels[mask & ~ndimage.binary_erosion(mask, iterations=thick, border_value=1)] = _OUTLINE
     picture = Image.fromarray(pixels)
     draw = ImageDraw.Draw(picture)
     zoom /= thumbnail.scale
+    for region in regions:
+        for ring in (region.outline, *region.holes):
+            corners = [(x, y) for x, y in (np.vstack([ring, ring[:1]]) * zoom).tolist()]
+            draw.line(corners, fill=_REGION, width=thick)
+    picture.save(path, compress_level=1)
+    return float(zoom)
+
+
+def save_picture(
+    path: Path,
+    overview: Path,
+    zoom: float,
+    span: tuple[float, float],
+    taken: Iterable[tuple[int, int]],
+    unreadable: Iterable[tuple[int, int]] = (),
+    dropped: Iterable[tuple[int, int]] = (),
+) -> None:
+    """Draw tiles on an overview.
+
+    Args:
+        path: the PNG to write.
+        overview: as `save_overview` wrote it.
+        zoom: what that returned.
+        span: level-0 rows and columns of a tile.
+        taken: level-0 (x, y) of the tiles that were written, drawn blue.
+        unreadable: of those that could not be read, drawn red.
+        dropped: of those that a filter dropped, drawn orange.
+    """
+    with Image.open(overview) as opened:
+        picture = opened.convert("RGB")
+    draw = ImageDraw.Draw(picture)
+    thick = _thickness(picture.size)
     for places, colour in ((taken, _TAKEN), (dropped, _DROPPED), (unreadable, _UNREADABLE)):
         for x, y in places:
             # neighbours' frames lie side by side, and those at the edge within the picture
             left, top = round(x * zoom), round(y * zoom)
-            right = min(round((x + plan.step) * zoom), size[0]) - 1
-            bottom = min(round((y + plan.step) * zoom), size[1]) - 1
+            right = min(round((x + span[1]) * zoom), picture.size[0]) - 1
+            bottom = min(round((y + span[0]) * zoom), picture.size[1]) - 1
             corners = [left, top, max(left, right), max(top, bottom)]
             draw.rectangle(corners, outline=colour, width=thick)
-    for region in regions:
-        for ring in (region.outline, *region.holes):
-            corners_of_ring = [(x, y) for x, y in (np.vstack([ring, ring[:1]]) * zoom).tolist()]
-            draw.line(corners_of_ring, fill=_REGION, width=thick)
-    path.parent.mkdir(exist_ok=True)
-    picture.save(path)
+    picture.save(path, compress_level=3)
+
+
+def _thickness(size: tuple[int, int]) -> int:
+    return max(2, max(size) // 600)
 
 
 def _resized(mask: npt.NDArray[np.bool_], size: tuple[int, int]) -> npt.NDArray[np.bool_]:

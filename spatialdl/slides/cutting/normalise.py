@@ -16,7 +16,6 @@ from spatialdl.slides.cutting.stains import (
     Method,
     StainColours,
     colours_of,
-    recoloured,
 )
 from spatialdl.slides.cutting.tiling import TilePlan
 from spatialdl.slides.reading.reader import Slide
@@ -60,30 +59,24 @@ def reference_colours(method: Method, image: Path | None) -> Colours:
         raise ValueError(f"stain reference {image} cannot be used: {error}") from error
 
 
-def normaliser(
-    slide: Slide,
-    plan: TilePlan,
-    method: Method,
-    reference: Colours,
-    refused: Callable[[Bytes], object],
-) -> Callable[[Bytes], Bytes]:
-    """What brings the tiles of a slide to the colours of the reference.
+def own_colours(
+    slide: Slide, plan: TilePlan, method: Method, refused: Callable[[Bytes], object]
+) -> Colours:
+    """The colours that a slide has of its own.
 
     Args:
         slide: an open slide.
         plan: its tiles.
         method: "macenko", "reinhard" or "vahadane".
-        reference: of the same method.
         refused: true of tiles that are not to be looked at, such as those with ink.
 
     Raises:
-        SlideError: too little stained tissue to tell the slide's own colours.
+        SlideError: too little stained tissue to tell them.
     """
     try:
-        own = colours_of(sampled(slide, plan, refused), method)
+        return colours_of(sampled(slide, plan, refused), method)
     except SlideError as error:
         raise SlideError(f"cannot normalise the stains of slide {slide.path}: {error}") from error
-    return lambda image: recoloured(image, own, reference)
 
 
 def sampled(slide: Slide, plan: TilePlan, refused: Callable[[Bytes], object]) -> Bytes:

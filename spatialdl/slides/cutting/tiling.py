@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +63,19 @@ class TilePlan:
     def in_grid(self) -> int:
         """Tiles that fit into the slide."""
         return self.grid[0] * self.grid[1]
+
+    def part(self, first: int, last: int) -> TilePlan:
+        """The plan of the tiles from `first` up to `last`, small: its pictures are left out."""
+        places = self.places[first:last]
+        nothing = np.zeros((0, 0), bool)
+        return replace(
+            self,
+            places=places,
+            labels=self.labels[first:last],
+            doubtful=self.doubtful.intersection(places),
+            thumbnail=Thumbnail(np.zeros((0, 0, 3), np.uint8), nothing, self.thumbnail.scale),
+            tissue=self.tissue._replace(mask=nothing, unknown=nothing),
+        )
 
 
 def plan_tiles(
@@ -151,12 +164,19 @@ class CutTile(NamedTuple):
     problem: str
 
 
-def cut_tiles(slide: Slide, plan: TilePlan) -> Iterator[CutTile]:
-    """Read the tiles of a plan in order, one for each of its places."""
-    size = (plan.tile_size, plan.tile_size)
+def cut_tiles(slide: Slide, plan: TilePlan, side: int | None = None) -> Iterator[CutTile]:
+    """Read the tiles of a plan in order, one for each of its places.
+
+    Args:
+        slide: open.
+        plan: its tiles.
+        side: rows and columns at which they are read, if they need not be those of the plan.
+    """
+    side = side or plan.tile_size
+    scale = plan.step / side if side != plan.tile_size else plan.scale
     for (x, y), label in zip(plan.places, plan.labels, strict=True):
         try:
-            image = slide.read_scaled(x, y, size, plan.scale)
+            image = slide.read_scaled(x, y, (side, side), scale)
         except SlideError as error:
             yield CutTile(x, y, label, None, str(error))
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -29,6 +29,7 @@ from spatialdl.slides.reading.resolution import (
 Bytes = npt.NDArray[np.uint8]
 
 _AT_A_TIME = 2**25  # pixels read from a level at a time
+_REACH = 3  # of the filter, in pixels of the result
 _PATCH = 12  # pixels of a thumbnail that are given up together
 _HALF = 0.5  # of a pixel: resampling that moves none by more over the whole region is none
 _FAILURES = 500  # after so many the rest of a thumbnail is not taken apart any more
@@ -92,6 +93,11 @@ class Slide:
         return self._downsamples
 
     @property
+    def quickhash(self) -> str:
+        """What openslide takes for the identity of the slide; empty where it does not say."""
+        return self._source.properties.get("openslide.quickhash-1", "")
+
+    @property
     def scanned_from(self) -> tuple[int, int]:
         """Level-0 (x, y) where the scanned part begins, as MIRAX slides say; else (0, 0)."""
         says = [self._source.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
@@ -132,9 +138,24 @@ class Slide:
         except SlideError:
             return ""
 
+    def level(self, scale: float) -> int:
+        """The level that is read for `scale`: the coarsest that is at least as fine."""
+        fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + SAME)]
+        return max(fine, key=lambda k: self._downsamples[k], default=0)
+
+    def level_size(self, level: int) -> tuple[int, int]:
+        """Rows and columns of a level."""
+        if level == 0:
+            return self._size
+        says = self._source.properties
+        return (
+            int(says[f"openslide.level[{level}].height"]),
+            int(says[f"openslide.level[{level}].width"]),
+        )
+
     def is_native(self, scale: float) -> bool:
         """Whether reads at `scale` take the file's own tiles, without openslide."""
-        return self._source.is_native(self._level(scale))
+        return self._source.is_native(self.level(scale))
 
     def jpeg_grid(self, scale: float) -> JpegGrid | None:
         """The file's own JPEG tiles at `scale`, to be stored as they are.
@@ -143,7 +164,7 @@ class Slide:
             None where reads at `scale` are not taken from a level as it is, or that level is not
             of JPEG tiles whose pixels were found to be those of openslide (see `is_native`).
         """
-        level = self._level(scale)
+        level = self.level(scale)
         down = self._downsamples[level]
         if abs(scale / down - 1) * max(self.size) / down >= _HALF:
             return None
@@ -188,19 +209,49 @@ class Slide:
 
         A read that fails is tried again with a fresh handle, unless `again` is false.
         """
-        rows, cols = size
-        level = self._level(scale)
-        factor = scale / self._downsamples[level]
+        return self.read_rows(x, y, size, scale, (0, size[0]), again=again)
+
+    def read_rows(
+        self,
+        x: int,
+        y: int,
+        size: tuple[int, int],
+        scale: float,
+        rows: tuple[int, int],
+        *,
+        again: bool = True,
+    ) -> Bytes:
+        """Rows of a region, as they are in it: without seams where several are put together.
+
+        Args:
+            x, y, size, scale, again: of the region; see `read_scaled`.
+            rows: the first, and the one behind the last.
+
+        Returns:
+            uint8 (rows, cols, 3).
+
+        Raises:
+            SlideError: the file is damaged there.
+        """
+        first, last = rows
+        level = self.level(scale)
+        down = self._downsamples[level]
+        factor, cols = scale / down, size[1]
         if abs(factor - 1) * max(size) < _HALF:
-            return self._source.read(x, y, level, size, again)
-        # some rows at a time: a slide without levels is not read into memory whole
+            return self._source.read(x, round(y + first * down), level, (last - first, cols), again)
+        # some at a time: a slide without levels is not read into memory whole
         step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))
+        margin = ceil(_REACH * max(1.0, factor)) + 1
         parts = []
-        for row in range(0, rows, step):
-            down, across = min(step, rows - row) * factor, cols * factor
-            y_part = round(y + row * scale)
-            pixels = self._source.read(x, y_part, level, (ceil(down), ceil(across)), again)
-            parts.append(_resampled(pixels, (down, across), (min(step, rows - row), cols)))
+        for row in range(first, last, step):
+            count = min(step, last - row)
+            top = max(0, floor(row * factor) - margin)
+            bottom = min(ceil(size[0] * factor), ceil((row + count) * factor) + margin)
+            pixels = self._source.read(
+                x, round(y + top * down), level, (bottom - top, ceil(cols * factor)), again
+            )
+            box = (0.0, row * factor - top, cols * factor, (row + count) * factor - top)
+            parts.append(_resampled(pixels, box, (count, cols)))
         return np.concatenate(parts)
 
     def thumbnail(self, scale: float) -> Thumbnail:
@@ -242,10 +293,6 @@ class Slide:
         """Close the file."""
         self.close()
 
-    def _level(self, scale: float) -> int:
-        fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + SAME)]
-        return max(fine, key=lambda k: self._downsamples[k], default=0)
-
     def _resolution(self) -> FileMpp:
         if self._given_mpp is not None:
             return FileMpp(self._given_mpp, "")
@@ -259,8 +306,12 @@ def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]
     return [part for part in halves if part[0] < part[1] and part[2] < part[3]]
 
 
-def _resampled(pixels: Bytes, part: tuple[float, float], size: tuple[int, int]) -> Bytes:
-    """Bring the first `part` (rows, cols; may end within a pixel) to `size`, antialiased."""
-    box = (0.0, 0.0, part[1], part[0])
+def _resampled(
+    pixels: Bytes, box: tuple[float, float, float, float], size: tuple[int, int]
+) -> Bytes:
+    """Bring a box (left, top, right, bottom; may begin and end within a pixel) to `size`.
+
+    Antialiased; pixels beside the box count where they are in reach of the filter.
+    """
     image = Image.fromarray(pixels)
     return np.asarray(image.resize((size[1], size[0]), Image.Resampling.LANCZOS, box))

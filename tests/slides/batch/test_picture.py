@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from spatialdl.slides.batch.picture import save_picture
+from spatialdl.slides.batch.picture import save_overview, save_picture
 from spatialdl.slides.cutting.tiling import plan_tiles
 from spatialdl.slides.finding.regions import Region
 from spatialdl.slides.reading.reader import Slide
@@ -16,8 +17,11 @@ BLUE, RED, ORANGE, GREEN = (30, 80, 220), (220, 30, 30), (240, 150, 0), (0, 150,
 def test_tiles_and_outline_are_drawn(tmp_path: Path, synthetic: dict[str, Path]) -> None:
     with Slide(synthetic["ring"]) as slide:
         plan = plan_tiles(slide, 256, 0.5)
-    path = tmp_path / "pictures" / "a.png"
-    save_picture(path, plan, plan.places[2:], plan.places[:1], plan.places[1:2])
+    path, overview = tmp_path / "a.png", tmp_path / "b.png"
+    zoom = save_overview(overview, plan.thumbnail, plan.tissue)
+    assert zoom == pytest.approx(800 / 2304)
+    places = plan.places
+    save_picture(path, overview, zoom, (256, 256), places[2:], places[:1], places[1:2])
     pixels = np.asarray(Image.open(path)).astype(int)
     height, width, _ = plan.thumbnail.image.shape
     assert pixels.shape == (round(800 * height / width), 800, 3)  # small ones are enlarged
@@ -33,7 +37,8 @@ def test_tiles_and_outline_are_drawn(tmp_path: Path, synthetic: dict[str, Path])
 def test_frames_at_the_edge_are_whole(tmp_path: Path, synthetic: dict[str, Path]) -> None:
     with Slide(synthetic["ring"]) as slide:
         plan = plan_tiles(slide, 1610, 0.5, 0.0)  # by 0.6 % too large
-    save_picture(tmp_path / "a.png", plan, plan.places)
+    zoom = save_overview(tmp_path / "b.png", plan.thumbnail, plan.tissue)
+    save_picture(tmp_path / "a.png", tmp_path / "b.png", zoom, (plan.step, plan.step), plan.places)
     pixels = np.asarray(Image.open(tmp_path / "a.png"))
     right = round(1610 * 800 / 2304) - 1
     for line in (pixels[0, :right], pixels[-1, :right], pixels[:, 0], pixels[:, right - 1]):
@@ -44,7 +49,8 @@ def test_annotations_are_drawn(tmp_path: Path, synthetic: dict[str, Path]) -> No
     with Slide(synthetic["ring"]) as slide:
         plan = plan_tiles(slide, 256, 0.5)
     inner, outer = (np.array([(a, a), (b, a), (b, b)], float) for a, b in [(900, 990), (288, 1440)])
-    save_picture(tmp_path / "a.png", plan, [], regions=[Region(outer, (inner,)), Region(outer * 9)])
+    regions = [Region(outer, (inner,)), Region(outer * 9)]
+    save_overview(tmp_path / "a.png", plan.thumbnail, plan.tissue, regions)
     pixels = np.asarray(Image.open(tmp_path / "a.png"))
     purple = (pixels == (140, 0, 200)).all(-1)
     assert purple[100, 110:490].all()  # a pixel spans 2.88

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.cutting.normalise import BUILT_IN, normaliser, reference_colours, sampled
+from spatialdl.slides.cutting.normalise import BUILT_IN, own_colours, reference_colours, sampled
 from spatialdl.slides.cutting.stains import (
     METHODS,
     LabColours,
@@ -67,10 +67,12 @@ def test_a_slide_comes_near_to_the_reference(real: Path, method: Method) -> None
     reference = reference_colours(method, None)
     with Slide(real / "tcga-cr-7395-01a-01-ts1.svs", 0.25) as slide:
         plan = plan_tiles(slide, 256, 0.5)
-        finish = normaliser(slide, plan, method, reference, never)
+        fitted = own_colours(slide, plan, method, never)
         some = replace(plan, places=plan.places[::3], labels=plan.labels[::3])
         tiles = [tile.image for tile in cut_tiles(slide, some) if tile.image is not None]
-    moved = np.concatenate([finish(tile).reshape(-1, 3)[::17] for tile in tiles])
+    moved = np.concatenate(
+        [recoloured(tile, fitted, reference).reshape(-1, 3)[::17] for tile in tiles]
+    )
     own = colours_of(np.concatenate([tile.reshape(-1, 3)[::17] for tile in tiles]), method)
     found = colours_of(moved, method)
     for name, value in vars(reference).items():
@@ -112,4 +114,4 @@ def test_a_slide_without_stain_is_refused(real: Path) -> None:
         with pytest.raises(
             SlideError, match=r"cannot normalise the stains of slide .*all-white.svs"
         ):
-            normaliser(slide, plan, "macenko", BUILT_IN["macenko"], never)
+            own_colours(slide, plan, "macenko", never)

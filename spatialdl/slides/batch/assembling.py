@@ -1,0 +1,118 @@
+"""Making a data set of slides that are done: shards numbered, manifest and reports written."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from spatialdl.data.folder import COORDS, SETTINGS
+from spatialdl.data.format import (
+    MANIFEST,
+    Manifest,
+    ShardInfo,
+    TileSample,
+    fsync_folder,
+    shard_name,
+)
+from spatialdl.slides.batch.keeping import PICTURES, link
+from spatialdl.slides.batch.preview import preview_name
+from spatialdl.slides.batch.record import PARTS, RECORDS, Record, load_json, save_json
+
+PROCESS_LIST, PAGE = "process_list.csv", "report.html"
+
+
+def load_settings(folder: Path) -> object:
+    """The settings of a batch that was made before; None if there is none."""
+    return load_json(folder / SETTINGS)
+
+
+def assemble(
+    folder: Path,
+    names: Sequence[str],
+    classes: list[str],
+    options: argparse.Namespace,
+    settings: dict[str, object],
+) -> int:
+    """Turn the records of a batch into a data set.
+
+    May be interrupted and done again: the parts are left until nothing else is missing.
+
+    Args:
+        folder: where the batch was built.
+        names: of the slides that are done, in the order in which they come; others are removed.
+        classes: that labels are indices into.
+        options: of the command.
+        settings: written beside the data set, so that it can be added to.
+
+    Returns:
+        The samples of the data set.
+    """
+    records = [(name, record) for name in names if (record := Record.load(folder, name))]
+    infos = _numbered(folder, records)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    if infos:
+        side = options.tile_size
+        manifest = Manifest(
+            kind="tiles",
+            classes=classes,
+            channels=3,
+            tile_size=(side, side),
+            mpp=options.mpp,
+            shards=infos,
+            samples=[*_samples(records)],
+            made_with=settings,
+        )
+        manifest.save(folder)
+    save_json(folder / SETTINGS, settings)
+    for name, record in records:
+        record.save(folder, name)
+    _tidy(folder, records, {info.file for info in infos})
+    return sum(len(part.taken) for _, record in records for part in record.parts)
+
+
+def _numbered(folder: Path, records: Sequence[tuple[str, Record]]) -> list[ShardInfo]:
+    """Give the shards of all parts their names in the data set."""
+    infos: list[ShardInfo] = []
+    for _, record in records:
+        for part in record.parts:
+            if part.shard is not None:
+                info = replace(part.shard, file=shard_name(len(infos)))
+                # not over one that is still to be numbered, if this was interrupted before
+                link(folder / part.shard.file, folder / f"{info.file}.new")
+                part.shard = info
+                infos.append(info)
+    for info in infos:
+        (folder / f"{info.file}.new").rename(folder / info.file)
+    fsync_folder(folder)
+    return infos
+
+
+def _samples(records: Sequence[tuple[str, Record]]) -> Iterator[TileSample]:
+    shard = 0
+    for name, record in records:
+        for part in record.parts:
+            if part.shard is not None:
+                for index, (x, y, label) in enumerate(part.taken):
+                    yield TileSample(shard, index, label, record.split, name, x, y)
+                shard += 1
+
+
+def _tidy(folder: Path, records: Sequence[tuple[str, Record]], shards: set[str]) -> None:
+    """Remove what is not of the data set: parts, and what other runs have left."""
+    names = [name for name, _ in records]
+    kept = {
+        **{RECORDS: {f"{name}.json" for name in names}, "": shards},
+        PICTURES: {k for name in names for k in (f"{name}.png", preview_name(name))},
+    }
+    for inside, files in kept.items():
+        for path in (folder / inside).glob("*" if inside else "shard-*"):
+            if path.name not in files:
+                path.unlink()
+    coords = {file.file for _, record in records for file in record.files}
+    for path in (folder / COORDS).rglob("*.h5"):
+        if str(path.relative_to(folder)) not in coords:
+            path.unlink()
+    shutil.rmtree(folder / PARTS, ignore_errors=True)

@@ -1,0 +1,63 @@
+"""The slides of a batch: files and folders as given, and a name for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+SUFFIXES = (
+    *(".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".ndpis", ".scn", ".svs", ".svslide"),
+    *(".tif", ".tiff", ".vms", ".vmu", ".zvi"),
+)
+
+
+def find_slides(given: Sequence[Path], *, recursive: bool = False) -> list[Path]:
+    """Files as given, folders by the slides in them, in order of their names.
+
+    Args:
+        given: files and folders.
+        recursive: look in folders of folders, too.
+
+    Raises:
+        ValueError: a path is missing, or a folder has no slides.
+    """
+    slides: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            files = path.rglob("*") if recursive else path.iterdir()
+            inside = sorted(p for p in files if p.suffix.lower() in SUFFIXES and p.is_file())
+            if not inside:
+                raise ValueError(
+                    f"folder {path} has no slides in it ({' '.join(SUFFIXES)}); other images are "
+                    "named themselves, folders in it are looked into with --recursive"
+                )
+            slides.extend(inside)
+        elif not path.exists():
+            raise ValueError(f"cannot find slide {path}: there is no such file or folder")
+        else:
+            slides.append(path)
+    seen: dict[Path, Path] = {}
+    for slide in slides:
+        seen.setdefault(slide.resolve(), slide)
+    return list(seen.values())
+
+
+def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
+    """What slides are called in the data set: as short as tells them from each other.
+
+    The file name without suffix; with it, or with the folders above, where others have the same.
+    """
+    names = {slide: slide.stem for slide in slides}
+    for depth in range(1, max(len(slide.resolve().parts) for slide in slides) + 1):
+        for slide in _not_alone(names):
+            names[slide] = "_".join(slide.resolve().parts[-depth:]).lstrip("/")
+    for number, slide in enumerate(_not_alone(names), 1):
+        names[slide] += f"_{number}"
+    return names
+
+
+def _not_alone(names: dict[Path, str]) -> list[Path]:
+    # a file system may not tell capitals apart
+    times = Counter(name.casefold() for name in names.values())
+    return [slide for slide, name in names.items() if times[name.casefold()] > 1]

@@ -1,0 +1,122 @@
+"""Taking over slides that were done before, in an interrupted batch or in an earlier one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from spatialdl.data.format import ShardInfo
+from spatialdl.errors import ShardError, SlideError
+from spatialdl.slides.batch.preview import preview_name
+from spatialdl.slides.batch.record import PARTS, RECORDS, Record
+from spatialdl.slides.batch.report import Report
+
+PICTURES = "pictures"
+
+
+def taken_over(
+    folder: Path | None, before: Path | None, name: str, path: Path, key: str
+) -> Record | None:
+    """The record of a slide that was done before and is as it was.
+
+    Args:
+        folder: where the batch is built; files of the earlier batch are put there. None looks
+            for slides only.
+        before: the earlier batch, if there is one.
+        name: of the slide.
+        path: where it is.
+        key: of its contents and the settings.
+
+    Raises:
+        SlideError: the earlier batch has another slide of that name.
+    """
+    for place in (folder, before):
+        record = Record.load(place, name) if place is not None else None
+        if place is None or record is None:
+            continue
+        if record.key == key and not record.report["failed"] and record.is_whole(place):
+            if place == before and folder is not None:
+                record = moved_in(record, folder, place, name)
+            return record
+        if place == before and record.key != key and record.source != str(path.resolve()):
+            raise SlideError(
+                f"the data set has another slide named {name}, from {record.source}; rename "
+                f"{path}, or write to another folder"
+            )
+    return None
+
+
+def keep_others(folder: Path, before: Path | None, given: Mapping[str, Path]) -> list[Report]:
+    """Take over the slides of an earlier batch that are not given any more.
+
+    Args:
+        folder: where the batch is built.
+        before: the earlier one, if there is one.
+        given: the slides that are, by name; one that had another name then is not kept twice.
+
+    Returns:
+        Their reports.
+
+    Raises:
+        ShardError: files of such a slide are missing or damaged.
+    """
+    if before is None:
+        return []
+    sources = {str(path.resolve()) for path in given.values()}
+    reports = []
+    for name in tqdm(names_in(before), "checking", unit="slide", disable=None, leave=False):
+        record = Record.load(before, name)
+        if name in given or record is None or record.source in sources:
+            continue
+        if not record.is_whole(before):
+            raise ShardError(
+                f"{before} has slide {name} in it, files of which are missing or damaged; give "
+                f"that slide ({record.source}), too, or write to another folder"
+            )
+        moved_in(record, folder, before, name)
+        reports.append(Report.from_json(record.report))
+    return reports
+
+
+def names_in(folder: Path) -> list[str]:
+    """The slides that a batch has, by name."""
+    return sorted(path.name.removesuffix(".json") for path in (folder / RECORDS).glob("*.json"))
+
+
+def moved_in(record: Record, folder: Path, before: Path, name: str) -> Record:
+    """Put the files of a slide of an earlier batch into the one being built."""
+    for number, part in enumerate(record.parts):
+        if part.shard is not None:
+            part.shard = _linked(part.shard, before, folder, f"{PARTS}/{name}/{number:05d}")
+    record.files = [
+        _linked(file, before, folder, str(Path(file.file).parent)) for file in record.files
+    ]
+    (folder / PICTURES).mkdir(exist_ok=True)
+    for picture in (f"{name}.png", preview_name(name)):
+        if (before / PICTURES / picture).exists():
+            link(before / PICTURES / picture, folder / PICTURES / picture)
+    record.save(folder, name)
+    return record
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name; copy it where the file system has no such thing."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        temporary = target.with_name(f"{target.name}.tmp")
+        shutil.copyfile(source, temporary)
+        temporary.rename(target)
+
+
+def _linked(file: ShardInfo, before: Path, folder: Path, inside: str) -> ShardInfo:
+    there = Path(inside, Path(file.file).name)
+    (folder / inside).mkdir(parents=True, exist_ok=True)
+    link(before / file.file, folder / there)
+    return replace(file, file=str(there))

@@ -1,0 +1,160 @@
+"""The command line of the tiler."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from spatialdl.data.writer import DEFAULT_SHARD_SIZE
+from spatialdl.slides.batch.choosing import add_options
+from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
+
+FORMATS = ("shards", "coords")
+SETTINGS = (
+    *("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "shard_size", "format"),
+    *("background", "overlap", "filter", "stain_normalise"),
+)
+"""Options that decide on tiles and are not files."""
+
+_FOLDERS = ("mask_dir", "annotations", "stain_reference")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `spatialdl-tile`."""
+    made = argparse.ArgumentParser(
+        prog="spatialdl-tile",
+        description="Cut slides into a data set of tiles.",
+        epilog="`spatialdl-tile inspect FILE|DIR` shows what is in a slide or a data set, "
+        "`spatialdl-tile verify DIR` compares all of it with its checksums.",
+    )
+    add = made.add_argument
+    add("slides", nargs="+", type=Path, metavar="SLIDES", help="slides, or folders of slides")
+    add("--out", required=True, type=Path, metavar="DIR", help="data set folder to make")
+    add(
+        "--tile-size",
+        required=True,
+        type=_positive_int,
+        metavar="N",
+        help="rows and columns of a tile",
+    )
+    wanted = made.add_mutually_exclusive_group(required=True).add_argument
+    wanted("--mpp", type=_mpp, metavar="X", help="micrometres per pixel of the tiles")
+    wanted(
+        "--mag",
+        type=_mag,
+        metavar="X",
+        help="power of the objective that the tiles are as if taken with, such as 20; that of the "
+        "slide is what it says, else 10 / its mpp",
+    )
+    wanted("--level", type=_level, metavar="N", help="level of the slides, 0 the finest")
+    add(
+        "--labels",
+        type=Path,
+        metavar="CSV",
+        help="columns slide,label,split (train, val, test), and mpp if wanted: micrometres per "
+        "level-0 pixel, before --slide-mpp",
+    )
+    add(
+        "--min-tissue",
+        type=_fraction,
+        default=0.5,
+        metavar="F",
+        help="part of a tile that must be tissue, 0 to 1 (default 0.5)",
+    )
+    add(
+        "--slide-mpp",
+        type=_mpp,
+        metavar="X",
+        help="micrometres per level-0 pixel of the slides, in place of what they say",
+    )
+    add(
+        "--shard-size",
+        type=_bytes,
+        default=DEFAULT_SHARD_SIZE,
+        metavar="SIZE",
+        help="about how large a shard file may be, such as 256M or 1G (default 512M)",
+    )
+    add_options(made)
+    add(
+        "--format",
+        choices=FORMATS,
+        default="shards",
+        help="shards: a data set of images; coords: where the tiles are, for CLAM and TRIDENT",
+    )
+    add(
+        "--jobs",
+        type=_positive_int,
+        default=1,
+        metavar="N",
+        help="processes that work on this machine (default 1); under mpiexec or srun all ranks "
+        "but the first do",
+    )
+    add("--recursive", action="store_true", help="look for slides in folders of folders, too")
+    add("--dry-run", action="store_true", help="count tiles and bytes, write nothing")
+    add("--overwrite", action="store_true", help="replace a data set that is there")
+    add("--skip-errors", action="store_true", help="exit with 0 although slides were skipped")
+    return made
+
+
+def settings_of(options: argparse.Namespace, classes: Sequence[str]) -> dict[str, object]:
+    """What decides on tiles besides the slides and the files that belong to them.
+
+    Args:
+        options: as parsed.
+        classes: that labels are indices into.
+
+    Raises:
+        ValueError: options do not go together.
+    """
+    if options.format == "coords" and options.stain_normalise:
+        raise ValueError(
+            "--stain-normalise changes pixels, and --format coords writes none; leave one out"
+        )
+    said = {name: getattr(options, name) for name in SETTINGS}
+    return {**said, **{k: getattr(options, k) is not None for k in _FOLDERS}, "classes": [*classes]}
+
+
+def _positive_int(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _mpp(text: str) -> float:
+    low, high = PLAUSIBLE_MPP
+    return _between(text, low, high, f"micrometres per pixel, between {low} and {high}")
+
+
+def _mag(text: str) -> float:
+    low, high = (MPP_AT_1X / mpp for mpp in reversed(PLAUSIBLE_MPP))
+    return _between(text, low, high, f"the power of an objective, between {low:g} and {high:g}")
+
+
+def _level(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a level: 0, 1, 2 ...")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    return _between(text, 0.0, 1.0, "a part, between 0 and 1")
+
+
+def _between(text: str, low: float, high: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 256M or 1G")
+    return int(match[1]) * _UNITS[match[2].upper()]

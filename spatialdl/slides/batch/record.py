@@ -1,0 +1,150 @@
+"""What is remembered of a slide on disk: its parts while it is cut, its record when it is done.
+
+A part is what one worker cut in one go: at most a shard, and where the tiles in it lie. It counts
+as done if it was made from the same slide with the same settings (`key`), and if its shard still
+has the SHA-256 that was noted. ::
+
+    parts/NAME/00000/part.json, shard-00000.h5, tiles.npy       each, in progress
+    records/NAME.json                                           once all of them are done
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from spatialdl.data.format import ShardInfo, fsync_folder, sha256_of
+
+RECORDS, PARTS = "records", "parts"
+_PART = "part.json"
+Place = tuple[int, int]
+
+
+@dataclass
+class Part:
+    """What became of some of the tiles of a slide, or of a band of rows of a region.
+
+    Attributes:
+        shard: the file that it filled, None where no tile was left.
+        taken: level-0 x, y and index of the class (None without) of each tile written, in order.
+        dropped: level-0 x, y of the tiles that each filter dropped.
+        unreadable: of those that could not be read; `problem` is what was said of the last.
+        bare: tiles that turned out to have too little tissue.
+        rows: of a region that lie in the shard.
+        seconds: that it took.
+    """
+
+    shard: ShardInfo | None = None
+    taken: list[tuple[int, int, int | None]] = field(default_factory=list)
+    dropped: dict[str, list[Place]] = field(default_factory=dict)
+    unreadable: list[Place] = field(default_factory=list)
+    problem: str = ""
+    bare: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Self:
+        """From what `asdict` gave, by way of JSON."""
+        part = cls(**raw)
+        part.shard = ShardInfo(**raw["shard"]) if raw["shard"] else None
+        part.taken = [(x, y, label) for x, y, label in raw["taken"]]
+        part.dropped = {name: [(x, y) for x, y in at] for name, at in raw["dropped"].items()}
+        part.unreadable = [(x, y) for x, y in raw["unreadable"]]
+        return part
+
+
+@dataclass
+class Record:
+    """A slide that is done.
+
+    Attributes:
+        key: of the slide and the settings; see `spatialdl.slides.batch.identity`.
+        source: where the slide was.
+        split: which it belongs to, None without labels.
+        parts: in order; their shards are files of the data set.
+        files: of the data set that the slide has to itself.
+        region: of a whole region its height, width, x, y, mpp and label; None for tiles.
+        report: what it gave, as `Report.to_json` has it.
+    """
+
+    key: str
+    source: str
+    split: str | None
+    parts: list[Part]
+    files: list[ShardInfo]
+    region: dict[str, Any] | None
+    report: dict[str, Any]
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write it to `folder/records/name.json`."""
+        (folder / RECORDS).mkdir(exist_ok=True)
+        save_json(folder / RECORDS / f"{name}.json", asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Self | None:
+        """Read it back; None if there is none, or it is damaged."""
+        raw = load_json(folder / RECORDS / f"{name}.json")
+        try:
+            record = cls(**raw) if raw else None
+            if record is not None:
+                record.parts = [Part.of(part) for part in raw["parts"]]
+                record.files = [ShardInfo(**file) for file in raw["files"]]
+        except (TypeError, KeyError, ValueError, AttributeError):
+            return None
+        return record
+
+    def is_whole(self, folder: Path) -> bool:
+        """Whether all its files are in `folder`, with the contents that were noted."""
+        shards = [part.shard for part in self.parts if part.shard is not None]
+        return all(holds(folder, file) for file in (*shards, *self.files))
+
+
+def save_part(folder: Path, key: str, part: Part) -> None:
+    """Note in a part's folder that it is done."""
+    save_json(folder / _PART, {"key": key, "part": asdict(part)})
+
+
+def load_part(folder: Path, key: str) -> Part | None:
+    """A part that was done before, None if it has to be done (again)."""
+    raw = load_json(folder / _PART)
+    try:
+        if not raw or raw["key"] != key:
+            return None
+        part = Part.of(raw["part"])
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return None
+    whole = not part.unreadable and (part.shard is None or holds(folder, part.shard))
+    return part if whole else None
+
+
+def holds(folder: Path, shard: ShardInfo) -> bool:
+    """Whether a shard has the contents that were noted."""
+    path = folder / shard.file
+    try:
+        return path.stat().st_size == shard.bytes and sha256_of(path) == shard.sha256
+    except OSError:
+        return False
+
+
+def save_json(path: Path, content: object) -> None:
+    """Write a file that is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    fsync_folder(path.parent)
+
+
+def load_json(path: Path) -> Any:
+    """What a file holds; None if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

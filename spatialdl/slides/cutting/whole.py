@@ -1,0 +1,94 @@
+"""The tissue of a slide as one image, however large: the box around it, read by rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.slides.cutting.tiling import TilePlan
+from spatialdl.slides.reading.reader import Slide
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class WholePlan:
+    """One region of a slide.
+
+    Attributes:
+        x, y: level-0 pixel of its top-left corner.
+        size: its rows and columns.
+        scale: level-0 pixels per pixel of it.
+    """
+
+    x: int
+    y: int
+    size: tuple[int, int]
+    scale: float
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Level-0 rows and columns."""
+        return self.size[0] * self.scale, self.size[1] * self.scale
+
+    def bands(self, count: int, multiple: int) -> list[tuple[int, int]]:
+        """First row, and the one behind the last, of `count` bands or fewer.
+
+        All but the last have the same rows, a multiple of `multiple`.
+        """
+        rows = -(-self.size[0] // (count * multiple)) * multiple
+        return [(row, min(row + rows, self.size[0])) for row in range(0, self.size[0], rows)]
+
+
+def plan_whole(slide: Slide, plan: TilePlan, grid: tuple[int, int] = (1, 1)) -> WholePlan | None:
+    """The box around the tissue of a slide.
+
+    Args:
+        slide: open.
+        plan: of tiles, at the resolution of the region; the tissue is that of its thumbnail.
+        grid: rows and columns of the pixels of the region that it begins at a multiple of, as
+            counted from the corner of the slide.
+
+    Returns:
+        The region, None where there is no tissue.
+    """
+    mask = plan.tissue.mask
+    if not mask.any():
+        return None
+    down = slide.downsamples[slide.level(plan.scale)]
+    sides = []
+    for dim, length in enumerate(slide.size):
+        seen = np.flatnonzero(mask.any(1 - dim))
+        # whole pixels of the level that is read, so that none of them has to be made of two
+        unit = plan.scale * grid[dim] if grid[dim] > 1 else down
+        first = int(seen[0] * plan.thumbnail.scale / unit) * unit
+        last = min((seen[-1] + 1) * plan.thumbnail.scale, length)
+        sides.append((round(first), max(1, round((last - first) / plan.scale))))
+    (y, rows), (x, cols) = sides
+    return WholePlan(x, y, (rows, cols), plan.scale)
+
+
+class WholeImage:
+    """A region as something that gives its rows: `image[row0:row1]`.
+
+    Args:
+        slide: open.
+        plan: the region.
+    """
+
+    def __init__(self, slide: Slide, plan: WholePlan) -> None:
+        self._slide = slide
+        self._plan = plan
+        self.shape = (*plan.size, 3)
+
+    def __getitem__(self, rows: slice) -> Bytes:
+        """Those rows, uint8 (rows, cols, 3).
+
+        Raises:
+            SlideError: the file is damaged there.
+        """
+        first, last, _ = rows.indices(self.shape[0])
+        plan = self._plan
+        return self._slide.read_rows(plan.x, plan.y, plan.size, plan.scale, (first, last))
