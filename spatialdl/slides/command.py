@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 
 from spatialdl.data.folder import ResumableFolder, holds_results
-from spatialdl.data.format import stored_bytes
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
@@ -106,12 +105,10 @@ def _count(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> in
     run = _run(batch, tasks, executor, dry=True)
     reports = _reported(run, tasks)
     new = [run.reports[task.name].written for task in tasks if task.name not in run.before]
-    side = batch.options.tile_size
-    each = 16 if batch.options.format == "coords" else stored_bytes(side, side, 3)
-    what = "coordinates of " if batch.options.format == "coords" else ""
-    size = readable_bytes(sum(new) * each)
-    used = sum(map(bool, new))
-    print(f"would write {what}{sum(new)} tiles of {used} slides, {size}, to {batch.target}")
+    packed = " before compression" if batch.options.codec != "raw" else ""
+    size = readable_bytes(run.bytes) + packed
+    what = _what(batch, sum(new), sum(map(bool, new)))
+    print(f"would write {what}, {size}, to {batch.target}")
     return _exit_code(batch, reports)
 
 
@@ -150,8 +147,7 @@ def _into(
     if not written:
         raise _EmptyError(f"{why_nothing(reports)}; pictures and {PAGE} are in {batch.target}")
     used = sum(report.written > 0 for report in together)
-    what = "the coordinates of " if batch.options.format == "coords" else ""
-    print(f"wrote {what}{written} tiles of {used} slides to {batch.target}")
+    print(f"wrote {_what(batch, written, used)} to {batch.target}")
     return _exit_code(batch, reports)
 
 
@@ -168,6 +164,13 @@ def _reported(run: Run, tasks: Sequence[Task]) -> list[Report]:
     for line in warnings(reports):
         print(f"warning: {line}", file=sys.stderr)
     return reports
+
+
+def _what(batch: Batch, samples: int, slides: int) -> str:
+    if batch.options.whole:
+        return f"{samples} whole regions"
+    of = "coordinates of " if batch.options.format == "coords" else ""
+    return f"{of}{samples} tiles of {slides} slides"
 
 
 def _exit_code(batch: Batch, reports: Sequence[Report]) -> int:

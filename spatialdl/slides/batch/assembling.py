@@ -12,6 +12,7 @@ from spatialdl.data.folder import COORDS, SETTINGS
 from spatialdl.data.format import (
     MANIFEST,
     Manifest,
+    Sample,
     ShardInfo,
     TileSample,
     fsync_folder,
@@ -56,10 +57,11 @@ def assemble(
     if infos:
         side = options.tile_size
         manifest = Manifest(
-            kind="tiles",
+            kind="regions" if options.whole else "tiles",
             classes=classes,
             channels=3,
-            tile_size=(side, side),
+            codec="raw" if options.codec == "raw" else "jpeg",
+            tile_size=None if options.whole else (side, side),
             mpp=options.mpp,
             shards=infos,
             samples=[*_samples(records)],
@@ -90,9 +92,14 @@ def _numbered(folder: Path, records: Sequence[tuple[str, Record]]) -> list[Shard
     return infos
 
 
-def _samples(records: Sequence[tuple[str, Record]]) -> Iterator[TileSample]:
+def _samples(records: Sequence[tuple[str, Record]]) -> Iterator[Sample]:
     shard = 0
     for name, record in records:
+        if record.region is not None:
+            bands = tuple(replace(b, shard=shard + b.shard) for b in record.region.bands)
+            yield replace(record.region, bands=bands)
+            shard += len(bands)
+            continue
         for part in record.parts:
             if part.shard is not None:
                 for index, (x, y, label) in enumerate(part.taken):

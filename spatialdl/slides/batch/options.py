@@ -7,16 +7,21 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from spatialdl.data.codec import CODECS, QUALITY
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 from spatialdl.slides.batch.choosing import add_options
+from spatialdl.slides.batch.parts import NATIVE
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
 
 FORMATS = ("shards", "coords")
 SETTINGS = (
     *("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "shard_size", "format"),
-    *("background", "overlap", "filter", "stain_normalise"),
+    *("background", "overlap", "filter", "stain_normalise", "whole", "stripes", "codec", "quality"),
 )
 """Options that decide on tiles and are not files."""
+
+WHOLE_TILE = 512
+"""Side of the tiles of which colours of a whole region are told."""
 
 _FOLDERS = ("mask_dir", "annotations", "stain_reference")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -33,12 +38,12 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("slides", nargs="+", type=Path, metavar="SLIDES", help="slides, or folders of slides")
     add("--out", required=True, type=Path, metavar="DIR", help="data set folder to make")
-    add(
-        "--tile-size",
-        required=True,
-        type=_positive_int,
-        metavar="N",
-        help="rows and columns of a tile",
+    sample = made.add_mutually_exclusive_group(required=True).add_argument
+    sample("--tile-size", type=_positive_int, metavar="N", help="rows and columns of a tile")
+    sample(
+        "--whole",
+        action="store_true",
+        help="in place of tiles the box around the tissue of each slide, as one image",
     )
     wanted = made.add_mutually_exclusive_group(required=True).add_argument
     wanted("--mpp", type=_mpp, metavar="X", help="micrometres per pixel of the tiles")
@@ -85,6 +90,26 @@ def parser() -> argparse.ArgumentParser:
         help="shards: a data set of images; coords: where the tiles are, for CLAM and TRIDENT",
     )
     add(
+        "--codec",
+        choices=(*CODECS, NATIVE),
+        default="raw",
+        help="how pixels lie in the shards: as they are, as JPEG, or (jpeg-native) in the JPEG "
+        "tiles of the slides as they are, without loss",
+    )
+    add(
+        "--quality",
+        type=_quality,
+        default=QUALITY,
+        metavar="Q",
+        help=f"of --codec jpeg, 1 to 100 (default {QUALITY})",
+    )
+    add(
+        "--stripes",
+        type=_positive_int,
+        metavar="N",
+        help="shards over which the rows of a whole region are spread (default: by --shard-size)",
+    )
+    add(
         "--jobs",
         type=_positive_int,
         default=1,
@@ -109,18 +134,44 @@ def settings_of(options: argparse.Namespace, classes: Sequence[str]) -> dict[str
     Raises:
         ValueError: options do not go together.
     """
-    if options.format == "coords" and options.stain_normalise:
-        raise ValueError(
-            "--stain-normalise changes pixels, and --format coords writes none; leave one out"
-        )
+    for clashing, why in _CLASHES:
+        if all(_is_given(options, name) for name in clashing):
+            raise ValueError(f"{' and '.join(clashing)} do not go together: {why}")
+    if options.whole:
+        options.tile_size = WHOLE_TILE
+    elif options.stripes:
+        raise ValueError("--stripes is of whole regions; add --whole, or leave it out")
     said = {name: getattr(options, name) for name in SETTINGS}
     return {**said, **{k: getattr(options, k) is not None for k in _FOLDERS}, "classes": [*classes]}
+
+
+_CLASHES = (
+    (("--stain-normalise", "--format coords"), "coordinates have no pixels"),
+    (("--stain-normalise", f"--codec {NATIVE}"), "pixels would not stay as they are"),
+    (("--whole", "--format coords"), "coordinates are of tiles"),
+    (("--whole", "--overlap"), "there is one region a slide"),
+    (("--whole", "--filter"), "filters drop tiles"),
+    (("--whole", "--annotations"), "a whole region has all tissue; --labels gives classes"),
+)
+
+
+def _is_given(options: argparse.Namespace, text: str) -> bool:
+    name, _, value = text.partition(" ")
+    found = getattr(options, name[2:].replace("-", "_"))
+    return bool(found == value if value else found)
 
 
 def _positive_int(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _quality(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the quality of a JPEG, 1 to 100")
+    return value
 
 
 def _mpp(text: str) -> float:

@@ -7,35 +7,36 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from spatialdl.data.tile_shard import TileShards
+from spatialdl.data.codec import QUALITY
 from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.crew import tell
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.preview import Preview, Small
 from spatialdl.slides.batch.record import Part, save_part
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import CutTile, TilePlan, cut_tiles
 from spatialdl.slides.reading.reader import Slide
 
-_SMALL = "tiles.npy"
-_TOLD = 16  # tiles that are told at a time
+NATIVE = "jpeg-native"
+"""The codec of a batch that takes the JPEG tiles of slides as they are."""
+
+_SMALL = "small.npz"
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How the tiles of one slide are cut.
+    """How a slide is cut.
 
     Attributes:
         choosing: filters, stains.
         classes: that labels are indices into.
         name, label: of the slide.
         own: its colours.
-        preview: for which tiles are made small; its picture is not touched.
-        side: pixels along a side at which tiles are looked at where only their places are noted;
-            None where the tiles themselves are written.
+        preview: for which pieces are made small; its picture is not touched.
+        codec: "raw", "jpeg" or "jpeg-native"; None where only the places of tiles are noted.
+        quality: of JPEGs made here.
     """
 
     choosing: Choosing
@@ -44,78 +45,89 @@ class Cutting:
     label: SlideLabel | None
     own: Colours | str | None
     preview: Preview
-    side: int | None
+    codec: str | None = "raw"
+    quality: int = QUALITY
 
-    def class_of(self, tile: CutTile) -> int | None:
-        """Index of its class."""
-        label = self.label.label if self.label else tile.label
+    def class_index(self, found: str | None) -> int | None:
+        """Index of a class: that of the slide if it has one, else the one found there."""
+        label = self.label.label if self.label else found
         return None if label is None else self.classes.index(label)
 
+    @property
+    def split(self) -> str | None:
+        """That the slide belongs to."""
+        return self.label.split if self.label else None
 
-def cut_part(slide: Slide, plan: TilePlan, cutting: Cutting, folder: Path, key: str) -> Part:
-    """Cut the tiles of a plan, all of them into one shard.
+
+class Seen(NamedTuple):
+    """A piece of a slide made small, and the level-0 x, y of its corner."""
+
+    x: float
+    y: float
+    small: Small
+
+
+class Pieces(Protocol):
+    """What a part is made of: tiles, or a band of rows of a region."""
+
+    @property
+    def count(self) -> int:
+        """Pieces that are told of, one after the other, while they are cut."""
+
+    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: Part) -> list[Seen]:
+        """Cut them into a shard in a folder, and note in `part` what became of them."""
+
+
+def cut_part(slide: Slide, pieces: Pieces, cutting: Cutting, folder: Path, key: str) -> Part:
+    """Cut pieces into a folder.
 
     Args:
         slide: open.
-        plan: a part of that of the slide.
+        pieces: of it.
         cutting: how.
         folder: to be made.
         key: noted with the part.
 
     Raises:
-        SlideError: stains are to be normalised and cannot be.
+        SlideError: stains are to be normalised and cannot be, or a region cannot be read.
         OSError: it cannot be written.
     """
     started = time.monotonic()
     # a name of its own: what a killed run has left may still be at work on the same part
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     part = Part()
-    shards = TileShards(temporary, 2**63)
     try:
-        small = _tiles(slide, plan, cutting, part, shards)
-        if cutting.side is None and part.taken:
-            (info,) = shards.finish()
-            part.shard = info
+        _save_seen(temporary / _SMALL, pieces.cut(slide, cutting, temporary, part))
+        part.seconds = time.monotonic() - started
+        save_part(temporary, key, part)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
     except BaseException:
-        shards.abort()
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if small:
-        np.save(temporary / _SMALL, np.stack([tile.pixels for tile in small]))
-    part.seconds = time.monotonic() - started
-    save_part(temporary, key, part)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
     return part
 
 
-def small_tiles(folder: Path, step: float) -> list[Small]:
-    """The tiles of a part as they were made small, in the order in which they were taken."""
-    return [Small(pixels, step, step) for pixels in np.load(folder / _SMALL)]
+def _save_seen(path: Path, seen: list[Seen]) -> None:
+    spans = [(each.x, each.y, each.small.rows, each.small.cols) for each in seen]
+    shapes = [each.small.pixels.shape[:2] for each in seen]
+    pixels = [each.small.pixels.ravel() for each in seen]
+    np.savez(
+        path,
+        spans=np.array(spans).reshape(-1, 4),
+        shapes=np.array(shapes, int).reshape(-1, 2),
+        pixels=np.concatenate([np.empty(0, np.uint8), *pixels]),
+    )
 
 
-def _tiles(
-    slide: Slide, plan: TilePlan, cutting: Cutting, part: Part, shards: TileShards
-) -> list[Small]:
-    small: list[Small] = []
-    for number, tile in enumerate(cut_tiles(slide, plan, cutting.side), 1):
-        if number % _TOLD == 0 or number == len(plan.places):
-            tell((number - 1) % _TOLD + 1)
-        place = (tile.x, tile.y)
-        if tile.problem:
-            part.unreadable.append(place)
-            part.problem = tile.problem
-        elif tile.image is None:
-            part.bare += 1
-        elif refused := cutting.choosing.refused(tile.image):
-            part.dropped.setdefault(refused, []).append(place)
-        else:
-            image = cutting.choosing.finished(tile.image, cutting.own)
-            label = cutting.class_of(tile)
-            if cutting.side is None:
-                split = cutting.label.split if cutting.label else None
-                known = {"label": label, "split": split, "slide": cutting.name}
-                shards.add(image, None, {**known, "x": tile.x, "y": tile.y})
-            part.taken.append((tile.x, tile.y, label))
-            small.append(cutting.preview.shrunk(image, plan.step, plan.step))
-    return small
+def load_seen(folder: Path) -> list[Seen]:
+    """The pieces of a part that were kept, made small, in their order."""
+    with np.load(folder / _SMALL) as file:
+        spans, shapes, pixels = file["spans"], file["shapes"], file["pixels"]
+    found, start = [], 0
+    for (x, y, down, across), (rows, cols) in zip(spans, shapes, strict=True):
+        end = start + rows * cols * 3
+        small = Small(pixels[start:end].reshape(rows, cols, 3), down, across)
+        found.append(Seen(x, y, small))
+        start = end
+    return found

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from spatialdl.data.format import ShardInfo, fsync_folder, sha256_of
+from spatialdl.data.format import Band, RegionSample, ShardInfo, fsync_folder, sha256_of
 
 RECORDS, PARTS = "records", "parts"
 _PART = "part.json"
@@ -28,13 +28,14 @@ Place = tuple[int, int]
 class Part:
     """What became of some of the tiles of a slide, or of a band of rows of a region.
 
+    The first band of a region counts as the one sample that it is.
+
     Attributes:
         shard: the file that it filled, None where no tile was left.
         taken: level-0 x, y and index of the class (None without) of each tile written, in order.
         dropped: level-0 x, y of the tiles that each filter dropped.
         unreadable: of those that could not be read; `problem` is what was said of the last.
         bare: tiles that turned out to have too little tissue.
-        rows: of a region that lie in the shard.
         seconds: that it took.
     """
 
@@ -44,7 +45,6 @@ class Part:
     unreadable: list[Place] = field(default_factory=list)
     problem: str = ""
     bare: int = 0
-    rows: int = 0
     seconds: float = 0.0
 
     @classmethod
@@ -68,7 +68,7 @@ class Record:
         split: which it belongs to, None without labels.
         parts: in order; their shards are files of the data set.
         files: of the data set that the slide has to itself.
-        region: of a whole region its height, width, x, y, mpp and label; None for tiles.
+        region: where it is one whole region; bands are numbered by parts. None for tiles.
         report: what it gave, as `Report.to_json` has it.
     """
 
@@ -77,7 +77,7 @@ class Record:
     split: str | None
     parts: list[Part]
     files: list[ShardInfo]
-    region: dict[str, Any] | None
+    region: RegionSample | None
     report: dict[str, Any]
 
     def save(self, folder: Path, name: str) -> None:
@@ -93,6 +93,9 @@ class Record:
             record = cls(**raw) if raw else None
             if record is not None:
                 record.parts = [Part.of(part) for part in raw["parts"]]
+                if raw["region"]:
+                    bands = tuple(Band(**band) for band in raw["region"]["bands"])
+                    record.region = RegionSample(**{**raw["region"], "bands": bands})
                 record.files = [ShardInfo(**file) for file in raw["files"]]
         except (TypeError, KeyError, ValueError, AttributeError):
             return None

@@ -40,6 +40,7 @@ class Run:
         reports: of the slides so far, by name.
         before: names of those that were done before.
         finished: names of those that were cut.
+        bytes: that would be written, before compression, of a dry run.
     """
 
     def __init__(self, batch: Batch, tasks: Sequence[Task], *, dry: bool) -> None:
@@ -52,8 +53,14 @@ class Run:
         self.reports: dict[str, Report] = {}
         self.before: list[str] = []
         self.finished: list[str] = []
+        self.bytes = 0
         self._bar = tqdm(
-            total=0, unit="tile", disable=None, leave=False, smoothing=0.1, dynamic_ncols=True
+            total=0,
+            unit="strip" if batch.options.whole else "tile",
+            disable=None,
+            leave=False,
+            smoothing=0.1,
+            dynamic_ncols=True,
         )
 
     def go(self, crew: Crew) -> None:
@@ -88,11 +95,12 @@ class Run:
         if found.plan is None:
             self.before.append(task.name)
         elif self._dry:
-            found.report.written = found.tiles
+            found.report.written = len(found.parts) and (1 if found.region else found.pieces)
+            self.bytes += found.bytes
         if found.plan is None or self._dry:
             self.reports[task.name] = found.report
             return
-        self._known += found.tiles
+        self._known += found.pieces
         self._known_bytes += task.bytes
         parts: dict[int, Part] = {}
         if not found.parts:
@@ -113,7 +121,7 @@ class Run:
         found: Part | Exception,
     ) -> Iterator[Work]:
         task = self._tasks[order]
-        self._over += len(planned.parts[number].places)
+        self._over += planned.parts[number].count
         if isinstance(found, Exception):
             if task.name not in self.reports:  # else another part of it has failed, too
                 self._failed(task, found, planned.report)

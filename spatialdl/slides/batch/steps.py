@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spatialdl.data.format import stored_bytes
+from spatialdl.data.format import CHUNK, RegionSample, stored_bytes
+from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.coords import save_coords
 from spatialdl.slides.batch.identity import slide_key
 from spatialdl.slides.batch.keeping import PICTURES, taken_over
 from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.parts import Cutting, cut_part, small_tiles
+from spatialdl.slides.batch.parts import NATIVE, Cutting, Pieces, cut_part, load_seen
 from spatialdl.slides.batch.picture import save_overview, save_picture
 from spatialdl.slides.batch.preview import Preview, preview_name
 from spatialdl.slides.batch.record import PARTS, Part, Record, load_part
 from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.tile_part import TilePart, native_grid
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, plan_tiles
+from spatialdl.slides.cutting.whole import plan_whole
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.resolution import Wanted
 
 _OVERVIEW = "overview.png"
-_PLACES = 4096  # in a part of which nothing is written
-_LOOKED_AT = 64  # pixels along a side, where only the places of tiles are wanted
+_PLACES, _PLACE = 4096, 16  # tiles in a part of which coordinates are noted, and bytes of these
 
 
 @dataclass(frozen=True)
@@ -76,31 +79,35 @@ class Planned:
         report: what is known so far.
         size: rows and columns at level 0.
         plan: of its tiles, without them; None where the slide was done before.
-        parts: the tiles, in parts.
+        region: if it is to be a whole region.
+        parts: to be cut.
         own: colours of the slide; see `Choosing.own_colours`.
         zoom: pixels of its picture per level-0 pixel.
+        bytes: that will be written, before compression.
     """
 
     key: str
     report: Report
     size: tuple[int, int]
     plan: TilePlan | None = None
-    parts: list[TilePlan] = field(default_factory=list)
+    region: RegionSample | None = None
+    parts: Sequence[Pieces] = field(default_factory=list)
     own: Colours | str | None = None
     zoom: float = 1.0
+    bytes: int = 0
 
     @property
-    def tiles(self) -> int:
-        """Tiles to be looked at."""
-        return sum(len(part.places) for part in self.parts)
+    def pieces(self) -> int:
+        """Pieces to be cut: tiles, or rows of chunks of a region."""
+        return sum(part.count for part in self.parts)
 
     def outline(self) -> Planned:
-        """The same without the tiles, small enough to be sent around."""
+        """The same without the parts, small enough to be sent around."""
         return replace(self, parts=[])
 
 
 def plan_slide(batch: Batch, task: Task) -> Planned:
-    """Look at a slide: whether it is done, else which tiles are to be cut.
+    """Look at a slide: whether it is done, else what is to be cut.
 
     Raises:
         SlideError: it cannot be used.
@@ -121,26 +128,69 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
             overlap=options.overlap,
             finder=batch.choosing.finder(slide),
             regions=regions,
+            beyond=options.codec != NATIVE,
         )
         report = Report(task.name, file=str(task.path), mpp=slide.known_mpp, remark=slide.remark)
-        report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
-        report.unannotated, report.note = plan.unannotated, plan.reason
         planned = Planned(key, report, slide.size, plan.part(0, 0))
         planned.own = batch.choosing.own_colours(slide, plan)
-        at_once = _places_in_a_part(options)
-        for first in range(0, len(plan.places), at_once):
-            planned.parts.append(plan.part(first, first + at_once))
+        (_plan_region if options.whole else _plan_tiles)(batch, task, slide, plan, planned)
         if batch.folder is not None:
             folder = batch.folder / PARTS / task.name
             folder.mkdir(parents=True, exist_ok=True)
-            planned.zoom = save_overview(
-                folder / _OVERVIEW, plan.thumbnail, plan.tissue, regions or ()
-            )
+            overview = folder / _OVERVIEW
+            planned.zoom = save_overview(overview, plan.thumbnail, plan.tissue, regions or ())
     report.seconds = time.monotonic() - started
     return planned
 
 
-def cut_slide(batch: Batch, task: Task, planned: Planned, number: int, tiles: TilePlan) -> Part:
+def _plan_tiles(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned: Planned) -> None:
+    options, report = batch.options, planned.report
+    report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
+    report.unannotated, report.note = plan.unannotated, plan.reason
+    each = stored_bytes(plan.tile_size, plan.tile_size, 3)
+    at_once = max(1, int(options.shard_size) // each)
+    if options.format == "coords":
+        each, at_once = _PLACE, _PLACES
+    elif options.codec == NATIVE and plan.places:
+        native_grid(slide, plan)
+    planned.bytes = each * len(plan.places)
+    planned.parts = [
+        TilePart(plan.part(first, first + at_once), bool(options.filter))
+        for first in range(0, len(plan.places), at_once)
+    ]
+
+
+def _plan_region(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned: Planned) -> None:
+    options, report = batch.options, planned.report
+    report.in_grid = 1
+    whole = plan_whole(slide, plan)
+    if whole is None:
+        report.note = "no tissue found"
+        return
+    report.with_tissue = 1
+    multiple = CHUNK
+    if options.codec == NATIVE:
+        multiple = native_region(slide, whole).chunk[0]
+    bands = bands_of(whole, options.stripes, options.shard_size, multiple)
+    label = task.label.label if task.label else None
+    planned.region = RegionSample(
+        id=planned.key[:12],
+        height=whole.size[0],
+        width=whole.size[1],
+        mpp=None if slide.known_mpp is None else slide.known_mpp * whole.scale,
+        striped=len(bands) > 1,
+        bands=tuple(bands),
+        label=None if label is None else batch.classes.index(label),
+        split=task.label.split if task.label else None,
+        slide=task.name,
+        x=whole.x,
+        y=whole.y,
+    )
+    planned.bytes = stored_bytes(*whole.size, 3)
+    planned.parts = [BandPart(whole, planned.region, k) for k in range(len(bands))]
+
+
+def cut_slide(batch: Batch, task: Task, planned: Planned, number: int, pieces: Pieces) -> Part:
     """Cut part `number` of a slide, unless that was done before.
 
     Raises:
@@ -151,6 +201,7 @@ def cut_slide(batch: Batch, task: Task, planned: Planned, number: int, tiles: Ti
     part = load_part(folder, planned.key)
     if part is not None:
         return part
+    options = batch.options
     cutting = Cutting(
         batch.choosing,
         batch.classes,
@@ -158,10 +209,11 @@ def cut_slide(batch: Batch, task: Task, planned: Planned, number: int, tiles: Ti
         task.label,
         planned.own,
         Preview(planned.size),
-        _side(batch.options),
+        None if options.format == "coords" else options.codec,
+        options.quality,
     )
     with _opened(batch, task) as slide:
-        return cut_part(slide, tiles, cutting, folder, planned.key)
+        return cut_part(slide, pieces, cutting, folder, planned.key)
 
 
 def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) -> Report:
@@ -169,34 +221,11 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
     assert batch.folder is not None
     assert planned.plan is not None
     started, report, folder = time.monotonic(), planned.report, batch.folder
-    cut = folder / PARTS / task.name
-    dropped = [place for part in parts for at in part.dropped.values() for place in at]
-    unreadable = [place for part in parts for place in part.unreadable]
-    taken = [(x, y) for part in parts for x, y, _ in part.taken]
-    for part in parts:
-        report.with_tissue -= part.bare
-        for name, at in part.dropped.items():
-            setattr(report, name, getattr(report, name) + len(at))
-        if part.unreadable:
-            report.failed, report.note = True, part.problem
-        report.seconds += part.seconds
-    report.written, report.unreadable = len(taken), len(unreadable)
-    if not taken and not report.note:
-        report.note = "filters dropped every tile" if dropped else "no tissue found"
-    (folder / PICTURES).mkdir(exist_ok=True)
-    picture = folder / PICTURES / f"{task.name}.png"
-    step = planned.plan.step
-    save_picture(picture, cut / _OVERVIEW, planned.zoom, (step, step), taken, unreadable, dropped)
-    if taken:
-        preview = Preview(planned.size)
-        for number, part in enumerate(parts):
-            if part.taken:
-                tiles = small_tiles(_at(cut, number), step)
-                for (x, y, _), small in zip(part.taken, tiles, strict=True):
-                    preview.paste(x, y, small)
-        preview.save(folder / PICTURES / preview_name(task.name))
+    _sum_up(report, parts)
+    _draw(folder, task.name, planned, parts)
     files = []
-    if batch.options.format == "coords" and taken:
+    if batch.options.format == "coords" and report.written:
+        taken = [(x, y) for part in parts for x, y, _ in part.taken]
         with _opened(batch, task) as slide:
             files = save_coords(folder, batch.target, slide, task.name, planned.plan, taken)
     for number, part in enumerate(parts):
@@ -204,10 +233,57 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
             path = _at(Path(PARTS, task.name), number) / part.shard.file
             part.shard = replace(part.shard, file=str(path))
     report.seconds += time.monotonic() - started
-    split = task.label.split if task.label else None
-    source = str(task.path.resolve())
-    Record(planned.key, source, split, parts, files, None, report.to_json()).save(folder, task.name)
+    record = Record(
+        planned.key,
+        str(task.path.resolve()),
+        task.label.split if task.label else None,
+        parts,
+        files,
+        planned.region,
+        report.to_json(),
+    )
+    record.save(folder, task.name)
     return report
+
+
+def _sum_up(report: Report, parts: Sequence[Part]) -> None:
+    for part in parts:
+        report.with_tissue -= part.bare
+        for name, at in part.dropped.items():
+            setattr(report, name, getattr(report, name) + len(at))
+        if part.unreadable:
+            report.failed, report.note = True, part.problem
+        report.seconds += part.seconds
+        report.written += len(part.taken)
+        report.unreadable += len(part.unreadable)
+    if not report.written and not report.note:
+        report.note = "filters dropped every tile" if report.dropped else "no tissue found"
+
+
+def _draw(folder: Path, name: str, planned: Planned, parts: Sequence[Part]) -> None:
+    """The picture of a slide, and its preview."""
+    assert planned.plan is not None
+    pictures, cut = folder / PICTURES, folder / PARTS / name
+    pictures.mkdir(exist_ok=True)
+    span = (planned.plan.step, planned.plan.step)
+    if planned.region is not None:
+        scale = planned.plan.scale
+        span = planned.region.height * scale, planned.region.width * scale
+    save_picture(
+        pictures / f"{name}.png",
+        cut / _OVERVIEW,
+        planned.zoom,
+        span,
+        [(x, y) for part in parts for x, y, _ in part.taken],
+        [place for part in parts for place in part.unreadable],
+        [place for part in parts for at in part.dropped.values() for place in at],
+    )
+    if any(part.taken for part in parts):
+        preview = Preview(planned.size)
+        for number in range(len(parts)):
+            for x, y, small in load_seen(_at(cut, number)):
+                preview.paste(x, y, small)
+        preview.save(pictures / preview_name(name))
 
 
 def _opened(batch: Batch, task: Task) -> Slide:
@@ -217,18 +293,3 @@ def _opened(batch: Batch, task: Task) -> Slide:
 
 def _at(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}"
-
-
-def _side(options: argparse.Namespace) -> int | None:
-    """How many pixels tiles are looked at with where they are not written; all if filtered."""
-    if options.format != "coords":
-        return None
-    side: int = options.tile_size
-    return side if options.filter else min(side, _LOOKED_AT)
-
-
-def _places_in_a_part(options: argparse.Namespace) -> int:
-    if options.format == "coords":
-        return _PLACES
-    side = options.tile_size
-    return max(1, int(options.shard_size) // stored_bytes(side, side, 3))

@@ -87,6 +87,7 @@ def plan_tiles(
     overlap: int = 0,
     finder: Callable[[Thumbnail], Tissue] = find_tissue,
     regions: Sequence[Region] | None = None,
+    beyond: bool = True,
 ) -> TilePlan:
     """Choose the tiles of a slide.
 
@@ -103,6 +104,8 @@ def plan_tiles(
         finder: marks the tissue of a thumbnail.
         regions: where tiles may lie, if not everywhere. A tile has the class that covers most of
             it, if that is at least `min_tissue` of it; else it is not kept.
+        beyond: tiles may end beyond the edge of the slide by a hundredth of their side, since
+            sizes are rounded.
 
     Raises:
         SlideError: the slide does not say its resolution, or it is coarser than wanted.
@@ -113,7 +116,8 @@ def plan_tiles(
     scale = (wanted if isinstance(wanted, Wanted) else Wanted(mpp=wanted)).scale(slide)
     height, width = slide.size
     step, stride = tile_size * scale, (tile_size - overlap) * scale
-    grid = _fitting(height, step, stride), _fitting(width, step, stride)
+    needed = step * (1 - _SLACK) if beyond else step
+    grid = _fitting(height, needed, stride), _fitting(width, needed, stride)
     thumbnail = slide.thumbnail(_thumbnail_scale(slide, step))
     tissue = finder(thumbnail)
     tiles = _Tiles(grid, step / thumbnail.scale, stride / thumbnail.scale)
@@ -193,9 +197,9 @@ def _thumbnail_scale(slide: Slide, step: float) -> float:
     return max(1.0, scale, max(slide.size) / _LONGEST_THUMBNAIL)
 
 
-def _fitting(length: int, step: float, stride: float) -> int:
-    """How many tiles fit into a length."""
-    room = length - (1 - _SLACK) * step
+def _fitting(length: int, needed: float, stride: float) -> int:
+    """How many tiles fit into a length, where each needs so much of it."""
+    room = length - needed
     return int(room / stride) + 1 if room >= 0 else 0
 
 

@@ -42,14 +42,15 @@ class WholePlan:
         return [(row, min(row + rows, self.size[0])) for row in range(0, self.size[0], rows)]
 
 
-def plan_whole(slide: Slide, plan: TilePlan, grid: tuple[int, int] = (1, 1)) -> WholePlan | None:
+def plan_whole(slide: Slide, plan: TilePlan) -> WholePlan | None:
     """The box around the tissue of a slide.
+
+    It begins where a pixel of the level that is read does, or a tile of it where the level is
+    made of JPEG tiles, so that no pixel has to be made of two, and no tile be cut.
 
     Args:
         slide: open.
         plan: of tiles, at the resolution of the region; the tissue is that of its thumbnail.
-        grid: rows and columns of the pixels of the region that it begins at a multiple of, as
-            counted from the corner of the slide.
 
     Returns:
         The region, None where there is no tissue.
@@ -57,15 +58,16 @@ def plan_whole(slide: Slide, plan: TilePlan, grid: tuple[int, int] = (1, 1)) -> 
     mask = plan.tissue.mask
     if not mask.any():
         return None
-    down = slide.downsamples[slide.level(plan.scale)]
+    grid = slide.jpeg_grid(plan.scale)
+    level = slide.level(plan.scale)
+    down = slide.downsamples[level]
     sides = []
-    for dim, length in enumerate(slide.size):
+    for dim in (0, 1):
         seen = np.flatnonzero(mask.any(1 - dim))
-        # whole pixels of the level that is read, so that none of them has to be made of two
-        unit = plan.scale * grid[dim] if grid[dim] > 1 else down
+        unit = down * (1 if grid is None else grid.chunk[dim])
         first = int(seen[0] * plan.thumbnail.scale / unit) * unit
-        last = min((seen[-1] + 1) * plan.thumbnail.scale, length)
-        sides.append((round(first), max(1, round((last - first) / plan.scale))))
+        last = min((seen[-1] + 1) * plan.thumbnail.scale, slide.level_size(level)[dim] * down)
+        sides.append((round(first), max(1, int((last - first) / plan.scale))))
     (y, rows), (x, cols) = sides
     return WholePlan(x, y, (rows, cols), plan.scale)
 

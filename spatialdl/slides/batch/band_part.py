@@ -1,0 +1,127 @@
+"""A band of rows of a whole region, written to a shard of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.codec import Codec
+from spatialdl.data.format import CHUNK, Band, RegionSample, stored_bytes
+from spatialdl.data.region_shard import write_band
+from spatialdl.data.shard_file import ShardFile
+from spatialdl.errors import SlideError
+from spatialdl.slides.batch.crew import tell
+from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen
+from spatialdl.slides.batch.record import Part
+from spatialdl.slides.cutting.whole import WholeImage, WholePlan
+from spatialdl.slides.reading.jpeg_grid import JpegGrid
+from spatialdl.slides.reading.reader import Slide
+
+_LOOKED_AT = 4096  # pixels along a side, for previews
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class BandPart:
+    """Band `number` of a region."""
+
+    plan: WholePlan
+    sample: RegionSample
+    number: int
+
+    @property
+    def count(self) -> int:
+        """Rows of chunks."""
+        return -(-self.sample.bands[self.number].rows // CHUNK)
+
+    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: Part) -> list[Seen]:
+        """Read its rows and write them.
+
+        Raises:
+            SlideError: they cannot be read, or their stains not be normalised.
+        """
+        file = ShardFile(folder, 0)
+        try:
+            seen = self._write(slide, cutting, file)
+        except BaseException:
+            file.abort()
+            raise
+        file.samples = 1
+        part.shard = file.finish()
+        if self.number == 0:
+            part.taken.append((self.plan.x, self.plan.y, self.sample.label))
+        return seen
+
+    def _write(self, slide: Slide, cutting: Cutting, file: ShardFile) -> list[Seen]:
+        if cutting.codec == NATIVE:
+            write_band(
+                file, self.sample, self.number, native_region(slide, self.plan), None, "jpeg"
+            )
+            tell(self.count)
+            return [self._looked_at(slide, cutting)]
+        image = _Finished(slide, self.plan, cutting)
+        codec: Codec = "jpeg" if cutting.codec == "jpeg" else "raw"
+        write_band(file, self.sample, self.number, image, None, codec, cutting.quality)
+        return image.seen
+
+    def _looked_at(self, slide: Slide, cutting: Cutting) -> Seen:
+        """The band as it is made small, of fewer pixels than were written."""
+        plan, band = self.plan, self.sample.bands[self.number]
+        scale = plan.scale * max(1.0, max(plan.size) / _LOOKED_AT)
+        y, rows, cols = plan.y + band.row0 * plan.scale, band.rows * plan.scale, plan.span[1]
+        size = max(1, round(rows / scale)), max(1, round(cols / scale))
+        image = slide.read_scaled(plan.x, round(y), size, scale)
+        return Seen(plan.x, y, cutting.preview.shrunk(image, rows, cols))
+
+
+class _Finished:
+    """A region with the colours that it is to have; remembers what was read, made small."""
+
+    def __init__(self, slide: Slide, plan: WholePlan, cutting: Cutting) -> None:
+        self._image = WholeImage(slide, plan)
+        self._plan = plan
+        self._cutting = cutting
+        self.shape = self._image.shape
+        self.seen: list[Seen] = []
+
+    def __getitem__(self, rows: slice) -> Bytes:
+        plan, cutting = self._plan, self._cutting
+        image = cutting.choosing.finished(self._image[rows], cutting.own)
+        down, across = len(image) * plan.scale, plan.span[1]
+        y = plan.y + rows.indices(self.shape[0])[0] * plan.scale
+        self.seen.append(Seen(plan.x, y, cutting.preview.shrunk(image, down, across)))
+        tell(1)
+        return image
+
+
+def native_region(slide: Slide, plan: WholePlan) -> JpegGrid:
+    """The JPEG tiles of a slide that a region is made of.
+
+    Raises:
+        SlideError: there are none, or the region does not begin with one.
+    """
+    grid = slide.jpeg_grid(plan.scale)
+    region = None if grid is None else grid.at(plan.x, plan.y, plan.size)
+    if region is None:
+        raise SlideError(
+            f"slide {slide.path} has no JPEG tiles at {plan.scale:g} level-0 pixels per pixel that "
+            "could be taken as they are; ask for one of its levels (--level), or for --codec jpeg"
+        )
+    return region
+
+
+def bands_of(plan: WholePlan, stripes: int | None, shard_size: int, multiple: int) -> list[Band]:
+    """The bands of a region, one a shard.
+
+    Args:
+        plan: the region.
+        stripes: how many, or fewer; None takes as many as keep shards below `shard_size`.
+        shard_size: in bytes.
+        multiple: rows of a band are a multiple of it.
+    """
+    count = stripes or -(-stored_bytes(*plan.size, 3) // shard_size)
+    return [Band(k, row, end - row) for k, (row, end) in enumerate(plan.bands(count, multiple))]

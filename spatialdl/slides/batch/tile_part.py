@@ -1,0 +1,134 @@
+"""Some tiles of a slide, cut into a shard of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spatialdl.data.codec import Codec
+from spatialdl.data.tile_shard import TileShards
+from spatialdl.errors import SlideError
+from spatialdl.slides.batch.crew import tell
+from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen
+from spatialdl.slides.batch.record import Part
+from spatialdl.slides.cutting.tiling import CutTile, TilePlan, cut_tiles
+from spatialdl.slides.reading.jpeg_grid import JpegGrid
+from spatialdl.slides.reading.reader import Slide
+
+_TOLD = 16  # tiles that are told at a time
+_LOOKED_AT = 64  # pixels along a side of a tile that is read for its preview only
+
+
+@dataclass(frozen=True)
+class TilePart:
+    """Tiles of a slide, and whether all their pixels are to be looked at by filters."""
+
+    plan: TilePlan
+    filtered: bool
+
+    @property
+    def count(self) -> int:
+        """Tiles."""
+        return len(self.plan.places)
+
+    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: Part) -> list[Seen]:
+        """Cut them; those that cannot be read are noted and left out.
+
+        Raises:
+            SlideError: stains are to be normalised and cannot be, or the tiles of the slide are
+                no JPEGs that could be taken as they are.
+        """
+        return _Tiles(slide, self, cutting, folder, part).cut()
+
+
+def native_grid(slide: Slide, plan: TilePlan) -> JpegGrid:
+    """The JPEG tiles of a slide that those of a plan are made of.
+
+    Raises:
+        SlideError: there are none, or they have another grid.
+    """
+    grid = slide.jpeg_grid(plan.scale)
+    if grid is None:
+        raise SlideError(
+            f"slide {slide.path} has no JPEG tiles at {plan.scale:g} level-0 pixels per pixel that "
+            f"could be taken as they are; ask for one of its levels (--level), or for --codec jpeg"
+        )
+    stride = round(plan.stride / plan.scale)
+    if any(length % side for side in grid.chunk for length in (plan.tile_size, stride)):
+        rows, cols = grid.chunk
+        raise SlideError(
+            f"slide {slide.path} has JPEG tiles of {rows} x {cols}; to take them as they are, "
+            f"--tile-size {plan.tile_size} and --overlap {plan.tile_size - stride} must be "
+            "multiples of that; or ask for --codec jpeg"
+        )
+    return grid
+
+
+class _Tiles:
+    """The work of `TilePart.cut`."""
+
+    def __init__(
+        self, slide: Slide, tiles: TilePart, cutting: Cutting, folder: Path, part: Part
+    ) -> None:
+        self._slide = slide
+        self._plan = tiles.plan
+        self._cutting = cutting
+        self._part = part
+        self._seen: list[Seen] = []
+        self._grid = native_grid(slide, tiles.plan) if cutting.codec == NATIVE else None
+        codec: Codec = "raw" if cutting.codec in ("raw", None) else "jpeg"
+        # only as much is read as somebody looks at
+        small = min(self._plan.tile_size, _LOOKED_AT)
+        all_of_it = tiles.filtered or cutting.codec in ("raw", "jpeg")
+        self._side = None if all_of_it else small
+        self._shards = TileShards(folder, 2**63, codec, cutting.quality)
+
+    def cut(self) -> list[Seen]:
+        count = len(self._plan.places)
+        try:
+            for number, tile in enumerate(cut_tiles(self._slide, self._plan, self._side), 1):
+                self._tile(tile)
+                if number % _TOLD == 0 or number == count:
+                    tell((number - 1) % _TOLD + 1)
+            if self._shards.samples:
+                (self._part.shard,) = self._shards.finish()
+        except BaseException:
+            self._shards.abort()
+            raise
+        return self._seen
+
+    def _tile(self, tile: CutTile) -> None:
+        part, cutting, place = self._part, self._cutting, (tile.x, tile.y)
+        if tile.problem:
+            self._unreadable(tile, tile.problem)
+        elif tile.image is None:
+            part.bare += 1
+        elif refused := cutting.choosing.refused(tile.image):
+            part.dropped.setdefault(refused, []).append(place)
+        else:
+            image = cutting.choosing.finished(tile.image, cutting.own)
+            label = cutting.class_index(tile.label)
+            try:
+                self._write(tile._replace(image=image), label)
+            except SlideError as error:
+                self._unreadable(tile, str(error))
+                return
+            part.taken.append((*place, label))
+            span = self._plan.step
+            self._seen.append(Seen(*place, cutting.preview.shrunk(image, span, span)))
+
+    def _write(self, tile: CutTile, label: int | None) -> None:
+        known = {"label": label, "split": self._cutting.split, "slide": self._cutting.name}
+        known |= {"x": tile.x, "y": tile.y}
+        if self._grid is not None:
+            side = self._plan.tile_size
+            tiles = self._grid.at(tile.x, tile.y, (side, side))
+            if tiles is None:
+                raise SlideError(f"the tile at x={tile.x}, y={tile.y} is not whole JPEG tiles")
+            self._shards.add_encoded(tiles, None, known)
+        elif self._cutting.codec is not None and tile.image is not None:
+            self._shards.add(tile.image, None, known)
+
+    def _unreadable(self, tile: CutTile, problem: str) -> None:
+        self._part.unreadable.append((tile.x, tile.y))
+        self._part.problem = problem
