@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
 
 from spatialdl.data.codec import JpegStream, checked
 
 
-@runtime_checkable
-class EncodedImage(Protocol):
+class EncodedImage(ABC):
     """An image as a grid of JPEG streams: tiles of a slide, for instance.
 
     Every stream is a chunk of full size, those at the right and lower edge too; what they have
     beyond the image is nobody's.
+
+    Attributes:
+        shape: (rows, cols, channels); 1 or 3 channels, which the streams have as well.
+        chunk: rows and columns of the pixels of a stream.
     """
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(rows, cols, channels); 1 or 3 channels, which the streams have as well."""
+    shape: tuple[int, int, int]
+    chunk: tuple[int, int]
 
-    @property
-    def chunk(self) -> tuple[int, int]:
-        """Rows and columns of the pixels of a stream."""
-
+    @abstractmethod
     def encoded(self, row: int, col: int) -> bytes:
         """The stream at a row and column of the grid: a JPEG with all its tables."""
 
 
-class Streams(NamedTuple):
-    """Streams that are at hand, row by row; an `EncodedImage`."""
+@dataclass
+class Streams(EncodedImage):
+    """Streams that are at hand, row by row."""
 
     shape: tuple[int, int, int]
     chunk: tuple[int, int]

@@ -8,6 +8,7 @@ import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.codec import decode, encode
+from spatialdl.data.encoded import EncodedImage
 from spatialdl.data.format import RegionSample
 from spatialdl.errors import SlideError
 
@@ -119,7 +120,7 @@ def test_a_region_that_does_not_fit_leaves_the_others(tmp_path: Path) -> None:
     assert (data.read(0) == good).all()
 
 
-class Encoded:
+class Encoded(EncodedImage):
     """An image of which only the streams are to be had, chunks of 48 x 40."""
 
     chunk = (48, 40)

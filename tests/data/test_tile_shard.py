@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -114,11 +115,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_added(tmp_path: Path) -> No
     cut[3] = cut[3][: len(cut[3]) // 2]
     with ShardWriter(tmp_path / "set", codec="jpeg") as writer:
         for wrong, says in [
-            (image._replace(streams=cut), "stream at row 1, column 1 of the image: "),
-            (image._replace(streams=cut[:3]), "has 3 streams, expected 2 x 2"),
-            (image._replace(chunk=(64, 48)), r"has 4 streams"),
-            (image._replace(chunk=(48, 48)), "the JPEG is 32 x 48 .*, expected 48 x 48"),
-            (image._replace(shape=(64, 96, 1)), "with 3 channels, expected .* 1 channel"),
+            (replace(image, streams=cut), "stream at row 1, column 1 of the image: "),
+            (replace(image, streams=cut[:3]), "has 3 streams, expected 2 x 2"),
+            (replace(image, chunk=(64, 48)), r"has 4 streams"),
+            (replace(image, chunk=(48, 48)), "the JPEG is 32 x 48 .*, expected 48 x 48"),
+            (replace(image, shape=(64, 96, 1)), "with 3 channels, expected .* 1 channel"),
             (picture(64, 96, 2), "2 channels, and codec 'jpeg' holds 1 or 3"),
         ]:
             with pytest.raises(ValueError, match=says):

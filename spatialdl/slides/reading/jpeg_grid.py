@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spatialdl.data.codec import JpegStream
+from spatialdl.data.encoded import EncodedImage
 
 
-class JpegGrid:
-    """The tiles of a level that is natively JPEG; an `EncodedImage` for `ShardWriter.add`.
+class JpegGrid(EncodedImage):
+    """The tiles of a level that is natively JPEG, for `ShardWriter.add`.
 
     ::
 

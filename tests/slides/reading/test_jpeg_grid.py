@@ -177,8 +177,8 @@ def test_places_of_reads(synthetic: dict[str, Path]) -> None:
             assert grid.at(x, y, size) is None
 
 
-def without(path: Path, number: int, damage: bool) -> None:
-    """Spoil a tile: its bytes from the middle on, or its length."""
+def spoil(path: Path, number: int, how: str) -> None:
+    """Make a tile missing, zero from the middle on, or end there though its own end is left."""
     with tifffile.TiffFile(path) as tiff:
         page = tiff.pages.first
         tag = page.tags["TileByteCounts"]
@@ -186,19 +186,20 @@ def without(path: Path, number: int, damage: bool) -> None:
         size = {3: 2, 4: 4, 16: 8}[int(tag.dtype)]
         place = tag.valueoffset + number * size
     content = bytearray(path.read_bytes())
-    if damage:
-        content[offset + length // 2 : offset + length] = bytes(length - length // 2)
-    else:
+    middle = offset + length // 2
+    if how == "missing":
         content[place : place + size] = bytes(size)
+    elif how == "zero":
+        content[middle : offset + length] = bytes(offset + length - middle)
+    else:
+        content[middle : middle + 2] = b"\xff\xd9"
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [False, True])
-def test_a_tile_that_is_missing_or_damaged_is_an_error(
-    tmp_path: Path, both: str, damage: bool
-) -> None:
+@pytest.mark.parametrize("how", ["missing", "zero", "ended"])
+def test_a_tile_that_is_missing_or_damaged_is_an_error(tmp_path: Path, both: str, how: str) -> None:
     path = write_tiff(tmp_path / "a.tiff", [picture(1024, 1024)])
-    without(path, 6, damage)
+    spoil(path, 6, how)
     with Slide(path) as slide:
         grid = slide.jpeg_grid(1.0)
         assert grid is not None
