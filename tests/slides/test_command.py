@@ -173,7 +173,7 @@ def test_a_batch_goes_on_after_bad_slides(
     text = capsys.readouterr()
     status = {line.split()[0]: line.split()[-1] for line in text.out.splitlines()[1:-1]}
     assert status == {
-        **{"CMU-1-Small-Region": "ok", "osp-unreadable": "tiles", "all-white": "tiles"},
+        **{"CMU-1-Small-Region": "processed", "osp-unreadable": "tiles", "all-white": "tiles"},
         **{"corrupt-some-tiles": "damaged", "empty": "failed", "no-mpp": "failed"},
         **{"truncated-half": "failed"},
     }

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
-from pathlib import Path
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path, PurePath
+from typing import Any, Self
 
+from spatialdl.slides.batch.saving import replacing
 from spatialdl.slides.cutting.filters import FILTERS
+from spatialdl.slides.text import aligned, counted, fitted
+
+STATUSES = ("processed", "no tiles", "damaged", "failed")
+"""Of a slide: tiles were written; none were; some could not be read; nothing could be done."""
+COUNTS = ("in_grid", "with_tissue", "unannotated", *FILTERS, "unreadable", "written")
+_LONGEST_NAME = 60  # columns of the console
 
 
 @dataclass
@@ -18,6 +27,8 @@ class Report:
     `unannotated`, some dropped by filters (`black`, `white`, `pen`, `blur`: the first that
     refuses), some `unreadable`, and the others `written`. `note` says why there are none, or what
     failed. `mpp` is micrometres per level-0 pixel as used, `remark` what is odd about them.
+    `file` is the slide as it was given, `slide` its name in the data set, `seconds` how long the
+    work on it took.
     """
 
     slide: str
@@ -34,6 +45,8 @@ class Report:
     note: str = ""
     mpp: float | None = None
     remark: str = ""
+    file: str = ""
+    seconds: float = 0.0
 
     @property
     def dropped(self) -> int:
@@ -49,10 +62,37 @@ class Report:
 
     @property
     def status(self) -> str:
-        """In a word or two."""
+        """One of `STATUSES`."""
         if self.failed:
             return "damaged" if self.written else "failed"
-        return "ok" if self.written else "no tiles"
+        return "processed" if self.written else "no tiles"
+
+    @property
+    def reason(self) -> str:
+        """Why it gave less than all its tiles with tissue, or none; empty if it gave them."""
+        if self.failed and self.unreadable:
+            left_out = f"{self.unreadable} of {self.with_tissue} tiles could not be read"
+            return f"{left_out}; the last: {self.note}"
+        if self.failed or self.written:
+            return self.note
+        return f"{self.note} ({self.numbers()})" if self.in_grid else self.note
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields, as `json.dumps` takes them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """The report that `to_json` gave.
+
+        Raises:
+            ValueError: it has other fields; another version wrote it.
+        """
+        ours = {field.name for field in fields(cls)}
+        if set(given) != ours:
+            apart = ", ".join(sorted(map(str, ours.symmetric_difference(given))))
+            raise ValueError(f"not the report of a slide as this version has it: {apart}")
+        return cls(**given)
 
 
 def table(reports: Sequence[Report]) -> str:
@@ -70,13 +110,21 @@ def table(reports: Sequence[Report]) -> str:
     ]
     rows = [("slide", *(heads[k] for k in shown), "")]
     for r, row in zip(reports, counts, strict=True):
-        rows.append((r.slide, *(str(row[k]) for k in shown), r.status))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *numbers, status in rows:
-        cells = [f"{n:>{width}}" for n, width in zip(numbers, widths[1:], strict=False)]
-        lines.append("  ".join([f"{name:<{widths[0]}}", *cells, status]).rstrip())
-    return "\n".join(lines)
+        rows.append((fitted(r.slide, _LONGEST_NAME), *(str(row[k]) for k in shown), r.status))
+    return "\n".join(aligned(rows, left=(0, len(shown) + 1)))
+
+
+def by_status(reports: Sequence[Report]) -> dict[str, int]:
+    """How many slides have each status that occurs, in the order of `STATUSES`."""
+    found = [report.status for report in reports]
+    return {status: found.count(status) for status in STATUSES if status in found}
+
+
+def totals(reports: Sequence[Report]) -> str:
+    """All slides in a line: "5 slides: 3 processed, 1 no tiles, 1 failed; 1,234 tiles"."""
+    counts = ", ".join(f"{count:,} {status}" for status, count in by_status(reports).items())
+    tiles = counted(sum(report.written for report in reports), "tile")
+    return f"{counted(len(reports), 'slide')}{': ' if counts else ''}{counts}; {tiles}"
 
 
 def warnings(reports: Sequence[Report]) -> list[str]:
@@ -84,13 +132,11 @@ def warnings(reports: Sequence[Report]) -> list[str]:
     lines = []
     for report in reports:
         if report.failed and report.unreadable:
-            left_out = f"{report.unreadable} of {report.with_tissue} tiles could not be read"
-            lines.append(f"{report.slide}: {left_out}; the last: {report.note}")
+            lines.append(f"{report.slide}: {report.reason}")
         elif report.failed:
             lines.append(f"skipped: {report.note}")
         elif not report.written:
-            numbers = f" ({report.numbers()})" if report.in_grid else ""
-            lines.append(f"{report.slide} gave no tiles: {report.note}{numbers}")
+            lines.append(f"{report.slide} gave no tiles: {report.reason}")
         if report.remark:
             lines.append(f"{report.slide}: {report.remark}")
     return lines
@@ -109,8 +155,20 @@ def why_nothing(reports: Sequence[Report]) -> str:
 
 
 def save_reports(path: Path, reports: Sequence[Report]) -> None:
-    """Write the reports as a CSV."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(field.name for field in fields(Report))
-        writer.writerows(astuple(report) for report in reports)
+    """Write the reports as a CSV, whole or not at all.
+
+    Its first column, `slide_id`, is the file name with its suffix, which CLAM's feature
+    extraction reads.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    head = ("slide_id", "slide", "status", "reason", *COUNTS, "mpp", "seconds", "remark", "file")
+    writer.writerow(head)
+    for r in reports:
+        counts = (getattr(r, name) for name in COUNTS)
+        name = PurePath(r.file).name or r.slide
+        row = (name, r.slide, r.status, r.reason, *counts, r.mpp, f"{r.seconds:.2f}")
+        writer.writerow((*row, r.remark, r.file))
+    with replacing(path) as file:
+        # names that are not Unicode are no reason to have no file
+        file.write(text.getvalue().encode("utf-8", "backslashreplace"))

@@ -1,0 +1,52 @@
+"""Text for the console: columns that stay straight whatever is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from unicodedata import combining, east_asian_width
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+
+
+def width(text: str) -> int:
+    """Columns of a console that a text takes: accents none, Chinese letters two."""
+    return sum((not combining(c)) * (2 if east_asian_width(c) in "WF" else 1) for c in text)
+
+
+def fitted(text: str, most: int) -> str:
+    """A text in one line of at most `most` columns; of a longer one the middle is left out."""
+    line = "".join(c if c.isprintable() else "?" for c in text)
+    if width(line) <= most:
+        return line
+    head, tail = line, line
+    while width(head) > most // 2:
+        head = head[:-1]
+    while width(tail) > most - 1 - width(head):
+        tail = tail[1:]
+    return f"{head}…{tail}"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Rows of a table as lines: columns `left` begin, the others end, below each other."""
+    widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for k, (cell, wide) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (wide - width(cell))
+            cells.append(cell + space if k in left else space + cell)
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 tile", "2,000 tiles"."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def readable_bytes(count: int) -> str:
+    """ "999 bytes", "1.5 kB", "23.0 GB"; a kB is 1000 bytes."""
+    size, unit = float(count), 0
+    while size >= 999.95 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else counted(count, "byte")
