@@ -1,0 +1,115 @@
+"""The stitched preview of a slide: what was written of it, each tile at its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from spatialdl.slides.batch.saving import replacing
+
+Bytes = npt.NDArray[np.uint8]
+
+_NOTHING = 208  # grey, so that white glass is seen to be a tile
+_QUALITY = 85
+_SAMPLES = 4  # rows of a tile that are averaged to one: more cost time and are not seen
+
+
+class Small(NamedTuple):
+    """A tile made small, uint8 (rows, cols, 3), and the level-0 `rows` and `cols` it spans."""
+
+    pixels: Bytes
+    rows: float
+    cols: float
+
+
+class Preview:
+    """A picture of a slide that tiles are pasted into.
+
+    Its memory is bounded by `longest`. Where tiles overlap, that which was pasted last is seen.
+
+    Args:
+        size: rows and columns of the slide at level 0.
+        longest: pixels of the longer side of the picture; small slides are not enlarged.
+    """
+
+    def __init__(self, size: tuple[int, int], longest: int = 2048) -> None:
+        if min(size) < 1 or longest < 1:
+            raise ValueError(f"a preview of {size} pixels, {longest} at most, has none; give >= 1")
+        self._zoom = min(1.0, longest / max(size))
+        rows, cols = (max(1, _rounded(length * self._zoom)) for length in size)
+        self._canvas = np.full((rows, cols, 3), _NOTHING, np.uint8)
+
+    @property
+    def pixels(self) -> Bytes:
+        """The picture so far, uint8 (rows, cols, 3)."""
+        return self._canvas
+
+    def shrunk(self, image: Bytes, rows: float, cols: float) -> Small:
+        """A tile as it is pasted; only this sees all its pixels, and any process may do it.
+
+        Args:
+            image: the tile, uint8 (rows, cols, 3).
+            rows: level-0 rows that it spans.
+            cols: level-0 columns.
+        """
+        size = self._length(rows), self._length(cols)
+        return Small(_averaged(image, size), rows, cols)
+
+    def paste(self, x: float, y: float, small: Small) -> None:
+        """Put a tile at level-0 column `x` and row `y`; what is outside the slide is left out."""
+        rows, cols = self._canvas.shape[:2]
+        down, from_row = self._covered(y, small.rows, rows, len(small.pixels))
+        across, from_col = self._covered(x, small.cols, cols, small.pixels.shape[1])
+        self._canvas[down, across] = small.pixels[np.ix_(from_row, from_col)]
+
+    def save(self, path: Path) -> None:
+        """Write the picture, whole or not at all: a PNG if so named, else a JPEG."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = "PNG" if path.suffix.lower() == ".png" else "JPEG"
+        with replacing(path) as file:
+            Image.fromarray(self._canvas).save(file, kind, quality=_QUALITY)
+
+    def _length(self, span: float) -> int:
+        """The most pixels that a span has anywhere."""
+        return max(1, int(np.ceil(span * self._zoom)))
+
+    def _covered(
+        self, start: float, span: float, length: int, pixels: int
+    ) -> tuple[slice, npt.NDArray[np.int64]]:
+        """What a span covers of the picture, and which pixels of the small tile go there."""
+        # the end of a tile is rounded as the start of its neighbour, so that they meet
+        first, last = _rounded(start * self._zoom), _rounded((start + span) * self._zoom)
+        covered = np.arange(max(0, first), min(max(first + 1, last), length))
+        place = slice(covered[0], covered[-1] + 1) if covered.size else slice(0)
+        return place, np.minimum(covered - first, pixels - 1)
+
+
+def preview_name(slide: str) -> str:
+    """File name of the preview of a slide, beside its picture."""
+    return f"{slide}.stitched.jpg"
+
+
+def _rounded(number: float) -> int:
+    """Halves always up: rounding them to even would leave gaps."""
+    return int(np.floor(number + 0.5))
+
+
+def _averaged(image: Bytes, size: tuple[int, int]) -> Bytes:
+    """The image at a smaller size, each pixel the mean of an area (a sample of its rows)."""
+    factor = len(image) // size[0]
+    if factor > 1:
+        # Pillow alone takes up to twice as long, mostly to copy the image
+        whole = len(image) // factor * factor
+        step = -(-factor // _SAMPLES)
+        starts = range(0, factor, step)
+        total = image[:whole:factor].astype(np.uint16)
+        for start in starts[1:]:
+            total += image[start:whole:factor]
+        total += len(starts) // 2
+        total //= len(starts)
+        image = total.astype(np.uint8)
+    return np.asarray(Image.fromarray(image).resize(size[::-1], Image.Resampling.BOX))
