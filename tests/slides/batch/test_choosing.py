@@ -72,7 +72,7 @@ def test_masks_say_where_tiles_are(
     # strand has no mask: the row says so, the batch goes on
     assert run(out, synthetic["ring"].parent, "--mask-dir", tmp_path / "masks") == 1
     assert "strand.tiff has no mask: there is no strand.png in" in capsys.readouterr().err
-    assert rows(out)["strand"]["failed"] == "True"
+    assert rows(out)["strand"]["status"] == "failed"
     data = ShardDataset(out)
     places = {(data.sample(k).x, data.sample(k).y) for k in range(len(data))}
     assert places == {(256 * i, 256 * j) for i in range(3) for j in range(2)}
