@@ -28,7 +28,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ UNLABELLED = 255
 
 Kind = Literal["tiles", "regions"]
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.h5")
+_AT_A_TIME = 2**20  # bytes
 _USUAL_SPLITS = ("train", "val", "test")
 
 
@@ -210,10 +211,15 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.h5"
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
+    """SHA-256 of a file, in hexadecimal; `progress` hears of every so many bytes read."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_A_TIME))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if progress is not None:
+                progress(count)
+    return digest.hexdigest()
 
 
 def fsync_folder(folder: Path) -> None:

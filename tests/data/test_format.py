@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -164,3 +165,13 @@ def test_chunks_cover_the_image(rows: int, cols: int, channels: int) -> None:
 def test_sha256_is_the_known_one(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")
     assert sha256_of(tmp_path / "abc").startswith("ba7816bf8f01cfea")
+
+
+def test_a_checksum_tells_how_far_it_is(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 10_000
+    (tmp_path / "a").write_bytes(content)
+    parts: list[int] = []
+    assert sha256_of(tmp_path / "a", parts.append) == hashlib.sha256(content).hexdigest()
+    assert sum(parts) == len(content)
+    assert len(parts) > 1
+    assert sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()

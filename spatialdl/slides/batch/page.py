@@ -1,7 +1,167 @@
-"""x"""
+"""The report of a batch as a page for the browser: one file, nothing from elsewhere."""
 
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import jinja2
+from PIL import Image
+from tqdm import tqdm
+
+from spatialdl.slides.batch.preview import preview_name
+from spatialdl.slides.batch.report import STATUSES, Report, by_status, totals
+from spatialdl.slides.batch.saving import replacing
+from spatialdl.slides.cutting.filters import FILTERS
+from spatialdl.slides.text import counted, readable_bytes
+from spatialdl.version import __version__
+
+_WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail at most
+_ALWAYS = ("written", "with_tissue", "in_grid")
+_HEADS = {
+    "written": ("tiles", "written to the data set"),
+    "with_tissue": ("tissue", "tiles with enough tissue"),
+    "in_grid": ("grid", "tiles that fit into the slide"),
+    "unannotated": ("unannotated", "outside of the annotations"),
+    **{name: (name, f"dropped by the filter {name}") for name in FILTERS},
+    "unreadable": ("unreadable", "could not be read"),
+    "mpp": ("mpp", "micrometres per level-0 pixel"),
+    "seconds": ("seconds", "of work on the slide"),
+}
 
 
-def save_page(path: Path, *a: object) -> None:
-    path.write_text("")
+class _Cell(NamedTuple):
+    """A number as it is sorted and as it is shown."""
+
+    key: str
+    text: str
+
+
+class _Thumbnail(NamedTuple):
+    data: str
+    size: tuple[int, int]
+
+
+def save_page(
+    path: Path,
+    reports: Sequence[Report],
+    pictures: Path,
+    settings: Mapping[str, object],
+    *,
+    stored: int | None = None,
+) -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        path: the HTML file.
+        reports: what the slides gave; the rows of its table, in this order.
+        pictures: folder with `NAME.png` of the slides and `NAME.stitched.jpg`, where they are;
+            the page has thumbnails in it, and links to these files by their relative path.
+        settings: of the run; those that are None are left out.
+        stored: bytes that the batch takes on the disk, if known.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=False,
+    )
+    numbers = _columns(reports)
+    reasons = any(report.reason or report.remark for report in reports)
+    pictured = any(picture.is_file() for r in reports for picture in _pictures(pictures, r))
+    tiles = sum(report.written for report in reports)
+    facts = [counted(tiles, "tile")] + ([] if stored is None else [readable_bytes(stored)])
+    stream = environment.get_template("page.html").generate(
+        totals=totals(reports),
+        heading=counted(len(reports), "slide"),
+        statuses=by_status(reports),
+        facts=facts,
+        settings={name: value for name, value in settings.items() if value is not None},
+        count=len(reports),
+        columns=_heads(numbers, pictured, reasons),
+        rows=_rows(path, reports, pictures, numbers),
+        pictured=pictured,
+        reasons=reasons,
+        version=__version__,
+    )
+    with replacing(path) as file:
+        for part in stream:
+            file.write(part.encode("utf-8", "backslashreplace"))
+
+
+def _columns(reports: Sequence[Report]) -> list[str]:
+    """Names of the numbers that say something of some slide."""
+    return [name for name in _HEADS if name in _ALWAYS or any(getattr(r, name) for r in reports)]
+
+
+def _heads(numbers: Sequence[str], pictured: bool, reasons: bool) -> list[dict[str, Any]]:
+    def head(text: str, title: str, *, number: bool = False) -> dict[str, Any]:
+        return {"head": text, "title": f"sort by {title}", "number": number, "sortable": True}
+
+    return [
+        *([{"head": "picture", "number": False, "sortable": False}] if pictured else []),
+        head("slide", "name"),
+        head("status", "status, failed ones first"),
+        *([head("reason", "reason")] if reasons else []),
+        *(head(*_HEADS[name], number=True) for name in numbers),
+    ]
+
+
+def _rows(
+    path: Path, reports: Sequence[Report], pictures: Path, numbers: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    folder = os.path.relpath(pictures, path.parent)
+    bar = tqdm(reports, "report", unit="slide", disable=None, leave=False)
+    with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the others up
+        thumbnails = pool.map(_thumbnail, (_pictures(pictures, r)[0] for r in reports))
+        for report, thumbnail in zip(bar, thumbnails, strict=True):
+            picture, stitched = _pictures(pictures, report)
+            yield {
+                "slide": report.slide,
+                "file": report.file if Path(report.file).name != report.slide else "",
+                "status": report.status,
+                "rank": STATUSES[::-1].index(report.status),
+                "numbers": [_cell(name, getattr(report, name)) for name in numbers],
+                "why": [line for line in (report.reason, report.remark) if line],
+                "thumbnail": thumbnail.data if thumbnail else "",
+                "size": thumbnail.size if thumbnail else (0, 0),
+                "picture": _link(folder, picture.name),
+                "stitched": _link(folder, stitched.name) if stitched.is_file() else "",
+            }
+
+
+def _cell(name: str, value: float | None) -> _Cell:
+    if value is None or (name == "seconds" and not value):
+        return _Cell("", "")
+    shown = {"mpp": ".4g", "seconds": ",.1f"}
+    return _Cell(repr(value), format(value, shown.get(name, ",")))
+
+
+def _pictures(folder: Path, report: Report) -> tuple[Path, Path]:
+    """Where the picture of a slide would be, and its preview."""
+    return folder / f"{report.slide}.png", folder / preview_name(report.slide)
+
+
+def _thumbnail(picture: Path) -> _Thumbnail | None:
+    """A small JPEG in base64; None where there is no picture, or a damaged one."""
+    out = io.BytesIO()
+    try:
+        with Image.open(picture) as image:
+            image.thumbnail((_WIDTH, _HEIGHT), reducing_gap=2.0)
+            small = image.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None
+    small.save(out, "JPEG", quality=_QUALITY)
+    return _Thumbnail(base64.b64encode(out.getvalue()).decode(), small.size)
+
+
+def _link(folder: str, name: str) -> str:
+    """A relative address; names may hold anything, even what is not Unicode."""
+    parts = ("." if folder == "." else folder, name)
+    return quote(os.fsencode("/".join(parts)))

@@ -17,6 +17,11 @@ from spatialdl.slides.reading.plain import is_plain, open_plain
 
 Bytes = npt.NDArray[np.uint8]
 
+SLIDE_SUFFIXES = (
+    *(".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".ndpis", ".scn", ".svs", ".svslide"),
+    *(".tif", ".tiff", ".vms", ".vmu", ".zvi"),
+)
+"""Of files that are slides, wherever they lie; PNG and JPEG images may be anything."""
 _LFS = b"version https://git-lfs"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil, floor
 from pathlib import Path
@@ -81,6 +82,11 @@ class Slide:
     def name(self) -> str:
         """File name without its suffix."""
         return self.path.stem
+
+    @property
+    def properties(self) -> Mapping[str, str]:
+        """What the file says, by the names of openslide; a plain image says little."""
+        return self._source.properties
 
     @property
     def size(self) -> tuple[int, int]:

@@ -28,6 +28,7 @@ def test_native_pixels_are_those_of_openslide(synthetic: dict[str, Path]) -> Non
         assert slide.size == (1600, 2304)
         assert slide.mpp == pytest.approx(0.5)
         assert slide.downsamples == (1, 2, 4, 8)
+        assert slide.properties == raw.properties
         for mpp, level in [(0.5, 0), (1.0, 1), (4.0, 3), (0.5004, 0)]:
             wanted = np.asarray(raw.read_region((800, 400), level, (80, 50)).convert("RGB"))
             assert (slide.read(800, 400, (50, 80), mpp) == wanted).all()

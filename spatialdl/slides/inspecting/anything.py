@@ -1,0 +1,91 @@
+"""What is in a file or folder, whatever it is: said in lines of text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tqdm import tqdm
+
+from spatialdl.data.format import MANIFEST
+from spatialdl.errors import ShardError, SlideError
+from spatialdl.slides.inspecting.dataset import describe_dataset
+from spatialdl.slides.inspecting.hdf5 import HDF5_START, describe_hdf5, hdf5_in_a_line
+from spatialdl.slides.inspecting.slide import HEADS, describe_slide, slide_in_a_line
+from spatialdl.slides.reading.opening import SLIDE_SUFFIXES
+from spatialdl.slides.reading.plain import PLAIN_SUFFIXES
+from spatialdl.slides.text import aligned, fitted
+
+_HDF5_SUFFIXES = (".h5", ".hdf5")
+_LONGEST_NAME = 60  # columns of the console
+
+
+def inspect(path: str | os.PathLike[str]) -> str:
+    """Say what is in a slide, a data set folder, one of its shards, a file of coordinates.
+
+    Of a folder of slides, or of HDF5 files, it says a line for each; of those that cannot be
+    read it is the reason.
+
+    Raises:
+        SlideError: there is no such file, or it cannot be read as a slide.
+        ShardError: a data set or an HDF5 file is damaged, or a folder has nothing of ours.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return describe_dataset(path) if (path / MANIFEST).exists() else _folder(path)
+    return describe_hdf5(path) if _is_hdf5(path) else describe_slide(path)
+
+
+def _is_hdf5(path: Path) -> bool:
+    if path.suffix.lower() in _HDF5_SUFFIXES:
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(HDF5_START)) == HDF5_START
+    except OSError:
+        return False  # opening it as a slide says why
+
+
+def _folder(path: Path) -> str:
+    try:
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    except OSError as error:
+        raise ShardError(f"cannot look into folder {path}: {error.strerror}") from error
+    slides = [f for f in files if f.suffix.lower() in (*SLIDE_SUFFIXES, *PLAIN_SUFFIXES)]
+    stored = [f for f in files if f.suffix.lower() in _HDF5_SUFFIXES]
+    if not slides and not stored:
+        raise ShardError(
+            f"folder {path} has no {MANIFEST}, no slides ({' '.join(SLIDE_SUFFIXES)}) and no HDF5 "
+            "files in it; give another"
+        )
+    rows: list[tuple[str, ...]] = [HEADS]
+    notes = [""]
+    for file in tqdm(slides, "slides", unit="slide", disable=None, leave=False):
+        cells, note = _line(file)
+        rows.append((fitted(file.name, _LONGEST_NAME), *cells))
+        notes.append(note)
+    lines = []
+    if slides:
+        # the notes are no column: a long one would push the numbers of all others away
+        table = aligned(rows, left=(0, 1))
+        lines = [f"{line}  {note}".rstrip() for line, note in zip(table, notes, strict=True)]
+    for file in stored:
+        name = fitted(file.name, _LONGEST_NAME)
+        try:
+            lines.append(f"{name}  {hdf5_in_a_line(file)}")
+        except ShardError as error:
+            lines.append(f"{name}  {_one_line(error)}")
+    return "\n".join(lines)
+
+
+def _line(file: Path) -> tuple[tuple[str, ...], str]:
+    try:
+        return slide_in_a_line(file)
+    except SlideError as error:
+        # the name stands before it
+        why = _one_line(error).removeprefix(f"cannot open slide {file}: ")
+        return ("",) * (len(HEADS) - 1), why
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,87 @@
+"""What a data set folder holds: its samples by class and split, its shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from spatialdl.data.format import Manifest, RegionSample, ShardInfo
+from spatialdl.slides.text import aligned, counted, fitted, readable_bytes
+
+_LONGEST_NAME = 60  # columns of the console
+
+
+def describe_dataset(path: Path) -> str:
+    """A data set folder, in lines of text.
+
+    Raises:
+        ShardError: it has no manifest, or a damaged one.
+    """
+    manifest = Manifest.load(path)
+    slides = Counter(sample.slide for sample in manifest.samples)
+    facts = [
+        ("data set", str(path)),
+        ("kind", manifest.kind),
+        ("tile size", " x ".join(map(str, manifest.tile_size or ()))),
+        ("sizes", _sizes(manifest)),
+        ("mpp", "not said" if manifest.mpp is None else f"{manifest.mpp:g}"),
+        ("channels", str(manifest.channels)),
+        ("masks", "yes" if manifest.masks else "no"),
+        ("samples", f"{len(manifest.samples):,} of {counted(len(slides), 'slide')}"),
+        ("shards", _shards(manifest.shards)),
+    ]
+    if manifest.kind == "regions":
+        facts = [fact for fact in facts if fact[0] != "mpp"]  # each has its own
+    lines = [f"{name:<10} {text}" for name, text in facts if text]
+    lines += ["", *_samples(manifest)]
+    lines += [""] * bool(missing := _wrong(path, manifest.shards)) + missing
+    made = {name: value for name, value in manifest.made_with.items() if value is not None}
+    if made:
+        lines += ["", "made with", *(f"  {name}: {value}" for name, value in made.items())]
+    return "\n".join(lines)
+
+
+def _sizes(manifest: Manifest) -> str:
+    regions = [sample for sample in manifest.samples if isinstance(sample, RegionSample)]
+    if not regions:
+        return ""
+    rows, cols = ([r.height for r in regions], [r.width for r in regions])
+    return f"{min(rows)} to {max(rows)} rows, {min(cols)} to {max(cols)} columns"
+
+
+def _shards(shards: list[ShardInfo]) -> str:
+    return f"{len(shards):,}, {readable_bytes(sum(shard.bytes for shard in shards))}"
+
+
+def _samples(manifest: Manifest) -> list[str]:
+    """How many samples there are of each class (down) and split (across)."""
+    found = Counter((sample.label, sample.split) for sample in manifest.samples)
+    splits: list[str | None] = [*manifest.splits]
+    if any(split is None for _, split in found):
+        splits.append(None)
+    labels: list[int | None] = [*range(len(manifest.classes))]
+    if any(label is None for label, _ in found):
+        labels.append(None)
+    rows = [("class", *(split or "no split" for split in splits), "all")]
+    for label in labels:
+        counts = [found[label, split] for split in splits]
+        name = "no class" if label is None else fitted(manifest.classes[label], _LONGEST_NAME)
+        rows.append((name, *(f"{count:,}" for count in (*counts, sum(counts)))))
+    if len(labels) > 1:
+        counts = [sum(found[label, split] for label in labels) for split in splits]
+        rows.append(("all", *(f"{count:,}" for count in (*counts, sum(counts)))))
+    return aligned(rows)
+
+
+def _wrong(path: Path, shards: list[ShardInfo]) -> list[str]:
+    """What can be seen to be wrong with the shards without reading them."""
+    lines = []
+    for shard in shards:
+        try:
+            size = (path / shard.file).stat().st_size
+        except OSError as error:
+            lines.append(f"remark: cannot find {shard.file} ({error.strerror})")
+            continue
+        if size != shard.bytes:
+            lines.append(f"remark: {shard.file} has {size} bytes of {shard.bytes}")
+    return lines

@@ -1,0 +1,169 @@
+"""What a slide is: its resolution, its levels, what else is in the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from spatialdl.errors import SlideError
+from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.reading.resolution import mpp_of, power_of
+from spatialdl.slides.text import aligned, fitted, readable_bytes
+
+HEADS = ("slide", "format", "rows", "columns", "mpp", "power", "levels", "size")
+_PROBE = 64  # pixels that are read, to see whether any can
+_LONGEST = 100  # columns of the console for what the file says of itself
+_ASSOCIATED = re.compile(r"openslide\.associated\.(.+)\.width")
+
+
+def describe_slide(path: Path) -> str:
+    """A slide, in lines of text.
+
+    Raises:
+        SlideError: it cannot be opened; says why.
+    """
+    with Slide(path) as slide:
+        says, (rows, cols) = slide.properties, slide.size
+        facts = [
+            ("slide", str(path)),
+            ("format", _format(slide)),
+            ("file", _file_size(path)),
+            ("size", f"{rows} rows x {cols} columns{_millimetres(slide)}"),
+            ("mpp", _mpp(says)),
+            ("power", _power(slide)),
+            ("background", f"#{says.get('openslide.background-color', 'FFFFFF').strip('#')}"),
+            ("bounds", _bounds(says)),
+            ("associated", _associated(says)),
+            ("says", fitted(" ".join(says.get("openslide.comment", "").split()), _LONGEST)),
+        ]
+        levels = _levels(slide)
+        remarks = _remarks(slide)
+    lines = [f"{name:<11} {text}".rstrip() for name, text in facts if text]
+    lines += ["", *levels]
+    if remarks:
+        lines += ["", *(f"remark: {remark}" for remark in remarks)]
+    return "\n".join(lines)
+
+
+def slide_in_a_line(path: Path) -> tuple[tuple[str, ...], str]:
+    """The cells of a slide below `HEADS` but its name, and what is odd about it.
+
+    Raises:
+        SlideError: it cannot be opened; says why.
+    """
+    with Slide(path) as slide:
+        power = power_of(slide.properties)
+        mpp = slide.known_mpp
+        cells = (
+            _format(slide),
+            *map(str, slide.size),
+            "" if mpp is None else f"{mpp:.4g}",
+            "" if power is None else f"{power:g}x",
+            str(len(slide.downsamples)),
+            readable_bytes(_bytes(path)),
+        )
+        return cells, "; ".join(_remarks(slide))
+
+
+def _format(slide: Slide) -> str:
+    vendor = slide.properties.get("openslide.vendor")
+    return vendor or f"plain {slide.path.suffix.lstrip('.').lower() or 'image'}"
+
+
+def _bytes(path: Path) -> int:
+    size = path.stat().st_size
+    pixels = path.with_suffix("")
+    if path.suffix.lower() == ".mrxs" and pixels.is_dir():
+        size += sum(file.stat().st_size for file in pixels.iterdir() if file.is_file())
+    return size
+
+
+def _file_size(path: Path) -> str:
+    size = _bytes(path)
+    exact = f" ({size:,} bytes)" if size >= 1000 else ""
+    return readable_bytes(size) + exact
+
+
+def _millimetres(slide: Slide) -> str:
+    mpp = slide.known_mpp
+    if mpp is None:
+        return ""
+    down, across = (length * mpp / 1000 for length in slide.size)
+    return f", {down:.2f} x {across:.2f} mm"
+
+
+def _mpp(says: Mapping[str, str]) -> str:
+    x, y = (says.get(f"openslide.mpp-{axis}") for axis in "xy")
+    if x is None and y is None:
+        return "not said"
+    return f"{x or '?'} across, {y or '?'} down"
+
+
+def _power(slide: Slide) -> str:
+    power = power_of(slide.properties)
+    if power is not None:
+        return f"{power:g}x"
+    try:
+        return f"not said; {slide.objective_power:.3g}x by its mpp"
+    except SlideError:
+        return "not said"
+
+
+def _bounds(says: Mapping[str, str]) -> str:
+    names = ("x", "y", "width", "height")
+    values = [says.get(f"openslide.bounds-{name}") for name in names]
+    return ", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True) if v is not None)
+
+
+def _associated(says: Mapping[str, str]) -> str:
+    names = sorted(match[1] for match in map(_ASSOCIATED.fullmatch, says) if match)
+    sizes = (
+        f"{name} {says.get(f'openslide.associated.{name}.height', '?')} x "
+        f"{says[f'openslide.associated.{name}.width']}"
+        for name in names
+    )
+    return ", ".join(sizes)
+
+
+def _levels(slide: Slide) -> list[str]:
+    says, mpp = slide.properties, slide.known_mpp
+    rows: list[tuple[str, ...]] = [
+        ("level", "rows", "columns", "downsample", "mpp", "tile", "read")
+    ]
+    for level, down in enumerate(slide.downsamples):
+        size, tile = (
+            [says.get(f"openslide.level[{level}].{what}{side}") for side in ("height", "width")]
+            for what in ("", "tile-")
+        )
+        rows.append(
+            (
+                str(level),
+                *(str(given or own) for given, own in zip(size, slide.size, strict=True)),
+                f"{down:.4g}",
+                "" if mpp is None else f"{mpp * down:.4g}",
+                " x ".join(map(str, tile)) if None not in tile else "",
+                "natively" if slide.is_native(down) else "by openslide",
+            )
+        )
+    return aligned(rows, left=(6,))
+
+
+def _remarks(slide: Slide) -> list[str]:
+    remarks = []
+    try:
+        mpp_of(slide.properties, slide.path)
+    except SlideError as error:
+        remarks.append(str(error))
+    if slide.remark:
+        remarks.append(slide.remark)
+    # a plain image may have to be decoded whole for one pixel
+    if "openslide.vendor" in slide.properties:
+        scale = slide.downsamples[-1]
+        y, x = (max(0, int(length / 2 - _PROBE / 2 * scale)) for length in slide.size)
+        try:
+            slide.read_scaled(x, y, (_PROBE, _PROBE), scale)
+        except SlideError as error:
+            remarks.append(str(error))
+    # which slide that is was said
+    return [" ".join(r.replace(f"slide {slide.path}", "slide").split()) for r in remarks]

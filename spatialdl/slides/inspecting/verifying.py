@@ -1,0 +1,84 @@
+"""Whether a data set is what was written: every checksum of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from spatialdl.data.format import Manifest, ShardInfo, sha256_of
+from spatialdl.slides.text import counted, readable_bytes
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of it.
+
+    Attributes:
+        path: the data set.
+        shards, bytes: that it has, as its manifest says.
+        problems: a sentence for every shard that is missing, damaged or another; empty if none.
+    """
+
+    path: Path
+    shards: int
+    bytes: int
+    problems: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        """Whether all of it is as it was written."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        """The outcome, in lines of text."""
+        what = f"{counted(self.shards, 'shard')}, {readable_bytes(self.bytes)}"
+        if not self.problems:
+            return f"{self.path}: {what}, all as they were written"
+        head = (
+            f"{self.path}: {len(self.problems)} of {counted(self.shards, 'shard')} not as written; "
+            "copy or write the data set again"
+        )
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+
+def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
+    """Read every shard of a data set and compare it with the manifest.
+
+    All shards are looked at, whatever is wrong with those before.
+
+    Args:
+        path: the data set folder.
+        progress: show a bar, where somebody looks at it.
+
+    Raises:
+        ShardError: the folder is missing, or its manifest is missing or damaged.
+    """
+    path = Path(path)
+    shards = Manifest.load(path).shards
+    total = sum(shard.bytes for shard in shards)
+    problems = []
+    off = None if progress else True
+    with tqdm(total=total, unit="B", unit_scale=True, disable=off, leave=False) as bar:
+        for shard in shards:
+            bar.set_description(shard.file)
+            problem = _problem(path / shard.file, shard, bar.update)
+            if problem:
+                problems.append(f"{shard.file}: {problem}")
+    return Verified(path, len(shards), total, tuple(problems))
+
+
+def _problem(file: Path, shard: ShardInfo, progress: Callable[[int], object]) -> str:
+    try:
+        size = file.stat().st_size
+        if size != shard.bytes:
+            progress(shard.bytes)
+            return f"has {size} bytes, the manifest says {shard.bytes}; it was cut or replaced"
+        found = sha256_of(file, progress)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if found != shard.sha256:
+        return f"its contents changed (SHA-256 {found[:12]}..., written {shard.sha256[:12]}...)"
+    return ""

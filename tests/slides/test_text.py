@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from spatialdl.slides.text import aligned, counted, fitted, readable_bytes, width
+
+
+def test_columns_are_straight() -> None:
+    assert aligned([("name", "n", ""), ("a", "10", "ok"), ("é", "5", "")], left=(0, 2)) == [
+        "name   n",
+        "a     10  ok",
+        "é      5",
+    ]
+    rows = aligned([("a\u0301b", "1"), ("切片", "1"), ("long", "1")])
+    assert [width(row) for row in rows] == [7, 7, 7]
+    assert aligned([]) == []
+
+
+@pytest.mark.parametrize("name", ["TCGA-" + "x" * 90 + "-DX1", "切片" * 40, "a\u0301" * 99])
+def test_a_long_text_keeps_its_ends(name: str) -> None:
+    short = fitted(name, 40)
+    assert 38 <= width(short) <= 40
+    head, tail = short.split("…")
+    assert head
+    assert tail
+    assert name.startswith(head)
+    assert name.endswith(tail)
+
+
+def test_a_text_is_one_line() -> None:
+    assert fitted("a\nb\tc", 40) == "a?b?c"
+    assert fitted("as it is", 8) == "as it is"
+
+
+def test_numbers() -> None:
+    assert counted(1, "tile") == "1 tile"
+    assert counted(2000, "tile") == "2,000 tiles"
+    sizes = (0, 1, 999, 1500, 999_949, 999_999, 23 * 10**9)
+    assert [readable_bytes(n) for n in sizes] == [
+        *("0 bytes", "1 byte", "999 bytes", "1.5 kB", "999.9 kB", "1.0 MB", "23.0 GB")
+    ]
