@@ -18,7 +18,7 @@ from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.keeping import PICTURES, keep_others, names_in
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
-from spatialdl.slides.batch.options import parser, settings_of
+from spatialdl.slides.batch.options import parsed, settings_of
 from spatialdl.slides.batch.page import save_page
 from spatialdl.slides.batch.report import Report, save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.running import Run
@@ -56,9 +56,9 @@ class _EmptyError(ValueError):
 
 
 def _main(argv: Sequence[str] | None, executor: Executor | None, native: bool) -> int:
-    options = parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        options = parsed(argv)
         slides = find_slides(options.slides, recursive=options.recursive)
         labels = read_labels(options.labels, slides) if options.labels else {}
         choosing = Choosing(options, slides, labelled=bool(labels))

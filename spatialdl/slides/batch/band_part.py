@@ -14,7 +14,7 @@ from spatialdl.data.region_shard import write_band
 from spatialdl.data.shard_file import ShardFile
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.crew import tell
-from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen
+from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen, native_tiles
 from spatialdl.slides.batch.record import Part
 from spatialdl.slides.cutting.whole import WholeImage, WholePlan
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
@@ -104,12 +104,11 @@ def native_region(slide: Slide, plan: WholePlan) -> JpegGrid:
     Raises:
         SlideError: there are none, or the region does not begin with one.
     """
-    grid = slide.jpeg_grid(plan.scale)
-    region = None if grid is None else grid.at(plan.x, plan.y, plan.size)
+    region = native_tiles(slide, plan.scale).at(plan.x, plan.y, plan.size)
     if region is None:
         raise SlideError(
-            f"slide {slide.path} has no JPEG tiles at {plan.scale:g} level-0 pixels per pixel that "
-            "could be taken as they are; ask for one of its levels (--level), or for --codec jpeg"
+            f"slide {slide.path}: its tissue, from x={plan.x}, y={plan.y}, begins with none of its "
+            "JPEG tiles; ask for --codec jpeg"
         )
     return region
 

@@ -27,8 +27,7 @@ _FOLDERS = ("mask_dir", "annotations", "stain_reference")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of `spatialdl-tile`."""
+def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="spatialdl-tile",
         description="Cut slides into a data set of tiles.",
@@ -124,16 +123,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def settings_of(options: argparse.Namespace, classes: Sequence[str]) -> dict[str, object]:
-    """What decides on tiles besides the slides and the files that belong to them.
-
-    Args:
-        options: as parsed.
-        classes: that labels are indices into.
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of `spatialdl-tile`, which ends the process where one of them is wrong.
 
     Raises:
         ValueError: options do not go together.
     """
+    options = _parser().parse_args(argv)
     for clashing, why in _CLASHES:
         if all(_is_given(options, name) for name in clashing):
             raise ValueError(f"{' and '.join(clashing)} do not go together: {why}")
@@ -141,6 +137,16 @@ def settings_of(options: argparse.Namespace, classes: Sequence[str]) -> dict[str
         options.tile_size = WHOLE_TILE
     elif options.stripes:
         raise ValueError("--stripes is of whole regions; add --whole, or leave it out")
+    return options
+
+
+def settings_of(options: argparse.Namespace, classes: Sequence[str]) -> dict[str, object]:
+    """What decides on tiles besides the slides and the files that belong to them.
+
+    Args:
+        options: as parsed.
+        classes: that labels are indices into.
+    """
     said = {name: getattr(options, name) for name in SETTINGS}
     return {**said, **{k: getattr(options, k) is not None for k in _FOLDERS}, "classes": [*classes]}
 

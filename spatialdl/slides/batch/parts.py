@@ -12,11 +12,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from spatialdl.data.codec import QUALITY
+from spatialdl.errors import SlideError
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.preview import Preview, Small
 from spatialdl.slides.batch.record import Part, save_part
 from spatialdl.slides.cutting.stains import Colours
+from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
 
 NATIVE = "jpeg-native"
@@ -57,6 +59,22 @@ class Cutting:
     def split(self) -> str | None:
         """That the slide belongs to."""
         return self.label.split if self.label else None
+
+
+def native_tiles(slide: Slide, scale: float) -> JpegGrid:
+    """The JPEG tiles of a slide at a scale.
+
+    Raises:
+        SlideError: there are none that could be taken as they are.
+    """
+    grid = slide.jpeg_grid(scale)
+    if grid is None or grid.shape[2] != 3:
+        kind = "no JPEG tiles" if grid is None else "grey JPEG tiles"
+        raise SlideError(
+            f"slide {slide.path} has {kind} at {scale:g} level-0 pixels per pixel, so that they "
+            "cannot be taken as they are; ask for another of its levels, or for --codec jpeg"
+        )
+    return grid
 
 
 class Seen(NamedTuple):

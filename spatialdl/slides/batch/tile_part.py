@@ -9,7 +9,7 @@ from spatialdl.data.codec import Codec
 from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.crew import tell
-from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen
+from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen, native_tiles
 from spatialdl.slides.batch.record import Part
 from spatialdl.slides.cutting.tiling import CutTile, TilePlan, cut_tiles
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
@@ -47,12 +47,7 @@ def native_grid(slide: Slide, plan: TilePlan) -> JpegGrid:
     Raises:
         SlideError: there are none, or they have another grid.
     """
-    grid = slide.jpeg_grid(plan.scale)
-    if grid is None:
-        raise SlideError(
-            f"slide {slide.path} has no JPEG tiles at {plan.scale:g} level-0 pixels per pixel that "
-            f"could be taken as they are; ask for one of its levels (--level), or for --codec jpeg"
-        )
+    grid = native_tiles(slide, plan.scale)
     stride = round(plan.stride / plan.scale)
     if any(length % side for side in grid.chunk for length in (plan.tile_size, stride)):
         rows, cols = grid.chunk
