@@ -47,9 +47,13 @@ class Part:
     bare: int = 0
     seconds: float = 0.0
 
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold; its lists may be long, and are not copied."""
+        return {**vars(self), "shard": asdict(self.shard) if self.shard else None}
+
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
-        """From what `asdict` gave, by way of JSON."""
+        """From what `to_json` gave."""
         part = cls(**raw)
         part.shard = ShardInfo(**raw["shard"]) if raw["shard"] else None
         part.taken = [(x, y, label) for x, y, label in raw["taken"]]
@@ -83,7 +87,10 @@ class Record:
     def save(self, folder: Path, name: str) -> None:
         """Write it to `folder/records/name.json`."""
         (folder / RECORDS).mkdir(exist_ok=True)
-        save_json(folder / RECORDS / f"{name}.json", asdict(self))
+        region = asdict(self.region) if self.region else None
+        parts, files = [part.to_json() for part in self.parts], [asdict(k) for k in self.files]
+        said = {**vars(self), "parts": parts, "files": files, "region": region}
+        save_json(folder / RECORDS / f"{name}.json", said)
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Self | None:
@@ -109,7 +116,7 @@ class Record:
 
 def save_part(folder: Path, key: str, part: Part) -> None:
     """Note in a part's folder that it is done."""
-    save_json(folder / _PART, {"key": key, "part": asdict(part)})
+    save_json(folder / _PART, {"key": key, "part": part.to_json()})
 
 
 def load_part(folder: Path, key: str) -> Part | None:
