@@ -70,7 +70,6 @@ def save_page(
         loader=jinja2.PackageLoader(__package__, ""),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        trim_blocks=False,
     )
     numbers = _columns(reports)
     reasons = any(report.reason or report.remark for report in reports)

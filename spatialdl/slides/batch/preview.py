@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil, floor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,10 +62,20 @@ class Preview:
 
     def paste(self, x: float, y: float, small: Small) -> None:
         """Put a tile at level-0 column `x` and row `y`; what is outside the slide is left out."""
-        rows, cols = self._canvas.shape[:2]
-        down, from_row = self._covered(y, small.rows, rows, len(small.pixels))
-        across, from_col = self._covered(x, small.cols, cols, small.pixels.shape[1])
-        self._canvas[down, across] = small.pixels[np.ix_(from_row, from_col)]
+        top, down = self._place(y, small.rows, self._canvas.shape[0])
+        left, across = self._place(x, small.cols, self._canvas.shape[1])
+        pixels = small.pixels
+        # by rounding a place may have a pixel more: the last one again
+        short = [
+            max(0, n) for n in (down.stop - top - len(pixels), across.stop - left - pixels.shape[1])
+        ]
+        if any(short):
+            pixels = np.pad(pixels, ((0, short[0]), (0, short[1]), (0, 0)), "edge")
+        inside = (
+            slice(down.start - top, down.stop - top),
+            slice(across.start - left, across.stop - left),
+        )
+        self._canvas[down, across] = pixels[inside]
 
     def save(self, path: Path) -> None:
         """Write the picture, whole or not at all: a PNG if so named, else a JPEG."""
@@ -75,17 +86,14 @@ class Preview:
 
     def _length(self, span: float) -> int:
         """The most pixels that a span has anywhere."""
-        return max(1, int(np.ceil(span * self._zoom)))
+        return max(1, ceil(span * self._zoom))
 
-    def _covered(
-        self, start: float, span: float, length: int, pixels: int
-    ) -> tuple[slice, npt.NDArray[np.int64]]:
-        """What a span covers of the picture, and which pixels of the small tile go there."""
+    def _place(self, start: float, span: float, length: int) -> tuple[int, slice]:
+        """Where a span begins in the picture, and what it covers of it."""
         # the end of a tile is rounded as the start of its neighbour, so that they meet
         first, last = _rounded(start * self._zoom), _rounded((start + span) * self._zoom)
-        covered = np.arange(max(0, first), min(max(first + 1, last), length))
-        place = slice(covered[0], covered[-1] + 1) if covered.size else slice(0)
-        return place, np.minimum(covered - first, pixels - 1)
+        begin = min(max(0, first), length)
+        return first, slice(begin, max(begin, min(max(first + 1, last), length)))
 
 
 def preview_name(slide: str) -> str:
@@ -95,7 +103,7 @@ def preview_name(slide: str) -> str:
 
 def _rounded(number: float) -> int:
     """Halves always up: rounding them to even would leave gaps."""
-    return int(np.floor(number + 0.5))
+    return floor(number + 0.5)
 
 
 def _averaged(image: Bytes, size: tuple[int, int]) -> Bytes:
@@ -104,7 +112,7 @@ def _averaged(image: Bytes, size: tuple[int, int]) -> Bytes:
     if factor > 1:
         # Pillow alone takes up to twice as long, mostly to copy the image
         whole = len(image) // factor * factor
-        step = -(-factor // _SAMPLES)
+        step = -(-factor // _SAMPLES) | 1  # odd, or every second row might never be seen
         starts = range(0, factor, step)
         total = image[:whole:factor].astype(np.uint16)
         for start in starts[1:]:
