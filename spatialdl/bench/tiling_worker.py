@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
 import openslide
 
-from spatialdl.bench.tiling import NATIVE, OPENSLIDE, OURS, WAYS
+from spatialdl.bench.tiling import HASHED, NATIVE, OPENSLIDE, PASSED, THROUGH, WAYS
 from spatialdl.slides import command
 from spatialdl.slides.reading import reader
 
@@ -27,13 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("slide", type=Path)
     parser.add_argument("--tile-size", type=int, required=True)
     parser.add_argument("--most", type=int, required=True)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    if options.way in (OPENSLIDE, NATIVE):
-        seconds, tiles = _read(options)
-    else:
-        seconds, tiles = _cut(options)
-    print(json.dumps({"cpu_seconds": seconds, "tiles": tiles}))
+    ways = {OPENSLIDE: _read, NATIVE: _read, HASHED: _hash}
+    before = time.perf_counter()
+    cpu_seconds, tiles = ways.get(options.way, _cut)(options)
+    seconds = time.perf_counter() - before
+    print(json.dumps({"cpu_seconds": cpu_seconds, "seconds": seconds, "tiles": tiles}))
 
 
 def _read(options: argparse.Namespace) -> tuple[float, int]:
@@ -70,18 +71,28 @@ def _read(options: argparse.Namespace) -> tuple[float, int]:
 def _cut(options: argparse.Namespace) -> tuple[float, int]:
     """The command."""
     given = [str(options.slide), "--out", str(options.out), "--tile-size", str(options.tile_size)]
-    if options.way != OURS:
-        vars(command)["Slide"] = partial(reader.Slide, native=False)
+    given += ["--level", "0", "--jobs", str(options.jobs)]
+    if options.way == PASSED:
+        given += ["--codec", "jpeg-native"]
     shutil.rmtree(options.out, ignore_errors=True)
     before = time.process_time()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        code = command.main([*given, "--level", "0"])
+        code = command.main(given, native=options.way != THROUGH)
     seconds = time.process_time() - before
     if code:
         raise RuntimeError(f"the command ended with {code}")
     manifest = json.loads((options.out / "manifest.json").read_text())
     shutil.rmtree(options.out)
     return seconds, len(manifest["samples"])
+
+
+def _hash(options: argparse.Namespace) -> tuple[float, int]:
+    """What the checksums of raw tiles take on this machine, whoever computes them."""
+    tile = bytes(3 * options.tile_size**2)
+    before, digest = time.process_time(), hashlib.sha256()
+    for _ in range(options.most):
+        digest.update(tile)
+    return time.process_time() - before, options.most
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +18,24 @@ from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.keeping import PICTURES, keep_others, names_in
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
-from spatialdl.slides.batch.options import parsed, settings_of
+from spatialdl.slides.batch.options import parsed, parsed_path, settings_of
 from spatialdl.slides.batch.page import save_page
 from spatialdl.slides.batch.report import Report, save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
+from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.text import readable_bytes
 
 _OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
 _TERMINATED = 143
+_TOOLS: dict[str, Callable[[Path], object]] = {"inspect": inspect, "verify": verify}
 
 
 def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
     """Cut slides into a data set folder.
 
-    Under mpiexec or srun all ranks call it; the first hands out the work, the others do it.
+    Under mpiexec or srun all ranks call it; the first hands out the work, the others do it. With
+    "inspect" or "verify" as first argument it looks at a path instead.
 
     Args:
         argv: arguments of the command; those of the process if None.
@@ -43,8 +46,22 @@ def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
         `--skip-errors` that is 0 too) or no tissue was found, 2 for a mistake in the arguments
         or files given, 130 or 143 when it was interrupted or terminated.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in _TOOLS:
+        return _look(argv[0], argv[1:])
     with executor_of_ranks() as (first, executor):
         return _main(argv, executor, native) if first else _OK
+
+
+def _look(tool: str, argv: Sequence[str]) -> int:
+    path = parsed_path(tool, argv)
+    try:
+        found = _TOOLS[tool](path)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    print(found)
+    return _OK if found else _FAILED
 
 
 class _TerminatedError(KeyboardInterrupt):
@@ -55,7 +72,7 @@ class _EmptyError(ValueError):
     """No slide gave a tile."""
 
 
-def _main(argv: Sequence[str] | None, executor: Executor | None, native: bool) -> int:
+def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         options = parsed(argv)
@@ -142,7 +159,8 @@ def _into(
     assemble(folder.path, names, batch.classes, batch.options, batch.settings)
     together = sorted([*reports, *others], key=lambda report: report.slide)
     save_reports(folder.path / PROCESS_LIST, together)
-    save_page(folder.path / PAGE, together, folder.path / PICTURES, batch.settings)
+    shown = {name: value for name, value in batch.settings.items() if value}
+    save_page(folder.path / PAGE, together, folder.path / PICTURES, shown)
     folder.publish()
     if not written:
         raise _EmptyError(f"{why_nothing(reports)}; pictures and {PAGE} are in {batch.target}")

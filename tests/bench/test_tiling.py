@@ -13,6 +13,8 @@ SECONDS = {
     tiling.NATIVE: 0.5,
     tiling.OURS: 1.0,
     tiling.THROUGH: 5.0,
+    tiling.PASSED: 0.4,
+    tiling.HASHED: 0.2,
 }
 
 
@@ -23,9 +25,11 @@ def workers(monkeypatch):
 
     def run(command, _environment):
         way, side = command[3], int(command[command.index("--tile-size") + 1])
+        jobs = int(command[command.index("--jobs") + 1])
         turn = sum(other[3:] == command[3:] for other in commands)
         commands.append(command)
-        return {"cpu_seconds": SECONDS[way] * (side / 256) ** 2 * (1 + turn), "tiles": 1000}
+        cpu = SECONDS[way] * (side / 256) ** 2 * (1 + turn)
+        return {"cpu_seconds": cpu, "seconds": 1.2 * cpu / jobs, "tiles": 1000}
 
     monkeypatch.setattr(tiling, "run_worker", run)
     return commands
@@ -44,9 +48,12 @@ def test_table_json_and_picture(workers, tmp_path, capsys):
     assert small["rates"][tiling.OURS] == pytest.approx(750)  # between 1000 and 500
     assert small["to_openslide"][tiling.NATIVE] == pytest.approx(8)
     assert large["to_openslide"][tiling.THROUGH] == pytest.approx(0.8)
-    assert [command[3] for command in workers] == list(tiling.WAYS) * 4  # in turns
+    assert small["clock"] == {"1": pytest.approx(625), "2": pytest.approx(1250)}
+    assert small["to_one"]["2"] == pytest.approx(2)
+    assert [command[3] for command in workers] == [*tiling.WAYS, tiling.OURS] * 4  # in turns
     printed = capsys.readouterr().out
     assert "end to end, through openslide" in printed
+    assert "2 processes" in printed
     assert "slide of 1024 x 1024 pixels" in printed
     with Image.open(tmp_path / "out" / "tiling-1024.png") as picture:
         assert len(picture.convert("RGB").getcolors(100_000)) > 5
@@ -57,11 +64,12 @@ def test_a_slide_that_is_there_is_taken(workers, tmp_path, capsys):
     slide.write_text("as it is")
     tiling.main(["--slide", str(slide), "--rounds", "1", "--out", str(tmp_path)])
     assert slide.read_text() == "as it is"
-    assert len(workers) == 8
+    assert len(workers) == 14
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--rounds", "0"], ["--tiles", "0"], ["--most", "0"], ["--side", "512"]]
+    "wrong",
+    [["--rounds", "0"], ["--tiles", "0"], ["--most", "0"], ["--jobs", "0"], ["--side", "512"]],
 )
 def test_nothing_of_a_kind_is_refused(wrong):
     with pytest.raises(ValueError, match=r"must be at least 1|smaller than a tile of 1024"):

@@ -8,9 +8,8 @@ import pytest
 import tifffile
 
 from spatialdl.bench import tiling_worker
-from spatialdl.bench.tiling import NATIVE, OPENSLIDE, OURS, THROUGH
+from spatialdl.bench.tiling import HASHED, NATIVE, OPENSLIDE, OURS, PASSED, THROUGH
 from spatialdl.slides import command
-from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.synthetic.drawing import write_synthetic_slide
 
 
@@ -33,14 +32,22 @@ def tiles(slide: Path, way: str, most: int, capsys: pytest.CaptureFixture[str]) 
 def test_every_way_counts_its_tiles(
     slide: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "Slide", Slide)  # put back when the test ends
+    asked: list[tuple[list[str], bool]] = []
+    main = command.main
+
+    def told(given: list[str], *, native: bool) -> int:
+        asked.append((given, native))
+        return main(given, native=native)
+
+    monkeypatch.setattr(command, "main", told)
     for way in (OPENSLIDE, NATIVE):
         assert [tiles(slide, way, most, capsys) for most in (5, 7, 100)] == [5, 7, 20]
     cut = tiles(slide, OURS, 100, capsys)
     assert 1 <= cut <= 20
-    assert command.Slide is Slide
-    assert tiles(slide, THROUGH, 100, capsys) == cut
-    assert command.Slide is not Slide
+    assert [tiles(slide, way, 100, capsys) for way in (THROUGH, PASSED)] == [cut, cut]
+    assert [native for _, native in asked] == [True, False, True]
+    assert "jpeg-native" in asked[2][0]
+    assert tiles(slide, HASHED, 7, capsys) == 7
 
 
 def test_a_slide_without_native_tiles_is_no_measure_of_them(tmp_path: Path) -> None:

@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-SUFFIXES = (
-    *(".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".ndpis", ".scn", ".svs", ".svslide"),
-    *(".tif", ".tiff", ".vms", ".vmu", ".zvi"),
-)
+from spatialdl.slides.reading.opening import SLIDE_SUFFIXES
 
 
 def find_slides(given: Sequence[Path], *, recursive: bool = False) -> list[Path]:
@@ -26,11 +23,11 @@ def find_slides(given: Sequence[Path], *, recursive: bool = False) -> list[Path]
     for path in given:
         if path.is_dir():
             files = path.rglob("*") if recursive else path.iterdir()
-            inside = sorted(p for p in files if p.suffix.lower() in SUFFIXES and p.is_file())
+            inside = sorted(p for p in files if p.suffix.lower() in SLIDE_SUFFIXES and p.is_file())
             if not inside:
                 raise ValueError(
-                    f"folder {path} has no slides in it ({' '.join(SUFFIXES)}); other images are "
-                    "named themselves, folders in it are looked into with --recursive"
+                    f"folder {path} has no slides in it ({' '.join(SLIDE_SUFFIXES)}); other "
+                    "images are named themselves, folders in it are looked into with --recursive"
                 )
             slides.extend(inside)
         elif not path.exists():

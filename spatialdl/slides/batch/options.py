@@ -123,6 +123,18 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
+def parsed_path(tool: str, argv: Sequence[str]) -> Path:
+    """What `spatialdl-tile inspect` or `verify` is to look at."""
+    what = {
+        "inspect": "Show what is in a slide, a data set, a shard, or a folder of slides.",
+        "verify": "Compare every file of a data set with the checksum of what was written.",
+    }
+    made = argparse.ArgumentParser(prog=f"spatialdl-tile {tool}", description=what[tool])
+    made.add_argument("path", type=Path, metavar="FILE|DIR" if tool == "inspect" else "DIR")
+    path: Path = made.parse_args(argv).path
+    return path
+
+
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of `spatialdl-tile`, which ends the process where one of them is wrong.
 
@@ -148,6 +160,8 @@ def settings_of(options: argparse.Namespace, classes: Sequence[str]) -> dict[str
         classes: that labels are indices into.
     """
     said = {name: getattr(options, name) for name in SETTINGS}
+    if options.whole:
+        said["tile_size"] = None
     return {**said, **{k: getattr(options, k) is not None for k in _FOLDERS}, "classes": [*classes]}
 
 

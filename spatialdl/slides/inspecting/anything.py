@@ -17,6 +17,7 @@ from spatialdl.slides.reading.plain import PLAIN_SUFFIXES
 from spatialdl.slides.text import aligned, fitted
 
 _HDF5_SUFFIXES = (".h5", ".hdf5")
+_CLAM = "coords/clam/patches"  # TRIDENT's files say the same
 _LONGEST_NAME = 60  # columns of the console
 
 
@@ -32,7 +33,9 @@ def inspect(path: str | os.PathLike[str]) -> str:
     """
     path = Path(path)
     if path.is_dir():
-        return describe_dataset(path) if (path / MANIFEST).exists() else _folder(path)
+        if (path / MANIFEST).exists():
+            return describe_dataset(path)
+        return _folder(path / _CLAM if (path / _CLAM).is_dir() else path)
     return describe_hdf5(path) if _is_hdf5(path) else describe_slide(path)
 
 

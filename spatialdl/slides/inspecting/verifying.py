@@ -9,7 +9,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from spatialdl.data.format import Manifest, ShardInfo, sha256_of
+from spatialdl.data.folder import COORDS
+from spatialdl.data.format import MANIFEST, Manifest, ShardInfo, sha256_of
+from spatialdl.errors import ShardError
+from spatialdl.slides.batch.keeping import names_in
+from spatialdl.slides.batch.record import Record
 from spatialdl.slides.text import counted, readable_bytes
 
 
@@ -45,9 +49,10 @@ class Verified:
 
 
 def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
-    """Read every shard of a data set and compare it with the manifest.
+    """Read every file of a data set and compare it with what was noted when it was written.
 
-    All shards are looked at, whatever is wrong with those before.
+    These are the shards of the manifest or, of `spatialdl-tile --format coords`, the files of
+    coordinates. All are looked at, whatever is wrong with those before.
 
     Args:
         path: the data set folder.
@@ -57,7 +62,8 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
         ShardError: the folder is missing, or its manifest is missing or damaged.
     """
     path = Path(path)
-    shards = Manifest.load(path).shards
+    coords = (path / COORDS).is_dir() and not (path / MANIFEST).exists()
+    shards = _files_of_coords(path) if coords else Manifest.load(path).shards
     total = sum(shard.bytes for shard in shards)
     problems = []
     off = None if progress else True
@@ -70,12 +76,21 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
     return Verified(path, len(shards), total, tuple(problems))
 
 
+def _files_of_coords(path: Path) -> list[ShardInfo]:
+    records = [(name, Record.load(path, name)) for name in names_in(path)]
+    damaged = [name for name, record in records if record is None]
+    if damaged or not records:
+        what = f"the record of {damaged[0]}" if damaged else "every record"
+        raise ShardError(f"data set {path}: {what} is missing or damaged; write it again")
+    return [file for _, record in records if record is not None for file in record.files]
+
+
 def _problem(file: Path, shard: ShardInfo, progress: Callable[[int], object]) -> str:
     try:
         size = file.stat().st_size
         if size != shard.bytes:
             progress(shard.bytes)
-            return f"has {size} bytes, the manifest says {shard.bytes}; it was cut or replaced"
+            return f"has {size} bytes, {shard.bytes} were written; it was cut or replaced"
         found = sha256_of(file, progress)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
