@@ -20,8 +20,6 @@ from spatialdl.slides.cutting.whole import WholeImage, WholePlan
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
 
-_LOOKED_AT = 4096  # pixels along a side, for previews
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -62,20 +60,11 @@ class BandPart:
                 file, self.sample, self.number, native_region(slide, self.plan), None, "jpeg"
             )
             tell(self.count)
-            return [self._looked_at(slide, cutting)]
+            return []
         image = _Finished(slide, self.plan, cutting)
         codec: Codec = "jpeg" if cutting.codec == "jpeg" else "raw"
         write_band(file, self.sample, self.number, image, None, codec, cutting.quality)
         return image.seen
-
-    def _looked_at(self, slide: Slide, cutting: Cutting) -> Seen:
-        """The band as it is made small, of fewer pixels than were written."""
-        plan, band = self.plan, self.sample.bands[self.number]
-        scale = plan.scale * max(1.0, max(plan.size) / _LOOKED_AT)
-        y, rows, cols = plan.y + band.row0 * plan.scale, band.rows * plan.scale, plan.span[1]
-        size = max(1, round(rows / scale)), max(1, round(cols / scale))
-        image = slide.read_scaled(plan.x, round(y), size, scale)
-        return Seen(plan.x, y, cutting.preview.shrunk(image, rows, cols))
 
 
 class _Finished:

@@ -93,7 +93,11 @@ class Pieces(Protocol):
         """Pieces that are told of, one after the other, while they are cut."""
 
     def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: Part) -> list[Seen]:
-        """Cut them into a shard in a folder, and note in `part` what became of them."""
+        """Cut them into a shard in a folder, and note in `part` what became of them.
+
+        Returns:
+            Those that were read, made small; nothing where they are taken as they are.
+        """
 
 
 def cut_part(slide: Slide, pieces: Pieces, cutting: Cutting, folder: Path, key: str) -> Part:

@@ -22,10 +22,10 @@ _TAKEN, _UNREADABLE, _DROPPED = (30, 80, 220), (220, 30, 30), (240, 150, 0)
 def save_overview(
     path: Path, thumbnail: Thumbnail, tissue: Tissue, regions: Iterable[Region] = ()
 ) -> float:
-    """Draw what tiles are chosen by to a PNG.
+    """Draw what tiles are chosen by.
 
     Args:
-        path: the PNG to write.
+        path: the picture to write.
         thumbnail: of the slide; what could not be read is grey.
         tissue: its outline is drawn green.
         regions: annotated, their outlines and holes drawn purple.
@@ -49,7 +49,7 @@ def save_overview(
         for ring in (region.outline, *region.holes):
             corners = [(x, y) for x, y in (np.vstack([ring, ring[:1]]) * zoom).tolist()]
             draw.line(corners, fill=_REGION, width=thick)
-    picture.save(path, compress_level=1)
+    picture.save(path)
     return float(zoom)
 
 
@@ -85,7 +85,7 @@ def save_picture(
             bottom = min(round((y + span[0]) * zoom), picture.size[1]) - 1
             corners = [left, top, max(left, right), max(top, bottom)]
             draw.rectangle(corners, outline=colour, width=thick)
-    picture.save(path, compress_level=3)
+    picture.save(path, compress_level=1)
 
 
 def _thickness(size: tuple[int, int]) -> int:

@@ -45,6 +45,11 @@ class Preview:
         self._canvas = np.full((rows, cols, 3), _NOTHING, np.uint8)
 
     @property
+    def scale(self) -> float:
+        """Level-0 pixels per pixel of the picture."""
+        return 1 / self._zoom
+
+    @property
     def pixels(self) -> Bytes:
         """The picture so far, uint8 (rows, cols, 3)."""
         return self._canvas
@@ -76,6 +81,17 @@ class Preview:
             slice(across.start - left, across.stop - left),
         )
         self._canvas[down, across] = pixels[inside]
+
+    def reveal(self, image: Bytes, x: float, y: float, rows: float, cols: float) -> None:
+        """Show a span of a picture of the slide, at level-0 column `x` and row `y`.
+
+        Args:
+            image: of the whole slide, of the shape of `pixels`.
+            x, y, rows, cols: the span, in level-0 pixels.
+        """
+        _, down = self._place(y, rows, image.shape[0])
+        _, across = self._place(x, cols, image.shape[1])
+        self._canvas[down, across] = image[down, across]
 
     def save(self, path: Path) -> None:
         """Write the picture, whole or not at all: a PNG if so named, else a JPEG."""

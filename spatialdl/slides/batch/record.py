@@ -145,7 +145,7 @@ def save_json(path: Path, content: object) -> None:
     """Write a file that is there whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
+        file.write(json.dumps(content))  # several times as fast as json.dump
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)

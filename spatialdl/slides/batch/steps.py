@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from spatialdl.data.format import CHUNK, RegionSample, stored_bytes
 from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.choosing import Choosing
@@ -31,7 +34,7 @@ from spatialdl.slides.cutting.whole import plan_whole
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.resolution import Wanted
 
-_OVERVIEW = "overview.png"
+_OVERVIEW = "overview.bmp"  # read once more, so that it need not be small
 _PLACES, _PLACE = 4096, 16  # tiles in a part of which coordinates are noted, and bytes of these
 
 
@@ -222,7 +225,7 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
     assert planned.plan is not None
     started, report, folder = time.monotonic(), planned.report, batch.folder
     _sum_up(report, parts)
-    _draw(folder, task.name, planned, parts)
+    _save_pictures(batch, task, planned, parts)
     files = []
     if batch.options.format == "coords" and report.written:
         taken = [(x, y) for part in parts for x, y, _ in part.taken]
@@ -260,10 +263,10 @@ def _sum_up(report: Report, parts: Sequence[Part]) -> None:
         report.note = "filters dropped every tile" if report.dropped else "no tissue found"
 
 
-def _draw(folder: Path, name: str, planned: Planned, parts: Sequence[Part]) -> None:
-    """The picture of a slide, and its preview."""
+def _save_pictures(batch: Batch, task: Task, planned: Planned, parts: Sequence[Part]) -> None:
+    assert batch.folder is not None
     assert planned.plan is not None
-    pictures, cut = folder / PICTURES, folder / PARTS / name
+    pictures, name = batch.folder / PICTURES, task.name
     pictures.mkdir(exist_ok=True)
     span = (planned.plan.step, planned.plan.step)
     if planned.region is not None:
@@ -271,7 +274,7 @@ def _draw(folder: Path, name: str, planned: Planned, parts: Sequence[Part]) -> N
         span = planned.region.height * scale, planned.region.width * scale
     save_picture(
         pictures / f"{name}.png",
-        cut / _OVERVIEW,
+        batch.folder / PARTS / name / _OVERVIEW,
         planned.zoom,
         span,
         [(x, y) for part in parts for x, y, _ in part.taken],
@@ -279,11 +282,29 @@ def _draw(folder: Path, name: str, planned: Planned, parts: Sequence[Part]) -> N
         [place for part in parts for at in part.dropped.values() for place in at],
     )
     if any(part.taken for part in parts):
-        preview = Preview(planned.size)
+        _save_preview(batch, task, planned, parts, span)
+
+
+def _save_preview(
+    batch: Batch, task: Task, planned: Planned, parts: Sequence[Part], span: tuple[float, float]
+) -> None:
+    assert batch.folder is not None
+    preview = Preview(planned.size)
+    if batch.options.format == "coords" or batch.options.codec == NATIVE:
+        # as they are in the slide, so one look at all of it will do
+        with _opened(batch, task) as slide:
+            image = slide.thumbnail(preview.scale).image
+        height, width = preview.pixels.shape[:2]
+        if image.shape != preview.pixels.shape:  # sizes are rounded
+            image = np.asarray(Image.fromarray(image).resize((width, height)))
+        for part in parts:
+            for x, y, _ in part.taken:
+                preview.reveal(image, x, y, *span)
+    else:
         for number in range(len(parts)):
-            for x, y, small in load_seen(_at(cut, number)):
-                preview.paste(x, y, small)
-        preview.save(pictures / preview_name(name))
+            for left, top, small in load_seen(_at(batch.folder / PARTS / task.name, number)):
+                preview.paste(left, top, small)
+    preview.save(batch.folder / PICTURES / preview_name(task.name))
 
 
 def _opened(batch: Batch, task: Task) -> Slide:

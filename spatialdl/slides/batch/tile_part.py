@@ -16,7 +16,6 @@ from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
 
 _TOLD = 16  # tiles that are told at a time
-_LOOKED_AT = 64  # pixels along a side of a tile that is read for its preview only
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,14 @@ class _Tiles:
         self._seen: list[Seen] = []
         self._grid = native_grid(slide, tiles.plan) if cutting.codec == NATIVE else None
         codec: Codec = "raw" if cutting.codec in ("raw", None) else "jpeg"
-        # only as much is read as somebody looks at
-        small = min(self._plan.tile_size, _LOOKED_AT)
-        all_of_it = tiles.filtered or cutting.codec in ("raw", "jpeg")
-        self._side = None if all_of_it else small
+        self._read = tiles.filtered or cutting.codec in ("raw", "jpeg")
         self._shards = TileShards(folder, 2**63, codec, cutting.quality)
 
     def cut(self) -> list[Seen]:
         count = len(self._plan.places)
+        tiles = cut_tiles(self._slide, self._plan, read=self._read)
         try:
-            for number, tile in enumerate(cut_tiles(self._slide, self._plan, self._side), 1):
+            for number, tile in enumerate(tiles, 1):
                 self._tile(tile)
                 if number % _TOLD == 0 or number == count:
                     tell((number - 1) % _TOLD + 1)
@@ -96,21 +93,23 @@ class _Tiles:
         part, cutting, place = self._part, self._cutting, (tile.x, tile.y)
         if tile.problem:
             self._unreadable(tile, tile.problem)
-        elif tile.image is None:
+        elif tile.bare:
             part.bare += 1
-        elif refused := cutting.choosing.refused(tile.image):
+        elif tile.image is not None and (refused := cutting.choosing.refused(tile.image)):
             part.dropped.setdefault(refused, []).append(place)
         else:
-            image = cutting.choosing.finished(tile.image, cutting.own)
             label = cutting.class_index(tile.label)
+            if tile.image is not None:
+                tile = tile._replace(image=cutting.choosing.finished(tile.image, cutting.own))
             try:
-                self._write(tile._replace(image=image), label)
+                self._write(tile, label)
             except SlideError as error:
                 self._unreadable(tile, str(error))
                 return
             part.taken.append((*place, label))
-            span = self._plan.step
-            self._seen.append(Seen(*place, cutting.preview.shrunk(image, span, span)))
+            if tile.image is not None:
+                span = self._plan.step
+                self._seen.append(Seen(*place, cutting.preview.shrunk(tile.image, span, span)))
 
     def _write(self, tile: CutTile, label: int | None) -> None:
         known = {"label": label, "split": self._cutting.split, "slide": self._cutting.name}

@@ -157,37 +157,41 @@ def plan_tiles(
 class CutTile(NamedTuple):
     """A tile as cut: level-0 `x`, `y`, its class, and the image, uint8 (rows, cols, 3).
 
-    Where there is no image, `problem` says why it could not be read; empty, the tile turned out
-    to have too little tissue.
+    Where there is no image, `problem` says why it could not be read, or `bare` that the tile
+    turned out to have too little tissue, or else nobody asked for it.
     """
 
     x: int
     y: int
     label: str | None
-    image: npt.NDArray[np.uint8] | None
-    problem: str
+    image: npt.NDArray[np.uint8] | None = None
+    problem: str = ""
+    bare: bool = False
 
 
-def cut_tiles(slide: Slide, plan: TilePlan, side: int | None = None) -> Iterator[CutTile]:
-    """Read the tiles of a plan in order, one for each of its places.
+def cut_tiles(slide: Slide, plan: TilePlan, *, read: bool = True) -> Iterator[CutTile]:
+    """The tiles of a plan in order, one for each of its places.
 
     Args:
         slide: open.
         plan: its tiles.
-        side: rows and columns at which they are read, if they need not be those of the plan.
+        read: false reads only those that have to be looked at to tell whether they have tissue.
     """
-    side = side or plan.tile_size
-    scale = plan.step / side if side != plan.tile_size else plan.scale
+    size = (plan.tile_size, plan.tile_size)
     for (x, y), label in zip(plan.places, plan.labels, strict=True):
-        try:
-            image = slide.read_scaled(x, y, (side, side), scale)
-        except SlideError as error:
-            yield CutTile(x, y, label, None, str(error))
+        doubtful = (x, y) in plan.doubtful
+        if not (read or doubtful):
+            yield CutTile(x, y, label)
             continue
-        if (x, y) in plan.doubtful and plan.tissue.part_of(image) < plan.min_tissue:
-            yield CutTile(x, y, label, None, "")
+        try:
+            image = slide.read_scaled(x, y, size, plan.scale)
+        except SlideError as error:
+            yield CutTile(x, y, label, problem=str(error))
+            continue
+        if doubtful and plan.tissue.part_of(image) < plan.min_tissue:
+            yield CutTile(x, y, label, bare=True)
         else:
-            yield CutTile(x, y, label, image, "")
+            yield CutTile(x, y, label, image)
 
 
 def _thumbnail_scale(slide: Slide, step: float) -> float:
