@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from spatialdl.comm.launch import launched
 from spatialdl.data.folder import ResumableFolder, holds_results
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
@@ -49,8 +50,14 @@ def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in _TOOLS:
         return _look(argv[0], argv[1:])
-    with executor_of_ranks() as (first, executor):
-        return _main(argv, executor, native) if first else _OK
+    try:
+        with executor_of_ranks() as (first, executor):
+            return _main(argv, executor, native) if first else _OK
+    except ValueError as error:
+        world = launched()
+        if world is None or world.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return _MISUSED
 
 
 def _look(tool: str, argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from spatialdl.comm.launch import launched
+from spatialdl.comm.launch import check_mpi_world, launched
 
 _AHEAD = 2  # calls handed out for each worker, so that none waits for the next
 _TELL: ContextVar[Callable[[int], None]] = ContextVar("tell", default=lambda tiles: None)
@@ -170,6 +170,9 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
 
     Under mpiexec or srun with several ranks, rank 0 hands out, and all others do what it says
     until its block ends; only then do they enter theirs.
+
+    Raises:
+        ValueError: ranks were started together, and MPI does not see them.
     """
     world = launched()
     if world is None or world.size == 1 or world.launcher == "torchrun":
@@ -178,6 +181,7 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
     from mpi4py import MPI  # starts MPI, which one process alone can do without
     from mpi4py.futures import MPICommExecutor
 
+    check_mpi_world(MPI.COMM_WORLD.size)
     with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
         yield executor is not None, executor
 
