@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from spatialdl.comm.launch import check_mpi_world, launched
 
+_STEPS = "spatialdl.slides.batch.steps"
 _AHEAD = 2  # calls handed out for each worker, so that none waits for the next
 _TELL: ContextVar[Callable[[int], None]] = ContextVar("tell", default=lambda tiles: None)
 
@@ -89,6 +90,7 @@ class Processes:
         self._count = count
         # not forked: MPI, HDF5 or threads may have been at work in this one
         self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([_STEPS])  # imported once, not by every process
         self._told = self._context.Value("q", 0)
         self._pool = self._start()
 
