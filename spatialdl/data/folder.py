@@ -19,7 +19,8 @@ import warnings
 from pathlib import Path
 from typing import BinaryIO
 
-from spatialdl.data.format import MANIFEST, fsync_folder
+from spatialdl.data.format import MANIFEST
+from spatialdl.data.saving import fsync_folder
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
