@@ -19,7 +19,8 @@ import warnings
 from pathlib import Path
 from typing import BinaryIO
 
-from spatialdl.data.format import MANIFEST, fsync_folder
+from spatialdl.data.format import MANIFEST
+from spatialdl.data.saving import fsync_folder, load_json
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
@@ -64,22 +65,25 @@ class FolderInProgress:
         """Give the folder its name; an old data set of that name is removed afterwards."""
         check_target(self.target, overwrite=self.overwrite)
         fsync_folder(self.path)
-        old = self.path.with_name(self.path.name.replace(".partial", ".old"))
-        if self.target.exists():
-            shutil.rmtree(old, ignore_errors=True)  # of a run that was killed just here
-            self.target.rename(old)
         try:
+            if self.target.exists():
+                self.target.rename(self._old)
             self.path.rename(self.target)
-        except OSError:
-            if old.exists():
-                old.rename(self.target)
+        except BaseException:
+            if self._old.exists() and not self.target.exists():
+                self._old.rename(self.target)
             raise
         fsync_folder(self.target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._old, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what was built."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def _old(self) -> Path:
+        """Where the old data set is while the new one gets its name."""
+        return self.path.with_name(self.path.name.replace(".partial", ".old"))
 
 
 class ResumableFolder(FolderInProgress):
@@ -87,22 +91,64 @@ class ResumableFolder(FolderInProgress):
 
     One process has it at a time: it holds a lock that ends with the process.
 
+    Args:
+        target: the folder to be made.
+        overwrite: replace a data set that is there, whatever it is.
+        settings: that of a data set which may be replaced, too, by one that holds all of it.
+
+    Attributes:
+        before: the folder of that data set, None if there is none or `overwrite` is given.
+
     Raises:
         ShardError: as `FolderInProgress`, or another process is at it; says which.
     """
 
     _lock: BinaryIO
 
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        settings: object = None,
+    ) -> None:
+        # what may be replaced is known when no other process can change it any more
+        super().__init__(target, overwrite=True)
+        try:
+            self._end_publishing()
+            same = settings is not None and load_json(self.target / SETTINGS) == settings
+            self.before = self.target if same and not overwrite else None
+            self.overwrite = overwrite or same
+            check_target(self.target, overwrite=self.overwrite)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _end_publishing(self) -> None:
+        """Do what was left to do by a run that was killed while it gave the folder its name."""
+        if self._old.exists():
+            if self.target.exists() and not any(self.target.iterdir()):
+                self.target.rmdir()
+            if self.target.exists():
+                shutil.rmtree(self._old, ignore_errors=True)
+            else:
+                self._old.rename(self.target)
+        (self.target / _LOCK).unlink(missing_ok=True)
+
     def _make(self) -> Path:
         path = self.target.with_name(f".{self.target.name}.partial")
         while True:
             path.mkdir(exist_ok=True)
-            self._lock = (path / _LOCK).open("ab+")
+            try:
+                self._lock = (path / _LOCK).open("ab+")
+            except FileNotFoundError:  # another one has just renamed it
+                continue
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self._lock.seek(0)
-                who = self._lock.read().decode() or "another process"
+                with self._lock:
+                    self._lock.seek(0)
+                    who = self._lock.read().decode() or "another process"
                 raise ShardError(
                     f"{self.target} is being written by {who}; wait for it, or name another folder"
                 ) from None
@@ -136,7 +182,9 @@ class ResumableFolder(FolderInProgress):
         self._lock.close()
 
     def leave(self) -> None:
-        """Keep what is there for another run."""
+        """Keep what is there, if anything, for another run; nothing if it is published."""
+        if not self._lock.closed and self.path.is_dir() and os.listdir(self.path) == [_LOCK]:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
     def discard(self) -> None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spatialdl.data.codec import CODECS, Codec
+from spatialdl.data.saving import replacing
 from spatialdl.errors import ShardError
 
 FORMAT_VERSION = 2
@@ -129,7 +129,7 @@ class Manifest:
         return order_splits(s.split for s in self.samples if s.split is not None)
 
     def save(self, folder: Path) -> None:
-        """Write `manifest.json` into `folder`: temporary name, fsync, rename."""
+        """Write `manifest.json` into `folder`, whole or not at all."""
         head: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "kind": self.kind,
@@ -142,18 +142,13 @@ class Manifest:
             "codec": self.codec,
             "made_with": self.made_with,
         }
-        temporary = folder / (MANIFEST + ".tmp")
-        with temporary.open("w", encoding="utf-8") as out:
+        with replacing(folder / MANIFEST) as out:
             # one sample a line: readable by eye and by grep at any length
-            out.write(json.dumps(head, indent=1)[:-2])
+            out.write(json.dumps(head, indent=1)[:-2].encode())
             for name, rows in (("shards", self.shards), ("samples", self.samples)):
                 lines = ",\n  ".join(json.dumps(_row(row)) for row in rows)
-                out.write(f',\n "{name}": [\n  {lines}\n ]')
-            out.write("\n}\n")
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.rename(folder / MANIFEST)
-        fsync_folder(folder)
+                out.write(f',\n "{name}": [\n  {lines}\n ]'.encode())
+            out.write(b"\n}\n")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
@@ -220,15 +215,6 @@ def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> st
             if progress is not None:
                 progress(count)
     return digest.hexdigest()
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _row(row: ShardInfo | Sample) -> dict[str, Any]:

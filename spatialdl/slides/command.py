@@ -17,7 +17,7 @@ from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
-from spatialdl.slides.batch.keeping import PICTURES, keep_others, names_in
+from spatialdl.slides.batch.keeping import PICTURES, keep_failed, keep_others, names_in
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
 from spatialdl.slides.batch.options import parsed, parsed_path, settings_of
 from spatialdl.slides.batch.page import save_page
@@ -137,10 +137,11 @@ def _count(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> in
 
 
 def _tile(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> int:
-    overwrite = batch.options.overwrite or batch.before is not None
-    folder = ResumableFolder(batch.target, overwrite=overwrite)
+    overwrite = batch.options.overwrite
+    folder = ResumableFolder(batch.target, overwrite=overwrite, settings=batch.settings)
+    batch = replace(batch, folder=folder.path, before=folder.before)
     try:
-        return _into(folder, replace(batch, folder=folder.path), tasks, executor)
+        return _into(folder, batch, tasks, executor)
     except KeyboardInterrupt as error:
         kept = f"what is done is kept in {folder.path}; run the same again to go on"
         raise type(error)(kept) from None
@@ -151,11 +152,16 @@ def _tile(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> int
 def _into(
     folder: ResumableFolder, batch: Batch, tasks: Sequence[Task], executor: Executor | None
 ) -> int:
+    begun = names_in(folder.path)  # by a run that was interrupted
     others = keep_others(folder.path, batch.before, {task.name: task.path for task in tasks})
     run = _run(batch, tasks, executor, dry=False)
+    done = {*run.before, *run.finished}
+    failed = {name: report for name, report in run.reports.items() if name not in done}
+    kept = keep_failed(folder.path, batch.before, failed)
+    others += [report for report in kept.values() if report is not None]
     reports = _reported(run, tasks)
-    names = sorted([*run.before, *run.finished, *(report.slide for report in others)])
-    if batch.before and not run.finished and names == names_in(batch.before):
+    names = sorted({*done, *kept, *(report.slide for report in others)})
+    if batch.before and not (begun or run.finished) and names == names_in(batch.before):
         folder.discard()
         print(f"nothing to do: {batch.target} has all that can be had")
         return _exit_code(batch, reports)

@@ -15,12 +15,12 @@ from spatialdl.data.format import (
     Sample,
     ShardInfo,
     TileSample,
-    fsync_folder,
     shard_name,
 )
+from spatialdl.data.saving import TEMPORARY, fsync_folder, load_json, save_json
 from spatialdl.slides.batch.keeping import PICTURES, link
 from spatialdl.slides.batch.preview import preview_name
-from spatialdl.slides.batch.record import PARTS, RECORDS, Record, load_json, save_json
+from spatialdl.slides.batch.record import PARTS, RECORDS, Record
 
 PROCESS_LIST, PAGE = "process_list.csv", "report.html"
 
@@ -119,7 +119,9 @@ def _tidy(folder: Path, records: Sequence[tuple[str, Record]], shards: set[str])
             if path.name not in files:
                 path.unlink()
     coords = {file.file for _, record in records for file in record.files}
-    for path in (folder / COORDS).rglob("*.h5"):
-        if str(path.relative_to(folder)) not in coords:
+    for path in (folder / COORDS).rglob("*"):
+        if path.is_file() and str(path.relative_to(folder)) not in coords:
             path.unlink()
+    for path in folder.glob(TEMPORARY):
+        path.unlink()
     shutil.rmtree(folder / PARTS, ignore_errors=True)

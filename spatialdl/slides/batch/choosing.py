@@ -29,12 +29,6 @@ from spatialdl.slides.reading.reader import Slide, Thumbnail
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Options that a data set's manifest keeps.
-KEPT = (
-    *("background", "mask_dir", "annotations", "overlap", "filter"),
-    *("stain_normalise", "stain_reference"),
-)
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on tissue, annotations, filters and stains."""

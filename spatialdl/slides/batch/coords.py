@@ -12,7 +12,7 @@ Attributes after CLAM (wsi_core/WholeSlideImage.py) and TRIDENT (trident/IO.py).
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from spatialdl.data.folder import COORDS
 from spatialdl.data.format import ShardInfo, sha256_of
+from spatialdl.data.saving import replacing
 from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.tiling import TilePlan
 from spatialdl.slides.reading.reader import Slide
@@ -96,10 +97,9 @@ def _in_powers(slide: Slide, plan: TilePlan) -> dict[str, object]:
 
 def _write(path: Path, taken: Sequence[tuple[int, int]], attributes: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with h5py.File(temporary, "w") as file:
-        coords = file.create_dataset("coords", data=np.array(taken, np.int64).reshape(-1, 2))
+    content = io.BytesIO()
+    with h5py.File(content, "w") as made:
+        coords = made.create_dataset("coords", data=np.array(taken, np.int64).reshape(-1, 2))
         coords.attrs.update(attributes)
-    with temporary.open("rb+") as written:
-        os.fsync(written.fileno())
-    temporary.rename(path)
+    with replacing(path) as file:
+        file.write(content.getbuffer())

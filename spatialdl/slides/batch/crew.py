@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -190,9 +192,18 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
 
 def _in_worker(told: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that hands out ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def add(tiles: int) -> None:
         with told.get_lock():
             told.value += tiles
 
     _TELL.set(add)
+
+
+def _end_with_parent() -> None:
+    """Or a process whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from spatialdl.slides.reading.opening import SLIDE_SUFFIXES
+
+_LONGEST_NAME = 240  # bytes; a file system takes 255, and files have names with more at the end
 
 
 def find_slides(given: Sequence[Path], *, recursive: bool = False) -> list[Path]:
@@ -26,8 +30,8 @@ def find_slides(given: Sequence[Path], *, recursive: bool = False) -> list[Path]
             inside = sorted(p for p in files if p.suffix.lower() in SLIDE_SUFFIXES and p.is_file())
             if not inside:
                 raise ValueError(
-                    f"folder {path} has no slides in it ({' '.join(SLIDE_SUFFIXES)}); other "
-                    "images are named themselves, folders in it are looked into with --recursive"
+                    f"folder {path} has no slides in it ({' '.join(SLIDE_SUFFIXES)}); other images "
+                    "are named themselves, folders in it are looked into with --recursive"
                 )
             slides.extend(inside)
         elif not path.exists():
@@ -44,14 +48,24 @@ def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
     """What slides are called in the data set: as short as tells them from each other.
 
     The file name without suffix; with it, or with the folders above, where others have the same.
+    What a file system could not take is shortened, and ends with a digest.
     """
-    names = {slide: slide.stem for slide in slides}
+    # a stem of dots alone would be a folder
+    names = {slide: slide.stem if slide.stem.strip(".") else slide.name for slide in slides}
     for depth in range(1, max(len(slide.resolve().parts) for slide in slides) + 1):
         for slide in _not_alone(names):
             names[slide] = "_".join(slide.resolve().parts[-depth:]).lstrip("/")
     for number, slide in enumerate(_not_alone(names), 1):
         names[slide] += f"_{number}"
-    return names
+    return {slide: _shortened(name) for slide, name in names.items()}
+
+
+def _shortened(name: str) -> str:
+    coded = os.fsencode(name)
+    if len(coded) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(coded).hexdigest()[:12]
+    return coded[: _LONGEST_NAME - 13].decode(errors="ignore") + "-" + digest
 
 
 def _not_alone(names: dict[Path, str]) -> list[Path]:

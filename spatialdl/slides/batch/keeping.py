@@ -63,24 +63,56 @@ def keep_others(folder: Path, before: Path | None, given: Mapping[str, Path]) ->
         Their reports.
 
     Raises:
-        ShardError: files of such a slide are missing or damaged.
+        ShardError: the record or files of such a slide are missing or damaged.
     """
     if before is None:
         return []
     sources = {str(path.resolve()) for path in given.values()}
     reports = []
     for name in tqdm(names_in(before), "checking", unit="slide", disable=None, leave=False):
-        record = Record.load(before, name)
-        if name in given or record is None or record.source in sources:
+        if name in given:
             continue
-        if not record.is_whole(before):
+        record = Record.load(before, name)
+        if record is not None and record.source in sources:
+            continue
+        if record is None or not record.is_whole(before):
+            where = f" ({record.source})" if record else ""
             raise ShardError(
                 f"{before} has slide {name} in it, files of which are missing or damaged; give "
-                f"that slide ({record.source}), too, or write to another folder"
+                f"that slide{where}, too, or write to another folder"
             )
         moved_in(record, folder, before, name)
         reports.append(Report.from_json(record.report))
     return reports
+
+
+def keep_failed(
+    folder: Path, before: Path | None, failed: Mapping[str, Report]
+) -> dict[str, Report | None]:
+    """Take over what an earlier batch has of slides that were given and could not be used.
+
+    Args:
+        folder: where the batch is built.
+        before: the earlier one, if there is one.
+        failed: their reports, by name; where the slide is the same, it is told there that its
+            samples were kept.
+
+    Returns:
+        The names of those that were kept; with the report where it is another slide.
+    """
+    kept: dict[str, Report | None] = {}
+    for name, report in failed.items():
+        record = None if before is None else Record.load(before, name)
+        if before is None or record is None or not record.is_whole(before):
+            continue
+        moved_in(record, folder, before, name)
+        if record.source == str(Path(report.file).resolve()):
+            report.written = record.report["written"]
+            report.note += f"; its {report.written} samples of an earlier run are kept"
+            kept[name] = None
+        else:
+            kept[name] = Report.from_json(record.report)
+    return kept
 
 
 def names_in(folder: Path) -> list[str]:

@@ -15,9 +15,9 @@ import jinja2
 from PIL import Image
 from tqdm import tqdm
 
+from spatialdl.data.saving import replacing
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.report import STATUSES, Report, by_status, totals
-from spatialdl.slides.batch.saving import replacing
 from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.slides.text import counted, readable_bytes
 from spatialdl.version import __version__

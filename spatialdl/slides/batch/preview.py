@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from spatialdl.slides.batch.saving import replacing
+from spatialdl.data.saving import replacing
 
 Bytes = npt.NDArray[np.uint8]
 

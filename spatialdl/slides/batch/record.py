@@ -10,14 +10,14 @@ has the SHA-256 that was noted. ::
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from spatialdl.data.format import Band, RegionSample, ShardInfo, fsync_folder, sha256_of
+from spatialdl.data.format import Band, RegionSample, ShardInfo, sha256_of
+from spatialdl.data.saving import load_json, save_json
+from spatialdl.slides.batch.report import Report
 
 RECORDS, PARTS = "records", "parts"
 _PART = "part.json"
@@ -99,6 +99,7 @@ class Record:
         try:
             record = cls(**raw) if raw else None
             if record is not None:
+                Report.from_json(record.report)
                 record.parts = [Part.of(part) for part in raw["parts"]]
                 if raw["region"]:
                     bands = tuple(Band(**band) for band in raw["region"]["bands"])
@@ -139,22 +140,3 @@ def holds(folder: Path, shard: ShardInfo) -> bool:
         return path.stat().st_size == shard.bytes and sha256_of(path) == shard.sha256
     except OSError:
         return False
-
-
-def save_json(path: Path, content: object) -> None:
-    """Write a file that is there whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content))  # several times as fast as json.dump
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    fsync_folder(path.parent)
-
-
-def load_json(path: Path) -> Any:
-    """What a file holds; None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any, Self
 
-from spatialdl.slides.batch.saving import replacing
+from spatialdl.data.saving import replacing
 from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.slides.text import aligned, counted, fitted
 

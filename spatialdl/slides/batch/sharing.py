@@ -33,8 +33,8 @@ class Work:
 def share(crew: Crew, works: Iterable[Work], watch: Callable[[], None]) -> None:
     """Have all work done, and all that follows from it.
 
-    Where a process dies, each call that was under way is done again by itself; the one that
-    kills its process a second time ends with `BrokenExecutor` as its result.
+    Where a process dies, each call that was under way is done again with nothing beside it; the
+    one that kills its process then ends with `BrokenExecutor` as its result.
 
     Args:
         crew: does the calls.
@@ -45,14 +45,14 @@ def share(crew: Crew, works: Iterable[Work], watch: Callable[[], None]) -> None:
     heapq.heapify(waiting)
     running: dict[Future[Any], Work] = {}
     suspects: list[Work] = []
+    tried = False  # a suspect is under way, and nothing else
     while waiting or running or suspects:
         if suspects and not running:
-            suspect = suspects.pop()
+            suspect, tried = suspects.pop(), True
             running[_submitted(crew, suspect)] = suspect
-        while waiting and not suspects and len(running) < crew.room:
+        while waiting and not (suspects or tried) and len(running) < crew.room:
             work = heapq.heappop(waiting)
             running[_submitted(crew, work)] = work
-        alone = len(running) == 1
         done, _ = wait(running, _LOOK, FIRST_COMPLETED)
         broken = False
         for future in done:
@@ -60,7 +60,7 @@ def share(crew: Crew, works: Iterable[Work], watch: Callable[[], None]) -> None:
             error = future.exception()
             if isinstance(error, BrokenExecutor):
                 broken = True
-                if not alone:
+                if not tried:
                     suspects.append(work)
                     continue
             for more in work.then(future.result() if error is None else error):
@@ -69,6 +69,7 @@ def share(crew: Crew, works: Iterable[Work], watch: Callable[[], None]) -> None:
             suspects.extend(running.values())
             running.clear()
             crew.renew()
+        tried = tried and bool(running)
         watch()
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 
-from spatialdl.data.format import fsync_folder
+TEMPORARY = ".*.tmp"
+"""Names, as a glob has them, of what a killed process leaves; nobody reads it."""
 
 
 @contextmanager
@@ -30,3 +32,26 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_json(path: Path, content: object) -> None:
+    """Write what `json` takes to a file, whole or not at all."""
+    with replacing(path) as file:
+        file.write(json.dumps(content).encode())
+
+
+def load_json(path: Path) -> Any:
+    """What a file holds; None if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.slides.batch.saving import replacing
+from spatialdl.data.saving import replacing
 
 
 def test_a_file_appears_at_the_end(tmp_path: Path) -> None:

@@ -1,0 +1,178 @@
+"""Batches that are interrupted or killed at every change of the disk, and gone on with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spatialdl.data.format import Manifest
+from spatialdl.slides.batch import steps
+from tests.slides.batch.batches import COORDS, WHOLE, contents, leftovers, tile
+
+TILES = ["--tile-size", "64", "--mpp", "0.5", "--shard-size", "128K"]
+"""Slide a in two parts, slide b in one."""
+
+CHANGES = (
+    *((Path, name) for name in ("rename", "replace", "unlink", "rmdir")),
+    *((os, "link"), (shutil, "rmtree")),
+)
+
+
+@dataclass
+class Watched:
+    """What the command does: ends it at a change of the disk, and sees which parts are cut.
+
+    Attributes:
+        left: changes up to that which is not done; negative lets all be done.
+        end: called in place of it.
+        cut: the parts that were cut to their end.
+    """
+
+    left: int = -1
+    end: Callable[[], None] = lambda: None
+    cut: list[str] = field(default_factory=list)
+
+    def change(self, done: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                self.end()
+            return done(*arguments, **named)
+
+        return counted
+
+    def cutting(self, done: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(slide: Any, pieces: Any, cutting: Any, folder: Path, key: str) -> Any:
+            part = done(slide, pieces, cutting, folder, key)
+            self.cut.append(f"{folder.parent.name}/{folder.name}")
+            return part
+
+        return counted
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, quick: None) -> Watched:
+    watched = Watched()
+    for owner, name in CHANGES:
+        monkeypatch.setattr(owner, name, watched.change(getattr(owner, name)))
+    monkeypatch.setattr(steps, "cut_part", watched.cutting(steps.cut_part))
+    return watched
+
+
+def interrupted(watched: Watched, number: int, go: Callable[[], int]) -> int:
+    """Run it up to a change, where the user presses Ctrl-C."""
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    watched.left, watched.end = number, end
+    code = go()
+    watched.left = -1
+    assert code in (0, 130)
+    return code
+
+
+def killed(watched: Watched, number: int, go: Callable[[], int]) -> int:
+    """Run it in another process up to a change, where it ends without another word."""
+    child = os.fork()
+    if child == 0:
+        watched.left, watched.end = number, lambda: os._exit(9)
+        try:
+            code = go()
+        except BaseException:
+            code = 99
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code
+
+
+def everywhere(
+    watched: Watched,
+    stopped: Callable[[Watched, int, Callable[[], int]], int],
+    prepare: Callable[[], object],
+    go: Callable[[], int],
+    out: Path,
+) -> int:
+    """Stop a batch at every change of the disk, go on, and compare with one left in peace.
+
+    Args:
+        watched: the command.
+        stopped: how it is stopped.
+        prepare: makes what is there before.
+        go: runs the command.
+        out: its data set.
+
+    Returns:
+        How many changes there are.
+    """
+    prepare()
+    watched.cut.clear()
+    assert go() == 0
+    expected, parts = contents(out), sorted(watched.cut)
+    number = 0
+    while True:
+        number += 1
+        shutil.rmtree(out)
+        prepare()
+        watched.cut.clear()
+        if stopped(watched, number, go) == 0:  # there are no more changes
+            return number - 1
+        assert go() == 0, number
+        assert contents(out) == expected, number
+        assert leftovers(out.parent) == [], number
+        if stopped is interrupted:  # else they were cut in another process
+            assert sorted(watched.cut) == parts, number
+
+
+@pytest.mark.parametrize(
+    ("how", "stopped"),
+    [
+        (TILES, interrupted),
+        pytest.param(TILES, killed, marks=pytest.mark.slow),
+        pytest.param(WHOLE, interrupted, marks=pytest.mark.slow),
+        pytest.param(COORDS, killed, marks=pytest.mark.slow),
+    ],
+)
+def test_a_new_data_set(
+    tmp_path: Path, small: Path, watched: Watched, how: list[str], stopped: Any
+) -> None:
+    out = tmp_path / "set"
+
+    def go() -> int:
+        return tile(small, "--out", out, *how)
+
+    assert everywhere(watched, stopped, lambda: None, go, out) > 25
+
+
+@pytest.mark.parametrize("stopped", [killed, pytest.param(interrupted, marks=pytest.mark.slow)])
+def test_a_slide_more(tmp_path: Path, small: Path, watched: Watched, stopped: Any) -> None:
+    out, before = tmp_path / "set", tmp_path / "before"
+    assert tile(small / "b.tiff", "--out", before, *TILES) == 0
+
+    def go() -> int:  # which does not name the slides that are there
+        return tile(small / "a.tiff", "--out", out, *TILES)
+
+    assert everywhere(watched, stopped, lambda: shutil.copytree(before, out), go, out) > 25
+    assert {sample.slide for sample in Manifest.load(out).samples} == {"a", "b"}
+
+
+@pytest.mark.parametrize("stopped", [interrupted, pytest.param(killed, marks=pytest.mark.slow)])
+def test_other_labels(tmp_path: Path, small: Path, watched: Watched, stopped: Any) -> None:
+    out, before, labels = tmp_path / "set", tmp_path / "before", tmp_path / "labels.csv"
+    arguments = ["--labels", labels, *TILES[:4]]
+    labels.write_text("slide,label,split\na,x,train\nb,y,val\n")
+    assert tile(small, "--out", before, *arguments) == 0
+    labels.write_text("slide,label,split\na,y,train\nb,x,val\n")
+
+    def go() -> int:
+        return tile(small, "--out", out, *arguments)
+
+    assert everywhere(watched, stopped, lambda: shutil.copytree(before, out), go, out) > 20
+    assert sorted(watched.cut) == ["a/00000", "b/00000"]
