@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from spatialdl.slides.command import find_slides
+from spatialdl.slides.batch.finding_slides import find_slides
 from spatialdl.slides.synthetic.drawing import KINDS, write_synthetic_slide
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +130,7 @@ def tell(run: Path, pictures: Path, seconds: float) -> None:
         found = summary["validation"][-1]
         print(f"  validation accuracy  {found['accuracy']:.1%} of {found['samples']} tiles")
     print(f"  loss curve           {run / 'loss.png'}")
-    print(f"  tiles on the slides  {pictures}")
+    print(f"  tiles on the slides  {pictures}, {pictures.parent / 'report.html'}")
     print(f"  run directory        {run}")
 
 
