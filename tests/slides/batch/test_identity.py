@@ -65,7 +65,7 @@ def test_a_digest_sees_length_start_middle_and_end(tmp_path: Path) -> None:
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 5 * 2**20, 16 * 2**20])
+@pytest.mark.parametrize("size", [0, 1, 2**20 + 1, 3 * 2**20])
 def test_small_files_are_seen_whole(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a"
     path.write_bytes(bytes(size))
