@@ -144,10 +144,11 @@ def test_why_nothing_is_left(tmp_path: Path, small: Path) -> None:
     assert record.report["note"] == "filters dropped every tile"
     assert not (tmp_path / "pictures" / "a.stitched.jpg").exists()
     assert [part.shard for part in parts] == [None] * 3
-    asked = batch(tmp_path, small, [*TILES, "--min-tissue", "1"])
+    large = ["--tile-size", "256", "--mpp", "0.5", "--min-tissue", "1"]
+    asked = batch(tmp_path, small, large)
     record, parts = done(asked, task(small / "b.tiff"))
     assert parts == []
-    assert record.report["note"].startswith("none of 20 tiles has 100% tissue, the best has")
+    assert record.report["note"].startswith("none of 1 tiles has 100% tissue, the best has")
 
 
 def test_a_slide_of_an_earlier_batch_is_taken_over_or_refused(tmp_path: Path, small: Path) -> None:

@@ -126,7 +126,7 @@ def test_tiles_that_overlap_fit_as_often_as_they_can(
 ) -> None:
     overlap = min(overlap, tile - 1)
     step, stride = tile * scale, (tile - overlap) * scale
-    count = _fitting(length, step, stride)
+    count = _fitting(length, step * 0.99, stride)  # a hundredth may lie beyond the edge
     if count:
         assert (count - 1) * stride + step <= length + 0.011 * step
     assert count * stride + step > length + 0.009 * step
