@@ -16,8 +16,9 @@ import socket
 import tempfile
 import time
 import warnings
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.saving import fsync_folder, load_json
@@ -103,7 +104,7 @@ class ResumableFolder(FolderInProgress):
         ShardError: as `FolderInProgress`, or another process is at it; says which.
     """
 
-    _lock: BinaryIO
+    _lock: FileIO
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class ResumableFolder(FolderInProgress):
         while True:
             path.mkdir(exist_ok=True)
             try:
-                self._lock = (path / _LOCK).open("ab+")
+                self._lock = (path / _LOCK).open("ab+", 0)
             except FileNotFoundError:  # another one has just renamed it
                 continue
             try:
@@ -163,10 +164,10 @@ class ResumableFolder(FolderInProgress):
             if self._still_there(path):
                 break
             self._lock.close()  # the other one has just renamed it
-        self._lock.truncate(0)
         host, now = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
-        self._lock.write(f"process {os.getpid()} on {host} since {now}".encode())
-        self._lock.flush()
+        with suppress(OSError):  # a full disk is not met here: this is for others to read
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()} on {host} since {now}".encode())
         return path
 
     def _still_there(self, path: Path) -> bool:

@@ -17,7 +17,7 @@ from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
-from spatialdl.slides.batch.keeping import PICTURES, keep_failed, keep_others, names_in
+from spatialdl.slides.batch.keeping import PICTURES, holds_work, keep_failed, keep_others, names_in
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
 from spatialdl.slides.batch.options import parsed, parsed_path, settings_of
 from spatialdl.slides.batch.page import save_page
@@ -143,10 +143,20 @@ def _tile(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> int
     try:
         return _into(folder, batch, tasks, executor)
     except KeyboardInterrupt as error:
-        kept = f"what is done is kept in {folder.path}; run the same again to go on"
-        raise type(error)(kept) from None
+        raise type(error)(_kept(folder.path)) from None
+    except OSError as error:
+        if not holds_work(folder.path):
+            folder.discard()
+            raise
+        raise OSError(f"{error}; {_kept(folder.path)}") from error
     finally:
         folder.leave()
+
+
+def _kept(folder: Path) -> str:
+    if not holds_work(folder):
+        return "nothing was done yet"
+    return f"what is done is kept in {folder}; run the same again to go on"
 
 
 def _into(

@@ -13,6 +13,7 @@ Attributes after CLAM (wsi_core/WholeSlideImage.py) and TRIDENT (trident/IO.py).
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def save_coords(
         ("trident", f"{name}_patches.h5", trident),
     ):
         inside = Path(COORDS, tool, "patches")
-        where = str(target / inside)
+        where = os.fsencode(target / inside).decode(errors="backslashreplace")
         said = {**attributes, "name": name, "save_path": where, "savetodir": where}
         _write(folder / inside / file, taken, said)
         size = (folder / inside / file).stat().st_size

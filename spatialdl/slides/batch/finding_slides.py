@@ -48,7 +48,8 @@ def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
     """What slides are called in the data set: as short as tells them from each other.
 
     The file name without suffix; with it, or with the folders above, where others have the same.
-    What a file system could not take is shortened, and ends with a digest.
+    Bytes that are no UTF-8 are written out, and what is longer than a file system takes is
+    shortened and ends with a digest.
     """
     # a stem of dots alone would be a folder
     names = {slide: slide.stem if slide.stem.strip(".") else slide.name for slide in slides}
@@ -57,11 +58,12 @@ def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
             names[slide] = "_".join(slide.resolve().parts[-depth:]).lstrip("/")
     for number, slide in enumerate(_not_alone(names), 1):
         names[slide] += f"_{number}"
-    return {slide: _shortened(name) for slide, name in names.items()}
+    return {slide: _storable(name) for slide, name in names.items()}
 
 
-def _shortened(name: str) -> str:
-    coded = os.fsencode(name)
+def _storable(name: str) -> str:
+    name = os.fsencode(name).decode(errors="backslashreplace")
+    coded = name.encode()
     if len(coded) <= _LONGEST_NAME:
         return name
     digest = hashlib.sha256(coded).hexdigest()[:12]

@@ -14,7 +14,7 @@ from spatialdl.slides.reading.reader import Slide
 CUTTING_VERSION = 1
 """To be raised when the same settings give other tiles than before."""
 
-_SAMPLES, _SAMPLE = 16, 2**16  # places of a file that are looked at, and bytes of each
+_SAMPLES, _SAMPLE = 16, 2**20  # places of a large file that are looked at, and bytes of each
 
 
 def slide_key(
@@ -49,12 +49,13 @@ def slide_key(
 
 
 def sampled_digest(path: Path) -> str:
-    """SHA-256 of a file's length, and of 16 pieces of 64 KiB spread over it."""
+    """SHA-256 of a file's length, and of 16 pieces of 1 MiB spread over it; smaller ones whole."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, 2)
         digest.update(str(size).encode())
+        last = max(size, _SAMPLES * _SAMPLE) - _SAMPLE
         for k in range(_SAMPLES):
-            file.seek((size - _SAMPLE) * k // (_SAMPLES - 1) if size > _SAMPLE else 0)
+            file.seek(last * k // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE))
     return digest.hexdigest()

@@ -120,6 +120,11 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(".json") for path in (folder / RECORDS).glob("*.json"))
 
 
+def holds_work(folder: Path) -> bool:
+    """Whether a batch that is being built has something that the next run need not do again."""
+    return bool(names_in(folder)) or any((folder / PARTS).glob("*/*/part.json"))
+
+
 def moved_in(record: Record, folder: Path, before: Path, name: str) -> Record:
     """Put the files of a slide of an earlier batch into the one being built."""
     for number, part in enumerate(record.parts):

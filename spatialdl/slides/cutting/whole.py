@@ -66,7 +66,9 @@ def plan_whole(slide: Slide, plan: TilePlan) -> WholePlan | None:
         seen = np.flatnonzero(mask.any(1 - dim))
         unit = down * (1 if grid is None else grid.chunk[dim])
         first = int(seen[0] * plan.thumbnail.scale / unit) * unit
-        last = min((seen[-1] + 1) * plan.thumbnail.scale, slide.level_size(level)[dim] * down)
+        last = end = slide.level_size(level)[dim] * down
+        if seen[-1] + 1 < mask.shape[dim]:  # else to the edge, of which it may lack some pixels
+            last = min((seen[-1] + 1) * plan.thumbnail.scale, end)
         sides.append((round(first), max(1, int((last - first) / plan.scale))))
     (y, rows), (x, cols) = sides
     return WholePlan(x, y, (rows, cols), plan.scale)

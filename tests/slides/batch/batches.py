@@ -72,10 +72,10 @@ def inside(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def in_python(program: str) -> subprocess.CompletedProcess[str]:
+def in_python(*program: object) -> subprocess.CompletedProcess[str]:
     """A program run to its end in another process."""
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, *map(str, program)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tifffile
+from PIL import Image
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data import ShardDataset
 from spatialdl.data.folder import ResumableFolder
 from spatialdl.data.format import Manifest
+from spatialdl.slides import command
 from spatialdl.slides.batch import running, steps
 from spatialdl.slides.batch.parts import Cutting, Pieces
 from spatialdl.slides.batch.record import Part
@@ -64,7 +69,7 @@ def test_a_signal_ends_it_with_its_code_and_says_what_is_kept(
 ) -> None:
     out = tmp_path / "set"
     program = RAISES.format(number=int(number), arguments=[str(small), "--out", str(out), *TILES])
-    done = in_python(program)
+    done = in_python("-c", program)
     assert done.returncode == code, done.stderr
     kept = tmp_path / ".set.partial"
     said = f"interrupted; what is done is kept in {kept}; run the same again to go on"
@@ -97,17 +102,31 @@ sys.exit(main({arguments}))
 def test_a_batch_that_was_killed_goes_on(tmp_path: Path, small: Path, jobs: int) -> None:
     expected, out = tmp_path / "expected", tmp_path / "set"
     assert tile(small, "--out", expected, *TILES) == 0
-    process = started(small, "--out", out, *TILES, "--jobs", jobs)
-    parts = tmp_path / ".set.partial" / "parts"
-    while not list(parts.glob("*/*/part.json")) and process.poll() is None:
-        pass
-    process.kill()
-    code, _, _ = ended(process)  # all that hold its output have ended, too
-    assert code == -signal.SIGKILL
+    (tmp_path / "killed.py").write_text(
+        KILLED.format(arguments=[str(small), "--out", str(out), *TILES, "--jobs", str(jobs)])
+    )
+    done = in_python(tmp_path / "killed.py")  # up to the end of all that it started
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.glob(".set.partial/parts/*/*/part.json"))
     assert not out.exists()
     assert tile(small, "--out", out, *TILES) == 0
     assert contents(out) == contents(expected)
-    assert inside(tmp_path) == ["expected", "set"]
+    assert inside(tmp_path) == ["expected", "killed.py", "set"]
+
+
+KILLED = """
+import os, signal
+from spatialdl.slides.batch.running import Run
+from spatialdl.slides.command import main
+
+def killed(self, order, planned, parts, number, found):
+    assert not isinstance(found, Exception), found
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    Run._cut = killed
+    main({arguments})
+"""
 
 
 def changed(path: Path) -> None:
@@ -336,3 +355,179 @@ def test_odd_names(tmp_path: Path, small: Path, quick: None, form: list[str]) ->
         assert len({data.sample(k).slide for k in range(len(data))}) == len(ODD)
     assert tile(slides, "--out", out, *form) == 0  # and they are found again
     assert inside(tmp_path) == ["set", "slides"]
+
+
+@pytest.fixture
+def bad(tmp_path: Path, small: Path) -> Path:
+    """A folder of slides that cannot be used, and one that can."""
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    white = np.full((256, 320, 3), 255, np.uint8)
+    scanned = {"resolution": (20000, 20000), "resolutionunit": "CENTIMETER"}
+    shutil.copy(small / "a.tiff", folder / "good.tiff")
+    (folder / "empty.svs").touch()
+    (folder / "text.svs").write_text("not a slide\n" * 50)
+    (folder / "pointer.svs").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
+    )
+    (folder / "noise.svs").write_bytes(bytes(range(256)) * 9)
+    whole = (small / "b.tiff").read_bytes()
+    (folder / "cut.tiff").write_bytes(whole[: len(whole) // 2])
+    Image.fromarray(white).save(folder / "image.svs", "PNG")
+    tifffile.imwrite(folder / "white.tiff", white, tile=(256, 256), **scanned)
+    tifffile.imwrite(folder / "tiny.tiff", white[:40, :50], tile=(16, 16), **scanned)
+    tifffile.imwrite(folder / "mpp0.svs", white, tile=(256, 256), description=APERIO + "0")
+    tifffile.imwrite(folder / "mpp353.tiff", white, tile=(256, 256))
+    return folder
+
+
+APERIO = "Aperio Image Library v1\n320x256 (256x256) JPEG/RGB Q=70|AppMag = 20|MPP = "
+WHY = {
+    "empty": ("failed", "the file is empty; copy it again"),
+    "text": ("failed", "it is a text file; give the slide itself"),
+    "pointer": ("failed", "it is a Git LFS pointer, not the slide; fetch it"),
+    "noise": ("failed", "openslide does not read this format"),
+    "cut": ("failed", "slide"),
+    "image": ("failed", "does not say its micrometres per pixel"),
+    "white": ("no tiles", "no tissue found in any of 20 tiles (0 of 20"),
+    "tiny": ("no tiles", "smaller than a tile: it has 40 x 50 pixels, a tile spans 64"),
+    "mpp0": ("failed", "micrometres per pixel"),
+    "mpp353": ("failed", "micrometres per pixel"),
+    "good": ("processed", ""),
+}
+
+
+@pytest.mark.parametrize("more", [[], ["--jobs", "2"]])
+def test_bad_slides_do_not_end_a_batch(
+    tmp_path: Path, bad: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    assert tile(bad, "--out", out, *TILES, *more) == 1
+    text = capsys.readouterr()
+    assert "Traceback" not in text.err
+    found = rows(out)
+    assert found.keys() == WHY.keys()
+    for name, (status, why) in WHY.items():
+        assert found[name]["status"] == status, found[name]
+        assert why in found[name]["reason"], found[name]
+        assert name in text.err or name == "good"
+    assert len(ShardDataset(out)) == 12
+    assert leftovers(tmp_path) == []
+    # they are looked at again, and nothing else
+    assert tile(bad, "--out", out, *TILES, *more) == 1
+    assert "nothing to do" in capsys.readouterr().out
+    assert tile(bad, "--out", out, *TILES, *more, "--skip-errors") == 0
+    assert inside(tmp_path) == ["set", "slides"]
+
+
+def test_a_level_that_is_missing(tmp_path: Path, small: Path) -> None:
+    out = tmp_path / "set"
+    assert tile(small, "--out", out, "--tile-size", 64, "--level", 7) == 1
+    for row in rows(out).values():
+        assert row["status"] == "failed"
+        assert "and no level 7; ask for one of them, or for an mpp" in row["reason"]
+    assert not (out / "manifest.json").exists()
+    assert leftovers(tmp_path) == []
+
+
+FULL = """
+import resource, signal, sys
+from spatialdl.slides.command import main
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+sys.exit(main({arguments}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "limit"),
+    [
+        (["--tile-size", "64", "--mpp", "0.5"], 100_000),  # nine tiles are more, and pictures less
+        (["--tile-size", "64", "--mpp", "0.5", "--jobs", "2"], 100_000),
+        (["--whole", "--mpp", "0.5"], 100_000),
+        (["--tile-size", "64", "--mpp", "0.5", "--codec", "jpeg"], 20_000),
+        (["--tile-size", "64", "--mpp", "0.5", "--format", "coords"], 30_000),
+    ],
+)
+def test_a_full_disk(tmp_path: Path, small: Path, how: list[str], limit: int) -> None:
+    out = tmp_path / "set"
+    arguments = [str(small), "--out", str(out), *how]
+    done = in_python("-c", FULL.format(limit=limit, arguments=arguments))
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert leftovers(out) == []
+    for row in rows(out).values():
+        assert row["status"] == "failed"
+        assert "File too large" in row["reason"]
+    assert inside(tmp_path) == ["set"]
+    assert not list(out.glob("shard*"))
+    assert tile(*arguments) == 0  # there is room again
+
+
+def test_a_disk_too_full_for_reports(tmp_path: Path, small: Path) -> None:
+    out = tmp_path / "set"
+    arguments = [str(small), "--out", str(out), *COORDS]
+    done = in_python("-c", FULL.format(limit=4_000, arguments=arguments))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: [Errno 27] File too large"
+    assert inside(tmp_path) == []  # nothing was done that could be kept
+    done = in_python("-c", FULL.format(limit=10, arguments=arguments))
+    assert (done.returncode, inside(tmp_path)) == (1, [])
+
+
+def test_a_disk_that_is_full_in_the_end(
+    tmp_path: Path,
+    small: Path,
+    cut: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "set"
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "save_page", full)
+        assert tile(small, "--out", out, *TILES) == 1
+    kept = f"No space left on device; what is done is kept in {tmp_path / '.set.partial'}"
+    assert kept in capsys.readouterr().err
+    cut.clear()
+    assert tile(small, "--out", out, *TILES) == 0
+    assert cut == []
+
+
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "set", Path("/proc/set")):
+        assert tile(small, "--out", out, *TILES) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: cannot write beside {out}: ")
+        assert error.count("\n") == 1
+    assert inside(tmp_path) == ["file"]
+
+
+def test_labels_without_a_column(
+    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = tmp_path / "labels.csv"
+    for text, says in (("slide,label\na,x\n", "split"), ("a;b\n", "slide, label, split"), ("", "")):
+        labels.write_text(text)
+        assert tile(small, "--out", tmp_path / "set", *TILES, "--labels", labels) == 2
+        assert f"has no column {says}" in capsys.readouterr().err
+    assert inside(tmp_path) == ["labels.csv"]
+
+
+def test_a_dry_run_counts_and_writes_nothing(
+    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    assert tile(small, "--out", out, *TILES, "--dry-run") == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"would write 21 tiles of 2 slides, 258.0 kB, to {out}"
+    assert inside(tmp_path) == []
+    assert tile(small / "a.tiff", "--out", out, *TILES) == 0
+    assert tile(small, "--out", out, *TILES, "--dry-run") == 0
+    assert "would write 9 tiles of 1 slides" in capsys.readouterr().out

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spatialdl.data.format import Band, RegionSample, ShardInfo, sha256_of
+from spatialdl.slides.batch.record import Part, Record, holds, load_part, save_part
+from spatialdl.slides.batch.report import Report
+
+
+def shard(folder: Path, name: str = "shard-00000.h5") -> ShardInfo:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"0123456789")
+    return ShardInfo(name, 10, sha256_of(path), 2)
+
+
+def part_of(info: ShardInfo | None) -> Part:
+    return Part(
+        info,
+        [(1, 2, None), (3, 2**40, 1)],
+        {"pen": [(5, 6)], "blur": []},
+        bare=4,
+        seconds=0.5,
+    )
+
+
+def record_in(folder: Path) -> Record:
+    bands = (Band(0, 0, 512), Band(1, 512, 88))
+    region = RegionSample("ab", 600, 700, 0.5, True, bands, 1, "train", "é", 3, 4)
+    report = Report("é", 9, 8, written=2, file="é.svs")
+    return Record(
+        "key",
+        "/in/é.svs",
+        "train",
+        [part_of(shard(folder)), part_of(None)],
+        [shard(folder, "coords/clam/patches/é.h5")],
+        region,
+        report.to_json(),
+    )
+
+
+def test_a_part_comes_back(tmp_path: Path) -> None:
+    for part in (part_of(shard(tmp_path)), part_of(None), Part()):
+        save_part(tmp_path, "key", part)
+        assert load_part(tmp_path, "key") == part
+
+
+def test_a_part_is_done_again_where_something_is_not_as_noted(tmp_path: Path) -> None:
+    part = part_of(shard(tmp_path))
+    assert load_part(tmp_path, "key") is None
+    save_part(tmp_path, "key", part)
+    assert load_part(tmp_path, "other key") is None
+    (tmp_path / "shard-00000.h5").write_bytes(b"0123456788")
+    assert load_part(tmp_path, "key") is None
+    shard(tmp_path)
+    assert load_part(tmp_path, "key") == part
+    # what could not be read may be read now
+    save_part(tmp_path, "key", replace(part, unreadable=[(7, 8)], problem="cannot read"))
+    assert load_part(tmp_path, "key") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"key": "key"}', '{"key": "key", "part": {"shard": 3}}'],
+)
+def test_damage_means_that_it_is_not_done(tmp_path: Path, text: str) -> None:
+    (tmp_path / "part.json").write_text(text)
+    assert load_part(tmp_path, "key") is None
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "a.json").write_text(text)
+    assert Record.load(tmp_path, "a") is None
+
+
+def test_a_record_comes_back(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    assert Record.load(tmp_path, "é") is None
+    record.save(tmp_path, "é")
+    assert Record.load(tmp_path, "é") == record
+    assert record.is_whole(tmp_path)
+
+
+def test_a_record_of_another_version_is_none(tmp_path: Path) -> None:
+    record_in(tmp_path).save(tmp_path, "a")
+    path = tmp_path / "records" / "a.json"
+    known = json.loads(path.read_text())
+    for other in (
+        {**known, "more": 1},
+        {k: v for k, v in known.items() if k != "files"},
+        {**known, "report": {}},
+        {**known, "region": {"id": 3}},
+    ):
+        path.write_text(json.dumps(other))
+        assert Record.load(tmp_path, "a") is None
+
+
+@pytest.mark.parametrize("name", ["shard-00000.h5", "coords/clam/patches/é.h5"])
+def test_a_record_is_whole_only_with_all_its_files(tmp_path: Path, name: str) -> None:
+    record = record_in(tmp_path)
+    (tmp_path / name).write_bytes(b"012345678")
+    assert not record.is_whole(tmp_path)
+    (tmp_path / name).unlink()
+    assert not record.is_whole(tmp_path)
+
+
+def test_contents_count(tmp_path: Path) -> None:
+    info = shard(tmp_path)
+    assert holds(tmp_path, info)
+    for other in (b"0123456788", b"01234567890", b""):
+        (tmp_path / info.file).write_bytes(other)
+        assert not holds(tmp_path, info)
+    (tmp_path / info.file).unlink()
+    assert not holds(tmp_path, info)
