@@ -204,6 +204,10 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         return
     if not target.is_dir():
         raise ShardError(f"output {target} is a file; name a folder")
+    if target.is_mount():
+        raise ShardError(
+            f"output {target} is a mount point, which gets no other name; name a folder in it"
+        )
     inside = sorted(path.name for path in target.iterdir())
     if not inside:
         return

@@ -74,6 +74,11 @@ def test_what_is_no_data_set_is_never_replaced(tmp_path: Path) -> None:
         check_target(tmp_path / "file", overwrite=True)
 
 
+def test_a_mount_point_is_refused_before_any_work() -> None:
+    with pytest.raises(ShardError, match="is a mount point"):
+        check_target(Path("/proc"), overwrite=True)
+
+
 def test_a_data_set_is_replaced_only_when_allowed(tmp_path: Path) -> None:
     old = data_set(tmp_path / "set")
     with pytest.raises(ShardError, match="--overwrite"):

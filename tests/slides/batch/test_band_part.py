@@ -69,7 +69,8 @@ def test_pieces_made_small_lie_below_each_other(tmp_path: Path, slide: Slide) ->
 def test_native_bands_are_the_tiles_of_the_file(tmp_path: Path, slide: Slide) -> None:
     region, part = sample(PLAN, bands_of(PLAN, 3, 1, 256)), Part()
     piece = BandPart(PLAN, region, 1)
-    (seen,) = piece.cut(slide, cutting(slide, codec="jpeg-native"), tmp_path, part)
+    # their preview is of the whole slide
+    assert piece.cut(slide, cutting(slide, codec="jpeg-native"), tmp_path, part) == []
     assert part.taken == []
     assert part.shard is not None
     grid = slide.jpeg_grid(1.0)
@@ -83,8 +84,6 @@ def test_native_bands_are_the_tiles_of_the_file(tmp_path: Path, slide: Slide) ->
         assert stream == grid.encoded(1 + 2 + 1, 1 + 2)
         theirs = slide.read_scaled(256 + 512, 256 + 512 + 256, (256, 256), 1.0)
         assert np.abs(decode(stream, (256, 256, 3)).astype(int) - theirs).max() <= 1
-    assert (seen.x, seen.y) == (256, 256 + 512)
-    assert (seen.small.rows, seen.small.cols) == (band.rows, 1301)
 
 
 def test_a_native_region_begins_with_a_tile(slide: Slide) -> None:

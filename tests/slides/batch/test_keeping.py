@@ -125,7 +125,7 @@ def test_slides_that_fail_keep_what_there_was(tmp_path: Path) -> None:
 
 def test_whether_there_is_work_worth_keeping(tmp_path: Path) -> None:
     (tmp_path / "parts" / "a" / "00000.x1").mkdir(parents=True)
-    (tmp_path / "parts" / "a" / "overview.png").touch()
+    (tmp_path / "parts" / "a" / "overview.bmp").touch()
     assert not holds_work(tmp_path)
     (tmp_path / "parts" / "a" / "00000").mkdir()
     (tmp_path / "parts" / "a" / "00000" / "part.json").touch()

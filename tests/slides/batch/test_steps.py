@@ -52,7 +52,7 @@ def test_tiles_are_planned_in_parts_as_large_as_shards(tmp_path: Path, small: Pa
     assert [place for part in planned.parts for place in part.plan.places] == plan.places
     assert (planned.pieces, planned.bytes) == (12, 12 * 64 * 64 * 3)
     assert (planned.report.in_grid, planned.report.with_tissue) == (20, 12)
-    assert (tmp_path / "parts" / "a" / "overview.png").exists()
+    assert (tmp_path / "parts" / "a" / "overview.bmp").exists()
     # what is sent to who cuts a part is small
     assert len(pickle.dumps(planned.outline())) < 5_000
     assert len(pickle.dumps(planned.parts[0])) < 5_000

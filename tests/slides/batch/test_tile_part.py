@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -71,10 +72,10 @@ def test_tiles_that_cannot_be_read_are_left_out(
     plan, part = plan_tiles(slide, 256, 0.5).part(0, 4), Part()
     cut_tiles = tile_part.cut_tiles
 
-    def damaged(*given: object) -> Iterator[CutTile]:
-        for number, tile in enumerate(cut_tiles(*given)):  # type: ignore[arg-type]
+    def damaged(*given: Any, read: bool) -> Iterator[CutTile]:
+        for number, tile in enumerate(cut_tiles(*given, read=read)):
             if number == 2:
-                yield tile._replace(image=None)  # has too little tissue after all
+                yield tile._replace(image=None, bare=True)  # has too little tissue after all
             else:
                 yield tile._replace(image=None, problem=f"no {number}") if number % 2 else tile
 
@@ -98,20 +99,20 @@ def test_no_tile_is_no_shard(tmp_path: Path, slide: Slide) -> None:
 def test_places_alone_are_no_shard_either(
     tmp_path: Path, slide: Slide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sides, cut_tiles = [], tile_part.cut_tiles
+    asked, cut_tiles = [], tile_part.cut_tiles
 
-    def noted(slide: Slide, plan: object, side: int | None) -> Iterator[CutTile]:
-        sides.append(side)
-        return cut_tiles(slide, plan, side)  # type: ignore[arg-type]
+    def noted(*given: Any, read: bool) -> Iterator[CutTile]:
+        asked.append(read)
+        return cut_tiles(*given, read=read)
 
     monkeypatch.setattr(tile_part, "cut_tiles", noted)
     plan = plan_tiles(slide, 256, 0.5).part(0, 3)
-    for filtered, side in ((False, 64), (True, None)):  # filters look at all pixels
+    for filtered in (False, True):  # filters look at all pixels
         part = Part()
         seen = TilePart(plan, filtered).cut(slide, cutting(slide, codec=None), tmp_path, part)
         assert part.shard is None
         assert part.taken == [(x, y, None) for x, y in plan.places]
-        assert (len(seen), sides.pop()) == (3, side)
+        assert (len(seen), asked.pop()) == (3 * filtered, filtered)
     assert list(tmp_path.iterdir()) == []
 
 
