@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -21,17 +21,9 @@ Where = tuple[int | slice, ...]
 MISSING = -1
 
 
-class Part(NamedTuple):
-    """What a box has of one chunk: where the chunk begins, its rows and columns, those of the box.
-
-    `offset` is `MISSING` where the chunk was never written.
-    """
-
-    offset: int
-    rows: slice
-    cols: slice
-    out_rows: slice
-    out_cols: slice
+Part = tuple[int, tuple[slice, slice], tuple[slice, slice]]
+"""What a box has of a chunk: where in the file the chunk begins (`MISSING` if it was never
+written), its rows and columns in the chunk, and in the box."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +51,36 @@ class ChunkMap:
         assert isinstance(rows, slice)
         assert isinstance(cols, slice)
         self._check([*before, rows, cols], out_shape)
-        high, wide = self.cell[:2]
-        grid = self.offsets[tuple(before)]
-        for row in range(rows.start // high * high, rows.stop, high):
-            y0, y1 = max(row, rows.start), min(row + high, rows.stop)
-            line, ours = slice(y0 - row, y1 - row), slice(y0 - rows.start, y1 - rows.start)
-            for col in range(cols.start // wide * wide, cols.stop, wide):
-                x0, x1 = max(col, cols.start), min(col + wide, cols.stop)
-                yield Part(
-                    int(grid[row // high, col // wide]),
-                    line,
-                    slice(x0 - col, x1 - col),
-                    ours,
-                    slice(x0 - cols.start, x1 - cols.start),
-                )
+        grid = self.offsets[tuple(before)] if before else self.offsets
+        down, across = _spans(rows, self.cell[0]), _spans(cols, self.cell[1])
+        for row, inside_rows, out_rows in down:
+            for col, inside_cols, out_cols in across:
+                offset = grid.item(row, col)
+                yield offset, (inside_rows, inside_cols), (out_rows, out_cols)
 
     def _check(self, where: list[Any], out_shape: tuple[int, ...]) -> None:
-        starts = [at.start if isinstance(at, slice) else at for at in where]
-        ends = [at.stop if isinstance(at, slice) else at + 1 for at in where]
-        size, channels = self.shape[: self.offsets.ndim], self.shape[self.offsets.ndim :]
-        fits = len(ends) == len(size) and all(
-            0 <= start < end <= n for start, end, n in zip(starts, ends, size, strict=True)
+        *before, rows, cols = where
+        channels = self.shape[self.offsets.ndim :]
+        fits = (
+            len(where) == self.offsets.ndim
+            and all(0 <= at < n for at, n in zip(before, self.shape, strict=False))
+            and 0 <= rows.start < rows.stop <= self.shape[len(before)]
+            and 0 <= cols.start < cols.stop <= self.shape[len(before) + 1]
+            and out_shape == (rows.stop - rows.start, cols.stop - cols.start, *channels)
         )
         if not fits:
-            raise ValueError(f"its shape is {self.shape}, where {tuple(ends)} is wanted")
-        box = (ends[-2] - starts[-2], ends[-1] - starts[-1], *channels)
-        if out_shape != box:
-            raise ValueError(f"a box of it has shape {box}, expected {out_shape}")
+            raise ValueError(f"its shape is {self.shape}, where {where} is wanted in {out_shape}")
+
+
+def _spans(cut: slice, step: int) -> list[tuple[int, slice, slice]]:
+    """The chunks under a cut along one dim: number, what of the chunk, and where in the cut."""
+    spans = []
+    for number in range(cut.start // step, (cut.stop - 1) // step + 1):
+        at = number * step
+        begin, end = max(at, cut.start), min(at + step, cut.stop)
+        inside = slice(begin - at, end - at)
+        spans.append((number, inside, slice(begin - cut.start, end - cut.start)))
+    return spans
 
 
 def map_chunks(dataset: h5py.Dataset, stacked: bool, file_size: int) -> ChunkMap | None:

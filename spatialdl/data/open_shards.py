@@ -106,18 +106,13 @@ class OpenShard:
             return
         if self._raw is None:
             self._raw = open_raw(self._fd, self._path, self._io)
-        for part in self._raw.read(chunks, out, where):
-            rows, cols = where[-2:]
-            assert isinstance(rows, slice)
-            assert isinstance(cols, slice)
+        *before, rows, cols = where
+        assert isinstance(rows, slice)
+        assert isinstance(cols, slice)
+        for _, _, (out_rows, out_cols) in self._raw.read(chunks, out, where):
+            place = (*before, _shifted(out_rows, rows.start), _shifted(out_cols, cols.start))
             # HDF5 knows what stands for chunks that were never written
-            out[part.out_rows, part.out_cols] = self.h5[name][
-                (
-                    *where[:-2],
-                    _shifted(part.out_rows, rows.start),
-                    _shifted(part.out_cols, cols.start),
-                )
-            ]
+            out[out_rows, out_cols] = self.h5[name][place]
 
     def forget(self) -> None:
         """Let go of the memory that has been read."""

@@ -52,12 +52,11 @@ class MappedFile:
         size, cell, flat = prod(chunks.cell), chunks.cell, self._bytes
         missing = []
         for part in chunks.parts(where, out.shape):
-            begin, rows, cols, out_rows, out_cols = part
+            begin, inside, outside = part
             if begin == MISSING:
                 missing.append(part)
             else:
-                chunk = flat[begin : begin + size].reshape(cell)
-                out[out_rows, out_cols] = chunk[rows, cols]
+                out[outside] = flat[begin : begin + size].reshape(cell)[inside]
         return missing
 
     def forget(self) -> None:
@@ -78,11 +77,11 @@ class PreadFile:
         buffer: Pixels | None = None
         missing = []
         for part in chunks.parts(where, out.shape):
-            begin, rows, cols, out_rows, out_cols = part
+            begin, (rows, cols), outside = part
             if begin == MISSING:
                 missing.append(part)
                 continue
-            target = out[out_rows, out_cols]
+            target = out[outside]
             offset = begin + rows.start * line
             if target.flags.c_contiguous and cols.stop - cols.start == cell[1]:
                 self._fill(target, offset)
