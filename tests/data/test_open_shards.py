@@ -108,7 +108,11 @@ def test_descriptors_are_given_back(shards, infos) -> None:
 
 def test_memory_that_was_read_is_let_go(shards, infos, monkeypatch) -> None:
     forgot = []
-    monkeypatch.setattr(open_shards.OpenShard, "forget", forgot.append)
+
+    def forget(shard: open_shards.OpenShard) -> None:
+        forgot.append(shard)
+
+    monkeypatch.setattr(open_shards.OpenShard, "forget", forget)
     monkeypatch.setattr(open_shards, "_RESIDENT", 100)
     opened = [shards.get(info) for info in infos[:2]]
     for count in (60, 40):
