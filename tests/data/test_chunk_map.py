@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
+from spatialdl.data import ShardWriter
 from spatialdl.data.chunk_map import MISSING, map_chunks
 from spatialdl.data.chunks import Chunks
 
@@ -94,3 +95,17 @@ def test_chunks_beyond_the_file_are_refused(h5: h5py.File) -> None:
     Chunks(h5, "image", IMAGE.shape, (32, 48)).write(IMAGE)
     with pytest.raises(ValueError, match=r"chunk at \(\d+, \d+, 0\) has 4608 bytes at \d+, expect"):
         map_chunks(h5["image"], False, 20_000)
+
+
+def test_chunks_of_shards_begin_with_a_page(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (600, 600, 3), np.uint8)
+    with ShardWriter(tmp_path / "set") as writer:
+        for _ in range(3):
+            writer.add(pixels, mask=pixels[..., 0])
+    shard = tmp_path / "set" / "shard-00000.h5"
+    with h5py.File(shard) as file:
+        for name in ("images", "masks"):
+            found = map_chunks(file[name], True, shard.stat().st_size)
+            assert found is not None
+            assert (found.offsets % 4096 == 0).all()
+    assert shard.stat().st_size < 3 * 4 * 512 * 512 * 4 + 50_000  # and there is little between
