@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import backend, halo, memory, pipeline, plan, scaling, spatial, tiling
+from spatialdl.bench import backend, halo, io, memory, pipeline, plan, scaling, spatial, tiling
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
     "halo": halo.main,
+    "io": io.main,
     "memory": memory.main,
     "pipeline": pipeline.main,
     "plan": plan.main,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
@@ -15,12 +13,13 @@ from torch.utils.data import Dataset
 from spatialdl.data.chunks import read_jpeg
 from spatialdl.data.codec import Codec
 from spatialdl.data.format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
+from spatialdl.data.open_shards import OpenShards
+from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
 from spatialdl.errors import ShardError
 
 Box = tuple[int, int, int, int]
 Pixels = npt.NDArray[np.uint8]
-_OPEN_FILES = 64
 
 
 class ShardDataset(Dataset[tuple[Pixels, int]]):
@@ -33,13 +32,20 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     Args:
         path: the folder, with `manifest.json` in it.
         split: keep the samples of this split only; None keeps all.
+        io: how raw chunks are read: through a memory map ("mmap", the fastest, and a file that is
+            cut in that moment kills the process), "pread", or all through HDF5 ("h5py"). "auto" is
+            "mmap" on file systems of this machine and "pread" on Lustre, NFS and other networks.
 
     Raises:
         ShardError: the folder is missing, not whole, or not of a version that is known.
-        ValueError: no sample is of that split.
+        ValueError: no sample is of that split, or there is no such `io`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], split: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], split: str | None = None, *, io: Io = "auto"
+    ) -> None:
+        if io not in IOS:
+            raise ValueError(f"io is {io!r}, expected one of {', '.join(IOS)}")
         self.path = Path(path).absolute()
         self.split = split
         self._manifest = Manifest.load(self.path)
@@ -54,7 +60,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         self.labels: npt.NDArray[np.int64] = np.array(
             [NO_LABEL if sample.label is None else sample.label for sample in samples], np.int64
         )
-        self._files = _OpenFiles(self.path)
+        self._shards = OpenShards(self.path, io)
 
     @property
     def classes(self) -> list[str]:
@@ -169,7 +175,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     def close(self) -> None:
         """Close the shards; they are opened again when needed."""
-        self._files.close()
+        self._shards.close()
 
     def _number(self, sample: int) -> int:
         if not -len(self) <= sample < len(self):
@@ -207,48 +213,21 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     def _read_into(
         self, out: Pixels, shard: int, what: str, name: str, where: tuple[int | slice, ...]
     ) -> None:
-        file = self._manifest.shards[shard].file
+        info = self._manifest.shards[shard]
         try:
-            dataset = self._files.get(file)[name]
+            opened = self._shards.get(info)
             if what == "image" and self.codec == "jpeg":
-                read_jpeg(dataset, out, where)
+                read_jpeg(opened.h5[name], out, where)
             else:
-                dataset.read_direct(out, where)
+                opened.read(name, out, where)
+                self._shards.note_read(out.nbytes)
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, ShardError):
                 raise
             raise ShardError(
-                f"cannot read {name} from {self.path / file}: {error}; "
+                f"cannot read {name} from {self.path / info.file}: {error}; "
                 "the shard is damaged or not of this data set, copy or write it again"
             ) from error
-
-
-class _OpenFiles:
-    """Shards open in this process, the longest unused closed first."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process = os.getpid()
-        self._files: OrderedDict[str, h5py.File] = OrderedDict()
-
-    def get(self, name: str) -> h5py.File:
-        if self._process != os.getpid():  # forked: the parent's handles are not ours
-            self._process, self._files = os.getpid(), OrderedDict()
-        file = self._files.get(name)
-        if file is None:
-            if len(self._files) >= _OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
-            # locks are slow or missing on parallel file systems, and nobody writes here
-            file = self._files[name] = h5py.File(self._folder / name, "r", locking=False)
-        self._files.move_to_end(name)
-        return file
-
-    def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def __reduce__(self) -> tuple[type[_OpenFiles], tuple[Path]]:
-        return _OpenFiles, (self._folder,)
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -45,10 +45,10 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     if data.name != "shards":
         raise ValueError(f"data={data.name} is unknown: take synthetic or shards")
     path = Path(data.path).expanduser()
-    train = ShardDataset(path, data.split)
+    train = ShardDataset(path, data.split, io=data.io)
     validation = None
     if data.validation_split is not None and data.validation_split in train.splits:
-        validation = ShardDataset(path, data.validation_split)
+        validation = ShardDataset(path, data.validation_split, io=data.io)
     elif data.validation_split is not None:
         # as information, which only rank 0 prints
         log.info("%s has no split %s: nothing to validate on", path, data.validation_split)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -12,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data import ShardDataset, ShardWriter, region_shard
+from spatialdl.data import format as data_format
 from spatialdl.data.codec import decode, encode
+from spatialdl.data.format import Kind
+from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.errors import ShardError
 
 H, W = 700, 530
@@ -246,3 +252,121 @@ def test_many_shards_do_not_hold_many_files_open(tmp_path: Path) -> None:
         assert all(data.read(number).item() == number for number in order)
     held = [path.resolve().name for path in Path("/proc/self/fd").iterdir()]
     assert sum(name.startswith("shard-") for name in held) <= 64
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_ways_to_read_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kind: Kind = "tiles" if seed % 2 else "regions"
+    for module in (data_format, region_shard):
+        monkeypatch.setattr(module, "CHUNK", 4 << seed % 4)
+    channels, tile = int(rng.integers(1, 5)), rng.integers(1, 90, 2)
+    sizes = [tile if kind == "tiles" else rng.integers(1, 90, 2) for _ in range(5)]
+    images = [rng.integers(0, 256, (*size, channels), np.uint8) for size in sizes]
+    masks = [rng.integers(0, 9, tuple(size), np.uint8) for size in sizes]
+    stripes = 1 if kind == "tiles" else int(rng.integers(1, 4))
+    with ShardWriter(tmp_path / "set", kind=kind, shard_size=20_000, stripes=stripes) as writer:
+        for image, mask in zip(images, masks, strict=True):
+            writer.add(image, mask=mask)
+    if seed % 3 == 0:
+        make_version_1(tmp_path / "set")
+    for io in IOS:
+        data = ShardDataset(tmp_path / "set", io=io)
+        for number, (height, width) in enumerate(sizes):
+            for _ in range(12):
+                row0, row1 = sorted(rng.integers(0, height + 1, 2).tolist())
+                col0, col1 = sorted(rng.integers(0, width + 1, 2).tolist())
+                box, cut = (row0, row1, col0, col1), np.s_[row0:row1, col0:col1]
+                assert np.array_equal(data.read(number, box), images[number][cut])
+                assert np.array_equal(data.read_mask(number, box), masks[number][cut])
+            assert np.array_equal(data.read(number), images[number])
+
+
+def make_version_1(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["codec"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": 1}))
+
+
+def test_raw_chunks_are_not_read_by_hdf5(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h5py.Dataset, "read_direct", None)
+    for io in ("auto", "mmap", "pread"):
+        assert (ShardDataset(folder, io=io).read(1) == IMAGES[1]).all()
+    with pytest.raises(TypeError):
+        h5py.Dataset.read_direct()  # type: ignore[misc,call-arg]
+
+
+def test_no_such_way_to_read_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="io is 'fast', expected one of auto, mmap, pread, h5py"):
+        ShardDataset(folder, io="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_shard_that_is_cut_between_reads_is_refused(copy: Path, io: Io) -> None:
+    data = ShardDataset(copy, io=io)
+    data.read(1)
+    shard = copy / "shard-00001.h5"
+    size = shard.stat().st_size
+    for length in (size - 1, size // 2, 0):
+        os.truncate(shard, length)
+        with pytest.raises(ShardError, match=rf"shard-00001\.h5 has {length} bytes, the manifest"):
+            data.read(1, (0, H, 0, W))
+    assert (data.read(0) == IMAGES[0]).all()
+
+
+def sparse_set(folder: Path, side: int) -> np.ndarray:
+    """A data set of one region, `side` x `side`, of which only 4 chunks in the middle lie there."""
+    patch = np.random.default_rng(1).integers(0, 256, (1024, 1024, 3), np.uint8)
+    with ShardWriter(folder, kind="regions") as writer:
+        writer.add(patch)
+    shard, begin = folder / "shard-00000.h5", side // 2 // 512 * 512
+    with h5py.File(shard, "w", libver="earliest") as file:
+        options = {"chunks": (512, 512, 3), "fillvalue": 9}
+        image = file.create_dataset("regions/000000/image", (side, side, 3), np.uint8, **options)
+        for row in (0, 512):
+            for col in (0, 512):
+                part = np.ascontiguousarray(patch[row : row + 512, col : col + 512])
+                image.id.write_direct_chunk((begin + row, begin + col, 0), part)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0]["bytes"] = shard.stat().st_size
+    manifest["samples"][0] |= {"height": side, "width": side}
+    manifest["samples"][0]["bands"][0]["rows"] = side
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return patch
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_chunks_that_were_never_written_are_filled(tmp_path: Path, io: Io) -> None:
+    patch = sparse_set(tmp_path / "set", 3000)
+    box = ShardDataset(tmp_path / "set", io=io).read(0, (1000, 2600, 1000, 2600))
+    wanted = np.full((1600, 1600, 3), 9, np.uint8)
+    wanted[24:1048, 24:1048] = patch
+    assert (box == wanted).all()
+
+
+READS_A_GIANT = """
+import resource, sys
+import numpy as np
+from spatialdl.data import ShardDataset
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+data = ShardDataset(sys.argv[1], io=sys.argv[2])
+box = data.read(0, (49600, 50624, 49600, 50624))
+print(peak() - before, int(box.astype(int).sum()))
+"""
+
+
+@pytest.mark.parametrize("io", ["auto", "pread"])
+def test_a_box_of_a_giant_takes_little_memory(tmp_path: Path, io: Io) -> None:
+    side = 100_000
+    patch = sparse_set(tmp_path / "set", side)
+    command = [sys.executable, "-c", READS_A_GIANT, str(tmp_path / "set"), io]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90).stdout
+    megabytes, total = map(int, out.split())
+    begin = side // 2 // 512 * 512
+    wanted = np.full((1024, 1024, 3), 9, int)
+    corner = begin - 49600
+    assert 0 < corner < 1024
+    wanted[corner:, corner:] = patch[: 1024 - corner, : 1024 - corner]
+    assert total == wanted.sum()
+    assert megabytes < 200

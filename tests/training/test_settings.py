@@ -68,6 +68,14 @@ def test_sources_of_shards(tmp_path):
     assert (sources.image_size, sources.channels, sources.num_classes) == (SIZE, 3, 2)
 
 
+def test_shards_are_read_as_the_configuration_says(tmp_path):
+    data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, 1, "val")])
+    assert data.io == "auto"
+    data.io = "fast"
+    with pytest.raises(ValueError, match="io is 'fast', expected one of auto, mmap, pread, h5py"):
+        open_sources(data, 0)
+
+
 def test_shards_without_the_split_to_validate_on_train_all_the_same(tmp_path, caplog):
     data = shards(tmp_path / "set", [(SIZE, 0, "train")])
     with caplog.at_level("INFO"):

@@ -1,0 +1,193 @@
+"""The shards that a process has open, and what it knows of their chunks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import h5py
+
+from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
+from spatialdl.data.format import ShardInfo
+from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
+from spatialdl.errors import ShardError
+
+_DESCRIPTORS = 64
+_OPEN_SHARDS = _DESCRIPTORS // 3  # the file, its memory map and HDF5 have one each
+_MAPS_BYTES = 64 * 2**20
+_MAP_OVERHEAD = 1000  # bytes of a map besides its places
+_RESIDENT = 64 * 2**20  # bytes read through memory maps before they are let go
+
+Identity = tuple[int, int, int, int]
+"""Device, inode, bytes and time of change: what tells one state of a file from another."""
+
+
+class ChunkMaps:
+    """Maps of datasets, kept longer than files are open; the longest unused is dropped first."""
+
+    def __init__(self, most: int = _MAPS_BYTES) -> None:
+        self._most = most
+        self._bytes = 0
+        self._maps: OrderedDict[tuple[Identity, str], ChunkMap | None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def __contains__(self, key: tuple[Identity, str]) -> bool:
+        return key in self._maps
+
+    def get(self, key: tuple[Identity, str]) -> ChunkMap | None:
+        self._maps.move_to_end(key)
+        return self._maps[key]
+
+    def put(self, key: tuple[Identity, str], chunks: ChunkMap | None) -> None:
+        self._maps[key] = chunks
+        self._bytes += _bytes_of(chunks)
+        while self._bytes > self._most and len(self._maps) > 1:
+            self._bytes -= _bytes_of(self._maps.popitem(last=False)[1])
+
+
+class OpenShard:
+    """A shard that is open; closed when nobody has it any more.
+
+    Raises:
+        OSError: it cannot be opened.
+        ShardError: it has another length than the manifest says.
+    """
+
+    def __init__(self, path: Path, size: int, io: Io, maps: ChunkMaps) -> None:
+        self._path, self._size, self._io, self._maps = path, size, io, maps
+        self._h5: h5py.File | None = None
+        self._raw: RawFile | None = None
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._identity = identity(os.fstat(self._fd))
+        self.is_as_it_was()
+
+    @property
+    def h5(self) -> h5py.File:
+        """It as HDF5."""
+        if self._h5 is None:
+            # locks are slow or missing on parallel file systems, and nobody writes here
+            h5 = h5py.File(self._path, "r", locking=False)
+            if identity(os.stat(self._path)) != self._identity:
+                h5.close()
+                raise OSError("it was replaced or changed while it was being opened")
+            self._h5 = h5
+        return self._h5
+
+    def is_as_it_was(self) -> bool:
+        """Whether nobody wrote to the file since it was opened.
+
+        Raises:
+            ShardError: it has been cut or has grown.
+        """
+        now = identity(os.fstat(self._fd))
+        if now[2] != self._size:
+            raise ShardError(
+                f"{self._path} has {now[2]} bytes, the manifest says {self._size}; "
+                "it was cut or changed, copy or write the data set again"
+            )
+        return now == self._identity
+
+    def read(self, name: str, out: Pixels, where: Where) -> None:
+        """Copy a box of a raw dataset, which is not empty, to `out`.
+
+        Raises:
+            OSError, KeyError, TypeError, ValueError, RuntimeError: it is damaged, or has no such
+                dataset or box.
+        """
+        stacked = not isinstance(where[0], slice)
+        chunks = None if self._io == "h5py" else self._map(name, stacked)
+        if chunks is None:
+            self.h5[name].read_direct(out, where)
+            return
+        if self._raw is None:
+            self._raw = open_raw(self._fd, self._path, self._io)
+        *before, rows, cols = where
+        assert isinstance(rows, slice)
+        assert isinstance(cols, slice)
+        for _, _, (out_rows, out_cols) in self._raw.read(chunks, out, where):
+            place = (*before, _shifted(out_rows, rows.start), _shifted(out_cols, cols.start))
+            # HDF5 knows what stands for chunks that were never written
+            out[out_rows, out_cols] = self.h5[name][place]
+
+    def forget(self) -> None:
+        """Let go of the memory that has been read."""
+        if self._raw is not None:
+            self._raw.forget()
+
+    def _map(self, name: str, stacked: bool) -> ChunkMap | None:
+        key = self._identity, name
+        if key not in self._maps:
+            self._maps.put(key, map_chunks(self.h5[name], stacked, self._size))
+        return self._maps.get(key)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class OpenShards:
+    """Shards open in this process, the longest unused closed first."""
+
+    def __init__(self, folder: Path, io: Io) -> None:
+        self._folder, self._io = folder, io
+        self._touched = 0
+        self._begin()
+
+    def get(self, info: ShardInfo) -> OpenShard:
+        """A shard as it is now.
+
+        Raises:
+            OSError, ShardError: see `OpenShard`.
+        """
+        if self._process != os.getpid():  # forked: the parent's handles are not ours
+            self._begin()
+        with self._lock:
+            shard = self._shards.get(info.file)
+            if shard is None or not shard.is_as_it_was():
+                shard = None
+                self._shards.pop(info.file, None)
+                if len(self._shards) >= _OPEN_SHARDS:
+                    self._shards.popitem(last=False)
+                path = self._folder / info.file
+                shard = self._shards[info.file] = OpenShard(path, info.bytes, self._io, self._maps)
+            self._shards.move_to_end(info.file)
+            return shard
+
+    def note_read(self, count: int) -> None:
+        """Hear of bytes that were read; pages of memory maps are let go before they add up."""
+        self._touched += count
+        if self._touched > _RESIDENT:
+            self._touched = 0
+            for shard in list(self._shards.values()):
+                shard.forget()
+
+    def close(self) -> None:
+        """Close all; what is being read is closed afterwards."""
+        self._shards.clear()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._shards: OrderedDict[str, OpenShard] = OrderedDict()
+        self._maps = ChunkMaps()
+
+    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Io]]:
+        return OpenShards, (self._folder, self._io)
+
+
+def identity(status: os.stat_result) -> Identity:
+    """What tells this state of a file from another."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _bytes_of(chunks: ChunkMap | None) -> int:
+    return _MAP_OVERHEAD + (0 if chunks is None else chunks.offsets.nbytes)
+
+
+def _shifted(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)

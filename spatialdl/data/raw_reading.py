@@ -1,0 +1,157 @@
+"""Copying boxes of raw chunks out of a file, through a memory map or by `pread`.
+
+A memory map is the faster: pixels go from the page cache to where they are wanted, without a
+buffer between. But where its file is cut short, or its disk fails, the process that touches the
+page is killed (SIGBUS) instead of told, and on network file systems each page that is not at hand
+is a request of its own. There `pread` is wiser: it asks for whole chunks, and tells what is wrong.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from math import prod
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.chunk_map import MISSING, ChunkMap, Part, Where
+
+Pixels = npt.NDArray[np.uint8]
+Io = Literal["auto", "mmap", "pread", "h5py"]
+IOS: tuple[Io, ...] = ("auto", "mmap", "pread", "h5py")
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_LOCAL = {
+    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"),
+    *("tmpfs", "ramfs", "rootfs", "overlay", "aufs", "squashfs", "erofs", "iso9660", "exfat"),
+}
+
+
+class RawFile(Protocol):
+    """An open file out of which boxes are copied."""
+
+    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
+        """Copy a box of a dataset to `out`; returns the parts whose chunks were never written."""
+
+    def forget(self) -> None:
+        """Let go of the memory that has been read."""
+
+
+class MappedFile:
+    """A file in the memory of the process; `fd` may be closed once it is mapped."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
+        size, cell, flat = prod(chunks.cell), chunks.cell, self._bytes
+        missing = []
+        for part in chunks.parts(where, out.shape):
+            begin, inside, outside = part
+            if begin == MISSING:
+                missing.append(part)
+            else:
+                out[outside] = flat[begin : begin + size].reshape(cell)[inside]
+        return missing
+
+    def forget(self) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            # the pages stay in the page cache, they only count no more as this process's
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class PreadFile:
+    """A file read by its descriptor `fd`, which has to stay open."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
+        cell = chunks.cell
+        line = prod(cell[1:])  # bytes of a row of a chunk
+        buffer: Pixels | None = None
+        missing = []
+        for part in chunks.parts(where, out.shape):
+            begin, (rows, cols), outside = part
+            if begin == MISSING:
+                missing.append(part)
+                continue
+            target = out[outside]
+            offset = begin + rows.start * line
+            if target.flags.c_contiguous and cols.stop - cols.start == cell[1]:
+                self._fill(target, offset)
+                continue
+            if buffer is None:
+                buffer = np.empty(cell, np.uint8)
+            whole_rows = buffer[: rows.stop - rows.start]
+            self._fill(whole_rows, offset)
+            target[...] = whole_rows[:, cols]
+        return missing
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def _fill(self, target: Pixels, offset: int) -> None:
+        view = target.reshape(-1).data
+        while view.nbytes:
+            count = os.preadv(self._fd, [view], offset)
+            if count == 0:
+                raise OSError(f"the file ends at byte {offset}, {view.nbytes} more were wanted")
+            view, offset = view[count:], offset + count
+
+
+def open_raw(fd: int, path: Path, io: Io) -> RawFile:
+    """The reader for an open file.
+
+    Args:
+        fd: its descriptor.
+        path: where it lies, which tells "auto" the file system.
+        io: "mmap", "pread", or "auto" for the better of them there.
+
+    Raises:
+        OSError: it was to be mapped, and cannot be.
+    """
+    if io == "mmap":
+        return MappedFile(fd)
+    if io == "auto" and is_local(path):
+        try:
+            return MappedFile(fd)
+        except (OSError, ValueError):  # not every file system maps files
+            pass
+    return PreadFile(fd)
+
+
+def is_local(path: Path) -> bool:
+    """Whether a file lies on a file system of this machine; False where nobody knows."""
+    return file_system(path) in _LOCAL
+
+
+def file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
+    """The type of the file system on which a file lies, such as "ext4" or "lustre".
+
+    Args:
+        path: the file.
+        mounts: the table of mounts (proc_pid_mountinfo(5)); the system has it, if it is a Linux.
+    """
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    found: tuple[int, str] | None = None
+    real = path.resolve()
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        point = Path(_unescaped(left.split()[4]))
+        # of two mounts at one place the later hides the earlier
+        if real.is_relative_to(point) and (found is None or len(point.parts) >= found[0]):
+            found = len(point.parts), right.split()[0]
+    return None if found is None else found[1]
+
+
+def _unescaped(name: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name)

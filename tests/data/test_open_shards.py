@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spatialdl.data import ShardWriter, open_shards
+from spatialdl.data.chunk_map import ChunkMap
+from spatialdl.data.format import Manifest, ShardInfo
+from spatialdl.data.open_shards import ChunkMaps, OpenShards, identity
+from spatialdl.errors import ShardError
+
+TILES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), np.uint8)
+BOX = (0, slice(3, 20), slice(0, 7))
+
+
+@pytest.fixture
+def infos(tmp_path: Path) -> list[ShardInfo]:
+    with ShardWriter(tmp_path / "set", shard_size=1) as writer:
+        for tile in TILES:
+            writer.add(tile)
+    return Manifest.load(tmp_path / "set").shards
+
+
+@pytest.fixture
+def shards(tmp_path: Path, infos: list[ShardInfo]) -> OpenShards:
+    return OpenShards(tmp_path / "set", "auto")
+
+
+def box_of(shards: OpenShards, info: ShardInfo) -> np.ndarray:
+    out = np.empty((17, 7, 3), np.uint8)
+    shards.get(info).read("images", out, BOX)
+    return out
+
+
+def test_maps_are_kept_when_files_are_closed(shards, infos, monkeypatch) -> None:
+    monkeypatch.setattr(open_shards, "_OPEN_SHARDS", 2)
+    first = shards.get(infos[0])
+    for number, info in enumerate(infos):
+        assert (box_of(shards, info) == TILES[number, 3:20, :7]).all()
+    assert shards.get(infos[0]) is not first
+    monkeypatch.setattr(open_shards, "map_chunks", None)
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+
+
+def test_maps_are_dropped_when_they_are_many() -> None:
+    maps = ChunkMaps(most=5000)
+    one = ChunkMap((), (), np.zeros(125, np.int64))  # 1000 bytes, and as many besides
+    for number in range(4):
+        maps.put(((0, 0, 0, 0), str(number)), one)
+        assert maps.get(((0, 0, 0, 0), "0") if number < 2 else ((0, 0, 0, 0), "2")) is one
+    assert [((0, 0, 0, 0), str(k)) in maps for k in range(4)] == [False, False, True, True]
+
+
+def test_a_file_that_was_written_to_is_opened_again(shards, infos, tmp_path) -> None:
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    path = tmp_path / "set" / infos[0].file
+    opened = shards.get(infos[0])
+    assert shards.get(infos[0]) is opened
+    with ShardWriter(tmp_path / "other", shard_size=1) as writer:
+        writer.add(TILES[3])
+    path.write_bytes((tmp_path / "other" / infos[0].file).read_bytes())  # of the same length
+    os.utime(path, ns=(0, 0))
+    assert (box_of(shards, infos[0]) == TILES[3, 3:20, :7]).all()
+    assert shards.get(infos[0]) is not opened
+
+
+def test_a_file_that_was_replaced_is_still_the_old_one(shards, infos, tmp_path) -> None:
+    folder = tmp_path / "set"
+    opened = shards.get(infos[0])
+    opened.h5  # noqa: B018
+    (folder / infos[1].file).replace(folder / infos[0].file)
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+
+
+def test_a_file_that_is_replaced_before_hdf5_opens_it_is_refused(shards, infos, tmp_path) -> None:
+    folder = tmp_path / "set"
+    opened = shards.get(infos[0])
+    (folder / infos[1].file).replace(folder / infos[0].file)
+    with pytest.raises(OSError, match="it was replaced or changed while it was being opened"):
+        opened.h5  # noqa: B018
+
+
+def test_a_file_that_was_cut_is_refused(shards, infos, tmp_path) -> None:
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    path = tmp_path / "set" / infos[0].file
+    os.truncate(path, 100)
+    for _ in range(2):
+        with pytest.raises(ShardError, match=r"shard-00000\.h5 has 100 bytes, the manifest says"):
+            shards.get(infos[0])
+
+
+def test_descriptors_are_given_back(shards, infos) -> None:
+    def held() -> int:
+        paths = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+        return sum(os.path.realpath(path).startswith(str(shards._folder)) for path in paths)
+
+    for info in infos:
+        box_of(shards, info)
+    assert 4 <= held() <= 12
+    shards.close()
+    gc.collect()
+    assert held() == 0
+
+
+def test_memory_that_was_read_is_let_go(shards, infos, monkeypatch) -> None:
+    forgot = []
+
+    def forget(shard: open_shards.OpenShard) -> None:
+        forgot.append(shard)
+
+    monkeypatch.setattr(open_shards.OpenShard, "forget", forget)
+    monkeypatch.setattr(open_shards, "_RESIDENT", 100)
+    opened = [shards.get(info) for info in infos[:2]]
+    for count in (60, 40):
+        shards.note_read(count)
+        assert not forgot
+    shards.note_read(1)
+    assert forgot == opened
+    shards.note_read(60)
+    assert forgot == opened
+
+
+def test_states_of_a_file_differ(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12")
+    (tmp_path / "b").write_bytes(b"12")
+    one = identity((tmp_path / "a").stat())
+    assert one == identity((tmp_path / "a").stat())
+    assert one != identity((tmp_path / "b").stat())
+    os.utime(tmp_path / "a", ns=(0, 0))
+    assert one != identity((tmp_path / "a").stat())
