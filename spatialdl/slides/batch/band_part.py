@@ -82,7 +82,8 @@ class _Finished:
         image = cutting.choosing.finished(self._image[rows], cutting.own)
         down, across = len(image) * plan.scale, plan.span[1]
         y = plan.y + rows.indices(self.shape[0])[0] * plan.scale
-        self.seen.append(Seen(plan.x, y, cutting.preview.shrunk(image, down, across)))
+        if cutting.preview is not None:
+            self.seen.append(Seen(plan.x, y, cutting.preview.shrunk(image, down, across)))
         tell(1)
         return image
 

@@ -36,7 +36,8 @@ class Cutting:
         classes: that labels are indices into.
         name, label: of the slide.
         own: its colours.
-        preview: for which pieces are made small; its picture is not touched.
+        preview: for which pieces are made small (its picture is not touched); None where they are
+            written as they are in the slide.
         codec: "raw", "jpeg" or "jpeg-native"; None where only the places of tiles are noted.
         quality: of JPEGs made here.
     """
@@ -46,7 +47,7 @@ class Cutting:
     name: str
     label: SlideLabel | None
     own: Colours | str | None
-    preview: Preview
+    preview: Preview | None
     codec: str | None = "raw"
     quality: int = QUALITY
 
@@ -96,7 +97,7 @@ class Pieces(Protocol):
         """Cut them into a shard in a folder, and note in `part` what became of them.
 
         Returns:
-            Those that were read, made small; nothing where they are taken as they are.
+            Those that were kept, made small, if a preview wants them.
         """
 
 

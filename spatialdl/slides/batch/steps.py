@@ -10,6 +10,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -157,9 +158,11 @@ def _plan_tiles(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned:
     elif options.codec == NATIVE and plan.places:
         native_grid(slide, plan)
     planned.bytes = each * len(plan.places)
+    # as few as hold them all, and alike, so that none of those who cut them waits long for another
+    count = -(-len(plan.places) // at_once)
+    bounds = [len(plan.places) * k // count for k in range(count + 1)] if count else []
     planned.parts = [
-        TilePart(plan.part(first, first + at_once), bool(options.filter))
-        for first in range(0, len(plan.places), at_once)
+        TilePart(plan.part(first, last), bool(options.filter)) for first, last in pairwise(bounds)
     ]
 
 
@@ -211,7 +214,7 @@ def cut_slide(batch: Batch, task: Task, planned: Planned, number: int, pieces: P
         task.name,
         task.label,
         planned.own,
-        Preview(planned.size),
+        None if planned.own is None else Preview(planned.size),
         None if options.format == "coords" else options.codec,
         options.quality,
     )
@@ -290,8 +293,7 @@ def _save_preview(
 ) -> None:
     assert batch.folder is not None
     preview = Preview(planned.size)
-    if batch.options.format == "coords" or batch.options.codec == NATIVE:
-        # as they are in the slide, so one look at all of it will do
+    if planned.own is None:  # as they are in the slide, so one look at all of it will do
         with _opened(batch, task) as slide:
             image = slide.thumbnail(preview.scale).image
         height, width = preview.pixels.shape[:2]

@@ -107,7 +107,7 @@ class _Tiles:
                 self._unreadable(tile, str(error))
                 return
             part.taken.append((*place, label))
-            if tile.image is not None:
+            if tile.image is not None and cutting.preview is not None:
                 span = self._plan.step
                 self._seen.append(Seen(*place, cutting.preview.shrunk(tile.image, span, span)))
 
