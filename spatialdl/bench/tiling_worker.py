@@ -28,16 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tile-size", type=int, required=True)
     parser.add_argument("--most", type=int, required=True)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--slides", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     ways = {OPENSLIDE: _read, NATIVE: _read, HASHED: _hash}
-    before = time.perf_counter()
-    cpu_seconds, tiles = ways.get(options.way, _cut)(options)
-    seconds = time.perf_counter() - before
+    (cpu_seconds, seconds), tiles = ways.get(options.way, _cut)(options)
     print(json.dumps({"cpu_seconds": cpu_seconds, "seconds": seconds, "tiles": tiles}))
 
 
-def _read(options: argparse.Namespace) -> tuple[float, int]:
+def _since(cpu: float = 0.0, clock: float = 0.0) -> tuple[float, float]:
+    """Seconds of CPU and of the clock since then."""
+    return time.process_time() - cpu, time.perf_counter() - clock
+
+
+def _read(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
     """Tiles alone, from all over the slide."""
     side, path = options.tile_size, str(options.slide)
     size = (side, side)
@@ -61,38 +65,44 @@ def _read(options: argparse.Namespace) -> tuple[float, int]:
     # whole rows of tiles, as a tiler reads them, spread over the slide
     chosen = range(0, rows, max(1, rows * cols // options.most))
     places = islice(product(chosen, range(cols)), options.most)
-    before, tiles = time.process_time(), 0
+    before, tiles = _since(), 0
     for row, col in places:
         read(col * side, row * side)
         tiles += 1
-    return time.process_time() - before, tiles
+    return _since(*before), tiles
 
 
-def _cut(options: argparse.Namespace) -> tuple[float, int]:
+def _cut(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
     """The command."""
-    given = [str(options.slide), "--out", str(options.out), "--tile-size", str(options.tile_size)]
+    # a batch of several is that slide under several names
+    named = [options.out.with_name(f"{k}-{options.slide.name}") for k in range(options.slides)]
+    for name in named:
+        name.unlink(missing_ok=True)
+        shutil.copyfile(options.slide, name)
+    given = [*map(str, named), "--out", str(options.out), "--tile-size", str(options.tile_size)]
     given += ["--level", "0", "--jobs", str(options.jobs)]
     if options.way == PASSED:
         given += ["--codec", "jpeg-native"]
     shutil.rmtree(options.out, ignore_errors=True)
-    before = time.process_time()
+    before = _since()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         code = command.main(given, native=options.way != THROUGH)
-    seconds = time.process_time() - before
+    seconds = _since(*before)
     if code:
         raise RuntimeError(f"the command ended with {code}")
     manifest = json.loads((options.out / "manifest.json").read_text())
-    shutil.rmtree(options.out)
+    for path in (options.out, *named):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return seconds, len(manifest["samples"])
 
 
-def _hash(options: argparse.Namespace) -> tuple[float, int]:
+def _hash(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
     """What the checksums of raw tiles take on this machine, whoever computes them."""
     tile = bytes(3 * options.tile_size**2)
-    before, digest = time.process_time(), hashlib.sha256()
+    before, digest = _since(), hashlib.sha256()
     for _ in range(options.most):
         digest.update(tile)
-    return time.process_time() - before, options.most
+    return _since(*before), options.most
 
 
 if __name__ == "__main__":

@@ -48,9 +48,13 @@ def test_table_json_and_picture(workers, tmp_path, capsys):
     assert small["rates"][tiling.OURS] == pytest.approx(750)  # between 1000 and 500
     assert small["to_openslide"][tiling.NATIVE] == pytest.approx(8)
     assert large["to_openslide"][tiling.THROUGH] == pytest.approx(0.8)
-    assert small["clock"] == {"1": pytest.approx(625), "2": pytest.approx(1250)}
-    assert small["to_one"]["2"] == pytest.approx(2)
-    assert [command[3] for command in workers] == [*tiling.WAYS, tiling.OURS] * 4  # in turns
+    assert {jobs: each["rate"] for jobs, each in result["clock"].items()} == {
+        **{"1": pytest.approx(625), "2": pytest.approx(1250)},
+    }
+    assert result["clock"]["2"]["to_one"] == pytest.approx(2)
+    turn = [*tiling.WAYS, *tiling.WAYS, tiling.OURS, tiling.OURS]
+    assert [command[3] for command in workers] == turn * 2
+    assert [command[command.index("--slides") + 1] for command in workers[12:14]] == ["4", "4"]
     printed = capsys.readouterr().out
     assert "end to end, through openslide" in printed
     assert "2 processes" in printed
