@@ -38,7 +38,7 @@ HS2P = 270.0
 TARGETS = {OURS: 3 * HS2P, PASSED: 5 * HS2P}
 OF_OPENSLIDE = 0.85
 WIDE = 32  # columns of names in the table
-BATCH = 8  # slides of a batch that is timed
+BATCH = 4  # slides of a batch that is timed
 OF_ONE = 1.8
 """Times as fast as one process two of them are to be."""
 DECODER = "simplejpeg" if TELLS_OF_DAMAGE else "imagecodecs, openslide asked about each"

@@ -54,7 +54,7 @@ def test_table_json_and_picture(workers, tmp_path, capsys):
     assert result["clock"]["2"]["to_one"] == pytest.approx(2)
     turn = [*tiling.WAYS, *tiling.WAYS, tiling.OURS, tiling.OURS]
     assert [command[3] for command in workers] == turn * 2
-    assert [command[command.index("--slides") + 1] for command in workers[12:14]] == ["8", "8"]
+    assert [command[command.index("--slides") + 1] for command in workers[12:14]] == ["4", "4"]
     printed = capsys.readouterr().out
     assert "end to end, through openslide" in printed
     assert "2 processes" in printed

@@ -151,7 +151,8 @@ def test_a_new_data_set(
     assert everywhere(watched, stopped, lambda: None, go, out) > 20
 
 
-@pytest.mark.parametrize("stopped", [killed, pytest.param(interrupted, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [killed, interrupted])
 def test_a_slide_more(tmp_path: Path, small: Path, watched: Watched, stopped: Any) -> None:
     out, before = tmp_path / "set", tmp_path / "before"
     assert tile(small / "b.tiff", "--out", before, *TILES) == 0
