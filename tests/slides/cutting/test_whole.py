@@ -115,3 +115,17 @@ def test_bands_cover_all_rows(count: int, rows: int) -> None:
     heights = {last - first for first, last in bands[:-1]}
     assert len(heights) <= 1
     assert all(height % 256 == 0 for height in heights)
+
+
+def test_a_region_of_a_coarser_level_begins_with_one_of_its_tiles(
+    synthetic: dict[str, Path],
+) -> None:
+    # at multiples of a tile in pixels of level 0 it would begin within one, every second time
+    with Slide(synthetic["ring"]) as slide:
+        plan = with_mask(plan_tiles(slide, 256, 1.0), (900, 1500, 850, 2000))
+        whole = plan_whole(slide, plan)
+        assert whole is not None
+        assert (whole.x, whole.y) == (512, 512)
+        grid = slide.jpeg_grid(whole.scale)
+        assert grid is not None
+        assert grid.at(whole.x, whole.y, whole.size) is not None
