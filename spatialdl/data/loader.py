@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ class ImageSource(Protocol):
     def classes(self) -> Sequence[str]: ...
     def __len__(self) -> int: ...
     def image_size(self, sample: int) -> tuple[int, int]: ...
-    def read(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]: ...
+    def read(self, sample: int, box: Box | None = None) -> npt.NDArray[Any]: ...
     def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]: ...
 
 
@@ -50,13 +50,14 @@ class Slice:
     Attributes:
         labels: (N,) of the samples of this replica.
         share: of the whole batch's samples that are in this slice.
-        tiles: uint8 (N, h, w, C), this rank's box of each; None where no images are wanted.
+        tiles: (N, h, w, C) of the data set's type, this rank's box of each; None where no images
+            are wanted.
         masks: uint8 (N, h, w), this rank's box of each mask; None where no masks are wanted.
     """
 
     labels: npt.NDArray[np.int64]
     share: float
-    tiles: npt.NDArray[np.uint8] | None
+    tiles: npt.NDArray[Any] | None
     masks: npt.NDArray[np.uint8] | None = None
 
 
@@ -126,7 +127,13 @@ class Loader:
         return slices
 
 
-def to_input(tiles: npt.NDArray[np.uint8], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """uint8 (N, h, w, C) as a normalised (N, C, h, w) of `dtype`."""
-    pixels = torch.from_numpy(tiles).to(device).permute(0, 3, 1, 2).to(dtype)
-    return pixels.div_(255).sub_(CENTRE).div_(SPREAD).contiguous()
+def to_input(tiles: npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(N, h, w, C) of pixels as a normalised (N, C, h, w) of `dtype`.
+
+    Integers are scaled by the largest of their type to [0, 1]; floats are taken as they are.
+    """
+    # a copy: floats of this type would still be the loader's own
+    pixels = torch.from_numpy(tiles).to(device).permute(0, 3, 1, 2).to(dtype, copy=True)
+    if tiles.dtype.kind == "u":
+        pixels.div_(np.iinfo(tiles.dtype).max)
+    return pixels.sub_(CENTRE).div_(SPREAD).contiguous()

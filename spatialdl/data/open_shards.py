@@ -8,9 +8,12 @@ from collections import OrderedDict
 from pathlib import Path
 
 import h5py
+import numpy as np
 
 from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.codec import Codec
+from spatialdl.data.coded_reading import read_coded
+from spatialdl.data.format import ShardInfo, sha256_of
 from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
 from spatialdl.errors import ShardError
 
@@ -52,6 +55,9 @@ class ChunkMaps:
 class OpenShard:
     """A shard that is open; closed when nobody has it any more.
 
+    Attributes:
+        identity: of the file that was opened.
+
     Raises:
         OSError: it cannot be opened.
         ShardError: it has another length than the manifest says.
@@ -63,7 +69,7 @@ class OpenShard:
         self._raw: RawFile | None = None
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._identity = identity(os.fstat(self._fd))
+        self.identity = identity(os.fstat(self._fd))
         self.is_as_it_was()
 
     @property
@@ -72,7 +78,7 @@ class OpenShard:
         if self._h5 is None:
             # locks are slow or missing on parallel file systems, and nobody writes here
             h5 = h5py.File(self._path, "r", locking=False)
-            if identity(os.stat(self._path)) != self._identity:
+            if identity(os.stat(self._path)) != self.identity:
                 h5.close()
                 raise OSError("it was replaced or changed while it was being opened")
             self._h5 = h5
@@ -90,26 +96,36 @@ class OpenShard:
                 f"{self._path} has {now[2]} bytes, the manifest says {self._size}; "
                 "it was cut or changed, copy or write the data set again"
             )
-        return now == self._identity
+        return now == self.identity
 
-    def read(self, name: str, out: Pixels, where: Where) -> None:
-        """Copy a box of a raw dataset, which is not empty, to `out`.
+    def read(self, name: str, out: Pixels, where: Where, codec: Codec = "raw") -> None:
+        """Copy a box of a dataset, which is not empty, to `out`.
 
         Raises:
             OSError, KeyError, TypeError, ValueError, RuntimeError: it is damaged, or has no such
                 dataset or box.
         """
         stacked = not isinstance(where[0], slice)
-        chunks = None if self._io == "h5py" else self._map(name, stacked)
+        chunks = None
+        if codec != "raw" or self._io != "h5py":
+            chunks = self._map(name, stacked, codec)
+        # HDF5 would convert one type to another
+        dtype = self.h5[name].dtype if chunks is None else chunks.dtype
+        if np.dtype(dtype).newbyteorder("=") != out.dtype:
+            raise ValueError(f"it has type {dtype}, expected {out.dtype}")
         if chunks is None:
             self.h5[name].read_direct(out, where)
             return
         if self._raw is None:
             self._raw = open_raw(self._fd, self._path, self._io)
+        if codec != "raw":
+            read_coded(self._raw, chunks, codec, out, where, (self.identity, name))
+            return
         *before, rows, cols = where
         assert isinstance(rows, slice)
         assert isinstance(cols, slice)
-        for _, _, (out_rows, out_cols) in self._raw.read(chunks, out, where):
+        for part in self._raw.read(chunks, out, where):
+            out_rows, out_cols = part.outside
             place = (*before, _shifted(out_rows, rows.start), _shifted(out_cols, cols.start))
             # HDF5 knows what stands for chunks that were never written
             out[out_rows, out_cols] = self.h5[name][place]
@@ -119,10 +135,10 @@ class OpenShard:
         if self._raw is not None:
             self._raw.forget()
 
-    def _map(self, name: str, stacked: bool) -> ChunkMap | None:
-        key = self._identity, name
+    def _map(self, name: str, stacked: bool, codec: Codec) -> ChunkMap | None:
+        key = self.identity, name
         if key not in self._maps:
-            self._maps.put(key, map_chunks(self.h5[name], stacked, self._size))
+            self._maps.put(key, map_chunks(self.h5[name], stacked, self._size, codec))
         return self._maps.get(key)
 
     def __del__(self) -> None:
@@ -153,10 +169,22 @@ class OpenShards:
                 self._shards.pop(info.file, None)
                 if len(self._shards) >= _OPEN_SHARDS:
                     self._shards.popitem(last=False)
-                path = self._folder / info.file
-                shard = self._shards[info.file] = OpenShard(path, info.bytes, self._io, self._maps)
+                shard = self._shards[info.file] = self._opened(info)
             self._shards.move_to_end(info.file)
             return shard
+
+    def _opened(self, info: ShardInfo) -> OpenShard:
+        path = self._folder / info.file
+        shard = OpenShard(path, info.bytes, self._io, self._maps)
+        before = self._known.setdefault(info.file, shard.identity)
+        if shard.identity != before:
+            if sha256_of(path) != info.sha256:
+                raise ShardError(
+                    f"{path} was changed or replaced since it was first read, and its SHA-256 is "
+                    "not that of the manifest; open the data set again, or write it again"
+                )
+            self._known[info.file] = shard.identity  # copied anew, for instance
+        return shard
 
     def note_read(self, count: int) -> None:
         """Hear of bytes that were read; pages of memory maps are let go before they add up."""
@@ -175,6 +203,7 @@ class OpenShards:
         self._lock = threading.Lock()
         self._shards: OrderedDict[str, OpenShard] = OrderedDict()
         self._maps = ChunkMaps()
+        self._known: dict[str, Identity] = {}
 
     def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Io]]:
         return OpenShards, (self._folder, self._io)
@@ -186,7 +215,7 @@ def identity(status: os.stat_result) -> Identity:
 
 
 def _bytes_of(chunks: ChunkMap | None) -> int:
-    return _MAP_OVERHEAD + (0 if chunks is None else chunks.offsets.nbytes)
+    return _MAP_OVERHEAD + (0 if chunks is None else chunks.nbytes)
 
 
 def _shifted(part: slice, by: int) -> slice:

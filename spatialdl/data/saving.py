@@ -25,12 +25,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        settle(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def settle(temporary: Path, path: Path) -> None:
+    """Give a file that is written its name, when all of it is on the disk."""
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
     fsync_folder(path.parent)
 
 

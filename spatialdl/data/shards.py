@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from spatialdl.data.chunks import read_jpeg
-from spatialdl.data.codec import Codec
+from spatialdl.data.codec import Codec, Coding
 from spatialdl.data.format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
 from spatialdl.data.open_shards import OpenShards
 from spatialdl.data.raw_reading import IOS, Io
@@ -19,7 +19,7 @@ from spatialdl.data.region_shard import region_path
 from spatialdl.errors import ShardError
 
 Box = tuple[int, int, int, int]
-Pixels = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[Any]
 
 
 class ShardDataset(Dataset[tuple[Pixels, int]]):
@@ -32,9 +32,10 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     Args:
         path: the folder, with `manifest.json` in it.
         split: keep the samples of this split only; None keeps all.
-        io: how raw chunks are read: through a memory map ("mmap", the fastest, and a file that is
-            cut in that moment kills the process), "pread", or all through HDF5 ("h5py"). "auto" is
-            "mmap" on file systems of this machine and "pread" on Lustre, NFS and other networks.
+        io: how chunks are read: through a memory map ("mmap", the fastest, and a file that is
+            cut in that moment kills the process), "pread", or raw ones all through HDF5 ("h5py").
+            "auto" is "mmap" on file systems of this machine and "pread" on Lustre, NFS and other
+            networks.
 
     Raises:
         ShardError: the folder is missing, not whole, or not of a version that is known.
@@ -89,8 +90,13 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     @property
     def codec(self) -> Codec:
-        """How the images lie in the shards, "raw" or "jpeg"; they are read the same."""
+        """How the images lie in the shards: raw, jpeg, zstd or lz4; they are read the same."""
         return self._manifest.codec
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the pixels of images: uint8, uint16 or one of floats; masks are uint8."""
+        return np.dtype(self._manifest.dtype)
 
     @property
     def has_masks(self) -> bool:
@@ -129,8 +135,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             box: half-open (row0, row1, col0, col1), may be empty; None is the whole image.
 
         Returns:
-            uint8 (row1 - row0, col1 - col0, channels). Only the chunks that the box touches
-            are read, and decoded where they are JPEG.
+            (row1 - row0, col1 - col0, channels) of `dtype`. Only the chunks that the box touches
+            are read, and decoded where they are not raw.
 
         Raises:
             IndexError: there is no such sample.
@@ -138,11 +144,11 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             ShardError: the shard is missing or damaged.
         """
         row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = np.empty((row1 - row0, col1 - col0, self.channels), np.uint8)
+        out = np.empty((row1 - row0, col1 - col0, self.channels), self.dtype)
         self._fill(out, self.sample(sample), "image", (row0, row1, col0, col1))
         return out
 
-    def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
+    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
         """Read a box of a mask, uint8 (row1 - row0, col1 - col0); as `read` otherwise.
 
         Raises:
@@ -216,11 +222,9 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         info = self._manifest.shards[shard]
         try:
             opened = self._shards.get(info)
-            if what == "image" and self.codec == "jpeg":
-                read_jpeg(opened.h5[name], out, where)
-            else:
-                opened.read(name, out, where)
-                self._shards.note_read(out.nbytes)
+            codec = self.codec if what == "image" else Coding(self.codec).of_masks.codec
+            opened.read(name, out, where, codec)
+            self._shards.note_read(out.nbytes)
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, ShardError):
                 raise

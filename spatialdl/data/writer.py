@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.codec import QUALITY, Codec, check_settings
+from spatialdl.data.codec import LEVEL, QUALITY, Codec, Coding
 from spatialdl.data.encoded import EncodedImage
 from spatialdl.data.folder import FolderInProgress
 from spatialdl.data.format import Kind, Manifest
@@ -42,8 +42,10 @@ class ShardWriter:
         shard_size: about how many bytes of pixels a shard may have, as many as they are decoded
             (at least one sample is in each).
         stripes: regions only: over how many shards the row bands of a region are spread.
-        codec: "raw", or "jpeg" for chunks of JPEG (images of 1 or 3 channels; masks stay raw).
+        codec: "raw"; "jpeg" for chunks of JPEG (uint8 of 1 or 3 channels; masks stay raw); "zstd"
+            or "lz4", smaller than raw without loss.
         quality: of the JPEGs, 1 to 100. Images that come encoded keep theirs.
+        level: of zstd, 1 (fast) to 22 (small).
         chunk: tiles as JPEG only: rows and columns of a chunk, where the tiles to come encoded
             have others than the first one added.
         overwrite: replace a data set of that name.
@@ -51,7 +53,7 @@ class ShardWriter:
 
     Raises:
         ShardError: the folder exists and `overwrite` is false, or it is not a data set.
-        ValueError: classes that repeat, sizes below one, no such codec or quality.
+        ValueError: classes that repeat, sizes below one, no such codec, quality or level.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ShardWriter:
         stripes: int = 1,
         codec: Codec = "raw",
         quality: int = QUALITY,
+        level: int = LEVEL,
         chunk: tuple[int, int] | None = None,
         overwrite: bool = False,
         made_with: Mapping[str, Any] | None = None,
@@ -76,7 +79,7 @@ class ShardWriter:
             raise ValueError(f"kind is {kind!r}, expected 'tiles' or 'regions'")
         if stripes < 1 or (kind == "tiles" and stripes != 1):
             raise ValueError(f"stripes is {stripes}; it is at least 1, and 1 where kind is 'tiles'")
-        check_settings(codec, quality)
+        coding = Coding(codec, quality, level)
         if chunk is not None and (kind != "tiles" or codec != "jpeg" or min(chunk) < 1):
             raise ValueError(
                 f"chunk is {chunk}; it is for kind 'tiles' with codec 'jpeg', and at least 1 x 1"
@@ -84,9 +87,9 @@ class ShardWriter:
         self._folder = FolderInProgress(path, overwrite=overwrite)
         self._shards: TileShards | RegionShards
         if kind == "tiles":
-            self._shards = TileShards(self._folder.path, shard_size, codec, quality, chunk)
+            self._shards = TileShards(self._folder.path, shard_size, coding, chunk)
         else:
-            self._shards = RegionShards(self._folder.path, shard_size, stripes, codec, quality)
+            self._shards = RegionShards(self._folder.path, shard_size, stripes, coding)
         self._mpp = mpp
         self._codec: Codec = codec
         self._made_with = dict(made_with or {})
@@ -120,8 +123,9 @@ class ShardWriter:
         """Add one sample.
 
         Args:
-            image: uint8, (rows, cols, channels) or (rows, cols). Regions may be anything that
-                has `shape` and gives rows as `image[row0:row1]`; it is read a band at a time.
+            image: (rows, cols, channels) or (rows, cols) of uint8, uint16, float16, float32 or
+                float64, the same for all. Regions may be anything that has `shape` and `dtype`
+                and gives rows as `image[row0:row1]`; it is read some rows at a time.
                 With codec "jpeg" an `EncodedImage`, whose streams are stored as they are.
             label: name or index of a class, or None.
             split: "train", "val", "test" or any other name, or None.
@@ -215,6 +219,7 @@ class ShardWriter:
             mpp=self._mpp,
             masks=self._shards.masks,
             codec=self._codec,
+            dtype=self._shards.dtype.name,
             shards=infos,
             samples=list(self._shards.samples),
             made_with=self._made_with,

@@ -166,3 +166,17 @@ def test_input_is_normalised_with_channels_first():
     assert x.dtype == torch.float64
     assert x.is_contiguous()
     assert x.tolist() == [[[[-2.0, 2.0]]] * 3]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "float64"])
+def test_pixels_are_scaled_by_their_type(dtype: str) -> None:
+    whole = np.linspace(0, 1, 2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    most = np.iinfo(dtype).max if dtype.startswith("u") else 1
+    tiles = (whole * most).astype(dtype)
+    before = tiles.copy()
+    made = to_input(tiles, torch.float64, torch.device("cpu"))
+    assert made.shape == (2, 5, 3, 4)
+    assert made.is_contiguous()
+    wanted = (tiles.astype(float) / most - 0.5) / 0.25
+    assert np.abs(made.numpy() - wanted.transpose(0, 3, 1, 2)).max() < 1e-12
+    assert (tiles == before).all()  # they are the loader's own

@@ -48,7 +48,8 @@ def test_maps_are_kept_when_files_are_closed(shards, infos, monkeypatch) -> None
 
 def test_maps_are_dropped_when_they_are_many() -> None:
     maps = ChunkMaps(most=5000)
-    one = ChunkMap((), (), np.zeros(125, np.int64))  # 1000 bytes, and as many besides
+    offsets = np.zeros(125, np.int64)  # 1000 bytes, and as many besides
+    one = ChunkMap((), (), np.dtype(np.uint8), offsets)
     for number in range(4):
         maps.put(((0, 0, 0, 0), str(number)), one)
         assert maps.get(((0, 0, 0, 0), "0") if number < 2 else ((0, 0, 0, 0), "2")) is one
@@ -60,12 +61,26 @@ def test_a_file_that_was_written_to_is_opened_again(shards, infos, tmp_path) -> 
     path = tmp_path / "set" / infos[0].file
     opened = shards.get(infos[0])
     assert shards.get(infos[0]) is opened
-    with ShardWriter(tmp_path / "other", shard_size=1) as writer:
-        writer.add(TILES[3])
-    path.write_bytes((tmp_path / "other" / infos[0].file).read_bytes())  # of the same length
+    path.write_bytes(path.read_bytes())
     os.utime(path, ns=(0, 0))
-    assert (box_of(shards, infos[0]) == TILES[3, 3:20, :7]).all()
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
     assert shards.get(infos[0]) is not opened
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_shard_that_became_another_is_refused(shards, infos, tmp_path, replaced) -> None:
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    path, other = tmp_path / "set" / infos[0].file, tmp_path / "set" / infos[3].file
+    assert path.stat().st_size == other.stat().st_size
+    if replaced:
+        path.unlink()
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(0, 0))
+    shards.close()
+    for _ in range(2):
+        with pytest.raises(ShardError, match=r"00000\.h5 was changed or replaced since"):
+            box_of(shards, infos[0])
+    assert (box_of(shards, infos[1]) == TILES[1, 3:20, :7]).all()
 
 
 def test_a_file_that_was_replaced_is_still_the_old_one(shards, infos, tmp_path) -> None:

@@ -72,7 +72,7 @@ def test_shards_are_of_bounded_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("image", "more", "says"),
     [
-        (TILE.astype(float), {}, "float64, expected uint8"),
+        (TILE.astype(int), {}, "type int64, expected one of uint8, uint16, .* convert it to"),
         (TILE[0, 0], {}, "has shape"),
         (np.zeros((0, 4, 3), np.uint8), {}, "has shape"),
         (TILE[:3], {}, "all of one size"),
@@ -167,7 +167,7 @@ def test_a_failure_at_the_end_leaves_nothing(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("spatialdl.data.shard_file.os.fsync", fail)
+    monkeypatch.setattr("spatialdl.data.saving.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"), ShardWriter(tmp_path / "set") as writer:
         writer.add(TILE)
     assert list(tmp_path.iterdir()) == []

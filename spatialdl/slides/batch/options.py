@@ -92,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         "--codec",
         choices=(*CODECS, NATIVE),
         default="raw",
-        help="how pixels lie in the shards: as they are, as JPEG, or (jpeg-native) in the JPEG "
-        "tiles of the slides as they are, without loss",
+        help="how pixels lie in the shards: as they are, as JPEG, compressed by zstd or lz4 "
+        "without loss, or (jpeg-native) in the JPEG tiles of the slides as they are",
     )
     add(
         "--quality",

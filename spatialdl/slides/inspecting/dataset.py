@@ -26,6 +26,7 @@ def describe_dataset(path: Path) -> str:
         ("sizes", _sizes(manifest)),
         ("mpp", "not said" if manifest.mpp is None else f"{manifest.mpp:g}"),
         ("channels", str(manifest.channels)),
+        ("dtype", manifest.dtype),
         ("codec", manifest.codec),
         ("masks", "yes" if manifest.masks else "no"),
         ("samples", f"{len(manifest.samples):,} of {counted(len(slides), 'slide')}"),
