@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,17 @@ def settle(temporary: Path, path: Path) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     fsync_folder(path.parent)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name; copy it where the file system has no such thing."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        temporary = target.with_name(f".{uuid4().hex}.tmp")
+        shutil.copyfile(source, temporary)
+        settle(temporary, target)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -17,8 +17,8 @@ from spatialdl.data.format import (
     TileSample,
     shard_name,
 )
-from spatialdl.data.saving import TEMPORARY, fsync_folder, load_json, save_json
-from spatialdl.slides.batch.keeping import PICTURES, link
+from spatialdl.data.saving import TEMPORARY, fsync_folder, link, load_json, save_json
+from spatialdl.slides.batch.keeping import PICTURES
 from spatialdl.slides.batch.parts import stored_codec
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, Record
