@@ -25,7 +25,7 @@ Pixels = npt.NDArray[Any]
 Io = Literal["auto", "mmap", "pread", "h5py"]
 IOS: tuple[Io, ...] = ("auto", "mmap", "pread", "h5py")
 
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 _LOCAL = {
     *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"),
     *("tmpfs", "ramfs", "rootfs", "overlay", "aufs", "squashfs", "erofs", "iso9660", "exfat"),
@@ -144,7 +144,7 @@ def is_local(path: Path) -> bool:
     return file_system(path) in _LOCAL
 
 
-def file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
+def file_system(path: Path, mounts: Path = MOUNTS) -> str | None:
     """The type of the file system on which a file lies, such as "ext4" or "lustre".
 
     Args:

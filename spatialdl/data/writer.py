@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from spatialdl.data.format import Kind, Manifest
 from spatialdl.data.joining import join_parts, part_folder, remove_parts
 from spatialdl.data.region_shard import RegionShards
 from spatialdl.data.shard_file import ImageRows
+from spatialdl.data.striping import Striping
 from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import ShardError
 
@@ -57,6 +59,8 @@ class ShardWriter:
         level: of zstd, 1 (fast) to 22 (small).
         chunk: tiles as JPEG only: rows and columns of a chunk, where the tiles to come encoded
             have others than the first one added.
+        stripe_count, stripe_size: on Lustre, over how many storage targets a shard is spread, -1
+            for all, and in pieces of how many bytes (`lfs setstripe`).
         overwrite: replace a data set of that name.
         made_with: settings worth keeping, written to the manifest as they are.
 
@@ -81,6 +85,8 @@ class ShardWriter:
         quality: int = QUALITY,
         level: int = LEVEL,
         chunk: tuple[int, int] | None = None,
+        stripe_count: int | None = None,
+        stripe_size: int | None = None,
         overwrite: bool = False,
         made_with: Mapping[str, Any] | None = None,
     ) -> None:
@@ -88,6 +94,7 @@ class ShardWriter:
             self._classes = _checked_classes(classes)
             _check_sizes(shard_size, kind, stripes)
             coding = Coding(codec, quality, level)
+            striping = Striping(stripe_count, stripe_size)
             if chunk is not None and (kind != "tiles" or codec != "jpeg" or min(chunk) < 1):
                 raise ValueError(
                     f"chunk is {chunk}; it is for kind 'tiles' with codec 'jpeg', and at least "
@@ -98,6 +105,7 @@ class ShardWriter:
         self._target, self._overwrite = Path(path).resolve(), overwrite
         self._comm, self._part = comm, part
         self._folder = self._begun()
+        self._lay_out(striping)
         self._shards: TileShards | RegionShards
         if kind == "tiles":
             self._shards = TileShards(self._folder.path, shard_size, coding, chunk)
@@ -227,6 +235,16 @@ class ShardWriter:
                 remove_parts(self._target)
         with _agreed(comm):
             return FolderInProgress(part_folder(self._target, self._part))
+
+    def _lay_out(self, striping: Striping) -> None:
+        try:
+            with _agreed(self._comm):
+                undone = striping.apply(self._folder.path)
+        except BaseException:
+            self._folder.discard()
+            raise
+        if undone and (self._comm is None or self._comm.rank == 0):
+            warnings.warn(undone, stacklevel=3)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish, or drop all where there was an error, here or on another rank; raises it."""

@@ -13,6 +13,7 @@ from types import FrameType
 
 from spatialdl.comm.launch import launched
 from spatialdl.data.folder import ResumableFolder, holds_results
+from spatialdl.data.striping import Striping
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
@@ -141,6 +142,9 @@ def _tile(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> int
     folder = ResumableFolder(batch.target, overwrite=overwrite, settings=batch.settings)
     batch = replace(batch, folder=folder.path, before=folder.before)
     try:
+        undone = Striping(batch.options.stripe_count, batch.options.stripe_size).apply(folder.path)
+        if undone:
+            print(f"remark: {undone}", file=sys.stderr)
         return _into(folder, batch, tasks, executor)
     except KeyboardInterrupt as error:
         raise type(error)(_kept(folder.path)) from None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from spatialdl.data.codec import CODECS, QUALITY
+from spatialdl.data.sizes import parse_bytes
+from spatialdl.data.striping import Striping
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
@@ -24,7 +25,6 @@ WHOLE_TILE = 512
 """Side of the tiles of which colours of a whole region are told."""
 
 _FOLDERS = ("mask_dir", "annotations", "stain_reference")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +109,18 @@ def _parser() -> argparse.ArgumentParser:
         help="shards over which the rows of a whole region are spread (default: by --shard-size)",
     )
     add(
+        "--stripe-count",
+        type=_stripe_count,
+        metavar="N",
+        help="on Lustre, storage targets over which a shard file is spread; -1 for all",
+    )
+    add(
+        "--stripe-size",
+        type=_stripe_size,
+        metavar="SIZE",
+        help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
+    )
+    add(
         "--jobs",
         type=_positive_int,
         default=1,
@@ -187,6 +199,24 @@ def _positive_int(text: str) -> int:
     return int(text)
 
 
+def _stripe_count(text: str) -> int:
+    try:
+        count = int(text)
+        Striping(count=count)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 2000, or -1 for all") from None
+    return count
+
+
+def _stripe_size(text: str) -> int:
+    size = _bytes(text)
+    try:
+        Striping(size=size)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of 64K") from None
+    return size
+
+
 def _quality(text: str) -> int:
     value = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= value <= 100:
@@ -225,7 +255,7 @@ def _between(text: str, low: float, high: float, what: str) -> float:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 256M or 1G")
-    return int(match[1]) * _UNITS[match[2].upper()]
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
