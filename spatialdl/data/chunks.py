@@ -6,6 +6,7 @@ them. Coded chunks are written so because plain HDF5 knows none of these codecs.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import h5py
@@ -30,6 +31,9 @@ class Chunks:
         stacked: a stack of such images, none at first.
         coding: of the chunks.
 
+    Attributes:
+        sums: CRC-32 of the chunks of each image, in the order in which they were written.
+
     Raises:
         ValueError: the codec does not hold such images.
     """
@@ -50,6 +54,7 @@ class Chunks:
         self._dtype = np.dtype(dtype)
         self._stacked = stacked
         self._length = 0
+        self.sums: list[int] = [] if stacked else [0]
         self._coding = coding or Coding()
         self._coding.check(shape[2] if len(shape) == 3 else 1, self._dtype)
         room = tuple(map(max, shape, self._cell))  # HDF5 wants chunks no larger than the most
@@ -67,6 +72,7 @@ class Chunks:
         """Make room for one more image of a stack; returns its number."""
         # one by one: room made ahead would have to be given back, which HDF5 does chunk by chunk
         number, self._length = self._length, self._length + 1
+        self.sums.append(0)
         self.dataset.id.set_extent((self._length, *self._shape))
         return number
 
@@ -88,7 +94,8 @@ class Chunks:
         """Write the JPEG of the chunk that begins at a row and column of an image."""
         self._put(stream, row, col, number)
 
-    def _put(self, stored: bytes | Pixels, row: int, col: int, number: int) -> None:
+    def _put(self, stored: Any, row: int, col: int, number: int) -> None:
+        self.sums[number] = zlib.crc32(stored, self.sums[number])
         place = (row, col, 0)[: len(self._shape)]
         self.dataset.id.write_direct_chunk((number, *place) if self._stacked else place, stored)
 

@@ -222,15 +222,18 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     Raises:
         ShardError: says what is there and what to do.
     """
-    if not target.exists():
-        return
+    try:
+        if not target.exists():
+            return
+        inside = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    except OSError as error:
+        raise ShardError(f"cannot look into output {target}: {error.strerror}") from error
     if not target.is_dir():
         raise ShardError(f"output {target} is a file; name a folder")
     if target.is_mount():
         raise ShardError(
             f"output {target} is a mount point, which gets no other name; name a folder in it"
         )
-    inside = sorted(path.name for path in target.iterdir())
     if not inside:
         return
     if MANIFEST not in inside and SETTINGS not in inside:

@@ -14,7 +14,8 @@ swapped shard is noticed when the folder is opened, before a training step meets
                   [{id, height, width, mpp, bands, label, split, slide, x, y}, ...]    regions
     shard-00000.h5
         images (N, rows, cols, channels), coords (N, 2), labels (N,), slides (N,)
-        [masks (N, rows, cols) uint8]                                                  tiles
+        images_crc32 (N,)
+        [masks (N, rows, cols) uint8, masks_crc32]                                            tiles
         regions/<id>/image            or, striped,  regions/<id>/image/00000 ...       regions
 
 With codec "jpeg" (since version 2; before, all was "raw") a chunk of an image is a JPEG stream, a
@@ -173,10 +174,10 @@ class Manifest:
             ShardError: there is no such folder or manifest, it is damaged, or of a newer version.
         """
         path = folder / MANIFEST
-        if not folder.is_dir():
-            what = "it is a file" if folder.exists() else "there is no such folder"
-            raise ShardError(f"cannot open data set {folder}: {what}; give the folder itself")
         try:
+            if not folder.is_dir():
+                what = "it is a file" if folder.exists() else "there is no such folder"
+                raise ShardError(f"cannot open data set {folder}: {what}; give the folder itself")
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ShardError(

@@ -203,11 +203,13 @@ def write_band(
         _copy_streams(image, pixels, band)
     else:
         _copy_rows(image, pixels, band, usual[0], lambda p: _checked(p, width, channels, dtype))
+    pixels.dataset.attrs["crc32"] = np.uint32(pixels.sums[0])
     if mask is not None:
         name, size = region_path(sample, number, "mask"), (band.rows, width)
         classes = Chunks(file.h5, name, size, usual, coding=coding.of_masks)
         classes.dataset.attrs["row0"] = band.row0
         _copy_rows(mask, classes, band, usual[0], lambda p: as_mask(p, (len(p), width)))
+        classes.dataset.attrs["crc32"] = np.uint32(classes.sums[0])
     file.bytes += _band_bytes(image, band.rows, width, sample.striped)
 
 

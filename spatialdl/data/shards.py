@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from spatialdl.data.codec import Codec, Coding
 from spatialdl.data.format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
+from spatialdl.data.locating import say_damaged
 from spatialdl.data.open_shards import OpenShards
 from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
@@ -165,12 +166,13 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         """Read every shard and compare its SHA-256 with the manifest.
 
         Raises:
-            ShardError: names every shard that is not what was written.
+            ShardError: names every shard that is not what was written, and its damaged samples,
+                by their numbers in the whole folder.
         """
         _check_sizes(self.path, self._manifest)
         wrong = [
-            info.file
-            for info in self._manifest.shards
+            f"{info.file} ({say_damaged(self.path, self._manifest, number)})"
+            for number, info in enumerate(self._manifest.shards)
             if sha256_of(self.path / info.file) != info.sha256
         ]
         if wrong:

@@ -191,6 +191,8 @@ class TileShards:
 
     def _end(self, file: ShardFile) -> None:
         inside, self._in_shard = self._in_shard, []
+        for name, stack in self._stacks.items():
+            file.h5[f"{name}_crc32"] = np.array(stack.sums, np.uint32)
         self._stacks = {}
         labels = [NO_LABEL if sample.label is None else sample.label for sample in inside]
         file.h5["coords"] = np.array([(sample.x, sample.y) for sample in inside], np.int64)

@@ -125,7 +125,7 @@ def test_a_damaged_stream_is_named(in_jpeg: Path, tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=says):
         data.read(3, (500, 600, 3, 9))
     assert data.read(3, (0, 512, 0, W)).shape == (512, W, 3)
-    with pytest.raises(ShardError, match=r"in shard-00003\.h5; copy"):
+    with pytest.raises(ShardError, match=r"in shard-00003\.h5 \(damaged: sample 3\); copy"):
         data.verify()
 
 
@@ -218,7 +218,7 @@ def test_a_changed_byte_is_found_by_verify(copy: Path) -> None:
         file.seek(-100, 2)
         file.write(bytes([byte ^ 1]))
     data = ShardDataset(copy)
-    with pytest.raises(ShardError, match=r"in shard-00001\.h5; copy"):
+    with pytest.raises(ShardError, match=r"in shard-00001\.h5 \(the pixels of its samples"):
         data.verify()
 
 

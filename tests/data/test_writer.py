@@ -20,7 +20,7 @@ def test_a_shard_is_plain_hdf5(tmp_path: Path) -> None:
         writer.add(TILE, label="b", split="train", slide="näme", xy=(512, 2**40))
         writer.add(TILE + 1)
     with h5py.File(tmp_path / "set" / "shard-00000.h5") as file:
-        assert sorted(file) == ["coords", "images", "labels", "slides"]
+        assert sorted(file) == ["coords", "images", "images_crc32", "labels", "slides"]
         assert (file["images"][:] == [TILE, TILE + 1]).all()
         assert file["images"].dtype == np.uint8
         assert file["images"].chunks == (1, 4, 5, 3)
