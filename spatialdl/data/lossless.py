@@ -14,7 +14,7 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-_codecs: Any = imagecodecs  # its annotations do not know of arrays
+_codecs: Any = imagecodecs  # its annotations know no arrays
 Bytes = npt.NDArray[np.uint8]
 FILTERS = {"zstd": 32015, "lz4": 32004}
 _SUM = 4  # bytes of a checksum
