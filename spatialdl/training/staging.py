@@ -19,10 +19,11 @@ from spatialdl.data.raw_reading import is_local
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.local_disk import Room, find_disk
-from spatialdl.data.staging.needs import Needs, samples_in, that_fit, together
+from spatialdl.data.staging.needs import Needs, that_fit, together
 from spatialdl.data.staging.process import CopierProcess
+from spatialdl.data.staging.samples import samples_in
 from spatialdl.errors import ShardError
-from spatialdl.slides.text import counted, readable_bytes
+from spatialdl.text import counted, readable_bytes
 
 log = logging.getLogger("spatialdl.data")
 

@@ -103,7 +103,8 @@ class NodeCache:
             return 0
         with self._locked():
             before = self._bytes()
-            shutil.rmtree(self.path / "kept")
+            for link in (self.path / "kept").iterdir():
+                link.unlink()
             self._sweep(())
             freed = before - self._bytes()
             self._remove_if_unused()

@@ -9,12 +9,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.format import Manifest, RegionSample, ShardInfo
+from spatialdl.data.format import ShardInfo
 from spatialdl.data.loader import Batching, Box, sample_order
 from spatialdl.data.shards import ShardDataset
 from spatialdl.layout import even_bounds
-
-_LISTED = 3  # samples that are named
 
 
 @dataclass(frozen=True)
@@ -94,27 +92,6 @@ def that_fit(needs: Needs, shards: Sequence[ShardInfo], room: int) -> list[int]:
             chosen.add(shard)
             room -= shards[shard].bytes
     return [shard for shard in first if shard in chosen]
-
-
-def samples_in(manifest: Manifest, shard: int) -> str:
-    """Which samples lie in a shard: "samples 3, 4, 5 and 20 more (slide a1)"."""
-    found = [
-        number
-        for number, sample in enumerate(manifest.samples)
-        if shard
-        in (
-            [band.shard for band in sample.bands]
-            if isinstance(sample, RegionSample)
-            else [sample.shard]
-        )
-    ]
-    if not found:
-        return "no samples"
-    named = ", ".join(map(str, found[:_LISTED]))
-    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    slides = sorted({manifest.samples[number].slide for number in found} - {""})
-    where = f" (of {', '.join(slides[:_LISTED])}{', ...' * (len(slides) > _LISTED)})"
-    return f"sample{'s' * (len(found) > 1)} {named}{more}{where if slides else ''}"
 
 
 def _needs(dataset: ShardDataset, batching: Batching, order: npt.NDArray[np.int64]) -> Needs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
+from spatialdl.text import size_in_bytes
 
 FORMATS = ("shards", "coords")
 SETTINGS = (
@@ -24,7 +24,6 @@ WHOLE_TILE = 512
 """Side of the tiles of which colours of a whole region are told."""
 
 _FOLDERS = ("mask_dir", "annotations", "stain_reference")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--shard-size",
-        type=_bytes,
+        type=size_in_bytes,
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
         help="about how large a shard file may be, such as 256M or 1G (default 512M)",
@@ -222,10 +221,3 @@ def _between(text: str, low: float, high: float, what: str) -> float:
     if not low <= value <= high:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 256M or 1G")
-    return int(match[1]) * _UNITS[match[2].upper()]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.slides.text import aligned, counted, fitted, readable_bytes, width
+from spatialdl.text import aligned, counted, fitted, readable_bytes, width
 
 
 def test_columns_are_straight() -> None:
