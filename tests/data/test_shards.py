@@ -370,3 +370,19 @@ def test_a_box_of_a_giant_takes_little_memory(tmp_path: Path, io: Io) -> None:
     wanted[corner:, corner:] = patch[: 1024 - corner, : 1024 - corner]
     assert total == wanted.sum()
     assert megabytes < 200
+
+
+def test_a_copy_that_cannot_be_read_is_left_for_the_source(tmp_path, caplog) -> None:
+    tile = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    with ShardWriter(tmp_path / "set", codec="jpeg") as writer:
+        writer.add(tile)
+    dataset = ShardDataset(tmp_path / "set")
+    expected = dataset.read(0)
+    dataset.close()
+    [info] = dataset.manifest.shards
+    (tmp_path / f"{info.sha256}.h5").write_bytes(bytes(info.bytes))
+    dataset.use_copies(tmp_path)
+    for _ in range(2):
+        assert (dataset.read(0) == expected).all()
+    [told] = caplog.messages
+    assert "is no good any more" in told

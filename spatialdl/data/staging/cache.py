@@ -77,10 +77,9 @@ class NodeCache:
         with self._locked():
             folder = self.path / "jobs" / f"{os.getpid()}-{uuid4().hex[:8]}"
             folder.mkdir()
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            job = Job(self, folder, lock)
+            job = Job(self, folder)
             try:
+                job.hold()
                 for info in wanted:
                     with suppress(FileNotFoundError, FileExistsError):
                         os.link(self._shard(info), job.unchecked(info))
@@ -220,11 +219,16 @@ class Job:
 
     Attributes:
         path: the folder in which its copies lie, see `local_name`.
-        lock: descriptor; as long as it is open somewhere, the job lives.
+        lock: descriptor, -1 if not held; as long as it is open somewhere, the job lives.
     """
 
-    def __init__(self, cache: NodeCache, path: Path, lock: int) -> None:
-        self.cache, self.path, self.lock = cache, path, lock
+    def __init__(self, cache: NodeCache, path: Path) -> None:
+        self.cache, self.path, self.lock = cache, path, -1
+
+    def hold(self) -> None:
+        """Take the lock, for as long as this process lives or until `close`."""
+        self.lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def unchecked(self, info: ShardInfo) -> Path:
         """A shard of an earlier job, which is hashed before it is used."""

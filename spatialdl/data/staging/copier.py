@@ -22,7 +22,14 @@ from typing import Literal
 
 from spatialdl.data.format import ShardInfo
 from spatialdl.data.staging.cache import Job, NodeCache
-from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
+from spatialdl.data.staging.copying import (
+    BusyError,
+    StoppedError,
+    WriteError,
+    fetch,
+    is_whole,
+    writing,
+)
 from spatialdl.data.staging.local_disk import Room
 from spatialdl.errors import ShardError
 
@@ -81,7 +88,7 @@ class Copier:
         self, order: Order, tell: Callable[[Event], object], stopped: threading.Event
     ) -> None:
         self._source, self._cache = Path(order.source), NodeCache(Path(order.disk))
-        self._job = Job(self._cache, Path(order.job), lock=-1)
+        self._job = Job(self._cache, Path(order.job))
         self._room = Room(self._job.path)
         self._todo = deque(ShardInfo(*shard, samples=0) for shard in order.shards)
         self._tell, self._stopped = tell, stopped
@@ -115,11 +122,12 @@ class Copier:
 
     def _become(self, info: ShardInfo) -> tuple[What, str]:
         """Stage a shard; what became of it, and why."""
-        if self._has_old(info) or self._cache.take_over(info, self._job.path):
-            return "reused", ""
-        if self._broken:
-            return "left", self._broken
         try:
+            with writing():
+                if self._has_old(info) or self._cache.take_over(info, self._job.path):
+                    return "reused", ""
+            if self._broken:
+                return "left", self._broken
             return ("copied", "") if self._copy(info) else ("left", NO_ROOM)
         except WriteError as error:
             if not error.is_full:
@@ -133,10 +141,11 @@ class Copier:
     def _copy(self, info: ShardInfo) -> bool:
         """Copy a shard if there is room for it."""
         partial = self._cache.partial(info)
-        there = partial.stat().st_size if partial.exists() else 0
-        done, left = 0, max(0, info.bytes - there)
-        if not self._room.promise(left):
-            return False
+        with writing():
+            there = partial.stat().st_size if partial.exists() else 0
+            done, left = 0, max(0, info.bytes - there)
+            if not self._room.promise(left):
+                return False
 
         def progress(count: int) -> None:
             nonlocal done, left

@@ -77,7 +77,7 @@ def fetch(
         try:
             digest = _copied(source, copy, info, stopped, progress)
             if digest != info.sha256:
-                with _writing():
+                with writing():
                     os.ftruncate(copy, 0)
                 progress(-info.bytes)
                 digest = _copied(source, copy, info, stopped, progress)
@@ -87,11 +87,15 @@ def fetch(
                     f"{info.sha256[:12]}..., but {digest[:12]}...; it was damaged or changed, "
                     f"{_ADVICE}"
                 )
-            with _writing():
+            with writing():
                 os.fsync(copy)
                 publish()
         except (ShardError, WriteError):
             partial.unlink(missing_ok=True)
+            raise
+        except OSError:
+            if not os.fstat(copy).st_size:
+                partial.unlink(missing_ok=True)
             raise
 
 
@@ -118,7 +122,7 @@ def is_whole(
 @contextmanager
 def _partial_file(path: Path) -> Iterator[int]:
     while True:
-        with _writing():
+        with writing():
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             copy = os.open(path, flags, 0o666)
         try:
@@ -154,7 +158,7 @@ def _copied(
         _check_size(source, os.fstat(file.fileno()).st_size, info)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         done = min(os.fstat(copy).st_size, info.bytes)
-        with _writing():
+        with writing():
             os.ftruncate(copy, done)
         _hash(copy, digest, done, stopped, progress)
         while done < info.bytes:
@@ -164,7 +168,7 @@ def _copied(
             if not count:
                 _check_size(source, done, info)
             digest.update(buffer[:count])
-            with _writing():
+            with writing():
                 _write(copy, buffer[:count], done)
             done += count
             progress(count)
@@ -197,7 +201,12 @@ def _write(file: int, view: memoryview, offset: int) -> None:
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def writing() -> Iterator[None]:
+    """What fails in this block is the disk that is written to.
+
+    Raises:
+        WriteError: in place of another OSError.
+    """
     try:
         yield
     except OSError as error:

@@ -62,11 +62,9 @@ def copy_folder(
         manifest = of_splits(manifest, splits)
     for info in manifest.shards:
         local_name(info)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ShardError(f"{target} is a file; name a folder") from None
-    if target.samefile(source):
+    if target.exists() and not target.is_dir():
+        raise ShardError(f"{target} is a file; name a folder")
+    if target.exists() and target.samefile(source):
         raise ShardError(f"{target} is the data set itself; name another folder")
     may_replace = (target / MANIFEST).exists()
     if may_replace and Manifest.load(target) != manifest:
@@ -75,6 +73,7 @@ def copy_folder(
             f"or remove it"
         )
     _check_room(manifest, target, keep_free)
+    target.mkdir(parents=True, exist_ok=True)
     with _Copying(source, target, manifest, may_replace) as copying:
         there = copying.run(at_once)
     if not splits:
@@ -159,7 +158,8 @@ def _check_room(manifest: Manifest, target: Path, keep_free: int | None) -> None
     for info in manifest.shards:
         there = (target / info.file, target / f".{info.file}.part")
         needed += max(0, info.bytes - sum(p.stat().st_size for p in there if p.exists()))
-    room = Room(target, keep_free).bytes
+    disk = next(path for path in (target, *target.parents) if path.exists())
+    room = Room(disk, keep_free).bytes
     if needed > room:
         raise ShardError(
             f"{target} has room for {readable_bytes(max(room, 0))} besides what stays free, "
