@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class StageTo:
     """Where shards are staged to: "auto", "off" or a folder; and whether they stay there."""
 
-    to: str = "off"
+    to: str
     keep: bool = False
 
     @classmethod
@@ -46,7 +46,7 @@ class StageTo:
         """
         stage = data.get("stage")
         if stage is None:
-            return cls()
+            return cls("off")
         to, keep = stage.get("to", "auto"), stage.get("keep", False)
         if to in (None, False):  # how YAML reads off
             to = "off"
@@ -56,18 +56,16 @@ class StageTo:
             raise ValueError(f"data.stage.keep={keep} is not supported: take true or false")
         return cls(to, keep)
 
-    def disk(self, source: Path) -> tuple[Path | None, str]:
-        """The folder on a disk of this node, or None; and why not, "" if that is as it should be.
+    def is_for(self, source: Path) -> bool:
+        """Whether a data set folder is to be staged, as this node sees it."""
+        return self.to != "off" and not (self.to == "auto" and is_local(source))
 
-        Args:
-            source: the data set folder.
-        """
-        if self.to == "off" or (self.to == "auto" and is_local(source)):
-            return None, ""
-        if self.to == "auto":
-            disk, why = find_disk()
-            return disk, "" if disk else f"no disk of this node will do: {why}"
-        return Path(self.to).expanduser().absolute(), ""
+    def disk(self) -> tuple[Path | None, str]:
+        """The folder on a disk of this node, or None and why there is none."""
+        if self.to != "auto":
+            return Path(self.to).expanduser().absolute(), ""
+        disk, why = find_disk()
+        return disk, "" if disk else f"no disk of this node will do: {why}"
 
 
 class Staging:
@@ -79,21 +77,28 @@ class Staging:
         world: all ranks.
         where: to be staged to.
         datasets: of one folder; they read from the copies as these arrive.
-        needs: what this rank reads of it.
+        needs: finds out what this rank reads of it.
     """
 
     def __init__(
-        self, world: Communicator, where: StageTo, datasets: Sequence[ShardDataset], needs: Needs
+        self,
+        world: Communicator,
+        where: StageTo = StageTo("off"),
+        datasets: Sequence[ShardDataset] = (),
+        needs: Callable[[], Needs] = dict,
     ) -> None:
         self._world, self._datasets = world, datasets
         self._copier: CopierProcess | None = None
-        self._is_on = where.to != "off" and bool(datasets)
+        self._is_on = False
+        if where.to == "off" or not datasets:
+            return
+        self._is_on = any(world.allgather(where.is_for(datasets[0].path)))
         if not self._is_on:
             return
         here = _node()
         nodes = world.allgather(here)
         node = world.subset([rank for rank, other in enumerate(nodes) if other == here])
-        of_ranks = node.gather(needs)
+        of_ranks = node.gather(needs())
         told = folder = None
         if of_ranks is not None:
             told = self._start(where, together(of_ranks))
@@ -172,7 +177,9 @@ class Staging:
     def _start(self, where: StageTo, needs: Needs) -> str | None:
         """Start the copier of this node, if there is a place; what to tell of it."""
         dataset = self._datasets[0]
-        disk, why = where.disk(dataset.path)
+        if not where.is_for(dataset.path):
+            return None
+        disk, why = where.disk()
         if disk is not None:
             try:
                 return self._start_copier(disk, where.keep, needs)

@@ -20,7 +20,12 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
 from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_order, to_input
 from spatialdl.data.shards import ShardDataset
-from spatialdl.data.staging.needs import one_after_another, training_needs, validation_needs
+from spatialdl.data.staging.needs import (
+    Needs,
+    one_after_another,
+    training_needs,
+    validation_needs,
+)
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
@@ -94,7 +99,7 @@ class Trainer:
         self.step = 0
         self._warned = False
         self._timeline: Timeline | None = None
-        self._staging = Staging(world, StageTo(), [], {})
+        self._staging = Staging(world)
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end; rank 0 writes the run directory."""
@@ -228,18 +233,24 @@ class Trainer:
 
     def _stage(self) -> Staging:
         """Begin to copy the shards that are read to a disk of this node."""
+        datasets = [
+            source
+            for source in (self.sources.train, self.sources.validation)
+            if isinstance(source, ShardDataset)
+        ]
+        return Staging(self.world, StageTo.of(self.config.data), datasets, self._needs)
+
+    def _needs(self) -> Needs:
+        """The shards that this rank reads."""
         train, validation = self.sources.train, self.sources.validation
-        where = StageTo.of(self.config.data)
-        if where.to == "off" or not isinstance(train, ShardDataset):
-            return Staging(self.world, where, [], {})
+        assert isinstance(train, ShardDataset)
         needs = training_needs(train, self.loader.batching, int(self.config.seed), self.steps)
         if not isinstance(validation, ShardDataset):
-            return Staging(self.world, where, [train], needs)
+            return needs
         every = self.config.trainer.validate_every
         times = 1.0 if every is None else len(self.loader) / int(every)
-        later = validation_needs(validation, self._loader(validation).batching, times)
-        needs = one_after_another(needs, later)
-        return Staging(self.world, where, [train, validation], needs)
+        batching = self._loader(validation).batching
+        return one_after_another(needs, validation_needs(validation, batching, times))
 
     def _loader(self, source: ImageSource) -> Loader:
         size, numbers = self.sources.image_size, range(self.microbatches)

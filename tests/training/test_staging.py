@@ -157,10 +157,15 @@ def test_settings_that_do_not_fit(text):
         StageTo.of(OmegaConf.create(text))
 
 
-def test_auto_takes_network_file_systems_to_a_disk(tmp_path, monkeypatch):
+def test_auto_takes_data_from_network_file_systems_to_a_disk(train, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
-    assert StageTo("auto").disk(tmp_path) == (None, "")
-    assert StageTo("auto").disk(Path("/proc")) == (tmp_path, "")  # nobody knows it to be local
-    assert StageTo("/some/where").disk(tmp_path) == (Path("/some/where"), "")
-    assert StageTo("off").disk(Path("/proc")) == (None, "")
+    assert StageTo("auto").disk() == (tmp_path, "")
+    assert StageTo("auto").is_for(Path("/proc"))  # nobody knows it to be of this machine
+    assert not StageTo("auto").is_for(tmp_path)
+    assert not StageTo("off").is_for(Path("/proc"))
+    assert StageTo("/some/where").disk() == (Path("/some/where"), "")
+    assert StageTo("/some/where").is_for(tmp_path)
+    monkeypatch.setattr("spatialdl.training.staging.is_local", lambda path: False)
+    _, said = train("trainer.max_steps=1")
+    assert f"to {tmp_path}/.spatialdl-{os.getuid()}, where" in said[0]

@@ -22,7 +22,7 @@ from spatialdl.data.staging.copier import Event, Order
 
 log = logging.getLogger("spatialdl.data")
 
-_PATIENCE_S = 30.0  # for the copier to end; a file system that hangs does not hold up the job
+_PATIENCE_S = 10.0  # for the copier to end; a file system that hangs does not hold up the job
 
 
 class CopierProcess:
