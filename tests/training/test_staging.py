@@ -38,7 +38,7 @@ def train(folder, tmp_path, caplog):
                 "train",
                 [
                     *("model.width=2", "data=shards", f"data.path={folder}", "device=cpu"),
-                    *("data.batch_size=2", "trainer.max_epochs=2", "trainer.precision=float64"),
+                    *("data.batch_size=2", "trainer.max_steps=5", "trainer.precision=float64"),
                     *("parallel=none", *overrides),
                 ],
             )
@@ -108,9 +108,11 @@ def test_damage_ends_the_training_and_names_samples(train, folder, tmp_path, mon
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
-    on_each_step(monkeypatch, until_done)
+    steps = []
+    on_each_step(monkeypatch, lambda staging: until_done(staging) or steps.append(staging))
     with pytest.raises(ShardError, match=r"shard-00001\.h5 does not .* samples 2, 3$"):
         train(f"data.stage.to={tmp_path}/disk")
+    assert len(steps) == 1
     assert not list((tmp_path / "disk").iterdir())
 
 

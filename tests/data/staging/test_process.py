@@ -206,11 +206,12 @@ def test_a_copier_that_fails_says_why(start, caplog, monkeypatch):
 
 def test_signals_to_everybody_do_not_end_it(start, tmp_path):
     copier = ended(start())
+    process = copier._process
+    assert os.getpgid(process.pid) == process.pid, "it is not in our group"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(copier._process.pid, number)
-    assert copier._process.poll() is None
-    assert len(list(copier.folder.glob("*.h5"))) == 6
+        os.kill(process.pid, number)
     copier.close()
+    assert process.returncode == 0
     assert not left_on(tmp_path / "disk")
 
 
@@ -225,6 +226,25 @@ def test_a_copier_outlives_a_killed_job_to_clean_up(folder, tmp_path):
     until(lambda: any((tmp_path / "disk").rglob("*.h5")))
     job.kill()
     job.communicate()
+    until(lambda: not left_on(tmp_path / "disk"))
+
+
+def test_a_job_is_not_dead_while_its_copier_lives(start, folder, tmp_path):
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, folder, tmp_path / "disk"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    copier = int(job.stdout.readline())
+    until(lambda: len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6)
+    os.kill(copier, signal.SIGSTOP)
+    job.kill()
+    job.communicate()
+    other = start(begin=False)
+    assert len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6
+    other.close()
+    os.kill(copier, signal.SIGCONT)
     until(lambda: not left_on(tmp_path / "disk"))
 
 
