@@ -50,7 +50,7 @@ log = logging.getLogger("spatialdl.train")
 
 def main() -> None:
     """Train, on as many ranks as the configuration asks for."""
-    arguments = sys.argv[1:] = [_open_model(argument) for argument in sys.argv[1:]]
+    arguments = sys.argv[1:] = [rewritten(argument) for argument in sys.argv[1:]]
     info = launched()
     if info is None:
         _run_alone()
@@ -232,9 +232,11 @@ def _plan(config: DictConfig) -> Placement:
     return placement
 
 
-def _open_model(argument: str) -> str:
-    """Let a network of the user's have keys that the group's file does not know."""
-    return f"++{argument}" if re.match(r"model\.[\w.]+=", argument) else argument
+def rewritten(argument: str) -> str:
+    """Let a network of the user's have keys that the group's file does not know; short forms."""
+    if re.match(r"model\.[\w.]+=", argument):
+        return f"++{argument}"
+    return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
 
 
 def _fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:

@@ -80,7 +80,7 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("tiles", "my_set"):  # which the commands before it have written
         (tmp_path / folder).mkdir()
-    overrides = [train._open_model(word) for word in words[1:] if not word.startswith("-")]
+    overrides = [train.rewritten(word) for word in words[1:] if not word.startswith("-")]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         train._plan(compose("train", overrides))
 

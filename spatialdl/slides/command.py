@@ -26,7 +26,7 @@ from spatialdl.slides.batch.report import Report, save_reports, table, warnings,
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
 from spatialdl.slides.inspecting import inspect, verify
-from spatialdl.slides.text import readable_bytes
+from spatialdl.text import readable_bytes
 
 _OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
 _TERMINATED = 143

@@ -19,6 +19,13 @@ from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
 from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_order, to_input
+from spatialdl.data.shards import ShardDataset
+from spatialdl.data.staging.needs import (
+    Needs,
+    one_after_another,
+    training_needs,
+    validation_needs,
+)
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
@@ -29,6 +36,7 @@ from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
 from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
+from spatialdl.training.staging import StageTo, Staging
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
 
@@ -91,6 +99,7 @@ class Trainer:
         self.step = 0
         self._warned = False
         self._timeline: Timeline | None = None
+        self._staging = Staging(world)
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end; rank 0 writes the run directory."""
@@ -100,6 +109,7 @@ class Trainer:
             if self.world.rank == 0:
                 record = stack.enter_context(RunDirectory(run_dir, self.config))
                 progress = stack.enter_context(Progress(self.steps))
+            self._staging = stack.enter_context(self._stage())
             if self.config.trainer.trace:
                 train = self.pipeline.schedule.train
                 self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
@@ -107,6 +117,7 @@ class Trainer:
             while self.step < self.steps:
                 self._train_epoch(epoch, record, progress)
                 epoch += 1
+            self._staging.finish()
             memory = self.world.gather(peak_memory_mb(self.device))
             if record is not None:
                 record.finish({"world_size": self.world.size, "peak_memory_mb": memory})
@@ -162,7 +173,10 @@ class Trainer:
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()
         self.step += 1
-        return self._over_world(torch.tensor([own], dtype=torch.float64))[0]
+        sums = self._over_world(torch.tensor([own, self._staging.damage()], dtype=torch.float64))
+        if sums[1]:
+            self._staging.refuse()
+        return sums[0]
 
     def validate(self, record: RunDirectory | None) -> None:
         """Loss and metrics over all validation samples, each counted once."""
@@ -216,6 +230,27 @@ class Trainer:
             return torch.from_numpy(part.labels).to(self.device)
         mask = torch.from_numpy(part.masks).to(self.device, torch.int64)
         return mask if mesh.grid == (1, 1) else from_local(mask, mesh, self.sources.image_size)
+
+    def _stage(self) -> Staging:
+        """Begin to copy the shards that are read to a disk of this node."""
+        datasets = [
+            source
+            for source in (self.sources.train, self.sources.validation)
+            if isinstance(source, ShardDataset)
+        ]
+        return Staging(self.world, StageTo.of(self.config.data), datasets, self._needs)
+
+    def _needs(self) -> Needs:
+        """The shards that this rank reads."""
+        train, validation = self.sources.train, self.sources.validation
+        assert isinstance(train, ShardDataset)
+        needs = training_needs(train, self.loader.batching, int(self.config.seed), self.steps)
+        if not isinstance(validation, ShardDataset):
+            return needs
+        every = self.config.trainer.validate_every
+        times = 1.0 if every is None else len(self.loader) / int(every)
+        batching = self._loader(validation).batching
+        return one_after_another(needs, validation_needs(validation, batching, times))
 
     def _loader(self, source: ImageSource) -> Loader:
         size, numbers = self.sources.image_size, range(self.microbatches)

@@ -405,3 +405,19 @@ def test_a_flipped_bit_of_what_is_compressed_is_told_when_it_is_read(
             read(0)
         assert len(read(0, (0, 512, 0, W))) == 512
     assert (data.read(1) == IMAGES[1]).all()
+
+
+def test_a_copy_that_cannot_be_read_is_left_for_the_source(tmp_path, caplog) -> None:
+    tile = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    with ShardWriter(tmp_path / "set", codec="jpeg") as writer:
+        writer.add(tile)
+    dataset = ShardDataset(tmp_path / "set")
+    expected = dataset.read(0)
+    dataset.close()
+    [info] = dataset.manifest.shards
+    (tmp_path / f"{info.sha256}.h5").write_bytes(bytes(info.bytes))
+    dataset.use_copies(tmp_path)
+    for _ in range(2):
+        assert (dataset.read(0) == expected).all()
+    [told] = caplog.messages
+    assert "is no good any more" in told

@@ -13,8 +13,8 @@ from spatialdl.data.codec import CODECS, LEVEL, QUALITY
 from spatialdl.data.format import Manifest
 from spatialdl.data.importing.clam import import_clam
 from spatialdl.data.importing.image_folder import BrokenImagesError, import_images
-from spatialdl.data.sizes import parse_bytes
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
+from spatialdl.text import size_in_bytes
 
 _OK, _FAILED = 0, 1
 _SETTINGS = (
@@ -122,7 +122,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shard-size",
-        type=_bytes,
+        type=size_in_bytes,
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
         help="about how large a shard file may be, such as 256M or 1G (default 512M)",
@@ -135,7 +135,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--stripe-size",
-        type=_bytes,
+        type=size_in_bytes,
         metavar="SIZE",
         help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
     )
@@ -147,13 +147,6 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spatialdl.data.codec import CODECS, QUALITY
-from spatialdl.data.sizes import parse_bytes
 from spatialdl.data.striping import Striping
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
+from spatialdl.text import size_in_bytes
 
 FORMATS = ("shards", "coords")
 SETTINGS = (
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--shard-size",
-        type=_bytes,
+        type=size_in_bytes,
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
         help="about how large a shard file may be, such as 256M or 1G (default 512M)",
@@ -209,7 +209,7 @@ def _stripe_count(text: str) -> int:
 
 
 def _stripe_size(text: str) -> int:
-    size = _bytes(text)
+    size = size_in_bytes(text)
     try:
         Striping(size=size)
     except ValueError:
@@ -252,10 +252,3 @@ def _between(text: str, low: float, high: float, what: str) -> float:
     if not low <= value <= high:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from spatialdl.data.format import Manifest, RegionSample, ShardInfo
-from spatialdl.slides.text import aligned, counted, fitted, readable_bytes
+from spatialdl.text import aligned, counted, fitted, readable_bytes
 
 _LONGEST_NAME = 60  # columns of the console
 

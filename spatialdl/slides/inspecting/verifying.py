@@ -15,7 +15,7 @@ from spatialdl.data.locating import say_damaged
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.keeping import names_in
 from spatialdl.slides.batch.record import Record
-from spatialdl.slides.text import counted, readable_bytes
+from spatialdl.text import counted, readable_bytes
 
 
 @dataclass(frozen=True)
