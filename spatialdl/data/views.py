@@ -106,12 +106,21 @@ class Views:
 
     @cached_property
     def _fill(self) -> float:
-        white = value_range(self._dtype)
-        fill = white if self.background is None else self.background
+        return self.check_background()
+
+    def check_background(self) -> float:
+        """What lies beyond the images.
+
+        Raises:
+            ValueError: it is no value of such images.
+        """
+        if self.background is None:
+            return value_range(self._dtype)
+        white, fill = value_range(self._dtype), self.background
         whole = float(fill).is_integer() or not np.issubdtype(self._dtype, np.integer)
         if not (0 <= fill <= white and whole):
             raise ValueError(
-                f"data.background={self.background} is no value of {self._dtype} images: take "
-                f"0 to {white}, or null for {white}"
+                f"data.background={fill} is no value of {self._dtype} images: take 0 to {white}, "
+                f"or null for {white}"
             )
         return fill
