@@ -62,7 +62,7 @@ class Views:
         drawn = self._draw(epoch, sample)
         wanted = with_margin(box, self.size, drawn.sigma)
         pixels = self._place(drawn, sample, wanted, masks=False)
-        return np.ascontiguousarray(blur(recolour(pixels, drawn), box, self.size, drawn.sigma))
+        return blur(recolour(pixels, drawn), box, self.size, drawn.sigma)
 
     def read_mask(self, epoch: int, sample: int, box: Box) -> Pixels:
         """The same box of the mask: (rows, cols); beyond the image no pixel has a class.
@@ -72,7 +72,7 @@ class Views:
         """
         self._check(box)
         drawn = self._draw(epoch, sample)
-        return np.ascontiguousarray(self._place(drawn, sample, box, masks=True))
+        return self._place(drawn, sample, box, masks=True)
 
     def _check(self, box: Box) -> None:
         row0, row1, col0, col1 = box
@@ -92,7 +92,8 @@ class Views:
         window = window_of(drawn, stored, self.size)
         under = window.source_box(box)
         read = partial(self.source.read_mask if masks else self.source.read, sample)
-        return window.arrange(read_padded(read, stored, under, partial(self._empty, under, masks)))
+        pixels = read_padded(read, stored, under, partial(self._empty, under, masks))
+        return np.ascontiguousarray(window.arrange(pixels))
 
     def _empty(self, box: Box, masks: bool) -> Pixels:
         shape = box[1] - box[0], box[3] - box[2]
