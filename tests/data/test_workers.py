@@ -169,7 +169,7 @@ def test_no_process_stays_behind(tmp_path, endings):
                 program.stdin.close()
             else:
                 program.send_signal(ending)
-            program.stdout.read()
+            program.wait()
             for one in watched:
                 assert select.select([one], [], [], 20)[0], "a worker is still there"
                 os.close(one)
