@@ -73,10 +73,11 @@ def _read_bytes(sources: Sources) -> float:
     """Memory for each pixel, while a box of an image is read."""
     rows, cols = (min(side, READ_SIDE) for side in sources.image_size)
     box = (0, rows, 0, cols)
-    sources.train.read(0, box)  # files are opened, tables are made
+    views = sources.train_views
+    views.read(0, 0, box)  # files are opened, tables are made
     tracemalloc.start()
     try:
-        sources.train.read(0, box)
+        views.read(0, 0, box)
         return tracemalloc.get_traced_memory()[1] / (rows * cols)
     finally:
         tracemalloc.stop()

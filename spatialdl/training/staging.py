@@ -19,11 +19,19 @@ from spatialdl.data.raw_reading import is_local
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.local_disk import Room, find_disk
-from spatialdl.data.staging.needs import Needs, that_fit, together
+from spatialdl.data.staging.needs import (
+    Needs,
+    one_after_another,
+    that_fit,
+    together,
+    training_needs,
+    validation_needs,
+)
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.data.staging.samples import samples_in
 from spatialdl.errors import ShardError
 from spatialdl.text import counted, readable_bytes
+from spatialdl.training.feeding import Feed
 
 log = logging.getLogger("spatialdl.data")
 
@@ -227,6 +235,26 @@ class Staging:
         file, why = next(iter(self._copier.damaged.items()))
         number = next(n for n, info in enumerate(manifest.shards) if info.file == file)
         return f"{why}. It holds {samples_in(manifest, number)}"
+
+
+def stage_feeds(
+    world: Communicator, config: DictConfig, train: Feed, validation: Feed | None, batches: int
+) -> Staging:
+    """Begin to copy the shards that a run of so many batches reads; all ranks call it."""
+    feeds = [feed for feed in (train, validation) if feed is not None]
+    sources = [feed.loader.views.source for feed in feeds]
+    datasets = [source for source in sources if isinstance(source, ShardDataset)]
+
+    def needs() -> Needs:
+        first = train.loader
+        found = training_needs(first.views, first.batching, int(config.seed), batches)
+        if validation is None:
+            return found
+        every, then = config.trainer.validate_every, validation.loader
+        times = 1.0 if every is None else len(train) / int(every)
+        return one_after_another(found, validation_needs(then.views, then.batching, times))
+
+    return Staging(world, StageTo.of(config.data), datasets, needs)
 
 
 def _node() -> tuple[str, str]:

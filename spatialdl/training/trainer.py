@@ -18,25 +18,18 @@ from spatialdl import trace
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
-from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_order, to_input
-from spatialdl.data.shards import ShardDataset
-from spatialdl.data.staging.needs import (
-    Needs,
-    one_after_another,
-    training_needs,
-    validation_needs,
-)
-from spatialdl.mesh import Mesh
+from spatialdl.data.loader import Position
+from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
-from spatialdl.spatial.split import from_local
+from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
 from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
-from spatialdl.training.staging import StageTo, Staging
+from spatialdl.training.staging import Staging, stage_feeds
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
 
@@ -60,6 +53,7 @@ class Trainer:
     Attributes:
         pipeline: this rank's stage, and how it talks to the others.
         step: optimizer steps made.
+        position: the batch that comes next; set it before `fit` to go on in the middle of an epoch.
     """
 
     def __init__(self, config: DictConfig, world: Communicator) -> None:
@@ -89,7 +83,9 @@ class Trainer:
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
         )
-        self.loader = self._loader(self.sources.train)
+        validation, seed = self.sources.validation_views, int(config.seed)
+        self.train_feed = self._feed(self.sources.train_views, seed)
+        self.validation_feed = None if validation is None else self._feed(validation, None)
         self.steps = self._total_steps()
         self._check_last_batch()
         self.optimizer = make_optimizer(
@@ -97,6 +93,7 @@ class Trainer:
         )
         self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
         self.step = 0
+        self.position = Position()
         self._warned = False
         self._timeline: Timeline | None = None
         self._staging = Staging(world)
@@ -109,14 +106,16 @@ class Trainer:
             if self.world.rank == 0:
                 record = stack.enter_context(RunDirectory(run_dir, self.config))
                 progress = stack.enter_context(Progress(self.steps))
-            self._staging = stack.enter_context(self._stage())
+            validation = self.validation_feed
+            self._staging = stack.enter_context(
+                stage_feeds(self.world, self.config, self.train_feed, validation, self.steps)
+            )
             if self.config.trainer.trace:
                 train = self.pipeline.schedule.train
                 self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
-            epoch = 0
+            stack.callback(self._close_feeds)
             while self.step < self.steps:
-                self._train_epoch(epoch, record, progress)
-                epoch += 1
+                self._train_epoch(record, progress)
             self._staging.finish()
             memory = self.world.gather(peak_memory_mb(self.device))
             if record is not None:
@@ -124,23 +123,20 @@ class Trainer:
                 log.info("run directory: %s", record.path)
                 log.info("loss curve:    %s", record.path / "loss.png")
 
-    def _train_epoch(
-        self, epoch: int, record: RunDirectory | None, progress: Progress | None
-    ) -> None:
-        order = sample_order(len(self.sources.train), int(self.config.seed), epoch)
-        batch_size = int(self.config.data.batch_size)
+    def _train_epoch(self, record: RunDirectory | None, progress: Progress | None) -> None:
+        """Train on what is left of an epoch."""
+        epoch, first = self.position.epoch, self.position.batch
         started = time.perf_counter()
-        batches = trace.each("data", "wait for the batch", self.loader.batches(order))
-        for number, batch in enumerate(batches):
+        batches = self.train_feed.batches(epoch, first)
+        for batch in trace.each("data", "wait for the batch", batches):
             waited = time.perf_counter() - started
-            loss = self._train_step(batch)
+            images = self.train_feed.samples(self.position.batch)
+            loss = self._train_step(self.train_feed.microbatches(batch))
+            self.position = self.position.after(len(self.train_feed))
             seconds = time.perf_counter() - started
             if self._timeline is not None:
                 self._timeline.step_done(last=self.step == self.steps)
             if record is not None and progress is not None:
-                images = min(
-                    batch_size, len(order) - number * batch_size
-                )  # the last may be smaller
                 rate, wait = images / seconds, waited / seconds
                 record.log_step(
                     step=self.step,
@@ -163,9 +159,9 @@ class Trainer:
         if self.config.trainer.validate_every is None or self.step == self.steps:
             self.validate(record)
 
-    def _train_step(self, batch: list[Slice]) -> float:
+    def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(self._microbatches(batch), self.step)
+        own = self.pipeline.train_step(batch, self.step)
         if self.config.trainer.clip_norm is not None:
             self.pipeline.clip(float(self.config.trainer.clip_norm))
         with trace.span("compute", "optimizer"):
@@ -180,12 +176,11 @@ class Trainer:
 
     def validate(self, record: RunDirectory | None) -> None:
         """Loss and metrics over all validation samples, each counted once."""
-        if self.sources.validation is None:
+        if self.validation_feed is None:
             return
         sums = torch.zeros(self.task.tallied, dtype=torch.float64)
-        order = torch.arange(len(self.sources.validation)).numpy()
-        for batch in self._loader(self.sources.validation).batches(order):
-            parts = self._microbatches(batch)
+        for batch in self.validation_feed.batches():
+            parts = self.validation_feed.microbatches(batch)
             for number, output in self.pipeline.evaluate(parts).items():
                 target, mesh = parts[number].target, self.pipeline.last(number)
                 if target is not None and mesh is not None:
@@ -212,61 +207,14 @@ class Trainer:
         """The sum over all ranks."""
         return [float(value) for value in self.world.all_reduce(own)]
 
-    def _microbatches(self, batch: list[Slice]) -> list[Microbatch]:
-        microbatches = []
-        for number, part in enumerate(batch):
-            samples, mesh = len(part.labels), self.pipeline.last(number)
-            tile = target = None
-            if part.tiles is not None:
-                tile = to_input(part.tiles, self.dtype, self.device)
-            if mesh is not None and samples:
-                target = self._target(part, mesh)
-            microbatches.append(Microbatch(samples, part.share, tile, target))
-        return microbatches
+    def _feed(self, views: Views, seed: int | None) -> Feed:
+        replicas = self.placement.data
+        return Feed(self.config, views, self.pipeline, replicas, self.dtype, seed)
 
-    def _target(self, part: Slice, mesh: Mesh) -> Tensor:
-        """Labels (N,) or masks (N, H, W), of which every rank of the grid holds its box."""
-        if part.masks is None:
-            return torch.from_numpy(part.labels).to(self.device)
-        mask = torch.from_numpy(part.masks).to(self.device, torch.int64)
-        return mask if mesh.grid == (1, 1) else from_local(mask, mesh, self.sources.image_size)
-
-    def _stage(self) -> Staging:
-        """Begin to copy the shards that are read to a disk of this node."""
-        datasets = [
-            source
-            for source in (self.sources.train, self.sources.validation)
-            if isinstance(source, ShardDataset)
-        ]
-        return Staging(self.world, StageTo.of(self.config.data), datasets, self._needs)
-
-    def _needs(self) -> Needs:
-        """The shards that this rank reads."""
-        train, validation = self.sources.train, self.sources.validation
-        assert isinstance(train, ShardDataset)
-        needs = training_needs(train, self.loader.batching, int(self.config.seed), self.steps)
-        if not isinstance(validation, ShardDataset):
-            return needs
-        every = self.config.trainer.validate_every
-        times = 1.0 if every is None else len(self.loader) / int(every)
-        batching = self._loader(validation).batching
-        return one_after_another(needs, validation_needs(validation, batching, times))
-
-    def _loader(self, source: ImageSource) -> Loader:
-        size, numbers = self.sources.image_size, range(self.microbatches)
-        first = [self.pipeline.first(number) for number in numbers]
-        last = [self.pipeline.last(number) for number in numbers]
-        segments = self.config.task == "segmentation"
-        return Loader(
-            source,
-            Batching(
-                size=int(self.config.data.batch_size),
-                replicas=self.placement.data,
-                replica=self.pipeline.replica,
-                boxes=[mesh.box(size) if mesh else None for mesh in first],
-                mask_boxes=[mesh.box(size) if mesh and segments else None for mesh in last],
-            ),
-        )
+    def _close_feeds(self) -> None:
+        for feed in (self.train_feed, self.validation_feed):
+            if feed is not None:
+                feed.close()
 
     def _total_steps(self) -> int:
         settings = self.config.trainer
@@ -274,7 +222,7 @@ class Trainer:
         if settings.max_steps is not None:
             limits.append(int(settings.max_steps))
         if settings.max_epochs is not None:
-            limits.append(int(settings.max_epochs) * len(self.loader))
+            limits.append(int(settings.max_epochs) * len(self.train_feed))
         if not limits or min(limits) < 1:
             raise ValueError(
                 f"trainer.max_steps={settings.max_steps} and trainer.max_epochs="
@@ -286,7 +234,7 @@ class Trainer:
         """That of an epoch may be smaller."""
         samples, size = len(self.sources.train), int(self.config.data.batch_size)
         left = samples % size
-        if self.config.parallel.shard_state and left and self.steps >= len(self.loader):
+        if self.config.parallel.shard_state and left and self.steps >= len(self.train_feed):
             what = f"the last batch of an epoch of {samples}"
             check_samples(left, self.microbatches, self.placement.data, what)
 

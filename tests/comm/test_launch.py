@@ -95,6 +95,11 @@ def test_many_worlds_of_one_are_told_with_advice(environment, advice):
     check_mpi_world(1, {})
 
 
+def noted(error: Exception, note: str) -> Exception:
+    error.add_note(note)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -102,6 +107,7 @@ def test_many_worlds_of_one_are_told_with_advice(environment, advice):
         (UnsupportedSpatialOp("aten.sort on a split image"), "aten.sort on a split image"),
         (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
         (ValueError(), "ValueError"),
+        (noted(OSError("the disk\nis gone"), "(sample 3)"), "the disk is gone (sample 3)"),
     ],
 )
 def test_a_users_mistake_is_one_sentence(error, text, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,10 @@ def summary(run_dir: Path) -> dict:
 def batch(samples: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     images = SyntheticDataset(10, (40, 36), num_classes=3, seed=seed)
     x = torch.stack(
-        [to_input(images.read(n)[None], torch.float64, torch.device("cpu"))[0] for n in samples]
+        [
+            to_input(torch.from_numpy(images.read(n)[None]), torch.float64, torch.device("cpu"))[0]
+            for n in samples
+        ]
     )
     return x, torch.from_numpy(images.labels[samples])
 
@@ -152,6 +156,31 @@ def test_the_shorter_limit_ends_the_run(tmp_path, steps, epochs, made):
     assert [int(row["epoch"]) for row in rows] == [step // 3 for step in range(made)]
 
 
+AUGMENTED = ["data/augment=pathology", "data.augment.blur=2", "trainer.max_steps=7"]
+
+
+def test_an_augmented_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    train(whole, *AUGMENTED)
+    trainer = train(half, *AUGMENTED, "trainer.max_steps=4", "data.validation_samples=0")
+    assert trainer.position.state_dict() == {"epoch": 1, "batch": 1}
+    seen = summary(half)["loss"]
+    trainer.steps = 7
+    trainer.fit(half)
+    assert seen + summary(half)["loss"] == summary(whole)["loss"]
+    train(tmp_path / "plain", "trainer.max_steps=7")
+    assert summary(tmp_path / "plain")["loss"][0] != seen[0]
+
+
+def test_processes_that_read_change_nothing(tmp_path):
+    train(tmp_path / "none", *AUGMENTED)
+    train(tmp_path / "some", *AUGMENTED, "data.workers=2")
+    none, some = summary(tmp_path / "none"), summary(tmp_path / "some")
+    assert none["loss"] == some["loss"]
+    assert none["validation"] == some["validation"]
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+
+
 def test_the_same_seed_gives_the_same_run(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tmp_path / name, f"seed={seed}", "trainer.max_steps=2")
@@ -198,7 +227,10 @@ SEGMENTED = ["model=unet", "++model.width=2", "++model.depth=2"]
 def masked_batch(samples: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     images = SyntheticMasks(10, (40, 36), num_classes=3, seed=seed)
     x = torch.stack(
-        [to_input(images.read(n)[None], torch.float64, torch.device("cpu"))[0] for n in samples]
+        [
+            to_input(torch.from_numpy(images.read(n)[None]), torch.float64, torch.device("cpu"))[0]
+            for n in samples
+        ]
     )
     return x, torch.stack([torch.from_numpy(images.read_mask(n)).long() for n in samples])
 

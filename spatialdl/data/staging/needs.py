@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.format import ShardInfo
-from spatialdl.data.loader import Batching, Box, sample_order
+from spatialdl.data.batches import Batching
+from spatialdl.data.format import ShardInfo, TileSample
+from spatialdl.data.image_source import Box
+from spatialdl.data.loader import sample_order
 from spatialdl.data.shards import ShardDataset
-from spatialdl.layout import even_bounds
+from spatialdl.data.views import Views
 
 
 @dataclass(frozen=True)
@@ -27,34 +28,35 @@ Needs = Mapping[int, Need]
 """By the number of the shard."""
 
 
-def training_needs(dataset: ShardDataset, batching: Batching, seed: int, batches: int) -> Needs:
+def training_needs(views: Views, batching: Batching, seed: int, batches: int) -> Needs:
     """What a rank needs of the training samples.
 
     The replicas share an epoch's samples out anew each time: over several epochs each of them
-    needs all.
+    needs all; where images are turned or cropped anew, each rank needs all of their pixels.
 
     Args:
+        views: of a `ShardDataset`.
         seed: of the order of the samples.
         batches: how many will be read.
     """
-    order = sample_order(len(dataset), seed, 0)
-    needs = _needs(dataset, batching, order[: batches * batching.size])
-    if batches * batching.size <= len(dataset):
+    order = sample_order(len(views), seed, 0)
+    needs = _needs(views, batching, order[: batches * batching.size])
+    if batches * batching.size <= len(views):
         return needs
     later = Batching(batching.size, 1, 0, batching.boxes, batching.mask_boxes)
-    everything = _needs(dataset, later, order)
+    everything = _needs(views, later, order, anywhere=views.moves)
     return {
         shard: Need(
-            needs[shard].first if shard in needs else len(dataset) + need.first,
+            needs[shard].first if shard in needs else len(views) + need.first,
             need.uses / batching.replicas,
         )
         for shard, need in everything.items()
     }
 
 
-def validation_needs(dataset: ShardDataset, batching: Batching, times: float = 1) -> Needs:
+def validation_needs(views: Views, batching: Batching, times: float = 1) -> Needs:
     """What a rank needs of the validation samples, which are read so many times an epoch."""
-    needs = _needs(dataset, batching, np.arange(len(dataset)))
+    needs = _needs(views, batching, np.arange(len(views)))
     return {shard: Need(need.first, need.uses * times) for shard, need in needs.items()}
 
 
@@ -94,26 +96,28 @@ def that_fit(needs: Needs, shards: Sequence[ShardInfo], room: int) -> list[int]:
     return [shard for shard in first if shard in chosen]
 
 
-def _needs(dataset: ShardDataset, batching: Batching, order: npt.NDArray[np.int64]) -> Needs:
-    under: dict[Box, list[tuple[int, ...]]] = {}
+def _needs(
+    views: Views, batching: Batching, order: npt.NDArray[np.int64], anywhere: bool = False
+) -> Needs:
     read: list[int] = []
     for start in range(0, len(order), batching.size):
         batch = order[start : start + batching.size]
-        for own, box in _own(batching, len(batch)):
-            if box not in under:
-                under[box] = [dataset.shards_under(n, box) for n in range(len(dataset))]
-            read += [shard for n in batch[own] for shard in under[box][n]]
+        parts = zip(batching.own(len(batch)), batching.boxes, batching.mask_boxes, strict=True)
+        for own, *boxes in parts:
+            for box in filter(None, boxes):
+                for sample in batch[own].tolist():
+                    read += _shards_under(views, sample, box, anywhere)
     shards, first, uses = np.unique(np.array(read, np.int64), return_index=True, return_counts=True)
     rows = zip(shards.tolist(), first.tolist(), uses.tolist(), strict=True)
     return {shard: Need(begin, count) for shard, begin, count in rows}
 
 
-def _own(batching: Batching, samples: int) -> Iterator[tuple[slice, Box]]:
-    """The parts of a batch that a rank reads, and of them which box."""
-    bounds = pairwise(even_bounds(samples, len(batching.boxes)))
-    for (start, stop), *boxes in zip(bounds, batching.boxes, batching.mask_boxes, strict=True):
-        cuts = even_bounds(stop - start, batching.replicas)
-        own = slice(start + cuts[batching.replica], start + cuts[batching.replica + 1])
-        for box in boxes:
-            if box is not None:
-                yield own, box
+def _shards_under(views: Views, sample: int, box: Box, anywhere: bool) -> Sequence[int]:
+    dataset = views.source
+    assert isinstance(dataset, ShardDataset)
+    found = dataset.sample(sample)
+    if isinstance(found, TileSample):  # of which there may be millions
+        return (found.shard,)
+    if anywhere:
+        return dataset.shards_under(sample, (0, found.height, 0, found.width))
+    return dataset.shards_under(sample, views.stored_box(0, sample, box))

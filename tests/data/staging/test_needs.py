@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.batches import Batch, Batching, BatchReader
 from spatialdl.data.format import ShardInfo
-from spatialdl.data.loader import Batching, Loader, sample_order
+from spatialdl.data.loader import sample_order
 from spatialdl.data.staging.needs import (
     Need,
     one_after_another,
@@ -14,6 +16,7 @@ from spatialdl.data.staging.needs import (
     training_needs,
     validation_needs,
 )
+from spatialdl.data.views import Views
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +31,13 @@ def regions(tmp_path_factory) -> ShardDataset:
     return ShardDataset(folder)
 
 
-def read_by_the_loader(dataset, batching, epochs, seed=3, batches=None):
-    """Shards in the order in which the real loader opens them."""
-    opened = []
+def seen(dataset, augmentation=None) -> Views:
+    return Views(dataset, dataset.image_size(0), augmentation=augmentation, seed=3)
+
+
+def read_by_the_loader(views, batching, epochs, seed=3, batches=None):
+    """Shards in the order in which a loader opens them."""
+    opened, dataset = [], views.source
     get = dataset._shards.get
 
     def getting(info):
@@ -38,12 +45,12 @@ def read_by_the_loader(dataset, batching, epochs, seed=3, batches=None):
         return get(info)
 
     dataset._shards.get = getting
+    reader = BatchReader(views, batching)
     try:
         for epoch in range(epochs):
-            order = sample_order(len(dataset), seed, epoch)
-            if batches is not None:
-                order = order[: batches * batching.size]
-            list(Loader(dataset, batching).batches(order))
+            order = sample_order(len(views), seed, epoch)
+            for start in range(0, len(order), batching.size)[:batches]:
+                reader.read(Batch(epoch, order[start : start + batching.size]))
     finally:
         dataset._shards.get = get
     return opened
@@ -61,8 +68,9 @@ BOXES = {
 @pytest.mark.parametrize("mask", [None, "the upper half"])
 def test_needs_are_what_the_loader_reads(regions, box, mask):
     batching = Batching(2, 1, 0, [BOXES[box]] * 2, [mask and BOXES[mask]] * 2)
-    needs = training_needs(regions, batching, 3, batches=3)
-    opened = read_by_the_loader(regions, batching, 1)
+    views = seen(regions)
+    needs = training_needs(views, batching, 3, batches=3)
+    opened = read_by_the_loader(views, batching, 1)
     assert set(needs) == set(opened)
     assert sorted(needs, key=lambda shard: needs[shard].first) == list(dict.fromkeys(opened))
     assert {shard: need.uses for shard, need in needs.items()} == {
@@ -74,16 +82,16 @@ def test_needs_are_what_the_loader_reads(regions, box, mask):
 @pytest.mark.parametrize("replica", [0, 1, 2])
 def test_a_replica_needs_its_own_slices_of_one_epoch(dataset, replica, batches):
     batching = Batching(5, 3, replica, [(0, 90, 0, 70), None], [None, None])
-    needs = training_needs(dataset, batching, 3, batches)
-    opened = read_by_the_loader(dataset, batching, 1, batches=batches)
+    needs = training_needs(seen(dataset), batching, 3, batches)
+    opened = read_by_the_loader(seen(dataset), batching, 1, batches=batches)
     assert set(needs) == set(opened)
     assert sorted(needs, key=lambda shard: needs[shard].first) == list(dict.fromkeys(opened))
 
 
 def test_a_replica_needs_everything_in_the_end(dataset):
     batching = Batching(6, 2, 1, [(0, 90, 0, 70)], [None])
-    first = read_by_the_loader(dataset, batching, 1)
-    needs = training_needs(dataset, batching, 3, batches=20)
+    first = read_by_the_loader(seen(dataset), batching, 1)
+    needs = training_needs(seen(dataset), batching, 3, batches=20)
     assert set(needs) == set(range(6))
     order = sorted(needs, key=lambda shard: needs[shard].first)
     assert order[: len(set(first))] == list(dict.fromkeys(first))
@@ -91,12 +99,23 @@ def test_a_replica_needs_everything_in_the_end(dataset):
 
 
 def test_validation_comes_after_training(folder):
-    train, validation = ShardDataset(folder, "train"), ShardDataset(folder, "val")
+    train, validation = (seen(ShardDataset(folder, split)) for split in ("train", "val"))
     batching = Batching(2, 1, 0, [(0, 90, 0, 70)], [None])
     later = validation_needs(validation, batching, times=0.5)
     assert later == {5: Need(0, 1.0)}
     needs = one_after_another(training_needs(train, batching, 0, 5), later)
     assert max(needs, key=lambda shard: needs[shard].first) == 5
+
+
+def test_cropped_and_turned_images_need_what_lies_under_them(regions):
+    views = Views(regions, (600, 40), augmentation=Augmentation(crop="random", flip=0.5), seed=3)
+    batching = Batching(2, 1, 0, [(0, 300, 0, 40)], [None])
+    needs = training_needs(views, batching, 3, batches=2)
+    opened = read_by_the_loader(views, batching, 1, batches=2)
+    assert set(needs) == set(opened)
+    every = set(range(len(regions.manifest.shards)))
+    assert set(needs) < every
+    assert set(training_needs(views, batching, 3, batches=9)) == every
 
 
 def test_ranks_together_need_what_any_needs():
