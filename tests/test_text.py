@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 import pytest
 
-from spatialdl.text import aligned, counted, fitted, readable_bytes, width
+from spatialdl.text import aligned, counted, fitted, readable_bytes, size_in_bytes, width
 
 
 def test_columns_are_straight() -> None:
@@ -39,3 +41,16 @@ def test_numbers() -> None:
     assert [readable_bytes(n) for n in sizes] == [
         *("0 bytes", "1 byte", "999 bytes", "1.5 kB", "999.9 kB", "1.0 MB", "23.0 GB")
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("7", 7), ("3k", 3072), ("256M", 2**28), ("1 GiB", 2**30), ("2TB", 2**41)]
+)
+def test_a_size_is_understood(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "much", "1P", "-1", "1.5G"])
+def test_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="is not a size such as 256M or 1G"):
+        size_in_bytes(text)
