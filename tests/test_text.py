@@ -45,7 +45,15 @@ def test_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1", 1), ("64K", 2**16), ("256m", 2**28), ("1 G", 2**30), ("2GiB", 2**31), ("5B", 5)],
+    [
+        ("1", 1),
+        ("64K", 2**16),
+        ("256m", 2**28),
+        ("1 G", 2**30),
+        ("2TB", 2**41),
+        ("2GiB", 2**31),
+        ("5B", 5),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text) == size

@@ -157,7 +157,11 @@ class NodeCache:
         return [path for path in (self.path / "jobs").iterdir() if path.is_dir()]
 
     def _bytes(self) -> int:
-        return sum(path.stat().st_size for path in (self.path / "shards").iterdir())
+        size = 0
+        for path in (self.path / "shards").iterdir():
+            with suppress(FileNotFoundError):  # a part has just got its name
+                size += path.stat().st_size
+        return size
 
     def _sweep(self, wanted: Collection[str]) -> None:
         """Remove dead jobs, shards of nobody, and parts that nobody writes."""

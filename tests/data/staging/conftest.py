@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,8 @@ def flip_a_bit(path: Path) -> None:
 def until(condition: Callable[[], bool]) -> None:
     """Return when other processes have brought something about."""
     for _ in range(6000):
-        if condition():
-            return
+        with suppress(FileNotFoundError):  # a folder was removed while it was looked through
+            if condition():
+                return
         time.sleep(0.01)
     raise AssertionError("it did not come about within a minute")

@@ -239,12 +239,14 @@ def test_a_job_is_not_dead_while_its_copier_lives(start, folder, tmp_path):
     copier = int(job.stdout.readline())
     until(lambda: len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6)
     os.kill(copier, signal.SIGSTOP)
-    job.kill()
-    job.communicate()
-    other = start(begin=False)
-    assert len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6
-    other.close()
-    os.kill(copier, signal.SIGCONT)
+    try:
+        job.kill()
+        job.communicate()
+        other = start(begin=False)
+        assert len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6
+        other.close()
+    finally:
+        os.kill(copier, signal.SIGCONT)
     until(lambda: not left_on(tmp_path / "disk"))
 
 
