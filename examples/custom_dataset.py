@@ -2,7 +2,7 @@
 
     python examples/custom_dataset.py
 
-Anything that is a numpy array of bytes can be written: here, wide and narrow stripes under noise.
+Any numpy array of uint8, uint16 or floats can be written: here, wide and narrow stripes under noise.
 It is read back by boxes, so no rank holds a whole image.
 """
 

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from pathlib import Path
 
 import h5py
-import numpy as np
 
 from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
 from spatialdl.data.codec import Codec
@@ -124,7 +123,7 @@ class OpenShard:
             chunks = self._map(name, stacked, codec)
         # HDF5 would convert one type to another
         dtype = self.h5[name].dtype if chunks is None else chunks.dtype
-        if np.dtype(dtype).newbyteorder("=") != out.dtype:
+        if dtype not in (out.dtype, out.dtype.newbyteorder()):
             raise ValueError(f"it has type {dtype}, expected {out.dtype}")
         if chunks is None:
             self.h5[name].read_direct(out, where)
