@@ -2,8 +2,8 @@
 
     python examples/custom_dataset.py
 
-Any numpy array of uint8, uint16 or floats can be written: here, wide and narrow stripes under noise.
-It is read back by boxes, so no rank holds a whole image.
+Any numpy array of uint8, uint16 or floats can be written: here, wide and narrow stripes under
+noise. It is read back by boxes, so no rank holds a whole image.
 """
 
 from __future__ import annotations
