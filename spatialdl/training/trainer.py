@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import hydra.utils
+import numpy as np
 import torch
-from omegaconf import DictConfig, open_dict
-from torch import Tensor, nn
+from omegaconf import DictConfig
+from torch import Tensor
 
 from spatialdl import trace
 from spatialdl.comm import check
@@ -25,12 +24,14 @@ from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.spatial.split import from_local
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.network import build_model, describe, peak_memory_mb
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
-from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
+from spatialdl.training.settings import DTYPES, device_of, open_sources
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
+from spatialdl.training.validation import tally, told
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -94,7 +95,7 @@ class Trainer:
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end; rank 0 writes the run directory."""
-        self._describe()
+        describe(self.pipeline, self.world)
         with ExitStack() as stack:
             record = progress = None
             if self.world.rank == 0:
@@ -168,30 +169,12 @@ class Trainer:
         """Loss and metrics over all validation samples, each counted once."""
         if self.sources.validation is None:
             return
-        sums = torch.zeros(self.task.tallied, dtype=torch.float64)
-        order = torch.arange(len(self.sources.validation)).numpy()
-        for batch in self._loader(self.sources.validation).batches(order):
-            parts = self._microbatches(batch)
-            for number, output in self.pipeline.evaluate(parts).items():
-                target, mesh = parts[number].target, self.pipeline.last(number)
-                if target is not None and mesh is not None:
-                    if mesh.batch > 1:
-                        own = self.pipeline.own_outputs(number, parts[number].samples)
-                        sums += self.task.tally(output, target[own.start : own.stop], part=0)
-                    else:
-                        sums += self.task.tally(output, target, mesh.part)
-        found = self.task.metrics(self._over_world(sums))
+        order = np.arange(len(self.sources.validation))
+        batches = map(self._microbatches, self._loader(self.sources.validation).batches(order))
+        found = self.task.metrics(self._over_world(tally(self.pipeline, self.task, batches)))
         trace.take()  # no part of the next step
         if record is not None:
-            told = ", ".join(
-                f"{name.replace('_', ' ')} {100 * found[name]:.1f} %"
-                for name in ("accuracy", "mean_dice", "mean_iou")
-                if name in found
-            )
-            log.info(
-                "step %d: validation loss %.4f, %s of %d samples",
-                *(self.step, found["loss"], told, found["samples"]),
-            )
+            log.info("step %d: validation %s", self.step, told(found))
             record.log_validation(step=self.step, **found)
 
     def _over_world(self, own: Tensor) -> list[float]:
@@ -254,50 +237,3 @@ class Trainer:
         if self.config.parallel.shard_state and left and self.steps >= len(self.loader):
             what = f"the last batch of an epoch of {samples}"
             check_samples(left, self.microbatches, self.placement.data, what)
-
-    def _describe(self) -> None:
-        own = {
-            stage: sum(p.numel() for p in module.parameters())
-            for stage, module in self.pipeline.stages.items()
-        }
-        everybody = self.world.gather(own)
-        if everybody is None:
-            return
-        height, width = self.sources.image_size
-        log.info("layout: %s", self.placement.describe())
-        for stage, count in sorted({key: n for one in everybody for key, n in one.items()}.items()):
-            rows, cols = self.placement.grids[stage]
-            parts = self.placement.batch_parts(stage)
-            if parts > 1:
-                where = f"whole images, {parts} ranks that divide the samples"
-            else:
-                where = (
-                    f"tiles of about {height // rows}x{width // cols} of {height}x{width} on "
-                    f"{rows}x{cols} ranks"
-                )
-            log.info("stage %d: %.2f M parameters, %s", stage, count / 1e6, where)
-
-
-def build_model(config: DictConfig, sources: Sources) -> nn.Module:
-    """The network of a configuration, its weights drawn from the seed alike on every rank."""
-    with open_dict(config):
-        config.data.image_size = list(sources.image_size)
-        config.data.channels = sources.channels
-        config.data.num_classes = sources.num_classes
-    torch.manual_seed(int(config.seed))
-    try:
-        model = hydra.utils.instantiate(config.model)
-    except hydra.errors.InstantiationException as error:
-        raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model={config.model._target_} gives a {type(model).__name__}, no network"
-        )
-    return model
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Most memory so far: of the device on a GPU, resident on a CPU; in MB (2**20 bytes)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
