@@ -190,6 +190,7 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
 
 def _plan(config: DictConfig) -> Placement:
     """Which ranks this configuration needs, after a look at what would fail on all of them."""
+    from spatialdl.training.checkpoints.settings import check_settings
     from spatialdl.training.layouts import (
         check_batch,
         check_image,
@@ -226,9 +227,7 @@ def _plan(config: DictConfig) -> Placement:
         raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
-    every = config.trainer.validate_every
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise ValueError(f"trainer.validate_every={every} must be at least 1 step, or null")
+    check_settings(config.trainer)
     return placement
 
 

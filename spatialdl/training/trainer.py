@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from signal import Signals
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +26,16 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.spatial.split import from_local
+from spatialdl.training import signals
+from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.course import Course
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.network import build_model, describe, peak_memory_mb
-from spatialdl.training.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.optimizers import go_to_step, make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
-from spatialdl.training.run_directory import RunDirectory
+from spatialdl.training.run_directory import RunDirectory, held, record_of
 from spatialdl.training.settings import DTYPES, device_of, open_sources
+from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
 from spatialdl.training.validation import tally, told
@@ -52,7 +59,7 @@ class Trainer:
 
     Attributes:
         pipeline: this rank's stage, and how it talks to the others.
-        step: optimizer steps made.
+        course: how far the run is.
     """
 
     def __init__(self, config: DictConfig, world: Communicator) -> None:
@@ -89,51 +96,72 @@ class Trainer:
             config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
         )
         self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
-        self.step = 0
+        self.course = Course(config.trainer, self.steps, len(self.loader))
         self._warned = False
         self._timeline: Timeline | None = None
 
     def fit(self, run_dir: Path) -> None:
-        """Train to the end; rank 0 writes the run directory."""
+        """Train to the end, or until told to stop; rank 0 writes the run directory."""
+        run_dir = self.world.bcast(run_dir)
         describe(self.pipeline, self.world)
         with ExitStack() as stack:
+            if self.world.rank == 0:
+                stack.enter_context(held(run_dir))
+            self.checkpoints = Checkpoints(
+                self.config, self.world, self.pipeline, self.optimizer, run_dir
+            )
+            stack.callback(self.checkpoints.writer.close)
+            resumed = self.checkpoints.resume()
+            if resumed is not None:
+                self.course.restore(resumed[1])
+                go_to_step(self.scheduler, self.course.step)
             record = progress = None
             if self.world.rank == 0:
-                record = stack.enter_context(RunDirectory(run_dir, self.config))
-                progress = stack.enter_context(Progress(self.steps))
+                earlier = record_of(resumed)
+                record = stack.enter_context(RunDirectory(run_dir, self.config, *earlier))
+                progress = stack.enter_context(Progress(self.steps, self.course.step))
+                (run_dir / MARKER).unlink(missing_ok=True)
             if self.config.trainer.trace:
                 train = self.pipeline.schedule.train
                 self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
-            epoch = 0
-            while self.step < self.steps:
-                self._train_epoch(epoch, record, progress)
-                epoch += 1
+            if resumed is not None:
+                self._between_steps(record)  # the run may have been stopped before this
+            while not self.course.is_over():
+                self._train_epoch(record, progress)
+            self.checkpoints.writer.wait()
+            if self.course.stopped is not None:
+                self._leave(run_dir, self.course.stopped)
+                return
             memory = self.world.gather(peak_memory_mb(self.device))
             if record is not None:
                 record.finish({"world_size": self.world.size, "peak_memory_mb": memory})
                 log.info("run directory: %s", record.path)
                 log.info("loss curve:    %s", record.path / "loss.png")
 
-    def _train_epoch(
-        self, epoch: int, record: RunDirectory | None, progress: Progress | None
-    ) -> None:
-        order = sample_order(len(self.sources.train), int(self.config.seed), epoch)
-        batch_size = int(self.config.data.batch_size)
+    def _leave(self, run_dir: Path, number: Signals) -> None:
+        step, saved = self.course.step, self.checkpoints.writer.last
+        if self.world.rank == 0:
+            write_marker(run_dir, number, step, saved)
+            log.info("stopped by %s after step %d: ckpt_path=latest goes on", number.name, step)
+
+    def _train_epoch(self, record: RunDirectory | None, progress: Progress | None) -> None:
+        """What is left of an epoch, or of the run."""
+        order = sample_order(len(self.sources.train), int(self.config.seed), self.course.epoch)
+        batch_size, epoch = int(self.config.data.batch_size), self.course.epoch
+        left = order[self.course.batch * batch_size :]
         started = time.perf_counter()
-        batches = trace.each("data", "wait for the batch", self.loader.batches(order))
+        batches = trace.each("data", "wait for the batch", self.loader.batches(left))
         for number, batch in enumerate(batches):
             waited = time.perf_counter() - started
             loss = self._train_step(batch)
             seconds = time.perf_counter() - started
             if self._timeline is not None:
-                self._timeline.step_done(last=self.step == self.steps)
+                self._timeline.step_done(last=self.course.is_over())
             if record is not None and progress is not None:
-                images = min(
-                    batch_size, len(order) - number * batch_size
-                )  # the last may be smaller
+                images = min(batch_size, len(left) - number * batch_size)  # the last may be smaller
                 rate, wait = images / seconds, waited / seconds
                 record.log_step(
-                    step=self.step,
+                    step=self.course.step,
                     epoch=epoch,
                     loss=loss,
                     learning_rate=self._last_learning_rate,
@@ -142,40 +170,71 @@ class Trainer:
                 )
                 if not math.isfinite(loss) and not self._warned:
                     self._warned = True
-                    log.warning("step %d: the loss is %s: lower optimizer.lr?", self.step, loss)
+                    log.warning(
+                        "step %d: the loss is %s: lower optimizer.lr?", self.course.step, loss
+                    )
                 progress.update(loss=loss, images_per_second=rate, data_wait=wait)
-            every = self.config.trainer.validate_every
-            if every is not None and self.step % int(every) == 0 and self.step < self.steps:
-                self.validate(record)
-            if self.step == self.steps:
+            self._between_steps(record)
+            if self.course.is_over():
                 break
             started = time.perf_counter()
-        if self.config.trainer.validate_every is None or self.step == self.steps:
-            self.validate(record)
+
+    def _between_steps(self, record: RunDirectory | None) -> None:
+        """Validate, and write a checkpoint, where it is time for it."""
+        is_best = False
+        if self.course.validation_is_due():
+            found = self.validate(record)
+            is_best = found is not None and self.course.validated(found)
+        if is_best or self.course.checkpoint_is_due():
+            validations = record.validations if record is not None else []
+            self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
 
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(self._microbatches(batch), self.step)
+        own = self.pipeline.train_step(self._microbatches(batch), self.course.step)
         if self.config.trainer.clip_norm is not None:
             self.pipeline.clip(float(self.config.trainer.clip_norm))
         with trace.span("compute", "optimizer"):
             self.optimizer.step()
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()
-        self.step += 1
-        return self._over_world(torch.tensor([own], dtype=torch.float64))[0]
+        self.course.step_done()
+        return self._together(own)
 
-    def validate(self, record: RunDirectory | None) -> None:
-        """Loss and metrics over all validation samples, each counted once."""
+    def validate(self, record: RunDirectory | None) -> dict[str, Any] | None:
+        """Loss and metrics over all validation samples, each counted once.
+
+        Returns:
+            Nothing if there are no such samples, or the run was told to stop meanwhile.
+        """
         if self.sources.validation is None:
-            return
+            return None
         order = np.arange(len(self.sources.validation))
-        batches = map(self._microbatches, self._loader(self.sources.validation).batches(order))
-        found = self.task.metrics(self._over_world(tally(self.pipeline, self.task, batches)))
+        batches = self._until_stopped(self._loader(self.sources.validation).batches(order))
+        sums = tally(self.pipeline, self.task, batches)
         trace.take()  # no part of the next step
+        if self.course.stopped is not None:
+            return None
+        found = self.task.metrics(self._over_world(sums))
         if record is not None:
-            log.info("step %d: validation %s", self.step, told(found))
-            record.log_validation(step=self.step, **found)
+            log.info("step %d: validation %s", self.course.step, told(found))
+            record.log_validation(step=self.course.step, **found)
+        return found
+
+    def _until_stopped(self, batches: Iterable[list[Slice]]) -> Iterator[list[Microbatch]]:
+        for batch in batches:
+            self._together()
+            if self.course.stopped is not None:
+                return
+            yield self._microbatches(batch)
+
+    def _together(self, loss: float = 0.0) -> float:
+        """The sum of the ranks' parts of a loss; all ranks hear of signals and checkpoints."""
+        own = [loss, *signals.flags(), *self.checkpoints.writer.status()]
+        total, *sums, busy, failed = self._over_world(torch.tensor(own, dtype=torch.float64))
+        self.course.stopped = self.course.stopped or signals.agreed(sums)
+        self.checkpoints.writer.go_on(busy, failed)
+        return total
 
     def _over_world(self, own: Tensor) -> list[float]:
         """The sum over all ranks."""

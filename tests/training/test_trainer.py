@@ -64,7 +64,7 @@ def test_a_run_leaves_a_loss_and_a_row_a_step(tmp_path):
     trainer = train(tmp_path)
     rows = table(tmp_path / "metrics.csv")
     loss = summary(tmp_path)["loss"]
-    assert trainer.step == trainer.steps == len(loss) == len(rows) == 3
+    assert trainer.course.step == trainer.steps == len(loss) == len(rows) == 3
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert [float(row["loss"]) for row in rows] == loss
     assert [float(row["learning_rate"]) for row in rows] == [0.05] * 3
