@@ -34,6 +34,7 @@ from spatialdl.comm.launch import (
 )
 from spatialdl.comm.world import start_world
 from spatialdl.mesh import Placement
+from spatialdl.training import signals
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -57,6 +58,7 @@ def main() -> None:
         return
     install_abort_hook()
     end_with_launcher()
+    signals.install()
     try:
         _run_rank(info, arguments)
     except SystemExit as stop:
@@ -87,12 +89,12 @@ def _hydra_main(config: DictConfig) -> None:
         placement = _plan(config)
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
-            code = start_ranks(
-                placement.world_size, "spatialdl.train", [*_sources(), *overrides, *_into(run_dir)]
-            )
+            arguments = [*_sources(), *overrides, *_into(run_dir)]
+            code = start_ranks(placement.world_size, "spatialdl.train", arguments, stops=True)
             if code:
                 sys.exit(code)
         else:
+            signals.install()
             start_world()
             _train(config, overrides, run_dir)
     except Exception as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from spatialdl.comm.abort import end_job
+from spatialdl.comm.launch import launched
 from spatialdl.data.saving import replacing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -28,12 +29,16 @@ _AS_ONE_S = 1.0
 
 
 class _Seen:
+    installed = False
     first: int | None = None
     at = 0.0
 
 
 def install() -> None:
-    """From now on these signals ask for a stop; in the main thread, once a process."""
+    """From now on these signals ask for a stop; only the main thread may call it."""
+    if _Seen.installed:
+        return
+    _Seen.installed = True
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in STOPPING:
@@ -57,9 +62,9 @@ def _see(number: int) -> None:
     now = time.monotonic()
     if _Seen.first is None:
         _Seen.first, _Seen.at = number, now
-        sys.stderr.write(
-            f"{signal.Signals(number).name}: stopping after this step; once more to leave at once\n"
-        )
+        info = launched()
+        if info is None or info.rank == 0:
+            sys.stderr.write("stopping after this step; the same again to leave at once\n")
     elif number == signal.SIGINT or now - _Seen.at >= _AS_ONE_S:
         end_job(128 + number)
 

@@ -67,7 +67,7 @@ def _step(path: Path) -> int:
 def pointed(pointer: Path) -> Path | None:
     """The checkpoint that `latest` or `best` names; None if there is no such one."""
     try:
-        path = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+        path = pointer.with_name(pointer.read_text(encoding="utf-8").strip())
     except (OSError, ValueError):
         return None
     return path if step_of(path) is not None and (path / CONTENT).is_file() else None
@@ -79,7 +79,7 @@ def publish(temporary: Path, content: dict[str, Any]) -> Path:
     One of the same step, of a curve that was left, is replaced.
     """
     with replacing(temporary / CONTENT) as file:
-        file.write(json.dumps(content, indent=1).encode())
+        file.write(json.dumps(content, indent=1, default=str).encode())
     folder, path = temporary.parent, temporary.with_name(name_of(content["step"]))
     if path.exists():
         left = folder / f".{path.name}.old.tmp"

@@ -202,7 +202,10 @@ def _write_near(files: Files, local: Path) -> tuple[Path, Records] | None:
 
 def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Any:
     """Write a safetensors file, which is on disk when this returns; gives its record."""
+    path.touch()
+    mode = path.stat().st_mode  # as other files have it: safetensors lets nobody else read its own
     save_file(tensors, path, metadata)
+    path.chmod(mode)
     _sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
