@@ -34,6 +34,7 @@ from spatialdl.comm.launch import (
 )
 from spatialdl.comm.world import start_world
 from spatialdl.mesh import Placement
+from spatialdl.training import signals
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -57,6 +58,7 @@ def main() -> None:
         return
     install_abort_hook()
     end_with_launcher()
+    signals.install()
     try:
         _run_rank(info, arguments)
     except SystemExit as stop:
@@ -87,12 +89,12 @@ def _hydra_main(config: DictConfig) -> None:
         placement = _plan(config)
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
-            code = start_ranks(
-                placement.world_size, "spatialdl.train", [*_sources(), *overrides, *_into(run_dir)]
-            )
+            arguments = [*_sources(), *overrides, *_into(run_dir)]
+            code = start_ranks(placement.world_size, "spatialdl.train", arguments, stops=True)
             if code:
                 sys.exit(code)
         else:
+            signals.install()
             start_world()
             _train(config, overrides, run_dir)
     except Exception as error:
@@ -190,6 +192,7 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
 
 def _plan(config: DictConfig) -> Placement:
     """Which ranks this configuration needs, after a look at what would fail on all of them."""
+    from spatialdl.training.checkpoints.settings import check_settings
     from spatialdl.training.layouts import (
         check_batch,
         check_image,
@@ -226,9 +229,7 @@ def _plan(config: DictConfig) -> Placement:
         raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
-    every = config.trainer.validate_every
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise ValueError(f"trainer.validate_every={every} must be at least 1 step, or null")
+    check_settings(config.trainer)
     return placement
 
 

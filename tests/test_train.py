@@ -81,7 +81,7 @@ def inside(tmp_path, monkeypatch, capsys):
     trainer.run = lambda config, run_dir: calls.append((config, run_dir))
     monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
     monkeypatch.setattr("spatialdl.training.trainer", trainer, raising=False)
-    monkeypatch.setattr(train, "start_ranks", lambda *call: calls.append(call) or 0)
+    monkeypatch.setattr(train, "start_ranks", lambda *call, stops: calls.append(call) or 0)
     monkeypatch.setattr(train, "launched", lambda: None)  # whoever started the tests
     handlers, level = logging.root.handlers[:], logging.root.level
 
@@ -136,7 +136,7 @@ def test_a_sweep_starts_the_ranks_of_each_job(inside, tmp_path):
 
 
 def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
-    monkeypatch.setattr(train, "start_ranks", lambda *_: 137)
+    monkeypatch.setattr(train, "start_ranks", lambda *_, **__: 137)
     assert inside("parallel=dp")[0] == 137
 
 

@@ -8,7 +8,6 @@ itself, old or new, is always whole.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import glob
 import os
@@ -23,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 
 from spatialdl.data.format import MANIFEST
-from spatialdl.data.saving import fsync_folder, load_json
+from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
@@ -34,7 +33,6 @@ _OURS = re.compile(
     r"|report\.html|lock"
 )
 _LOCK = "lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderInProgress:
@@ -168,7 +166,7 @@ class ResumableFolder(FolderInProgress):
                     f"{self.target} is being written by {who}; wait for it, or name another folder"
                 ) from None
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     raise
                 warnings.warn(
                     f"the file system of {path} has no locks: see to it that no other batch "

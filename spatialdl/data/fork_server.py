@@ -6,6 +6,8 @@ the program imports that they belong to. They are no ranks, though their environ
 
 from __future__ import annotations
 
+import signal
+
 import mpi4py
 
 import spatialdl.data.shards
@@ -14,3 +16,7 @@ import spatialdl.data.workers  # noqa: F401
 
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
+
+# sent by launchers to everybody, and who reads must go on until the run has written its checkpoint
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)

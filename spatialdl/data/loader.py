@@ -5,9 +5,8 @@ The order of the samples follows from (seed, epoch), so an epoch can be gone on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,29 +20,6 @@ from spatialdl.data.workers import Workers
 
 CENTRE, SPREAD = 0.5, 0.25
 """Pixels, scaled to [0, 1], are normalised with these."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where in the data a run stands: before batch `batch` of epoch `epoch`."""
-
-    epoch: int = 0
-    batch: int = 0
-
-    def after(self, batches: int) -> Position:
-        """One batch on, in epochs of so many batches."""
-        if self.batch + 1 < batches:
-            return Position(self.epoch, self.batch + 1)
-        return Position(self.epoch + 1)
-
-    def state_dict(self) -> dict[str, int]:
-        """Plain numbers, to be saved."""
-        return asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, int]) -> Position:
-        """What `state_dict` gave."""
-        return cls(int(state["epoch"]), int(state["batch"]))
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,9 @@ from uuid import uuid4
 
 TEMPORARY = ".*.tmp"
 """Names, as a glob has them, of what a killed process leaves; nobody reads it."""
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system that has no locks says."""
 
 
 @contextmanager

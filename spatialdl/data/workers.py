@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -213,7 +214,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _begin(_worker: int) -> None:
-    """PyTorch looks whether the fork server has gone, which waits for this process itself."""
+    """Take no notice of what launchers and terminals send to everybody; end with the run.
+
+    PyTorch looks whether the fork server has gone, which waits for this process itself.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None  # or this would be no worker
 

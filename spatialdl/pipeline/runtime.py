@@ -67,6 +67,7 @@ class Pipeline:
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
+        sharded: the same ones, where state is sharded.
     """
 
     def __init__(
@@ -121,9 +122,9 @@ class Pipeline:
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         meshes = {one.position.stage: one.mesh for one in placed}
         self._reducers = self._holders = holders_of(placement, meshes, comm)
-        self._sharded: dict[int, ShardedStage] = {}
+        self.sharded: dict[int, ShardedStage] = {}
         if shard_state:
-            self._sharded = self._shard(blocks, backend)
+            self.sharded = self._shard(blocks, backend)
         elif backend is not None and comm.size > 1:
             self._reducers = reducers_over(backend, placement, self._holders)
         self._statistics: dict[int, SliceStatistics] = {}
@@ -163,7 +164,7 @@ class Pipeline:
 
         All ranks must call it where state is sharded: they get whole tensors.
         """
-        stages = self._sharded or self.stages
+        stages = self.sharded or self.stages
         return {name: value for one in stages.values() for name, value in one.state_dict().items()}
 
     def first(self, microbatch: int) -> Mesh | None:
@@ -206,17 +207,17 @@ class Pipeline:
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
                 elif action.kind == "backward":
-                    if action.stage in self._sharded:
+                    if action.stage in self.sharded:
                         is_last = all(later.kind != "backward" for later in todo[number + 1 :])
-                        self._sharded[action.stage].before_backward(is_last)
+                        self.sharded[action.stage].before_backward(is_last)
                     with self._gathering(action):
                         total += self._backward(placed, action.microbatch, microbatch)
                 else:
                     self._later.pop(action).add_all()
         self._wait_sent()
         for stage, module in self.stages.items():
-            if stage in self._sharded:
-                self._sharded[stage].average()
+            if stage in self.sharded:
+                self.sharded[stage].average()
                 continue
             copies = self.placement.widths[stage] * self._replicas
             average(module.parameters(), self._reducers[stage], copies)
@@ -231,7 +232,7 @@ class Pipeline:
             The norm as it was.
         """
         holders = {stage: comm.size for stage, comm in self._holders.items()}
-        if self._sharded:
+        if self.sharded:
             holders = {stage: self.placement.widths[stage] for stage in holders}
         return clip_gradients(self.stages, holders, self._comm, limit)
 
@@ -247,7 +248,7 @@ class Pipeline:
             module.eval()
         outputs = {}
         with ExitStack() as stack:
-            for sharded in self._sharded.values():
+            for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
             todo = self._todo(self._evaluate, microbatches)
             coming = self._given(todo)
@@ -291,7 +292,7 @@ class Pipeline:
 
     def _check_samples(self, microbatches: Sequence[Microbatch]) -> None:
         for number, microbatch in enumerate(microbatches):
-            if self._sharded and microbatch.samples == 0:
+            if self.sharded and microbatch.samples == 0:
                 raise ValueError(
                     f"replica {self.replica} has no samples in micro-batch {number}, but sharded "
                     "state needs every replica in every micro-batch: take larger batches"

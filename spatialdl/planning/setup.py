@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
+from spatialdl.training.network import build_model
 from spatialdl.training.optimizers import make_optimizer
 from spatialdl.training.settings import DTYPES, Sources, open_sources
-from spatialdl.training.trainer import build_model
 
 log = logging.getLogger("spatialdl.plan")
 

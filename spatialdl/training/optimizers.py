@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from math import sqrt
 from typing import Any
@@ -85,3 +86,14 @@ def make_scheduler(
         return rule
     rising = LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)
     return SequentialLR(optimizer, [rising, rule], [warm_up])
+
+
+def go_to_step(scheduler: LRScheduler, steps: int) -> None:
+    """Bring a new rule to where it is after so many steps.
+
+    A rule is a function of the step: made anew, it follows a configuration that has changed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch wants steps of the optimizer in between
+        for _ in range(steps):
+            scheduler.step()

@@ -31,6 +31,7 @@ from spatialdl.data.staging.process import CopierProcess
 from spatialdl.data.staging.samples import samples_in
 from spatialdl.errors import ShardError
 from spatialdl.text import counted, readable_bytes
+from spatialdl.training.course import Course
 from spatialdl.training.feeding import Feed
 
 log = logging.getLogger("spatialdl.data")
@@ -238,20 +239,25 @@ class Staging:
 
 
 def stage_feeds(
-    world: Communicator, config: DictConfig, train: Feed, validation: Feed | None, batches: int
+    world: Communicator, config: DictConfig, train: Feed, validation: Feed | None, course: Course
 ) -> Staging:
-    """Begin to copy the shards that a run of so many batches reads; all ranks call it."""
+    """Begin to copy the shards that the rest of a run reads; all ranks call it."""
     feeds = [feed for feed in (train, validation) if feed is not None]
     sources = [feed.loader.views.source for feed in feeds]
     datasets = [source for source in sources if isinstance(source, ShardDataset)]
 
     def needs() -> Needs:
         first = train.loader
-        found = training_needs(first.views, first.batching, int(config.seed), batches)
+        found = training_needs(
+            first.views,
+            first.batching,
+            int(config.seed),
+            course.steps - course.step,
+            (course.epoch, course.batch),
+        )
         if validation is None:
             return found
-        every, then = config.trainer.validate_every, validation.loader
-        times = 1.0 if every is None else len(train) / int(every)
+        then, times = validation.loader, course.validations_an_epoch
         return one_after_another(found, validation_needs(then.views, then.batching, times))
 
     return Staging(world, StageTo.of(config.data), datasets, needs)

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from signal import Signals
+from typing import Any
 
-import hydra.utils
 import torch
-from omegaconf import DictConfig, open_dict
-from torch import Tensor, nn
+from omegaconf import DictConfig
+from torch import Tensor
 
 from spatialdl import trace
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
-from spatialdl.data.loader import Position
 from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
+from spatialdl.training import signals
+from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.course import Course
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
-from spatialdl.training.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.network import build_model, describe, peak_memory_mb
+from spatialdl.training.optimizers import go_to_step, make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
-from spatialdl.training.run_directory import RunDirectory
-from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
+from spatialdl.training.run_directory import RunDirectory, held, record_of
+from spatialdl.training.settings import DTYPES, device_of, open_sources
+from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import Staging, stage_feeds
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
+from spatialdl.training.validation import tally, told
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -52,8 +58,7 @@ class Trainer:
 
     Attributes:
         pipeline: this rank's stage, and how it talks to the others.
-        step: optimizer steps made.
-        position: the batch that comes next; set it before `fit` to go on in the middle of an epoch.
+        course: how far the run is.
     """
 
     def __init__(self, config: DictConfig, world: Communicator) -> None:
@@ -92,30 +97,49 @@ class Trainer:
             config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
         )
         self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
-        self.step = 0
-        self.position = Position()
+        self.course = Course(config.trainer, self.steps, len(self.train_feed))
         self._warned = False
         self._timeline: Timeline | None = None
         self._staging = Staging(world)
 
     def fit(self, run_dir: Path) -> None:
-        """Train to the end; rank 0 writes the run directory."""
-        self._describe()
+        """Train to the end, or until told to stop; rank 0 writes the run directory."""
+        run_dir = self.world.bcast(run_dir)
+        describe(self.pipeline, self.world)
         with ExitStack() as stack:
+            if self.world.rank == 0:
+                stack.enter_context(held(run_dir))
+            self.checkpoints = Checkpoints(
+                self.config, self.world, self.pipeline, self.optimizer, run_dir
+            )
+            stack.callback(self.checkpoints.writer.close)
+            resumed = self.checkpoints.resume()
+            if resumed is not None:
+                self.course.restore(resumed[1])
+                go_to_step(self.scheduler, self.course.step)
             record = progress = None
             if self.world.rank == 0:
-                record = stack.enter_context(RunDirectory(run_dir, self.config))
-                progress = stack.enter_context(Progress(self.steps))
-            validation = self.validation_feed
+                earlier = record_of(resumed)
+                record = stack.enter_context(RunDirectory(run_dir, self.config, *earlier))
+                progress = stack.enter_context(Progress(self.steps, self.course.step))
+                (run_dir / MARKER).unlink(missing_ok=True)
             self._staging = stack.enter_context(
-                stage_feeds(self.world, self.config, self.train_feed, validation, self.steps)
+                stage_feeds(
+                    self.world, self.config, self.train_feed, self.validation_feed, self.course
+                )
             )
+            stack.callback(self._close_feeds)
             if self.config.trainer.trace:
                 train = self.pipeline.schedule.train
                 self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
-            stack.callback(self._close_feeds)
-            while self.step < self.steps:
+            if resumed is not None:
+                self._between_steps(record)  # the run may have been stopped before this
+            while not self.course.is_over():
                 self._train_epoch(record, progress)
+            self.checkpoints.writer.wait()
+            if self.course.stopped is not None:
+                self._leave(run_dir, self.course.stopped)
+                return
             self._staging.finish()
             memory = self.world.gather(peak_memory_mb(self.device))
             if record is not None:
@@ -123,23 +147,28 @@ class Trainer:
                 log.info("run directory: %s", record.path)
                 log.info("loss curve:    %s", record.path / "loss.png")
 
+    def _leave(self, run_dir: Path, number: Signals) -> None:
+        step, saved = self.course.step, self.checkpoints.writer.last
+        if self.world.rank == 0:
+            write_marker(run_dir, number, step, saved)
+            log.info("stopped by %s after step %d: ckpt_path=latest goes on", number.name, step)
+
     def _train_epoch(self, record: RunDirectory | None, progress: Progress | None) -> None:
-        """Train on what is left of an epoch."""
-        epoch, first = self.position.epoch, self.position.batch
+        """What is left of an epoch, or of the run."""
+        epoch, first = self.course.epoch, self.course.batch
         started = time.perf_counter()
         batches = self.train_feed.batches(epoch, first)
         for batch in trace.each("data", "wait for the batch", batches):
             waited = time.perf_counter() - started
-            images = self.train_feed.samples(self.position.batch)
+            images = self.train_feed.samples(self.course.batch)
             loss = self._train_step(self.train_feed.microbatches(batch))
-            self.position = self.position.after(len(self.train_feed))
             seconds = time.perf_counter() - started
             if self._timeline is not None:
-                self._timeline.step_done(last=self.step == self.steps)
+                self._timeline.step_done(last=self.course.is_over())
             if record is not None and progress is not None:
                 rate, wait = images / seconds, waited / seconds
                 record.log_step(
-                    step=self.step,
+                    step=self.course.step,
                     epoch=epoch,
                     loss=loss,
                     learning_rate=self._last_learning_rate,
@@ -148,60 +177,78 @@ class Trainer:
                 )
                 if not math.isfinite(loss) and not self._warned:
                     self._warned = True
-                    log.warning("step %d: the loss is %s: lower optimizer.lr?", self.step, loss)
+                    log.warning(
+                        "step %d: the loss is %s: lower optimizer.lr?", self.course.step, loss
+                    )
                 progress.update(loss=loss, images_per_second=rate, data_wait=wait)
-            every = self.config.trainer.validate_every
-            if every is not None and self.step % int(every) == 0 and self.step < self.steps:
-                self.validate(record)
-            if self.step == self.steps:
+            self._between_steps(record)
+            if self.course.is_over():
                 break
             started = time.perf_counter()
-        if self.config.trainer.validate_every is None or self.step == self.steps:
-            self.validate(record)
+
+    def _between_steps(self, record: RunDirectory | None) -> None:
+        """Validate, and write a checkpoint, where it is time for it."""
+        is_best = False
+        if self.course.validation_is_due():
+            found = self.validate(record)
+            is_best = found is not None and self.course.validated(found)
+        if is_best or self.course.checkpoint_is_due():
+            validations = record.validations if record is not None else []
+            self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(batch, self.step)
+        own = self.pipeline.train_step(batch, self.course.step)
         if self.config.trainer.clip_norm is not None:
             self.pipeline.clip(float(self.config.trainer.clip_norm))
         with trace.span("compute", "optimizer"):
             self.optimizer.step()
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()
-        self.step += 1
-        sums = self._over_world(torch.tensor([own, self._staging.damage()], dtype=torch.float64))
-        if sums[1]:
-            self._staging.refuse()
-        return sums[0]
+        self.course.step_done()
+        return self._together(own)
 
-    def validate(self, record: RunDirectory | None) -> None:
-        """Loss and metrics over all validation samples, each counted once."""
+    def validate(self, record: RunDirectory | None) -> dict[str, Any] | None:
+        """Loss and metrics over all validation samples, each counted once.
+
+        Returns:
+            Nothing if there are no such samples, or the run was told to stop meanwhile.
+        """
         if self.validation_feed is None:
-            return
-        sums = torch.zeros(self.task.tallied, dtype=torch.float64)
-        for batch in self.validation_feed.batches():
-            parts = self.validation_feed.microbatches(batch)
-            for number, output in self.pipeline.evaluate(parts).items():
-                target, mesh = parts[number].target, self.pipeline.last(number)
-                if target is not None and mesh is not None:
-                    if mesh.batch > 1:
-                        own = self.pipeline.own_outputs(number, parts[number].samples)
-                        sums += self.task.tally(output, target[own.start : own.stop], part=0)
-                    else:
-                        sums += self.task.tally(output, target, mesh.part)
-        found = self.task.metrics(self._over_world(sums))
+            return None
+        sums = tally(self.pipeline, self.task, self._until_stopped(self.validation_feed))
         trace.take()  # no part of the next step
+        if self.course.stopped is not None:
+            return None
+        found = self.task.metrics(self._over_world(sums))
         if record is not None:
-            told = ", ".join(
-                f"{name.replace('_', ' ')} {100 * found[name]:.1f} %"
-                for name in ("accuracy", "mean_dice", "mean_iou")
-                if name in found
-            )
-            log.info(
-                "step %d: validation loss %.4f, %s of %d samples",
-                *(self.step, found["loss"], told, found["samples"]),
-            )
-            record.log_validation(step=self.step, **found)
+            log.info("step %d: validation %s", self.course.step, told(found))
+            record.log_validation(step=self.course.step, **found)
+        return found
+
+    def _until_stopped(self, feed: Feed) -> Iterator[list[Microbatch]]:
+        for batch in feed.batches():
+            self._together()
+            if self.course.stopped is not None:
+                return
+            yield feed.microbatches(batch)
+
+    def _together(self, loss: float = 0.0) -> float:
+        """The sum of the ranks' parts of a loss; all hear of signals, checkpoints and damage.
+
+        Raises:
+            ShardError: a shard is damaged.
+        """
+        writer, flags = self.checkpoints.writer, signals.flags()
+        own = [loss, *writer.status(), self._staging.damage(), *flags]
+        total, busy, failed, damaged, *sums = self._over_world(
+            torch.tensor(own, dtype=torch.float64)
+        )
+        if damaged:
+            self._staging.refuse()
+        self.course.stopped = self.course.stopped or signals.agreed(sums)
+        writer.go_on(busy, failed)
+        return total
 
     def _over_world(self, own: Tensor) -> list[float]:
         """The sum over all ranks."""
@@ -237,50 +284,3 @@ class Trainer:
         if self.config.parallel.shard_state and left and self.steps >= len(self.train_feed):
             what = f"the last batch of an epoch of {samples}"
             check_samples(left, self.microbatches, self.placement.data, what)
-
-    def _describe(self) -> None:
-        own = {
-            stage: sum(p.numel() for p in module.parameters())
-            for stage, module in self.pipeline.stages.items()
-        }
-        everybody = self.world.gather(own)
-        if everybody is None:
-            return
-        height, width = self.sources.image_size
-        log.info("layout: %s", self.placement.describe())
-        for stage, count in sorted({key: n for one in everybody for key, n in one.items()}.items()):
-            rows, cols = self.placement.grids[stage]
-            parts = self.placement.batch_parts(stage)
-            if parts > 1:
-                where = f"whole images, {parts} ranks that divide the samples"
-            else:
-                where = (
-                    f"tiles of about {height // rows}x{width // cols} of {height}x{width} on "
-                    f"{rows}x{cols} ranks"
-                )
-            log.info("stage %d: %.2f M parameters, %s", stage, count / 1e6, where)
-
-
-def build_model(config: DictConfig, sources: Sources) -> nn.Module:
-    """The network of a configuration, its weights drawn from the seed alike on every rank."""
-    with open_dict(config):
-        config.data.image_size = list(sources.image_size)
-        config.data.channels = sources.channels
-        config.data.num_classes = sources.num_classes
-    torch.manual_seed(int(config.seed))
-    try:
-        model = hydra.utils.instantiate(config.model)
-    except hydra.errors.InstantiationException as error:
-        raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model={config.model._target_} gives a {type(model).__name__}, no network"
-        )
-    return model
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Most memory so far: of the device on a GPU, resident on a CPU; in MB (2**20 bytes)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

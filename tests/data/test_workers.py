@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +175,20 @@ def test_no_process_stays_behind(tmp_path, endings):
             for one in watched:
                 assert select.select([one], [], [], 20)[0], "a worker is still there"
                 os.close(one)
+
+
+def test_signals_of_a_launcher_do_not_end_a_worker():
+    """They are sent to whole groups of processes, and the run has a checkpoint to write."""
+    loader = Loader(views(40), batching(2), workers=2)
+    batches = loader.batches()
+    for _ in range(4):  # of both
+        next(batches)
+    servers = [forkserver._forkserver._forkserver_pid]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for pid in (*servers, *(child.pid for child in multiprocessing.active_children())):
+            os.kill(pid, number)
+    assert len(list(batches)) == 16
+    loader.close()
 
 
 NO_ROOM = """

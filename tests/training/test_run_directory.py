@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from spatialdl.training.run_directory import RunDirectory
+from spatialdl.training.run_directory import RunDirectory, earlier_steps, held
 
 CONFIG = OmegaConf.create(
     {"model": {"_target_": "spatialdl.models.resnet18"}, "parallel": {"name": "sp+pp"}}
@@ -120,3 +120,48 @@ def test_a_run_without_a_step_has_no_picture(tmp_path):
     RunDirectory(tmp_path, CONFIG).finish(WORLD)
     assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] is None
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_rows_of_an_earlier_run_are_kept_up_to_a_step(tmp_path):
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 5)
+    run.close()
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("6,1,0.")  # killed in the middle of a row
+    kept = earlier_steps(tmp_path, 3)
+    assert [row["step"] for row in kept] == [1, 2, 3]
+    assert [row["step"] for row in earlier_steps(tmp_path, 9)] == [1, 2, 3, 4, 5]
+    assert earlier_steps(tmp_path / "nowhere", 3) == []
+    earlier = [{"step": 3, "loss": 0.5, "accuracy": 0.75, "samples": 8, "dice": [1.0]}]
+    with RunDirectory(tmp_path, CONFIG, kept, earlier) as run:
+        run.log_validation(step=6, loss=0.25, accuracy=1.0, samples=8, dice=[0.5])
+        run.finish(WORLD)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["loss"] == [1 / 3, 1 / 6, 1 / 9]
+    assert [row["dice"] for row in summary["validation"]] == [[1.0], [0.5]]
+    assert [row["step"] for row in rows(tmp_path / "validation.csv")] == ["3", "6"]
+
+
+def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
+    """The files are on a device that is full, and then are not."""
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 2)
+    run._metrics._file.close()
+    run._metrics._file = open("/dev/full", "w", newline="")  # noqa: SIM115
+    log(run, 1)
+    assert len(rows(tmp_path / "metrics.csv")) == 2
+    assert "No space left on device; rows are kept" in caplog.text
+    log(run, 1)
+    assert len(rows(tmp_path / "metrics.csv")) == 4
+    run.close()
+
+
+def test_one_run_at_a_time_has_a_directory(tmp_path):
+    with (
+        held(tmp_path),
+        pytest.raises(ValueError, match="another run is writing to"),
+        held(tmp_path),
+    ):
+        pass
+    with held(tmp_path):
+        pass

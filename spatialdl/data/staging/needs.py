@@ -28,7 +28,13 @@ Needs = Mapping[int, Need]
 """By the number of the shard."""
 
 
-def training_needs(views: Views, batching: Batching, seed: int, batches: int) -> Needs:
+def training_needs(
+    views: Views,
+    batching: Batching,
+    seed: int,
+    batches: int,
+    position: tuple[int, int] = (0, 0),
+) -> Needs:
     """What a rank needs of the training samples.
 
     The replicas share an epoch's samples out anew each time: over several epochs each of them
@@ -38,16 +44,19 @@ def training_needs(views: Views, batching: Batching, seed: int, batches: int) ->
         views: of a `ShardDataset`.
         seed: of the order of the samples.
         batches: how many will be read.
+        position: the epoch, and the batch of it, that are read first.
     """
-    order = sample_order(len(views), seed, 0)
-    needs = _needs(views, batching, order[: batches * batching.size])
-    if batches * batching.size <= len(views):
+    epoch, first = position
+    order = sample_order(len(views), seed, epoch)
+    left = order[first * batching.size :]
+    needs = _needs(views, batching, left[: batches * batching.size], epoch)
+    if batches <= -(-len(left) // batching.size):
         return needs
     later = Batching(batching.size, 1, 0, batching.boxes, batching.mask_boxes)
-    everything = _needs(views, later, order, anywhere=views.moves)
+    everything = _needs(views, later, order, None if views.moves else epoch)
     return {
         shard: Need(
-            needs[shard].first if shard in needs else len(views) + need.first,
+            needs[shard].first if shard in needs else len(left) + need.first,
             need.uses / batching.replicas,
         )
         for shard, need in everything.items()
@@ -97,8 +106,9 @@ def that_fit(needs: Needs, shards: Sequence[ShardInfo], room: int) -> list[int]:
 
 
 def _needs(
-    views: Views, batching: Batching, order: npt.NDArray[np.int64], anywhere: bool = False
+    views: Views, batching: Batching, order: npt.NDArray[np.int64], epoch: int | None = 0
 ) -> Needs:
+    """Of these samples in one epoch; in whichever, if it is None."""
     read: list[int] = []
     for start in range(0, len(order), batching.size):
         batch = order[start : start + batching.size]
@@ -106,18 +116,18 @@ def _needs(
         for own, *boxes in parts:
             for box in filter(None, boxes):
                 for sample in batch[own].tolist():
-                    read += _shards_under(views, sample, box, anywhere)
+                    read += _shards_under(views, sample, box, epoch)
     shards, first, uses = np.unique(np.array(read, np.int64), return_index=True, return_counts=True)
     rows = zip(shards.tolist(), first.tolist(), uses.tolist(), strict=True)
     return {shard: Need(begin, count) for shard, begin, count in rows}
 
 
-def _shards_under(views: Views, sample: int, box: Box, anywhere: bool) -> Sequence[int]:
+def _shards_under(views: Views, sample: int, box: Box, epoch: int | None) -> Sequence[int]:
     dataset = views.source
     assert isinstance(dataset, ShardDataset)
     found = dataset.sample(sample)
     if isinstance(found, TileSample):  # of which there may be millions
         return (found.shard,)
-    if anywhere:
+    if epoch is None:
         return dataset.shards_under(sample, (0, found.height, 0, found.width))
-    return dataset.shards_under(sample, views.stored_box(0, sample, box))
+    return dataset.shards_under(sample, views.stored_box(epoch, sample, box))

@@ -118,6 +118,15 @@ def test_cropped_and_turned_images_need_what_lies_under_them(regions):
     assert set(training_needs(views, batching, 3, batches=9)) == every
 
 
+def test_what_is_left_of_an_epoch(regions):
+    views = seen(regions, Augmentation(flip=0.5))
+    batching = Batching(2, 1, 0, [(0, 300, 0, 40)], [None])
+    needs = training_needs(views, batching, 3, batches=1, position=(1, 2))
+    (last,) = sample_order(5, 3, 1)[4:]
+    expected = regions.shards_under(int(last), views.stored_box(1, int(last), (0, 300, 0, 40)))
+    assert set(needs) == set(expected)
+
+
 def test_ranks_together_need_what_any_needs():
     one, two = {0: Need(5, 1), 1: Need(0, 2)}, {0: Need(2, 3), 2: Need(1, 1)}
     assert together([one, two]) == {0: Need(2, 4), 1: Need(0, 2), 2: Need(1, 1)}
