@@ -2,7 +2,8 @@
 
     python examples/custom_dataset.py
 
-Any numpy array of uint8, uint16 or floats can be written: here, wide and narrow stripes under noise.
+Any numpy array of uint8, uint16 or floats can be written: here, wide and narrow stripes under
+noise.
 It is read back by boxes, so no rank holds a whole image.
 """
 
