@@ -39,7 +39,7 @@ def flip(path: Path, at: int) -> None:
 def test_a_flipped_bit_names_the_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec, kind: str, what: str
 ) -> None:
-    monkeypatch.setattr(data_format, "CHUNK", 32)  # so that an image has several
+    monkeypatch.setattr(data_format, "CHUNK", 10)  # so that an image has several
     manifest = written(tmp_path / "set", kind, codec)
     shard, sample = 1, 4
     path = tmp_path / "set" / "shard-00001.h5"
