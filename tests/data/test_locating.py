@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data import format as data_format
 from spatialdl.data.codec import CODECS, Codec
 from spatialdl.data.format import Manifest
 from spatialdl.data.locating import damaged_samples, say_damaged
@@ -35,7 +36,10 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize("what", ["image", "mask"])
 @pytest.mark.parametrize("kind", ["tiles", "regions"])
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_flipped_bit_names_the_sample(tmp_path: Path, codec: Codec, kind: str, what: str) -> None:
+def test_a_flipped_bit_names_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec, kind: str, what: str
+) -> None:
+    monkeypatch.setattr(data_format, "CHUNK", 10)  # so that an image has several
     manifest = written(tmp_path / "set", kind, codec)
     shard, sample = 1, 4
     path = tmp_path / "set" / "shard-00001.h5"
