@@ -170,7 +170,8 @@ def _restore_optimizer(
     keys: dict[str, list[str]] = {}
     for full in (*source.names(STATE), *source.names(NUMBER)):
         keys.setdefault(full.split("/", 1)[1].rpartition("/")[0], []).append(full)
-    number_of = {id(p): n for n, p in enumerate(optimizer.param_groups[0]["params"])}
+    parameters = optimizer.param_groups[0]["params"]
+    number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
     state: dict[int, dict[str, Any]] = {}
     for name, stage in names.items():
         parameter = pipeline.stages[stage].get_parameter(name)
@@ -179,6 +180,11 @@ def _restore_optimizer(
             own[full.rpartition("/")[2]] = _own_state(pipeline, stage, parameter, source, full)
     whole = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     optimizer.load_state_dict({**whole, "state": {n: one for n, one in state.items() if one}})
+    for number, own in state.items():
+        for key, value in own.items():
+            if isinstance(value, Tensor) and value.dim() == 0:  # of which PyTorch changes the type
+                now = optimizer.state[parameters[number]]
+                now[key] = now[key].to(value.dtype)
 
 
 def _own_state(

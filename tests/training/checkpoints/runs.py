@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 
+import numpy as np
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.training.trainer import Trainer
@@ -31,6 +33,17 @@ def network(num_classes: int = 3, in_channels: int = 3, hidden: int = 4) -> nn.S
         nn.Dropout(0.2),
         nn.Linear(hidden, num_classes),
     )
+
+
+class Noise(nn.Module):
+    """Draws by the generators that belong to nobody."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random() + float(np.random.random()))
+
+
+def noisy(num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
+    return nn.Sequential(Noise(), *network(num_classes, in_channels))
 
 
 def config(*overrides: str) -> DictConfig:
