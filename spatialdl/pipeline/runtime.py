@@ -64,6 +64,8 @@ class Pipeline:
             `comm.groups`; with one `comm` must be all ranks of the world.
         shard_state: whether data replicas share parameters, gradients and optimizer state out
             among them, over `backend` or that of `comm`, see `pipeline.sharded`.
+        mixed: float16 or bfloat16 if stages and loss run under autocast to it; parameters and
+            gradients keep their type.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
@@ -87,11 +89,13 @@ class Pipeline:
         seed: int = 0,
         backend: str | None = None,
         shard_state: bool = False,
+        mixed: torch.dtype | None = None,
     ) -> None:
         if shard_state:
             check_shardable(placement, schedule)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.seed, self._step = image_size, seed, 0
+        self._scale = 1.0
         self.device = device or torch.device("cpu")
         self._comm = comm = as_communicator(comm)
         gather(model, gather_before)
@@ -99,7 +103,9 @@ class Pipeline:
         blocks = list(blocks_of(model).values()) if shard_state else []
         stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-        self._shapes = HandoverShapes(stages, placement, image_size, dtype)
+        self._shapes = HandoverShapes(
+            stages, placement, image_size, dtype, (self.device, mixed) if mixed else None
+        )
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
@@ -115,6 +121,7 @@ class Pipeline:
                 list(self._shapes.borders),
                 learns,
                 recompute=recompute == "stage",
+                mixed=mixed,
             )
             for p in positions
         ]
@@ -180,11 +187,14 @@ class Pipeline:
         """The samples of a micro-batch whose outputs leave from this rank; it has a `last`."""
         return self._placed[self._copies[microbatch], self.placement.stages - 1].own(samples)
 
-    def train_step(self, microbatches: Sequence[Microbatch], step: int) -> float:
+    def train_step(
+        self, microbatches: Sequence[Microbatch], step: int, scale: float = 1.0
+    ) -> float:
         """Forward and backward of all micro-batches; averaged gradients are left in the stages.
 
         Args:
             step: number of the optimizer step; each draws random numbers of its own.
+            scale: of the gradients that are left, so that small ones do not vanish in float16.
 
         Returns:
             This rank's part of the loss; over all ranks it adds up to that of the whole batch.
@@ -193,7 +203,7 @@ class Pipeline:
             module.train()
             module.zero_grad()
         self._check_samples(microbatches)
-        self._step = step
+        self._step, self._scale = step, scale
         self._sharing = self._samples_of(microbatches)
         total = 0.0
         todo = self._todo(self._train, microbatches)
@@ -341,7 +351,7 @@ class Pipeline:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * len(placed.own(microbatch.samples)) / microbatch.samples
-        weight = share * self._replicas * placed.mesh.batch
+        weight = share * self._replicas * placed.mesh.batch * self._scale
         with self._synced(placed, number):
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
