@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from spatialdl import trace
 from spatialdl.comm.communicator import Communicator, as_communicator
-from spatialdl.comm.gradients import average
+from spatialdl.comm.gradients import average, shard_of
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.mesh import Mesh, Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.clipping import clip_gradients
 from spatialdl.pipeline.holders import holders_of, reducers_over
+from spatialdl.pipeline.overflow import unscale_gradients
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
@@ -69,6 +70,7 @@ class Pipeline:
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
+        mixed: to which autocast casts, if it does.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class Pipeline:
         if shard_state:
             check_shardable(placement, schedule)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
-        self.image_size, self.seed, self._step = image_size, seed, 0
-        self._scale = 1.0
+        self.image_size, self.seed, self._step, self._scale = image_size, seed, 0, 1.0
+        self.mixed = mixed
         self.device = device or torch.device("cpu")
         self._comm = comm = as_communicator(comm)
         gather(model, gather_before)
@@ -103,9 +105,8 @@ class Pipeline:
         blocks = list(blocks_of(model).values()) if shard_state else []
         stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-        self._shapes = HandoverShapes(
-            stages, placement, image_size, dtype, (self.device, mixed) if mixed else None
-        )
+        on = (self.device, mixed) if mixed else None
+        self._shapes = HandoverShapes(stages, placement, image_size, dtype, on)
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
@@ -162,8 +163,13 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all stages that this rank holds."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all stages that this rank holds, under the names of the whole network."""
         for module in self.stages.values():
-            yield from module.parameters()
+            yield from module.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Of all stages that this rank holds, under the names of the whole network.
@@ -234,6 +240,15 @@ class Pipeline:
             statistics.fold(len(microbatches) * (1 if self._syncs else self.placement.data))
         return total
 
+    def unscale(self, scale: float) -> bool:
+        """Divide gradients by the `scale` of `train_step`, unless one is not finite on any rank.
+
+        Returns:
+            Whether all are finite, the same on every rank.
+        """
+        grads = [shard_of(p.grad) for p in self.parameters() if p.grad is not None]
+        return unscale_gradients(grads, self._comm, scale)
+
     def clip(self, limit: float) -> float:
         """Scale the gradients of all stages so that their norm is at most `limit`.
 
@@ -252,7 +267,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
-        """Outputs (n, ...) by micro-batch: of the samples whose outputs leave from this rank."""
+        """Outputs (n, ...) by micro-batch: of the samples that leave from this rank, never half."""
         for module in self.stages.values():
             module.eval()
         outputs = {}
@@ -266,7 +281,7 @@ class Pipeline:
                 self._expect(action, coming, microbatches)
                 output = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
-                    outputs[action.microbatch] = output
+                    outputs[action.microbatch] = output.float() if self.mixed else output
             self._wait_sent()
         return outputs
 

@@ -13,7 +13,8 @@ from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
 from spatialdl.training.network import build_model
 from spatialdl.training.optimizers import make_optimizer
-from spatialdl.training.settings import DTYPES, Sources, open_sources
+from spatialdl.training.precision import PRECISIONS
+from spatialdl.training.settings import Sources, open_sources
 
 log = logging.getLogger("spatialdl.plan")
 
@@ -54,8 +55,14 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
     Raises:
         ValueError: if it does not fit together.
     """
+    precision = PRECISIONS[config.trainer.precision]
+    if precision.mixed is not None:
+        raise ValueError(
+            f"the costs of trainer.precision={config.trainer.precision} are not known to the "
+            "planner: plan with float32, which takes more memory, and train with the layout found"
+        )
     sources = open_sources(config.data, int(config.seed), config.task)
-    model = build_model(config, sources).to(DTYPES[config.trainer.precision])
+    model = build_model(config, sources).to(precision.dtype)
     batch = int(config.data.batch_size)
     return Job(
         model=model,

@@ -40,7 +40,7 @@ def make_optimizer(
     settings = settings.copy()
     with open_dict(settings):
         scale, base = settings.pop("scale_lr", "none"), settings.pop("base_batch", 1)
-        decays_all = settings.pop("decay_norms_and_biases", False)
+        decays_all = settings.pop("decay_norms_and_biases", True)
     if scale not in SCALES:
         raise ValueError(f"optimizer.scale_lr={scale} is unknown: take one of {', '.join(SCALES)}")
     if not isinstance(base, int) or base < 1:
@@ -58,7 +58,7 @@ def make_optimizer(
 
 
 def parameter_groups(
-    parameters: Iterable[nn.Parameter], decays_all: bool = False
+    parameters: Iterable[nn.Parameter], decays_all: bool = True
 ) -> list[dict[str, Any]]:
     """The groups "decay" and "no_decay", on every rank both, of which either may be empty.
 

@@ -40,9 +40,12 @@ class RunDirectory:
     Args:
         path: the directory; it is made if it is not there.
         config: the configuration of the run, as ``spatialdl.train`` composes it.
+        columns: of ``metrics.csv`` beside `METRICS`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], config: DictConfig) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], config: DictConfig, columns: Sequence[str] = ()
+    ) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._config = config
@@ -51,7 +54,7 @@ class RunDirectory:
         self._open = ExitStack()
         for name in ("validation.csv", "summary.json", "loss.png"):
             (self.path / name).unlink(missing_ok=True)
-        self._metrics_file = self._table("metrics.csv", METRICS)
+        self._metrics_file = self._table("metrics.csv", (*METRICS, *columns))
         self._validation_file: IO[str] | None = None
 
     def __enter__(self) -> RunDirectory:
@@ -74,6 +77,7 @@ class RunDirectory:
         learning_rate: float,
         images_per_second: float,
         data_wait: float,
+        **more: float,
     ) -> None:
         """Append a row to ``metrics.csv``; it is on disk when this returns.
 
@@ -84,9 +88,10 @@ class RunDirectory:
             learning_rate: with which the step was made.
             images_per_second: over all ranks.
             data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
+            more: the columns beside these.
         """
         values = (step, epoch, loss, learning_rate, images_per_second, data_wait)
-        row = dict(zip(METRICS, values, strict=True))
+        row = dict(zip(METRICS, values, strict=True)) | more
         self._steps.append(row)
         _append(self._metrics_file, row)
 

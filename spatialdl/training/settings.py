@@ -16,8 +16,6 @@ from spatialdl.data.synthetic_masks import SyntheticMasks
 
 log = logging.getLogger("spatialdl.data")
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
 
 @dataclass(frozen=True)
 class Sources:

@@ -25,12 +25,13 @@ from spatialdl.pipeline.shardable import check_samples
 from spatialdl.spatial.split import from_local
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.network import build_model, describe, peak_memory_mb
-from spatialdl.training.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.precision import precision_of, set_arithmetic
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
-from spatialdl.training.settings import DTYPES, device_of, open_sources
+from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
+from spatialdl.training.update import Update
 from spatialdl.training.validation import tally, told
 
 log = logging.getLogger("spatialdl.trainer")
@@ -57,18 +58,25 @@ class Trainer:
 
     def __init__(self, config: DictConfig, world: Communicator) -> None:
         self.config, self.world = config, world
-        self.dtype = DTYPES[config.trainer.precision]
+        settings = config.trainer
+        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self.device = device_of(config.device)
+        self.precision = precision_of(settings.precision, self.device)
         self.placement = placement_of(config.parallel)
         self.sources = open_sources(config.data, int(config.seed), config.task)
         self.task = task_of(config.task, self.sources.num_classes)
         check_image(self.sources.image_size, self.placement)
-        self.microbatches = int(config.parallel.microbatches)
-        check_batch(int(config.data.batch_size), self.microbatches, self.placement.data)
+        schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
+        self.microbatches = schedule.microbatches
+        self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
+        check_batch(self.batch_size, self.microbatches, self.placement.data)
+        model = build_model(config, self.sources).to(self.precision.dtype)
+        if settings.channels_last and not config.parallel.shard_state:  # FSDP2 refuses these
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.pipeline = Pipeline(
-            build_model(config, self.sources).to(self.dtype),
+            model,
             self.placement,
-            schedule_of(config.parallel, self.placement),
+            schedule,
             world,
             self.task.loss,
             (self.sources.channels, *self.sources.image_size),
@@ -81,14 +89,18 @@ class Trainer:
             seed=int(config.seed),
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
+            mixed=self.precision.mixed,
         )
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()
         self._check_last_batch()
-        self.optimizer = make_optimizer(
-            config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
+        self.update = Update(
+            config,
+            self.pipeline,
+            batch=self.batch_size,
+            steps=self.steps,
+            steps_per_epoch=len(self.loader),
         )
-        self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
         self.step = 0
         self._warned = False
         self._timeline: Timeline | None = None
@@ -99,7 +111,8 @@ class Trainer:
         with ExitStack() as stack:
             record = progress = None
             if self.world.rank == 0:
-                record = stack.enter_context(RunDirectory(run_dir, self.config))
+                columns = list(self.update.told)
+                record = stack.enter_context(RunDirectory(run_dir, self.config, columns))
                 progress = stack.enter_context(Progress(self.steps))
             if self.config.trainer.trace:
                 train = self.pipeline.schedule.train
@@ -118,7 +131,6 @@ class Trainer:
         self, epoch: int, record: RunDirectory | None, progress: Progress | None
     ) -> None:
         order = sample_order(len(self.sources.train), int(self.config.seed), epoch)
-        batch_size = int(self.config.data.batch_size)
         started = time.perf_counter()
         batches = trace.each("data", "wait for the batch", self.loader.batches(order))
         for number, batch in enumerate(batches):
@@ -129,16 +141,17 @@ class Trainer:
                 self._timeline.step_done(last=self.step == self.steps)
             if record is not None and progress is not None:
                 images = min(
-                    batch_size, len(order) - number * batch_size
+                    self.batch_size, len(order) - number * self.batch_size
                 )  # the last may be smaller
                 rate, wait = images / seconds, waited / seconds
                 record.log_step(
                     step=self.step,
                     epoch=epoch,
                     loss=loss,
-                    learning_rate=self._last_learning_rate,
+                    learning_rate=self.update.learning_rate,
                     images_per_second=rate,
                     data_wait=wait,
+                    **self.update.told,
                 )
                 if not math.isfinite(loss) and not self._warned:
                     self._warned = True
@@ -155,13 +168,9 @@ class Trainer:
 
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(self._microbatches(batch), self.step)
-        if self.config.trainer.clip_norm is not None:
-            self.pipeline.clip(float(self.config.trainer.clip_norm))
+        own = self.pipeline.train_step(self._microbatches(batch), self.step, self.update.scale)
         with trace.span("compute", "optimizer"):
-            self.optimizer.step()
-        self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.scheduler.step()
+            self.update.step()
         self.step += 1
         return self._over_world(torch.tensor([own], dtype=torch.float64))[0]
 
@@ -171,7 +180,9 @@ class Trainer:
             return
         order = np.arange(len(self.sources.validation))
         batches = map(self._microbatches, self._loader(self.sources.validation).batches(order))
-        found = self.task.metrics(self._over_world(tally(self.pipeline, self.task, batches)))
+        with self.update.averaged():
+            sums = tally(self.pipeline, self.task, batches)
+        found = self.task.metrics(self._over_world(sums))
         trace.take()  # no part of the next step
         if record is not None:
             log.info("step %d: validation %s", self.step, told(found))
@@ -187,7 +198,9 @@ class Trainer:
             samples, mesh = len(part.labels), self.pipeline.last(number)
             tile = target = None
             if part.tiles is not None:
-                tile = to_input(part.tiles, self.dtype, self.device)
+                tile = to_input(part.tiles, self.precision.dtype, self.device)
+                if self.config.trainer.channels_last:
+                    tile = tile.contiguous(memory_format=torch.channels_last)
             if mesh is not None and samples:
                 target = self._target(part, mesh)
             microbatches.append(Microbatch(samples, part.share, tile, target))
@@ -208,7 +221,7 @@ class Trainer:
         return Loader(
             source,
             Batching(
-                size=int(self.config.data.batch_size),
+                size=self.batch_size,
                 replicas=self.placement.data,
                 replica=self.pipeline.replica,
                 boxes=[mesh.box(size) if mesh else None for mesh in first],
@@ -232,7 +245,7 @@ class Trainer:
 
     def _check_last_batch(self) -> None:
         """That of an epoch may be smaller."""
-        samples, size = len(self.sources.train), int(self.config.data.batch_size)
+        samples, size = len(self.sources.train), self.batch_size
         left = samples % size
         if self.config.parallel.shard_state and left and self.steps >= len(self.loader):
             what = f"the last batch of an epoch of {samples}"
