@@ -33,13 +33,26 @@ PRECISIONS = {
 }
 
 
+def named(name: str) -> Precision:
+    """What a name stands for.
+
+    Raises:
+        ValueError: if it is none of `PRECISIONS`.
+    """
+    if name not in PRECISIONS:
+        raise ValueError(
+            f"trainer.precision={name} is not supported: take one of {', '.join(PRECISIONS)}"
+        )
+    return PRECISIONS[name]
+
+
 def precision_of(name: str, device: torch.device) -> Precision:
     """The precision of a name of `PRECISIONS`.
 
     Raises:
         ValueError: if the device cannot do it.
     """
-    found = PRECISIONS[name]
+    found = named(name)
     if device.type == "cuda" and found.mixed is torch.bfloat16:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
