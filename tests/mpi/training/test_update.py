@@ -73,7 +73,17 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(3, (4,), generator=draw)
 
 
-@pytest.mark.parametrize("placement", CHAIN.get(WORLD.size, []), ids=Placement.describe)
+LONG = [pytest.mark.slow] if WORLD.size > 3 else []
+
+
+def cases(table: dict[int, list]) -> list:
+    return [
+        pytest.param(*(one if type(one) is tuple else (one,)), marks=LONG)
+        for one in table.get(WORLD.size, [])
+    ]
+
+
+@pytest.mark.parametrize("placement", cases(CHAIN), ids=Placement.describe)
 def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Placement) -> None:
     world = MpiCommunicator(WORLD)
     schedule = make_schedule("basic" if placement.mirrored else "gpipe", placement, 2)
@@ -141,8 +151,10 @@ LAYOUTS = {
         ("parallel=pp parallel.microbatches=1", "optimizer=lamb scheduler=step"),
         ("parallel=dp parallel.shard_state=true comm.backend=mpi4py", "optimizer.nesterov=true"),
     ],
-    3: [("parallel=sp+lp parallel.recompute=block", "optimizer=lamb scheduler=polynomial")],
-    4: [("parallel=sp+pp parallel.stages=2 parallel.spatial_stages=2", "optimizer=adamw")],
+    4: [
+        ("parallel=sp+pp parallel.stages=2 parallel.spatial_stages=2", "optimizer=adamw"),
+        ("parallel=sp+lp parallel.grid=[3,1]", "optimizer=lamb scheduler=polynomial"),
+    ],
 }
 
 
@@ -152,7 +164,7 @@ def train(run_dir: Path, comm, *overrides: str) -> tuple[dict, list[dict[str, st
             "train",
             [
                 *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3"),
-                *("data.samples=10", "data.validation_samples=3", "data.batch_size=4"),
+                *("data.samples=12", "data.validation_samples=3", "data.batch_size=4"),
                 *("trainer.max_steps=3", "trainer.precision=float64", "device=cpu"),
                 *("comm.check=true", *overrides),
             ],
@@ -165,7 +177,7 @@ def train(run_dir: Path, comm, *overrides: str) -> tuple[dict, list[dict[str, st
     return json.loads((run_dir / "summary.json").read_text()), rows
 
 
-@pytest.mark.parametrize(("layout", "recipe"), LAYOUTS.get(WORLD.size, []))
+@pytest.mark.parametrize(("layout", "recipe"), cases(LAYOUTS))
 def test_a_recipe_gives_the_numbers_of_one_process(
     layout: str, recipe: str, tmp_path: Path, ends_process_group: None
 ) -> None:
