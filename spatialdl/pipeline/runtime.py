@@ -261,6 +261,11 @@ class Pipeline:
         return clip_gradients(self.stages, holders, self._comm, limit)
 
     @property
+    def loss_parts(self) -> int:
+        """How many losses backward adds up on the last stages, of which the mean counts."""
+        return self._replicas * self.placement.widths[-1]
+
+    @property
     def _replicas(self) -> int:
         """How many ranks, or sets of ranks, work on samples of their own."""
         return self.placement.data * self.placement.copies

@@ -47,20 +47,20 @@ class Update:
         decay = config.trainer.ema
         named = dict(pipeline.named_parameters())
         self.average = None if decay is None else WeightAverage(named, decay)
-        self._last_scale, self.skipped = self.scale, False
+        self.skipped, self._told_scale = False, 1.0
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def scale(self) -> float:
-        """Of the loss, in the next backward."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        """Of each rank's loss in the next backward, so that their sum is that of one process."""
+        return 1.0 if self.scaler is None else self.scaler.scale / self._pipeline.loss_parts
 
     @property
     def told(self) -> dict[str, float]:
         """What ``metrics.csv`` has of the last step beside the usual."""
         if self.scaler is None:
             return {}
-        return {"loss_scale": self._last_scale, "skipped": int(self.skipped)}
+        return {"loss_scale": self._told_scale, "skipped": int(self.skipped)}
 
     def averaged(self) -> AbstractContextManager[None]:
         """The network has averaged weights, if they are wanted, until the context ends."""
@@ -72,9 +72,10 @@ class Update:
         The learning rate and the average stay as they are where the weights do.
         """
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self._last_scale, self.skipped = self.scale, False
+        self.skipped = False
         if self.scaler is not None:
-            self.skipped = not self._pipeline.unscale(self.scaler.scale)
+            self._told_scale = self.scaler.scale
+            self.skipped = not self._pipeline.unscale(self.scale)
             self.scaler.update(is_finite=not self.skipped)
         if self.skipped:
             return
