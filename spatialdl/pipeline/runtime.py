@@ -65,12 +65,10 @@ class Pipeline:
             `comm.groups`; with one `comm` must be all ranks of the world.
         shard_state: whether data replicas share parameters, gradients and optimizer state out
             among them, over `backend` or that of `comm`, see `pipeline.sharded`.
-        mixed: float16 or bfloat16 if stages and loss run under autocast to it; parameters and
-            gradients keep their type.
+        mixed: float16 or bfloat16 if stages and loss run under autocast to it.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
-        mixed: to which autocast casts, if it does.
     """
 
     def __init__(
@@ -96,8 +94,8 @@ class Pipeline:
         if shard_state:
             check_shardable(placement, schedule)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
-        self.image_size, self.seed, self._step, self._scale = image_size, seed, 0, 1.0
-        self.mixed = mixed
+        self.image_size, self.seed, self.mixed = image_size, seed, mixed
+        self._step, self._scale = 0, 1.0
         self.device = device or torch.device("cpu")
         self._comm = comm = as_communicator(comm)
         gather(model, gather_before)
@@ -105,8 +103,8 @@ class Pipeline:
         blocks = list(blocks_of(model).values()) if shard_state else []
         stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-        on = (self.device, mixed) if mixed else None
-        self._shapes = HandoverShapes(stages, placement, image_size, dtype, on)
+        to = (self.device, mixed) if mixed else None
+        self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
