@@ -39,7 +39,9 @@ from spatialdl.training import signals
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
 
-PRECISIONS = ("float32", "float64")
+PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
+SWITCHES = ("tf32", "channels_last", "deterministic")
+OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("classification", "segmentation")
 BALANCES = ("time", "measured", "memory")
@@ -192,7 +194,6 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
 
 def _plan(config: DictConfig) -> Placement:
     """Which ranks this configuration needs, after a look at what would fail on all of them."""
-    from spatialdl.training.checkpoints.settings import check_settings
     from spatialdl.training.layouts import (
         check_batch,
         check_image,
@@ -218,19 +219,44 @@ def _plan(config: DictConfig) -> Placement:
             names = ", ".join("null" if one is None else one for one in known)
             raise ValueError(f"{key}={value} is not supported: take one of {names}")
     placement = placement_of(config.parallel)
-    schedule_of(config.parallel, placement)
-    local = max(placement.batch, default=1)
-    check_batch(config.data.batch_size, config.parallel.microbatches, placement.data, local)
+    accumulate = _check_trainer(config)
+    schedule = schedule_of(config.parallel, placement, accumulate)
+    local, batch = max(placement.batch, default=1), config.data.batch_size
+    if isinstance(batch, int):
+        batch *= accumulate
+    check_batch(batch, schedule.microbatches, placement.data, local)
     check_task(config.task, placement)
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
-    clip = config.trainer.clip_norm
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
-    check_settings(config.trainer)
     return placement
+
+
+def _check_trainer(config: DictConfig) -> int:
+    """Batches that a step accumulates, after a look at the trainer's other settings."""
+    from spatialdl.training.checkpoints.settings import check_settings
+
+    settings = config.trainer
+    for key in SWITCHES:
+        if not isinstance(settings[key], bool):
+            raise ValueError(f"trainer.{key}={settings[key]} must be true or false")
+    check_settings(settings)
+    clip, decay = settings.clip_norm, settings.ema
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
+    if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
+        raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
+    accumulate = settings.accumulate
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"trainer.accumulate={accumulate} must be at least 1 batch")
+    optimizer = str(config.optimizer["_target_"])
+    if config.parallel.shard_state and optimizer.endswith(OF_WHOLE_WEIGHTS):
+        raise ValueError(
+            f"optimizer._target_={optimizer} needs the norms of whole weights, but "
+            "parallel.shard_state=true leaves a part of each on a rank: take sgd or adamw"
+        )
+    return int(accumulate)
 
 
 def rewritten(argument: str) -> str:

@@ -35,8 +35,9 @@ def test_the_groups_have_the_promised_options():
     assert options("cluster") == ["infiniband", "nvlink_node", "this_machine"]
     assert options("model") == ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet"]
     assert options("data") == ["shards", "synthetic"]
-    assert options("optimizer") == ["adamw", "sgd"]
-    assert options("scheduler") == ["constant", "cosine"]
+    assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
+    rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
+    assert options("scheduler") == rules
 
 
 @pytest.mark.parametrize("model", options("model"))
@@ -67,8 +68,12 @@ def test_every_optimizer_and_scheduler_can_be_made(optimizer, scheduler):
         rates.append(made.param_groups[0]["lr"])
         made.step()
         rule.step()
-    assert rates[0] == cfg.optimizer.lr
-    assert (rates[-1] < rates[0]) == (scheduler == "cosine")
+    highest = cfg.optimizer.lr
+    if scheduler == "one_cycle":  # of which the peak lies between two steps
+        assert highest / 2 < max(rates) < highest
+    else:
+        assert max(rates) == rates[0] == highest
+    assert (rates[-1] < max(rates)) == (scheduler != "constant")
 
 
 @pytest.mark.parametrize(("parallel", "ranks"), RANKS.items())

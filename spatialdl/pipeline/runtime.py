@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from spatialdl import trace
 from spatialdl.comm.communicator import Communicator, as_communicator
-from spatialdl.comm.gradients import average
+from spatialdl.comm.gradients import average, shard_of
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.mesh import Mesh, Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.clipping import clip_gradients
 from spatialdl.pipeline.holders import holders_of, reducers_over
+from spatialdl.pipeline.overflow import unscale_gradients
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
@@ -64,6 +65,7 @@ class Pipeline:
             `comm.groups`; with one `comm` must be all ranks of the world.
         shard_state: whether data replicas share parameters, gradients and optimizer state out
             among them, over `backend` or that of `comm`, see `pipeline.sharded`.
+        mixed: float16 or bfloat16 if stages and loss run under autocast to it.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
@@ -88,11 +90,13 @@ class Pipeline:
         seed: int = 0,
         backend: str | None = None,
         shard_state: bool = False,
+        mixed: torch.dtype | None = None,
     ) -> None:
         if shard_state:
             check_shardable(placement, schedule)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
-        self.image_size, self.seed, self._step = image_size, seed, 0
+        self.image_size, self.seed, self.mixed = image_size, seed, mixed
+        self._step, self._scale = 0, 1.0
         self.device = device or torch.device("cpu")
         self._comm = comm = as_communicator(comm)
         gather(model, gather_before)
@@ -100,7 +104,8 @@ class Pipeline:
         blocks = list(blocks_of(model).values()) if shard_state else []
         stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-        self._shapes = HandoverShapes(stages, placement, image_size, dtype)
+        to = (self.device, mixed) if mixed else None
+        self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
@@ -116,6 +121,7 @@ class Pipeline:
                 list(self._shapes.borders),
                 learns,
                 recompute=recompute == "stage",
+                mixed=mixed,
             )
             for p in positions
         ]
@@ -156,8 +162,13 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all stages that this rank holds."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all stages that this rank holds, under the names of the whole network."""
         for module in self.stages.values():
-            yield from module.parameters()
+            yield from module.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Of all stages that this rank holds, under the names of the whole network.
@@ -181,11 +192,14 @@ class Pipeline:
         """The samples of a micro-batch whose outputs leave from this rank; it has a `last`."""
         return self._placed[self._copies[microbatch], self.placement.stages - 1].own(samples)
 
-    def train_step(self, microbatches: Sequence[Microbatch], step: int) -> float:
+    def train_step(
+        self, microbatches: Sequence[Microbatch], step: int, scale: float = 1.0
+    ) -> float:
         """Forward and backward of all micro-batches; averaged gradients are left in the stages.
 
         Args:
             step: number of the optimizer step; each draws random numbers of its own.
+            scale: of the gradients that are left, so that small ones do not vanish in float16.
 
         Returns:
             This rank's part of the loss; over all ranks it adds up to that of the whole batch.
@@ -194,7 +208,7 @@ class Pipeline:
             module.train()
             module.zero_grad()
         self._check_samples(microbatches)
-        self._step = step
+        self._step, self._scale = step, scale
         self._sharing = self._samples_of(microbatches)
         total = 0.0
         todo = self._todo(self._train, microbatches)
@@ -225,6 +239,15 @@ class Pipeline:
             statistics.fold(len(microbatches) * (1 if self._syncs else self.placement.data))
         return total
 
+    def unscale(self, scale: float) -> bool:
+        """Divide gradients by the `scale` of `train_step`, unless one is not finite on any rank.
+
+        Returns:
+            Whether all are finite, the same on every rank.
+        """
+        grads = [shard_of(p.grad) for p in self.parameters() if p.grad is not None]
+        return unscale_gradients(grads, self._comm, scale)
+
     def clip(self, limit: float) -> float:
         """Scale the gradients of all stages so that their norm is at most `limit`.
 
@@ -237,13 +260,18 @@ class Pipeline:
         return clip_gradients(self.stages, holders, self._comm, limit)
 
     @property
+    def loss_parts(self) -> int:
+        """How many losses backward adds up on the last stages, of which the mean counts."""
+        return self._replicas * self.placement.widths[-1]
+
+    @property
     def _replicas(self) -> int:
         """How many ranks, or sets of ranks, work on samples of their own."""
         return self.placement.data * self.placement.copies
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
-        """Outputs (n, ...) by micro-batch: of the samples whose outputs leave from this rank."""
+        """Outputs (n, ...) by micro-batch: of the samples that leave from this rank, never half."""
         for module in self.stages.values():
             module.eval()
         outputs = {}
@@ -257,7 +285,7 @@ class Pipeline:
                 self._expect(action, coming, microbatches)
                 output = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
-                    outputs[action.microbatch] = output
+                    outputs[action.microbatch] = output.float() if self.mixed else output
             self._wait_sent()
         return outputs
 
@@ -342,7 +370,7 @@ class Pipeline:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * len(placed.own(microbatch.samples)) / microbatch.samples
-        weight = share * self._replicas * placed.mesh.batch
+        weight = share * self._replicas * placed.mesh.batch * self._scale
         with self._synced(placed, number):
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0

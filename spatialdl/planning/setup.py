@@ -6,6 +6,7 @@ import functools
 import logging
 import tracemalloc
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
@@ -13,7 +14,8 @@ from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
 from spatialdl.training.network import build_model
 from spatialdl.training.optimizers import make_optimizer
-from spatialdl.training.settings import DTYPES, Sources, open_sources
+from spatialdl.training.precision import named
+from spatialdl.training.settings import Sources, open_sources
 
 log = logging.getLogger("spatialdl.plan")
 
@@ -48,14 +50,30 @@ def cluster_named(settings: DictConfig, again: bool = False) -> Cluster:
     return cluster_of({**found, **{str(key): value for key, value in given.items()}})
 
 
+def planned_type(config: DictConfig) -> torch.dtype:
+    """In which a configuration trains.
+
+    Raises:
+        ValueError: if the costs of that are not known.
+    """
+    precision = named(config.trainer.precision)
+    if precision.mixed is not None:
+        raise ValueError(
+            f"the costs of trainer.precision={config.trainer.precision} are not known to the "
+            "planner: plan with float32, which takes more memory, and train with the layout found"
+        )
+    return precision.dtype
+
+
 def job_of(config: DictConfig, cluster: Cluster) -> Job:
     """What a configuration of ``spatialdl.train`` trains.
 
     Raises:
         ValueError: if it does not fit together.
     """
+    dtype = planned_type(config)
     sources = open_sources(config.data, int(config.seed), config.task)
-    model = build_model(config, sources).to(DTYPES[config.trainer.precision])
+    model = build_model(config, sources).to(dtype)
     batch = int(config.data.batch_size)
     return Job(
         model=model,

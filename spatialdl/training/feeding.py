@@ -24,41 +24,46 @@ class Feed:
         loader: reads them.
 
     Args:
-        config: of the run.
+        data: settings of a run's data.
         views: the images.
         pipeline: says which boxes this rank needs.
-        replicas: data replicas.
+        batch_size: samples that a step takes, over all ranks.
+        masks: whether masks are the targets.
         dtype: of the images that the network gets.
+        channels_last: whether these lie so in memory.
         seed: of the order; None takes samples as they come.
     """
 
     def __init__(
         self,
-        config: DictConfig,
+        data: DictConfig,
         views: Views,
         pipeline: Pipeline,
-        replicas: int,
+        *,
+        batch_size: int,
+        masks: bool,
         dtype: torch.dtype,
+        channels_last: bool = False,
         seed: int | None = None,
     ) -> None:
         self._pipeline, self._size = pipeline, views.size
         self._dtype, self._device = dtype, pipeline.device
-        numbers = range(int(config.parallel.microbatches))
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        numbers = range(pipeline.schedule.microbatches)
         first = [pipeline.first(number) for number in numbers]
         last = [pipeline.last(number) for number in numbers]
-        segments = config.task == "segmentation"
         self.loader = Loader(
             views,
             Batching(
-                size=int(config.data.batch_size),
-                replicas=replicas,
+                size=batch_size,
+                replicas=pipeline.placement.data,
                 replica=pipeline.replica,
                 boxes=[mesh.box(views.size) if mesh else None for mesh in first],
-                mask_boxes=[mesh.box(views.size) if mesh and segments else None for mesh in last],
+                mask_boxes=[mesh.box(views.size) if mesh and masks else None for mesh in last],
             ),
             seed,
-            workers=config.data.workers,
-            prefetch=config.data.prefetch,
+            workers=data.workers,
+            prefetch=data.prefetch,
             device=self._device,
         )
 
@@ -82,6 +87,7 @@ class Feed:
             tile = target = None
             if part.tiles is not None:
                 tile = to_input(part.tiles, self._dtype, self._device)
+                tile = tile.contiguous(memory_format=self._format)
             if mesh is not None and samples:
                 target = self._target(part, mesh)
             microbatches.append(Microbatch(samples, part.share, tile, target))

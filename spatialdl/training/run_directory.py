@@ -50,6 +50,7 @@ class RunDirectory:
         config: the configuration of the run, as ``spatialdl.train`` composes it.
         steps: the rows of a run that goes on; see `earlier_steps`.
         validations: likewise, with the lists.
+        columns: of ``metrics.csv`` beside `METRICS`; empty where an earlier run had none.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RunDirectory:
         config: DictConfig,
         steps: Sequence[Mapping[str, float]] = (),
         validations: Sequence[Mapping[str, Any]] = (),
+        columns: Sequence[str] = (),
     ) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ class RunDirectory:
         self._validations: list[dict[str, Any]] = [dict(row) for row in validations]
         for name in ("summary.json", "loss.png"):
             (self.path / name).unlink(missing_ok=True)
-        self._metrics = _Table(self.path / "metrics.csv", METRICS, self._steps)
+        self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
         self._validation: _Table | None = None
         if self._validations:
             self._validation = self._validation_table()
@@ -103,6 +105,7 @@ class RunDirectory:
         learning_rate: float,
         images_per_second: float,
         data_wait: float,
+        **more: float,
     ) -> None:
         """Append a row to ``metrics.csv``; it is on disk when this returns.
 
@@ -113,9 +116,10 @@ class RunDirectory:
             learning_rate: with which the step was made.
             images_per_second: over all ranks.
             data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
+            more: the columns beside these.
         """
         values = (step, epoch, loss, learning_rate, images_per_second, data_wait)
-        row = dict(zip(METRICS, values, strict=True))
+        row = dict(zip(METRICS, values, strict=True)) | more
         self._steps.append(row)
         self._metrics.write_last()
 
@@ -238,7 +242,7 @@ class _Table:
         self._file: IO[str] | None = self._written()
 
     def _values(self, row: Mapping[str, Any]) -> list[Any]:
-        return [row[name] for name in self._columns]
+        return [row.get(name, "") for name in self._columns]
 
     def write_last(self) -> None:
         """One more row has come."""

@@ -20,8 +20,6 @@ from spatialdl.data.views import Views
 
 log = logging.getLogger("spatialdl.data")
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
 
 @dataclass(frozen=True)
 class Sources:

@@ -29,14 +29,15 @@ from spatialdl.training.course import Course
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.network import build_model, describe, peak_memory_mb
-from spatialdl.training.optimizers import go_to_step, make_optimizer, make_scheduler
+from spatialdl.training.precision import precision_of, set_arithmetic
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory, held, record_of
-from spatialdl.training.settings import DTYPES, device_of, open_sources
+from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import Staging, stage_feeds
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
+from spatialdl.training.update import Update
 from spatialdl.training.validation import tally, told
 
 log = logging.getLogger("spatialdl.trainer")
@@ -63,18 +64,25 @@ class Trainer:
 
     def __init__(self, config: DictConfig, world: Communicator) -> None:
         self.config, self.world = config, world
-        self.dtype = DTYPES[config.trainer.precision]
+        settings = config.trainer
+        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self.device = device_of(config.device)
+        self.precision = precision_of(settings.precision, self.device)
         self.placement = placement_of(config.parallel)
         self.sources = open_sources(config.data, int(config.seed), config.task)
         self.task = task_of(config.task, self.sources.num_classes)
         check_image(self.sources.image_size, self.placement)
-        self.microbatches = int(config.parallel.microbatches)
-        check_batch(int(config.data.batch_size), self.microbatches, self.placement.data)
+        schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
+        self.microbatches = schedule.microbatches
+        self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
+        check_batch(self.batch_size, self.microbatches, self.placement.data)
+        model = build_model(config, self.sources).to(self.precision.dtype)
+        if settings.channels_last and not config.parallel.shard_state:  # FSDP2 refuses these
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.pipeline = Pipeline(
-            build_model(config, self.sources).to(self.dtype),
+            model,
             self.placement,
-            schedule_of(config.parallel, self.placement),
+            schedule,
             world,
             self.task.loss,
             (self.sources.channels, *self.sources.image_size),
@@ -87,16 +95,20 @@ class Trainer:
             seed=int(config.seed),
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
+            mixed=self.precision.mixed,
         )
         validation, seed = self.sources.validation_views, int(config.seed)
         self.train_feed = self._feed(self.sources.train_views, seed)
         self.validation_feed = None if validation is None else self._feed(validation, None)
         self.steps = self._total_steps()
         self._check_last_batch()
-        self.optimizer = make_optimizer(
-            config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
+        self.update = Update(
+            config,
+            self.pipeline,
+            batch=self.batch_size,
+            steps=self.steps,
+            steps_per_epoch=len(self.train_feed),
         )
-        self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
         self.course = Course(config.trainer, self.steps, len(self.train_feed))
         self._warned = False
         self._timeline: Timeline | None = None
@@ -110,17 +122,19 @@ class Trainer:
             if self.world.rank == 0:
                 stack.enter_context(held(run_dir))
             self.checkpoints = Checkpoints(
-                self.config, self.world, self.pipeline, self.optimizer, run_dir
+                self.config, self.world, self.pipeline, self.update, run_dir
             )
             stack.callback(self.checkpoints.writer.close)
             resumed = self.checkpoints.resume()
             if resumed is not None:
                 self.course.restore(resumed[1])
-                go_to_step(self.scheduler, self.course.step)
             record = progress = None
             if self.world.rank == 0:
                 earlier = record_of(resumed)
-                record = stack.enter_context(RunDirectory(run_dir, self.config, *earlier))
+                columns = list(self.update.told)
+                record = stack.enter_context(
+                    RunDirectory(run_dir, self.config, *earlier, columns=columns)
+                )
                 progress = stack.enter_context(Progress(self.steps, self.course.step))
                 (run_dir / MARKER).unlink(missing_ok=True)
             self._staging = stack.enter_context(
@@ -171,9 +185,10 @@ class Trainer:
                     step=self.course.step,
                     epoch=epoch,
                     loss=loss,
-                    learning_rate=self._last_learning_rate,
+                    learning_rate=self.update.learning_rate,
                     images_per_second=rate,
                     data_wait=wait,
+                    **self.update.told,
                 )
                 if not math.isfinite(loss) and not self._warned:
                     self._warned = True
@@ -198,13 +213,9 @@ class Trainer:
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(batch, self.course.step)
-        if self.config.trainer.clip_norm is not None:
-            self.pipeline.clip(float(self.config.trainer.clip_norm))
+        own = self.pipeline.train_step(batch, self.course.step, self.update.scale)
         with trace.span("compute", "optimizer"):
-            self.optimizer.step()
-        self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.scheduler.step()
+            self.update.step()
         self.course.step_done()
         return self._together(own)
 
@@ -216,7 +227,8 @@ class Trainer:
         """
         if self.validation_feed is None:
             return None
-        sums = tally(self.pipeline, self.task, self._until_stopped(self.validation_feed))
+        with self.update.averaged():
+            sums = tally(self.pipeline, self.task, self._until_stopped(self.validation_feed))
         trace.take()  # no part of the next step
         if self.course.stopped is not None:
             return None
@@ -255,8 +267,16 @@ class Trainer:
         return [float(value) for value in self.world.all_reduce(own)]
 
     def _feed(self, views: Views, seed: int | None) -> Feed:
-        replicas = self.placement.data
-        return Feed(self.config, views, self.pipeline, replicas, self.dtype, seed)
+        return Feed(
+            self.config.data,
+            views,
+            self.pipeline,
+            batch_size=self.batch_size,
+            masks=self.config.task == "segmentation",
+            dtype=self.precision.dtype,
+            channels_last=bool(self.config.trainer.channels_last),
+            seed=seed,
+        )
 
     def _close_feeds(self) -> None:
         for feed in (self.train_feed, self.validation_feed):
@@ -279,7 +299,7 @@ class Trainer:
 
     def _check_last_batch(self) -> None:
         """That of an epoch may be smaller."""
-        samples, size = len(self.sources.train), int(self.config.data.batch_size)
+        samples, size = len(self.sources.train), self.batch_size
         left = samples % size
         if self.config.parallel.shard_state and left and self.steps >= len(self.train_feed):
             what = f"the last batch of an epoch of {samples}"

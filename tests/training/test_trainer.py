@@ -272,3 +272,88 @@ def test_a_network_of_the_other_task_is_refused(tmp_path):
         train(tmp_path, *SEGMENTED, "task=classification")
     with pytest.raises(ValueError, match=r"trains with task=classification"):
         train(tmp_path, "task=segmentation")
+
+
+def test_accumulated_batches_are_one_batch(tmp_path):
+    """Lightning's way: so many batches of `data.batch_size` make a step."""
+    whole = train(tmp_path / "whole", "parallel.microbatches=2", "optimizer.scale_lr=linear")
+    parts = train(
+        tmp_path / "parts",
+        *("data.batch_size=2", "trainer.accumulate=2", "optimizer.scale_lr=linear"),
+    )
+    assert summary(tmp_path / "parts")["loss"] == summary(tmp_path / "whole")["loss"]
+    assert parts.step == whole.step == 3
+    ours, expected = parts.pipeline.state_dict(), whole.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    # of one batch at a time are activations held
+    kinds = [action.kind for action in parts.pipeline.schedule.train[0]]
+    assert kinds == ["forward", "backward"] * 2
+
+
+def test_averaged_weights_are_validated_and_the_others_trained(tmp_path):
+    plain = train(tmp_path / "plain")
+    averaged = train(tmp_path / "averaged", "trainer.ema=0.7")
+    assert summary(tmp_path / "averaged")["loss"] == summary(tmp_path / "plain")["loss"]
+    ours, expected = averaged.pipeline.state_dict(), plain.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    model = build_model(config(), averaged.sources).double().eval()
+    model.load_state_dict(ours | averaged.update.average.state_dict())
+    x, target = batch(list(range(5)), seed=1)
+    with torch.no_grad():
+        loss = F.cross_entropy(model(x), target)
+    found = summary(tmp_path / "averaged")["validation"][-1]["loss"]
+    assert found == pytest.approx(loss.item(), abs=1e-12)
+    assert found != summary(tmp_path / "plain")["validation"][-1]["loss"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+def test_mixed_precision_trains_as_a_plain_loop_does(tmp_path, precision):
+    trainer = train(tmp_path, f"trainer.precision={precision}", "trainer.max_steps=2")
+    model = build_model(config(), trainer.sources)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16-mixed")
+    order = sample_order(10, 0, 0).tolist()
+    losses, scales = [], []
+    for samples in (order[:4], order[4:8]):
+        optimizer.zero_grad()
+        x, target = batch(samples)
+        with torch.autocast("cpu", trainer.precision.mixed):
+            loss = F.cross_entropy(model(x.float()), target)
+        scaler.scale(loss).backward()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    assert summary(tmp_path)["loss"] == losses
+    ours = trainer.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in model.state_dict().items())
+    rows = table(tmp_path / "metrics.csv")
+    if precision == "fp16-mixed":
+        assert [float(row["loss_scale"]) for row in rows] == scales
+        assert {int(row["skipped"]) for row in rows} <= {0, 1}
+    else:
+        assert "loss_scale" not in rows[0]
+
+
+def test_deterministic_runs_have_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    options = ["trainer.deterministic=true", "trainer.precision=float32"]
+    try:
+        one = train(tmp_path / "one", *options)
+        assert torch.are_deterministic_algorithms_enabled()
+        two = train(tmp_path / "two", *options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert summary(tmp_path / "one")["loss"] == summary(tmp_path / "two")["loss"]
+    ours, again = one.pipeline.state_dict(), two.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in again.items())
+
+
+def test_channels_last_changes_the_order_in_memory_only(tmp_path):
+    plain = train(tmp_path / "plain")
+    last = train(tmp_path / "last", "trainer.channels_last=true")
+    weights = [p for p in last.pipeline.parameters() if p.dim() == 4 and p.shape[2] > 1]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+    ours, expected = last.pipeline.state_dict(), plain.pipeline.state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)

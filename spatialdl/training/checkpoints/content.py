@@ -1,7 +1,8 @@
 """What a checkpoint contains, under names that do not depend on the layout.
 
 Weights and buffers have the names of the network's own state dict. What an optimizer keeps of a
-parameter is `optimizer/PARAMETER/KEY`, or `number/PARAMETER/KEY` if it is a number of Python's.
+parameter is `optimizer/PARAMETER/KEY`, or `number/PARAMETER/KEY` if it is a number of Python's; the
+average of a parameter over the steps is `average/PARAMETER`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import CheckpointError
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.checkpoints.folder import RANDOM, stage_file
+from spatialdl.training.update import Update
 
-STATE, NUMBER = "optimizer/", "number/"
+STATE, NUMBER, AVERAGE = "optimizer/", "number/", "average/"
 
 Files = dict[str, dict[str, Tensor]]
 """By the name of a file its tensors, in memory of their own."""
@@ -39,7 +41,7 @@ class Source(Protocol):
         """A tensor, or some of its rows."""
 
 
-def copies(pipeline: Pipeline, optimizer: torch.optim.Optimizer, rank: int) -> Files:
+def copies(pipeline: Pipeline, update: Update, rank: int) -> Files:
     """What this rank writes; where state is sharded, all ranks must ask.
 
     Of every stage the first rank that holds it writes all.
@@ -57,7 +59,8 @@ def copies(pipeline: Pipeline, optimizer: torch.optim.Optimizer, rank: int) -> F
         if not writes and sharded is None:
             continue
         kept = {}
-        for name, value in (*_state(module), *_optimizer_state(module, optimizer)):
+        state = (*_state(module), *_optimizer_state(module, update.optimizer))
+        for name, value in (*state, *_averages(module, update)):
             whole = value if sharded is None else sharded.full(value)
             if writes:
                 kept[name] = whole.detach().to("cpu", copy=True).contiguous()
@@ -93,6 +96,13 @@ def _optimizer_state(
                 )
 
 
+def _averages(module: nn.Module, update: Update) -> Iterator[tuple[str, Tensor]]:
+    averages = {} if update.average is None else update.average.state_dict()
+    for name in _parameters(module):
+        if name in averages:
+            yield AVERAGE + name, averages[name]
+
+
 def _sharded_alike(value: Tensor, parameter: nn.Parameter) -> bool:
     if shard_of(value) is value:
         return True
@@ -109,10 +119,10 @@ def _type_of(value: float) -> torch.dtype:
 
 
 @torch.no_grad()
-def restore(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer, source: Source, world: Communicator
-) -> None:
+def restore(pipeline: Pipeline, update: Update, source: Source, world: Communicator) -> None:
     """Fill this rank's stages and its part of the optimizer's state; all ranks must call it.
+
+    Averages that the checkpoint does not have begin with its weights.
 
     Raises:
         CheckpointError: if the network or the optimizer is another one; nothing was changed then.
@@ -124,7 +134,10 @@ def restore(
     for stage, module in pipeline.stages.items():
         for name, value in module.state_dict().items():
             _fill(pipeline, stage, value, source, name)
-    _restore_optimizer(pipeline, optimizer, source)
+        for name, value in _averages(module, update):
+            there = source.shape(name) is not None
+            _fill(pipeline, stage, value, source, name if there else name.removeprefix(AVERAGE))
+    _restore_optimizer(pipeline, update.optimizer, source)
 
 
 def _unlike(pipeline: Pipeline, source: Source) -> str | None:
@@ -149,7 +162,7 @@ def _left_over(pipeline: Pipeline, source: Source, world: Communicator) -> Itera
     own = [name for module in pipeline.stages.values() for name in module.state_dict()]
     everybody = {name for names in world.allgather(own) for name in names}
     for name in source.names(""):
-        if not name.startswith((STATE, NUMBER)) and name not in everybody:
+        if not name.startswith((STATE, NUMBER, AVERAGE)) and name not in everybody:
             yield f"the checkpoint is of another network: this one has no '{name}'"
 
 
@@ -170,7 +183,7 @@ def _restore_optimizer(
     keys: dict[str, list[str]] = {}
     for full in (*source.names(STATE), *source.names(NUMBER)):
         keys.setdefault(full.split("/", 1)[1].rpartition("/")[0], []).append(full)
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
     number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
     state: dict[int, dict[str, Any]] = {}
     for name, stage in names.items():

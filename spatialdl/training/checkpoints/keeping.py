@@ -27,6 +27,7 @@ from spatialdl.training.checkpoints.reading import FORMAT, Checkpoint, first_who
 from spatialdl.training.checkpoints.same_run import check_same, identity
 from spatialdl.training.checkpoints.settings import local_folder
 from spatialdl.training.checkpoints.writing import Writer
+from spatialdl.training.update import Update
 from spatialdl.version import __version__
 
 log = logging.getLogger("spatialdl.checkpoints")
@@ -50,12 +51,12 @@ class Checkpoints:
         config: DictConfig,
         world: Communicator,
         pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
+        update: Update,
         run_dir: Path,
     ) -> None:
         settings = config.trainer.checkpoint
         self._config, self._world, self._run_dir = config, world, run_dir
-        self._pipeline, self._optimizer = pipeline, optimizer
+        self._pipeline, self._update = pipeline, update
         self.keep = int(settings.keep)
         self.writer = Writer(run_dir, world, self.keep, local_folder(settings.local))
         self.last: int | None = None
@@ -70,7 +71,7 @@ class Checkpoints:
             return
         self.writer.wait()
         started = time.perf_counter()
-        files = copies(self._pipeline, self._optimizer, self._world.rank)
+        files = copies(self._pipeline, self._update, self._world.rank)
         everybody = self._world.gather(random_states(self._pipeline.device))
         content: dict[str, Any] = {}
         if everybody is not None:
@@ -86,12 +87,12 @@ class Checkpoints:
     def _content(self) -> dict[str, Any]:
         groups = [
             {key: value for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
+            for group in self._update.optimizer.param_groups
         ]
         return {
             "format": FORMAT,
             "optimizer": groups,
-            "scaler": None,
+            "update": self._update.state(),
             "layout": self._layout(),
             "identity": identity(self._config),
             "config": OmegaConf.to_container(self._config, resolve=True),
@@ -129,7 +130,8 @@ class Checkpoints:
         with Checkpoint(path) as checkpoint:
             content = checkpoint.content
             self._rank_0(lambda: check_same(content, self._config))
-            restore(self._pipeline, self._optimizer, checkpoint, self._world)
+            restore(self._pipeline, self._update, checkpoint, self._world)
+            self._update.restore(content["update"])
             if content["layout"] == self._layout():
                 restore_random(checkpoint.random_states(self._world.rank), self._pipeline.device)
         if path.parent == self._run_dir / FOLDER:

@@ -30,14 +30,14 @@ def test_generators_draw_the_same_again():
 
 def test_weights_have_their_plain_names_and_optimizers_those_of_their_parameters(tmp_path):
     trainer = train(tmp_path, "optimizer=adamw", "trainer.max_steps=2", "trainer.checkpoint.keep=0")
-    (found,) = copies(trainer.pipeline, trainer.optimizer, rank=0).values()
+    (found,) = copies(trainer.pipeline, trainer.update, rank=0).values()
     plain = network()
     names = set(plain.state_dict())
     for name, _ in plain.named_parameters():
         names |= {f"optimizer/{name}/{key}" for key in ("exp_avg", "exp_avg_sq", "step")}
     assert set(found) == names
     assert found["optimizer/0.weight/step"] == 2.0
-    assert copies(trainer.pipeline, trainer.optimizer, rank=1) == {}
+    assert copies(trainer.pipeline, trainer.update, rank=1) == {}
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_other_optimizers_go_on_bit_for_bit(name, tmp_path):
 def test_what_is_no_tensor_is_told(tmp_path):
     trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
     parameter = next(trainer.pipeline.parameters())
-    trainer.optimizer.state[parameter]["count"] = 3
-    found = copies(trainer.pipeline, trainer.optimizer, 0)[stage_file(0)]
+    trainer.update.optimizer.state[parameter]["count"] = 3
+    found = copies(trainer.pipeline, trainer.update, 0)[stage_file(0)]
     assert found["number/0.weight/count"] == 3
-    trainer.optimizer.state[parameter]["history"] = [torch.zeros(2)]
+    trainer.update.optimizer.state[parameter]["history"] = [torch.zeros(2)]
     with pytest.raises(CheckpointError, match=r"SGD keeps a list as 'history' of 0\.weight"):
-        copies(trainer.pipeline, trainer.optimizer, 0)
+        copies(trainer.pipeline, trainer.update, 0)
 
 
 class Extra(torch.nn.Linear):
@@ -80,4 +80,4 @@ def test_state_of_a_module_that_is_no_tensor_is_told(tmp_path):
     trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
     trainer.pipeline.stages[0].add_module("extra", Extra(1, 1))
     with pytest.raises(CheckpointError, match=r"keeps 'extra\._extra_state', a dict, in its state"):
-        copies(trainer.pipeline, trainer.optimizer, 0)
+        copies(trainer.pipeline, trainer.update, 0)
