@@ -39,6 +39,7 @@ def train(folder, tmp_path, caplog):
                 [
                     *("model.width=2", "data=shards", f"data.path={folder}", "device=cpu"),
                     *("data.batch_size=2", "trainer.max_steps=5", "trainer.precision=float64"),
+                    "trainer.checkpoint.keep=0",
                     *("parallel=none", *overrides),
                 ],
             )

@@ -282,7 +282,7 @@ def test_accumulated_batches_are_one_batch(tmp_path):
         *("data.batch_size=2", "trainer.accumulate=2", "optimizer.scale_lr=linear"),
     )
     assert summary(tmp_path / "parts")["loss"] == summary(tmp_path / "whole")["loss"]
-    assert parts.step == whole.step == 3
+    assert parts.course.step == whole.course.step == 3
     ours, expected = parts.pipeline.state_dict(), whole.pipeline.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
     # of one batch at a time are activations held

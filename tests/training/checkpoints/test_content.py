@@ -49,12 +49,39 @@ def test_weights_have_their_plain_names_and_optimizers_those_of_their_parameters
 )
 def test_other_optimizers_go_on_bit_for_bit(name, tmp_path):
     chosen = (f"optimizer._target_=torch.optim.{name}", "~optimizer.momentum")
-    chosen += ("~optimizer.weight_decay",)
+    chosen += ("~optimizer.weight_decay", "~optimizer.nesterov")
     saved = ("trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9")
     train(tmp_path / "whole", *chosen, *saved, "trainer.max_steps=5")
     path = tmp_path / "whole" / "checkpoints" / "step-00000003"
     train(tmp_path / "run", *chosen, f"ckpt_path={path}", "trainer.max_steps=5")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_averages_and_the_scale_of_the_loss_go_on_bit_for_bit(tmp_path):
+    chosen = ("trainer.precision=fp16-mixed", "trainer.ema=0.5", "trainer.validate_every=1")
+    chosen += ("scheduler=cosine", "scheduler.T_max=6")
+    saved = ("trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9")
+    whole = train(tmp_path / "whole", *chosen, *saved, "trainer.max_steps=5")
+    path = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    run = train(tmp_path / "run", *chosen, f"ckpt_path={path}", "trainer.max_steps=5")
+    for name in ("metrics.csv", "validation.csv"):
+        rows = [(tmp_path / one / name).read_text().splitlines() for one in ("whole", "run")]
+        numbers = [[row.split(",")[:3] for row in of_one] for of_one in rows]
+        assert numbers[0] == numbers[1]
+    ours, expected = run.update.average.state_dict(), whole.update.average.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    assert run.update.state() == whole.update.state()
+    assert run.update.state()["scaler"]["steps"] == 5
+
+
+def test_an_average_that_was_not_kept_begins_with_the_weights(tmp_path):
+    train(tmp_path / "run", "trainer.max_steps=3", "trainer.validate_every=null")
+    path = tmp_path / "run" / "checkpoints"
+    more = (f"ckpt_path={path}", "trainer.ema=0.999", "trainer.max_steps=3")
+    run = train(tmp_path / "more", *more)
+    weights = dict(run.pipeline.named_parameters())
+    averages = run.update.average.state_dict()
+    assert all(torch.equal(averages[name], weight) for name, weight in weights.items())
 
 
 def test_what_is_no_tensor_is_told(tmp_path):
