@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
-TASKS = ("classification", "segmentation")
+TASKS = ("classification", "multilabel", "regression", "segmentation")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 BACKENDS = (None, "mpi4py", "gloo", "nccl")
@@ -204,7 +204,7 @@ def _plan(config: DictConfig) -> Placement:
     choices = {
         "trainer.precision": PRECISIONS,
         "device": DEVICES,
-        "task": TASKS,
+        "task.name": TASKS,
         "comm.transport": TRANSPORTS,
         "comm.backend": BACKENDS,
         "parallel.balance": BALANCES,
@@ -218,7 +218,7 @@ def _plan(config: DictConfig) -> Placement:
     schedule_of(config.parallel, placement)
     local = max(placement.batch, default=1)
     check_batch(config.data.batch_size, config.parallel.microbatches, placement.data, local)
-    check_task(config.task, placement)
+    check_task(config.task.name, placement)
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
     clip = config.trainer.clip_norm

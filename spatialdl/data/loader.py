@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,13 @@ CENTRE, SPREAD = 0.5, 0.25
 
 
 class ImageSource(Protocol):
-    """What a data set must offer: `ShardDataset` and `SyntheticDataset` do."""
+    """What a data set must offer: `ShardDataset` and `SyntheticDataset` do.
 
-    labels: npt.NDArray[np.int64]
+    Attributes:
+        labels: int64 (N,), classes; or float64 (N, targets), NaN where nobody knows one.
+    """
+
+    labels: npt.NDArray[Any]
 
     @property
     def has_masks(self) -> bool: ...
@@ -48,13 +52,13 @@ class Slice:
     """This rank's part of a micro-batch.
 
     Attributes:
-        labels: (N,) of the samples of this replica.
+        labels: (N,) or (N, targets) of the samples of this replica.
         share: of the whole batch's samples that are in this slice.
         tiles: uint8 (N, h, w, C), this rank's box of each; None where no images are wanted.
         masks: uint8 (N, h, w), this rank's box of each mask; None where no masks are wanted.
     """
 
-    labels: npt.NDArray[np.int64]
+    labels: npt.NDArray[Any]
     share: float
     tiles: npt.NDArray[np.uint8] | None
     masks: npt.NDArray[np.uint8] | None = None

@@ -30,7 +30,7 @@ def make_optimizer(
     Args:
         settings: what the optimizer takes, and ``scale_lr``, a key of `SCALES`: how `lr` follows
             the batch, with ``base_batch``, the batch for which it was found.
-        parameters: may be none at all.
+        parameters: may be none at all; those that are frozen are left out.
         batch_size: images of a global batch.
 
     Raises:
@@ -47,8 +47,8 @@ def make_optimizer(
         if "lr" not in settings:
             raise ValueError(f"optimizer.scale_lr={scale} needs optimizer.lr, which is not there")
         settings.lr = settings.lr * SCALES[scale](batch_size / base)
-    # a stage may have no parameters, PyTorch's optimizers refuse that
-    trained = list(parameters) or [nn.Parameter(torch.empty(0))]
+    # a stage may have nothing to learn, PyTorch's optimizers refuse that
+    trained = [one for one in parameters if one.requires_grad] or [nn.Parameter(torch.empty(0))]
     try:
         optimizer: torch.optim.Optimizer = hydra.utils.instantiate(settings)(trained)
     except (TypeError, hydra.errors.InstantiationException) as error:

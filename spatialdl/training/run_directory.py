@@ -2,6 +2,8 @@
 
 metrics.csv      a row a step
 validation.csv   a row a validation, if there was any
+predictions.csv  a row a sample of the last validation, and slides.csv a row a slide, see
+                 `training.predictions`
 summary.json     written at the end, whole or not at all
 loss.png         loss and validation over the steps
 """
@@ -24,12 +26,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 METRICS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "data_wait")
-VALIDATION = ("step", "loss", "accuracy", "samples")
 
+_LATER = ("validation.csv", "summary.json", "loss.png", "predictions.csv", "slides.csv")
 _SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
 _POINTS_UP_TO = 40  # so few steps are drawn as points, too
 _LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1701f", "#8a8a8a"
+_BLUE, _ORANGE, _GREY, _GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
+_LABELS = {
+    "accuracy": "accuracy",
+    "mean_dice": "Dice",
+    "mean_iou": "IoU",
+    "auroc": "AUROC",
+    "slide_accuracy": "accuracy of slides",
+    "slide_auroc": "AUROC of slides",
+    "rmse": "RMSE",
+    "mae": "mean absolute error",
+}
+_ERRORS = ("rmse", "mae")
+_SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
 
 
 class RunDirectory:
@@ -49,10 +63,11 @@ class RunDirectory:
         self._steps: list[dict[str, float]] = []
         self._validations: list[dict[str, Any]] = []
         self._open = ExitStack()
-        for name in ("validation.csv", "summary.json", "loss.png"):
+        for name in _LATER:
             (self.path / name).unlink(missing_ok=True)
         self._metrics_file = self._table("metrics.csv", METRICS)
         self._validation_file: IO[str] | None = None
+        self._columns: list[str] = []
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -90,24 +105,20 @@ class RunDirectory:
         self._steps.append(row)
         _append(self._metrics_file, row)
 
-    def log_validation(
-        self, *, step: int, loss: float, accuracy: float, samples: int, **more: float | list[float]
-    ) -> None:
+    def log_validation(self, *, step: int, **metrics: Any) -> None:
         """Append a row to ``validation.csv``.
 
         Args:
             step: number of optimizer steps made so far.
-            loss: mean over the samples, or over their pixels.
-            accuracy: share of the samples (or pixels), 0 to 1, that was told right.
-            samples: number of samples.
-            more: other metrics, the same in every row; lists go to ``summary.json`` only.
+            metrics: the same in every row, None where there is none; with the ``loss`` and the
+                number of ``samples``. Lists go to ``summary.json`` only.
         """
-        row = dict(zip(VALIDATION, (step, loss, accuracy, samples), strict=True))
-        numbers = row | {name: value for name, value in more.items() if not isinstance(value, list)}
-        self._validations.append(row | more)
+        row = {"step": step, **metrics}
+        self._validations.append(row)
         if self._validation_file is None:
-            self._validation_file = self._table("validation.csv", list(numbers))
-        _append(self._validation_file, numbers)
+            self._columns = [name for name, value in row.items() if not isinstance(value, list)]
+            self._validation_file = self._table("validation.csv", self._columns)
+        _append(self._validation_file, {name: row[name] for name in self._columns})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json`` and ``loss.png``, and close the files.
@@ -170,13 +181,13 @@ def _draw(
     steps: Sequence[Mapping[str, float]],
     validations: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The loss and, in a panel of its own below, the accuracy on the validation samples."""
+    """The loss and, in a panel of its own below, the task's metrics on the validation samples."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
     if validations:
         panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        _draw_accuracy(panels[1], validations)
+        _draw_metrics(panels[1], validations)
     else:
         panels = [figure.subplots()]
     _draw_loss(panels[0], steps, validations)
@@ -218,18 +229,19 @@ def _draw_loss(
     panel.legend(frameon=False)
 
 
-def _draw_accuracy(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+def _draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+    """Shares from 0 to 100 %; errors where the task has no shares."""
+    has_shares = "accuracy" in validations[0]
+    names = [name for name in (_SHARES if has_shares else _ERRORS) if name in validations[0]]
     steps = [row["step"] for row in validations]
-    is_segmentation = "mean_dice" in validations[0]
-    for name, colour in (("accuracy", _ORANGE), ("mean_dice", _BLUE), ("mean_iou", _GREY)):
-        if name in validations[0]:
-            percent = [100 * row[name] for row in validations]
-            label = name.replace("_", " ").replace("dice", "Dice").replace("iou", "IoU")
-            panel.plot(steps, percent, color=colour, marker="o", markersize=4, label=label)
-    panel.set_ylim(0, 100)
-    panel.set_ylabel("validation, %" if is_segmentation else "validation accuracy, %")
-    if is_segmentation:
-        panel.legend(frameon=False, ncols=3)
+    for name, colour in zip(names, (_ORANGE, _BLUE, _GREY, _GREEN), strict=False):
+        scale = 100 if has_shares else 1
+        values = [np.nan if row[name] is None else scale * row[name] for row in validations]
+        panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])
+    if has_shares:
+        panel.set_ylim(0, 100)
+    panel.set_ylabel("validation, %" if has_shares else "validation")
+    panel.legend(frameon=False, ncols=len(names))
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,28 +15,38 @@ from spatialdl.data.loader import ImageSource
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
+from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.data.targets import set_targets
 
 log = logging.getLogger("spatialdl.data")
+
+TARGETED = ("multilabel", "regression")
+"""Tasks whose labels are columns of numbers."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The data of a run: training, validation (if any), and what the images are like."""
+    """The data of a run: training, validation (if any), and what the images are like.
+
+    Attributes:
+        names: of the classes or targets.
+    """
 
     train: ImageSource
     validation: ImageSource | None
     image_size: tuple[int, int]
     channels: int
     num_classes: int
+    names: tuple[str, ...] = ()
 
 
 def open_sources(data: DictConfig, seed: int, task: str = "classification") -> Sources:
     """Open the data sets that a configuration names.
 
     Args:
-        task: "classification" wants labels, "segmentation" masks.
+        task: "classification" wants labels, "segmentation" masks, others ``data.targets``.
 
     Raises:
         ValueError: if there are no labels or masks, or images of different sizes.
@@ -61,15 +73,38 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
             f"data.image_size={list(data.image_size)}, but the images of {path} are "
             f"{size[0]}x{size[1]}: leave it out, or tile the slides again"
         )
-    classes = len(train.classes) if data.num_classes is None else int(data.num_classes)
-    if classes < len(train.classes):
+    names = _targets(data, task, path, [one for one in (train, validation) if one is not None])
+    classes = len(names or train.classes) if data.num_classes is None else int(data.num_classes)
+    if names and classes != len(names):
+        raise ValueError(
+            f"data.num_classes={classes}, but {data.targets} has {len(names)} targets "
+            f"({', '.join(names)}): leave it out"
+        )
+    if classes < len(train.classes) and not names:
         raise ValueError(
             f"data.num_classes={classes}, but {path} has {len(train.classes)} classes "
             f"({', '.join(train.classes)}): leave it out"
         )
     if classes < 1:
         raise ValueError(f"the data set {path} names no classes: set data.num_classes")
-    return Sources(train, validation, size, train.channels, classes)
+    return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
+
+
+def _targets(data: DictConfig, task: str, path: Path, sources: Sequence[ShardDataset]) -> list[str]:
+    """The names of the targets that now are the labels of all samples; none for other tasks."""
+    if task in TARGETED:
+        if data.targets is None:
+            raise ValueError(
+                f"task={task} needs data.targets=FILE.csv: a column sample or slide, and one for "
+                "each target"
+            )
+        file = Path(data.targets).expanduser()
+        return set_targets(file, sources, path, binary=task == "multilabel")
+    if data.targets is not None:
+        raise ValueError(
+            f"data.targets={data.targets} goes with task={' and '.join(TARGETED)}, not with {task}"
+        )
+    return []
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
@@ -77,13 +112,17 @@ def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
         raise ValueError(f"data.image_size is [rows,columns], got {data.image_size}")
     size = (int(data.image_size[0]), int(data.image_size[1]))
     classes, channels = int(data.num_classes), int(data.channels)
-    kind = SyntheticMasks if task == "segmentation" else SyntheticDataset
+    kind: Callable[..., SyntheticDataset] = SyntheticDataset
+    if task == "segmentation":
+        kind = SyntheticMasks
+    elif task in TARGETED:
+        kind = partial(SyntheticTargets, present=task == "multilabel")
     train = kind(int(data.samples), size, classes, channels, seed)
     validation = None
     if data.validation_samples:
         held_out = int(data.validation_samples)
         validation = kind(held_out, size, classes, channels, seed + 1)
-    return Sources(train, validation, size, channels, classes)
+    return Sources(train, validation, size, channels, classes, tuple(train.classes))
 
 
 def _check_samples(source: ShardDataset, path: Path, task: str) -> None:

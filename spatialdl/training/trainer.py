@@ -24,14 +24,15 @@ from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.spatial.split import from_local
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
-from spatialdl.training.network import build_model, describe, peak_memory_mb
+from spatialdl.training.mixup import mixed
+from spatialdl.training.network import describe, make_network, peak_memory_mb
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory
 from spatialdl.training.settings import DTYPES, device_of, open_sources
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
-from spatialdl.training.validation import tally, told
+from spatialdl.training.validation import Validation, told
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -60,13 +61,13 @@ class Trainer:
         self.dtype = DTYPES[config.trainer.precision]
         self.device = device_of(config.device)
         self.placement = placement_of(config.parallel)
-        self.sources = open_sources(config.data, int(config.seed), config.task)
-        self.task = task_of(config.task, self.sources.num_classes)
+        self.sources = open_sources(config.data, int(config.seed), config.task.name)
+        self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
         self.microbatches = int(config.parallel.microbatches)
         check_batch(int(config.data.batch_size), self.microbatches, self.placement.data)
         self.pipeline = Pipeline(
-            build_model(config, self.sources).to(self.dtype),
+            make_network(config, self.sources, world).to(self.dtype),
             self.placement,
             schedule_of(config.parallel, self.placement),
             world,
@@ -81,13 +82,14 @@ class Trainer:
             seed=int(config.seed),
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
+            sample_weights=self.task.weights,
         )
+        batch_size = int(config.data.batch_size)
+        self.validation = Validation(self.pipeline, self.task, self.sources, batch_size, world)
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()
         self._check_last_batch()
-        self.optimizer = make_optimizer(
-            config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
-        )
+        self.optimizer = make_optimizer(config.optimizer, self.pipeline.parameters(), batch_size)
         self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
         self.step = 0
         self._warned = False
@@ -155,7 +157,16 @@ class Trainer:
 
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(self._microbatches(batch), self.step)
+        microbatches = mixed(
+            self._microbatches(batch),
+            self.task.mixup,
+            self.sources.num_classes,
+            int(self.config.seed),
+            self.step,
+            self.pipeline.replica,
+            self.placement.data,
+        )
+        own = self.pipeline.train_step(microbatches, self.step)
         if self.config.trainer.clip_norm is not None:
             self.pipeline.clip(float(self.config.trainer.clip_norm))
         with trace.span("compute", "optimizer"):
@@ -171,11 +182,12 @@ class Trainer:
             return
         order = np.arange(len(self.sources.validation))
         batches = map(self._microbatches, self._loader(self.sources.validation).batches(order))
-        found = self.task.metrics(self._over_world(tally(self.pipeline, self.task, batches)))
+        found = self.validation.run(batches)
         trace.take()  # no part of the next step
         if record is not None:
             log.info("step %d: validation %s", self.step, told(found))
             record.log_validation(step=self.step, **found)
+            self.validation.write(record.path)
 
     def _over_world(self, own: Tensor) -> list[float]:
         """The sum over all ranks."""
@@ -204,7 +216,7 @@ class Trainer:
         size, numbers = self.sources.image_size, range(self.microbatches)
         first = [self.pipeline.first(number) for number in numbers]
         last = [self.pipeline.last(number) for number in numbers]
-        segments = self.config.task == "segmentation"
+        segments = self.config.task.name == "segmentation"
         return Loader(
             source,
             Batching(
