@@ -50,7 +50,7 @@ def balanced_labels(train: ImageSource) -> Tensor:
     """Absent / present of every class, over the known labels of the training samples."""
     labels = torch.from_numpy(train.labels)
     present = (labels == 1).sum(0).double()
-    _check(train, present, "pos_weight", "no training sample with it")
+    _check(train, present, "pos_weight", "no training sample")
     return (labels == 0).sum(0) / present
 
 
