@@ -226,6 +226,9 @@ def _plan(config: DictConfig) -> Placement:
         raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
+    targets = config.data.get("targets")
+    if targets is not None and not Path(targets).expanduser().is_file():
+        raise ValueError(f"data.targets={targets} is no file")
     every = config.trainer.validate_every
     if every is not None and (not isinstance(every, int) or every < 1):
         raise ValueError(f"trainer.validate_every={every} must be at least 1 step, or null")

@@ -231,17 +231,18 @@ def _draw_loss(
 
 def _draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
     """Shares from 0 to 100 %; errors where the task has no shares."""
-    has_shares = "accuracy" in validations[0]
-    names = [name for name in (_SHARES if has_shares else _ERRORS) if name in validations[0]]
+    shares = [name for name in _SHARES if name in validations[0]]
+    names = shares or [name for name in _ERRORS if name in validations[0]]
     steps = [row["step"] for row in validations]
     for name, colour in zip(names, (_ORANGE, _BLUE, _GREY, _GREEN), strict=False):
-        scale = 100 if has_shares else 1
+        scale = 100 if shares else 1
         values = [np.nan if row[name] is None else scale * row[name] for row in validations]
         panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])
-    if has_shares:
+    if shares:
         panel.set_ylim(0, 100)
-    panel.set_ylabel("validation, %" if has_shares else "validation")
-    panel.legend(frameon=False, ncols=len(names))
+    panel.set_ylabel("validation, %" if shares else "validation")
+    if names:
+        panel.legend(frameon=False, ncols=len(names))
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

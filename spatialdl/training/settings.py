@@ -56,6 +56,7 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
         return _synthetic(data, seed, task)
     if data.name != "shards":
         raise ValueError(f"data={data.name} is unknown: take synthetic or shards")
+    _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
     validation = None
@@ -73,7 +74,10 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
             f"data.image_size={list(data.image_size)}, but the images of {path} are "
             f"{size[0]}x{size[1]}: leave it out, or tile the slides again"
         )
-    names = _targets(data, task, path, [one for one in (train, validation) if one is not None])
+    names: list[str] = []
+    if task in TARGETED:
+        both = [one for one in (train, validation) if one is not None]
+        names = set_targets(Path(data.targets).expanduser(), both, path, task == "multilabel")
     classes = len(names or train.classes) if data.num_classes is None else int(data.num_classes)
     if names and classes != len(names):
         raise ValueError(
@@ -90,21 +94,17 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
 
 
-def _targets(data: DictConfig, task: str, path: Path, sources: Sequence[ShardDataset]) -> list[str]:
-    """The names of the targets that now are the labels of all samples; none for other tasks."""
-    if task in TARGETED:
-        if data.targets is None:
-            raise ValueError(
-                f"task={task} needs data.targets=FILE.csv: a column sample or slide, and one for "
-                "each target"
-            )
-        file = Path(data.targets).expanduser()
-        return set_targets(file, sources, path, binary=task == "multilabel")
-    if data.targets is not None:
+def _check_targets(data: DictConfig, task: str) -> None:
+    """Refuse a task without its targets, or targets without their task."""
+    if task in TARGETED and data.targets is None:
+        raise ValueError(
+            f"task={task} needs data.targets=FILE.csv: a column sample or slide, and one for each "
+            "target"
+        )
+    if task not in TARGETED and data.targets is not None:
         raise ValueError(
             f"data.targets={data.targets} goes with task={' and '.join(TARGETED)}, not with {task}"
         )
-    return []
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:

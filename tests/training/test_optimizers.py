@@ -91,3 +91,11 @@ def test_a_warm_up_must_end_before_the_run(warm_up):
     rule = settings("torch.optim.lr_scheduler.ConstantLR", warmup_steps=warm_up)
     with pytest.raises(ValueError, match=f"warmup_steps={warm_up} must lie between 0 and"):
         rates(rule, 4)
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    made = make_optimizer(sgd(), model.parameters(), 1)
+    (group,) = made.param_groups
+    assert [one is model.weight for one in group["params"]] == [True]
