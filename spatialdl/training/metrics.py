@@ -161,6 +161,15 @@ def regression_scores(values: Tensor, targets: Tensor) -> Scores:
     }
 
 
+def undefined(scores: Scores) -> Scores:
+    """None and empty lists in place of all that comes from predictions that are no numbers."""
+    kept = ("loss", "samples", "slides")
+    return {
+        name: value if name in kept else [] if isinstance(value, list) else None
+        for name, value in scores.items()
+    }
+
+
 def _quotients(above: Tensor, below: Tensor) -> list[float | None]:
     """None where there is nothing to divide by."""
     return [a / b if b else None for a, b in zip(above.tolist(), below.tolist(), strict=True)]

@@ -242,7 +242,7 @@ def _draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None
         panel.set_ylim(0, 100)
     panel.set_ylabel("validation, %" if shares else "validation")
     if names:
-        panel.legend(frameon=False, ncols=len(names))
+        panel.legend(frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

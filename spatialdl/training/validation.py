@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from spatialdl.data.targets import sample_numbers
 from spatialdl.layout import even_bounds
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.training.metrics import Scores
+from spatialdl.training.metrics import Scores, undefined
 from spatialdl.training.predictions import Predictions
 from spatialdl.training.segmentation import Segmentation
 from spatialdl.training.settings import Sources
@@ -49,8 +50,10 @@ class Validation:
     def run(self, batches: Iterable[Sequence[Microbatch]]) -> Scores:
         """Evaluate all samples; every rank must call it, and gets the metrics."""
         if isinstance(self._task, Segmentation):
-            return self._of_maps(self._task, batches)
-        return self._of_images(self._task, batches)
+            found = self._of_maps(self._task, batches)
+        else:
+            found = self._of_images(self._task, batches)
+        return found if math.isfinite(found["loss"]) else undefined(found)
 
     def write(self, folder: Path) -> None:
         """The tables of the last predictions, on rank 0; there are none of maps."""

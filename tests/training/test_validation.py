@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 
 from spatialdl.comm.alone import Alone
@@ -40,6 +42,19 @@ def test_samples_that_are_met_twice_are_noticed():
     assert ours.validation.run(microbatches)["samples"] == 4
     with pytest.raises(RuntimeError, match="met 3 outputs for 4 samples"):
         ours.validation.run(microbatches[:1])
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression", "segmentation"])
+def test_outputs_that_are_no_numbers_have_no_metrics(task):
+    unet = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
+    ours = trainer(*unet, f"task={task}", "data.validation_samples=4")
+    with torch.no_grad():
+        next(ours.pipeline.parameters()).fill_(torch.nan)
+    batches = map(ours._microbatches, ours._loader(ours.sources.validation).batches(np.arange(4)))
+    found = ours.validation.run(batches)
+    assert math.isnan(found.pop("loss"))
+    assert found.pop("samples") == 4
+    assert all(value in (None, []) for value in found.values())
 
 
 def test_a_line_of_the_log():
