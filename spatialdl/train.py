@@ -43,7 +43,7 @@ PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
 SWITCHES = ("tf32", "channels_last", "deterministic")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICES = ("auto", "cpu", "cuda")
-TASKS = ("classification", "segmentation")
+TASKS = ("classification", "multilabel", "regression", "segmentation")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 BACKENDS = (None, "mpi4py", "gloo", "nccl")
@@ -208,7 +208,7 @@ def _plan(config: DictConfig) -> Placement:
     choices = {
         "trainer.precision": PRECISIONS,
         "device": DEVICES,
-        "task": TASKS,
+        "task.name": TASKS,
         "comm.transport": TRANSPORTS,
         "comm.backend": BACKENDS,
         "parallel.balance": BALANCES,
@@ -225,11 +225,14 @@ def _plan(config: DictConfig) -> Placement:
     if isinstance(batch, int):
         batch *= accumulate
     check_batch(batch, schedule.microbatches, placement.data, local)
-    check_task(config.task, placement)
+    check_task(config.task.name, placement)
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
+    targets = config.data.get("targets")
+    if targets is not None and not Path(targets).expanduser().is_file():
+        raise ValueError(f"data.targets={targets} is no file")
     return placement
 
 

@@ -26,7 +26,7 @@ class Slice:
     """This rank's part of a micro-batch.
 
     Attributes:
-        labels: int64 (N,) of the samples of this replica.
+        labels: int64 (N,) or float64 (N, targets) of the samples of this replica.
         share: of the whole batch's samples that are in this slice.
         tiles: (N, h, w, C), of the images' type, this rank's box of each; None where no images are
             wanted.

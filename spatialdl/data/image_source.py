@@ -16,9 +16,13 @@ Pixels = npt.NDArray[Any]
 
 
 class ImageSource(Protocol):
-    """`ShardDataset` and `SyntheticDataset` are such; one of your own needs no more than this."""
+    """`ShardDataset` and `SyntheticDataset` are such; one of your own needs no more than this.
 
-    labels: npt.NDArray[np.int64]
+    Attributes:
+        labels: int64 (N,), classes; or float64 (N, targets), NaN where nobody knows one.
+    """
+
+    labels: npt.NDArray[Any]
 
     @property
     def has_masks(self) -> bool: ...

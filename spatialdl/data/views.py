@@ -48,8 +48,8 @@ class Views:
         return len(self.source)
 
     @property
-    def labels(self) -> npt.NDArray[np.int64]:
-        """Of all samples."""
+    def labels(self) -> npt.NDArray[Any]:
+        """Of all samples, int64 (N,) or float64 (N, targets)."""
         return self.source.labels
 
     @property

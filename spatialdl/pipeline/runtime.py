@@ -9,7 +9,7 @@ order is GEMS.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -26,6 +26,7 @@ from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.clipping import clip_gradients
 from spatialdl.pipeline.holders import holders_of, reducers_over
+from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.overflow import unscale_gradients
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
@@ -66,6 +67,8 @@ class Pipeline:
         shard_state: whether data replicas share parameters, gradients and optimizer state out
             among them, over `backend` or that of `comm`, see `pipeline.sharded`.
         mixed: float16 or bfloat16 if stages and loss run under autocast to it.
+        sample_weights: how much the samples of a target count in the mean of `criterion`, (N,);
+            None, or where it gives None, all alike.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
@@ -91,6 +94,7 @@ class Pipeline:
         backend: str | None = None,
         shard_state: bool = False,
         mixed: torch.dtype | None = None,
+        sample_weights: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         if shard_state:
             check_shardable(placement, schedule)
@@ -99,6 +103,7 @@ class Pipeline:
         self._step, self._scale = 0, 1.0
         self.device = device or torch.device("cpu")
         self._comm = comm = as_communicator(comm)
+        self._sample_weights = sample_weights
         gather(model, gather_before)
         weigh = weighing(balance, comm, self.device, schedule.microbatches)
         blocks = list(blocks_of(model).values()) if shard_state else []
@@ -205,7 +210,7 @@ class Pipeline:
             This rank's part of the loss; over all ranks it adds up to that of the whole batch.
         """
         for module in self.stages.values():
-            module.train()
+            start_training(module)
             module.zero_grad()
         self._check_samples(microbatches)
         self._step, self._scale = step, scale
@@ -369,11 +374,22 @@ class Pipeline:
     def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> float:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
-        share = microbatch.share * len(placed.own(microbatch.samples)) / microbatch.samples
+        share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self._replicas * placed.mesh.batch * self._scale
         with self._synced(placed, number):
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
+
+    def _part_of(self, own: range, microbatch: Microbatch) -> float:
+        """What some of its samples count in the mean loss of a micro-batch."""
+        target = microbatch.target
+        if len(own) == microbatch.samples or target is None or self._sample_weights is None:
+            return len(own) / microbatch.samples
+        weights = self._sample_weights(target)
+        if weights is None:
+            return len(own) / microbatch.samples
+        total = weights.sum()
+        return float(weights[own.start : own.stop].sum() / total) if total > 0 else 0.0
 
     @contextmanager
     def _gathering(self, action: Action) -> Iterator[None]:

@@ -72,7 +72,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
         ValueError: if it does not fit together.
     """
     dtype = planned_type(config)
-    sources = open_sources(config.data, int(config.seed), config.task)
+    sources = open_sources(config.data, int(config.seed), config.task.name)
     model = build_model(config, sources).to(dtype)
     batch = int(config.data.batch_size)
     return Job(
@@ -80,7 +80,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
         image=(sources.channels, *sources.image_size),
         batch=batch,
         optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
-        segments=config.task == "segmentation",
+        segments=config.task.name == "segmentation",
         names=config.parallel.cut,
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,

@@ -6,13 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+SMALLER = ("loss", "rmse", "mae")
+"""Metrics with such a word in their name are the better the smaller they are."""
+
+COUNTS = ("samples", "slides")
+
 
 class Best:
     """The best value of a metric so far.
 
     Args:
-        metric: its name in what `Task.metrics` gives; the smallest value is the best of those
-            whose name has `loss` in it, the largest of others. None watches nothing.
+        metric: its name in what `Validation.scores` gives; the smallest value is the best of
+            losses and errors (see `SMALLER`), the largest of others. None watches nothing.
         key: of the configuration, for messages.
         min_delta: by how much a value must be better to count.
 
@@ -27,19 +32,19 @@ class Best:
         self.worse = 0
 
     def update(self, found: Mapping[str, Any]) -> bool:
-        """Whether the metrics of a validation are the best so far.
+        """Whether the metrics of a validation are the best so far; one that is None never is.
 
         Raises:
             ValueError: if the metric is not among them, or not one number.
         """
         if self.metric is None:
             return False
-        value = found.get(self.metric)
-        if not isinstance(value, int | float) or self.metric == "samples":
-            numbers = (name for name, one in found.items() if isinstance(one, int | float))
-            known = ", ".join(name for name in numbers if name != "samples")
+        value = found.get(self.metric, [])
+        if isinstance(value, list) or self.metric in COUNTS:
+            numbers = (name for name, one in found.items() if not isinstance(one, list))
+            known = ", ".join(name for name in numbers if name not in COUNTS)
             raise ValueError(f"{self._key}={self.metric} is no metric here: take one of {known}")
-        if self._is_better(value):
+        if value is not None and self._is_better(value):
             self.value, self.worse = value, 0
             return True
         self.worse += 1
@@ -49,7 +54,8 @@ class Best:
         """NaN never is."""
         if self.value is None:
             return not math.isnan(value)
-        gain = self.value - value if "loss" in str(self.metric) else value - self.value
+        is_smaller_better = any(word in str(self.metric) for word in SMALLER)
+        gain = self.value - value if is_smaller_better else value - self.value
         return gain > self._min_delta
 
     def state(self) -> dict[str, Any]:

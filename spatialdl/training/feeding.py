@@ -75,6 +75,14 @@ class Feed:
         """How many a batch of an epoch holds, over all ranks; the last may be smaller."""
         return self.loader.samples(batch)
 
+    def own(self, batch: int) -> list[range]:
+        """Where in an epoch this replica's samples of a batch lie, for each micro-batch."""
+        cut = self.loader.batching
+        start = batch * cut.size
+        return [
+            range(start + part.start, start + part.stop) for part in cut.own(self.samples(batch))
+        ]
+
     def batches(self, epoch: int = 0, first: int = 0) -> Iterator[list[Slice]]:
         """What is left of an epoch from batch `first` on."""
         return self.loader.batches(epoch, first)
@@ -98,7 +106,7 @@ class Feed:
         self.loader.close()
 
     def _target(self, part: Slice, mesh: Mesh) -> Tensor:
-        """Labels (N,) or masks (N, H, W), of which every rank of the grid holds its box."""
+        """Labels (N,) or (N, targets); or masks (N, H, W), each rank of the grid holds its box."""
         if part.masks is None:
             return part.labels.to(self._device)
         mask = part.masks.to(self._device, torch.int64)

@@ -12,7 +12,9 @@ from torch import nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.training.freezing import freeze
 from spatialdl.training.settings import Sources
+from spatialdl.training.weights import check_alike, load_weights
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -32,6 +34,20 @@ def build_model(config: DictConfig, sources: Sources) -> nn.Module:
         raise ValueError(
             f"model={config.model._target_} gives a {type(model).__name__}, no network"
         )
+    return model
+
+
+def make_network(config: DictConfig, sources: Sources, world: Communicator) -> nn.Module:
+    """The network to train: built, with the weights to begin with, and what is frozen marked.
+
+    Raises:
+        ValueError: if the weights do not fit, or differ between the ranks.
+    """
+    model = build_model(config, sources)
+    if config.weights is not None:
+        load_weights(model, str(config.weights))
+        check_alike(model, world)
+    freeze(model, list(config.trainer.freeze))
     return model
 
 

@@ -32,7 +32,7 @@ def make_optimizer(
         settings: what the optimizer takes; ``scale_lr``, a key of `SCALES`: how `lr` follows the
             batch, with ``base_batch``, the batch for which it was found; and whether
             ``decay_norms_and_biases``.
-        parameters: may be none at all.
+        parameters: may be none at all; those that are frozen are left out.
         batch_size: images of a global batch.
 
     Raises:
@@ -61,12 +61,12 @@ def make_optimizer(
 def parameter_groups(
     parameters: Iterable[nn.Parameter], decays_all: bool = True
 ) -> list[dict[str, Any]]:
-    """The groups "decay" and "no_decay", on every rank both, of which either may be empty.
+    """The groups "decay" and "no_decay" of what learns, on every rank both; either may be empty.
 
     Norms' weights and all biases have one dim or none, and only they: these do not decay (He et
     al., "Bag of tricks for image classification", 2019, section 3.1) unless all do.
     """
-    parameters = list(parameters)
+    parameters = [one for one in parameters if one.requires_grad]
     spared = [p for p in parameters if p.dim() <= 1 and not decays_all]
     others = [p for p in parameters if p.dim() > 1 or decays_all]
     return [

@@ -2,6 +2,8 @@
 
 metrics.csv      a row a step
 validation.csv   a row a validation, if there was any
+predictions.csv  a row a sample of the last validation, and slides.csv a row a slide, see
+                 `training.predictions`
 summary.json     written at the end, whole or not at all
 loss.png         loss and validation over the steps
 """
@@ -31,12 +33,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("spatialdl.trainer")
 
 METRICS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "data_wait")
-VALIDATION = ("step", "loss", "accuracy", "samples")
 
+_OF_VALIDATIONS = ("validation.csv", "predictions.csv", "slides.csv")
 _SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
 _POINTS_UP_TO = 40  # so few steps are drawn as points, too
 _LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1701f", "#8a8a8a"
+_BLUE, _ORANGE, _GREY, _GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
+_LABELS = {
+    "accuracy": "accuracy",
+    "mean_dice": "Dice",
+    "mean_iou": "IoU",
+    "auroc": "AUROC",
+    "slide_accuracy": "accuracy of slides",
+    "slide_auroc": "AUROC of slides",
+    "rmse": "RMSE",
+    "mae": "mean absolute error",
+}
+_ERRORS = ("rmse", "mae")
+_SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
 
 
 class RunDirectory:
@@ -73,7 +87,8 @@ class RunDirectory:
         if self._validations:
             self._validation = self._validation_table()
         else:
-            (self.path / "validation.csv").unlink(missing_ok=True)
+            for name in _OF_VALIDATIONS:
+                (self.path / name).unlink(missing_ok=True)
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -123,20 +138,15 @@ class RunDirectory:
         self._steps.append(row)
         self._metrics.write_last()
 
-    def log_validation(
-        self, *, step: int, loss: float, accuracy: float, samples: int, **more: float | list[float]
-    ) -> None:
+    def log_validation(self, *, step: int, **metrics: Any) -> None:
         """Append a row to ``validation.csv``.
 
         Args:
             step: number of optimizer steps made so far.
-            loss: mean over the samples, or over their pixels.
-            accuracy: share of the samples (or pixels), 0 to 1, that was told right.
-            samples: number of samples.
-            more: other metrics, the same in every row; lists go to ``summary.json`` only.
+            metrics: the same in every row, None where there is none; with the ``loss`` and the
+                number of ``samples``. Lists go to ``summary.json`` only.
         """
-        row = dict(zip(VALIDATION, (step, loss, accuracy, samples), strict=True)) | more
-        self._validations.append(row)
+        self._validations.append({"step": step, **metrics})
         if self._validation is None:
             self._validation = self._validation_table()
         else:
@@ -305,13 +315,13 @@ def _draw(
     steps: Sequence[Mapping[str, float]],
     validations: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The loss and, in a panel of its own below, the accuracy on the validation samples."""
+    """The loss and, in a panel of its own below, the task's metrics on the validation samples."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
     if validations:
         panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        _draw_accuracy(panels[1], validations)
+        _draw_metrics(panels[1], validations)
     else:
         panels = [figure.subplots()]
     _draw_loss(panels[0], steps, validations)
@@ -353,18 +363,20 @@ def _draw_loss(
     panel.legend(frameon=False)
 
 
-def _draw_accuracy(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+def _draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+    """Shares from 0 to 100 %; errors where the task has no shares."""
+    shares = [name for name in _SHARES if name in validations[0]]
+    names = shares or [name for name in _ERRORS if name in validations[0]]
     steps = [row["step"] for row in validations]
-    is_segmentation = "mean_dice" in validations[0]
-    for name, colour in (("accuracy", _ORANGE), ("mean_dice", _BLUE), ("mean_iou", _GREY)):
-        if name in validations[0]:
-            percent = [100 * row[name] for row in validations]
-            label = name.replace("_", " ").replace("dice", "Dice").replace("iou", "IoU")
-            panel.plot(steps, percent, color=colour, marker="o", markersize=4, label=label)
-    panel.set_ylim(0, 100)
-    panel.set_ylabel("validation, %" if is_segmentation else "validation accuracy, %")
-    if is_segmentation:
-        panel.legend(frameon=False, ncols=3)
+    for name, colour in zip(names, (_ORANGE, _BLUE, _GREY, _GREEN), strict=False):
+        scale = 100 if shares else 1
+        values = [np.nan if row[name] is None else scale * row[name] for row in validations]
+        panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])
+    if shares:
+        panel.set_ylim(0, 100)
+    panel.set_ylabel("validation, %" if shares else "validation")
+    if names:
+        panel.legend(frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,14 @@ from spatialdl.data.loader import check_workers
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
+from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 
 log = logging.getLogger("spatialdl.data")
+
+TARGETED = ("multilabel", "regression")
+"""Tasks whose labels are columns of numbers."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Sources:
 
     Attributes:
         image_size: that the network sees; stored images may have others.
+        names: of the classes or targets.
         background: what lies beyond a stored image; None is white.
         seed: of the augmentation.
     """
@@ -36,6 +43,7 @@ class Sources:
     image_size: tuple[int, int]
     channels: int
     num_classes: int
+    names: tuple[str, ...] = ()
     augmentation: Augmentation = field(default_factory=Augmentation)
     background: float | None = None
     seed: int = 0
@@ -58,7 +66,7 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     """Open the data sets that a configuration names.
 
     Args:
-        task: "classification" wants labels, "segmentation" masks.
+        task: "classification" wants labels, "segmentation" masks, others ``data.targets``.
 
     Raises:
         ValueError: if there are no labels or masks, or images of different sizes.
@@ -78,6 +86,7 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
         raise ValueError(f"data={data.name} is unknown: take synthetic or shards")
+    _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
     validation = None
@@ -92,15 +101,37 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     size = _pair(data.image_size)
     if size is None:
         size = _common_size(path, [one for one in (train, validation) if one is not None])
-    classes = len(train.classes) if data.num_classes is None else int(data.num_classes)
-    if classes < len(train.classes):
+    names: list[str] = []
+    if task in TARGETED:
+        both = [one for one in (train, validation) if one is not None]
+        names = set_targets(Path(data.targets).expanduser(), both, path, task == "multilabel")
+    classes = len(names or train.classes) if data.num_classes is None else int(data.num_classes)
+    if names and classes != len(names):
+        raise ValueError(
+            f"data.num_classes={classes}, but {data.targets} has {len(names)} targets "
+            f"({', '.join(names)}): leave it out"
+        )
+    if classes < len(train.classes) and not names:
         raise ValueError(
             f"data.num_classes={classes}, but {path} has {len(train.classes)} classes "
             f"({', '.join(train.classes)}): leave it out"
         )
     if classes < 1:
         raise ValueError(f"the data set {path} names no classes: set data.num_classes")
-    return Sources(train, validation, size, train.channels, classes)
+    return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
+
+
+def _check_targets(data: DictConfig, task: str) -> None:
+    """Refuse a task without its targets, or targets without their task."""
+    if task in TARGETED and data.targets is None:
+        raise ValueError(
+            f"task={task} needs data.targets=FILE.csv: a column sample or slide, and one for each "
+            "target"
+        )
+    if task not in TARGETED and data.targets is not None:
+        raise ValueError(
+            f"data.targets={data.targets} goes with task={' and '.join(TARGETED)}, not with {task}"
+        )
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
@@ -108,13 +139,17 @@ def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
     if size is None:
         raise ValueError("data.image_size is [rows,columns], got null")
     classes, channels = int(data.num_classes), int(data.channels)
-    kind = SyntheticMasks if task == "segmentation" else SyntheticDataset
+    kind: Callable[..., SyntheticDataset] = SyntheticDataset
+    if task == "segmentation":
+        kind = SyntheticMasks
+    elif task in TARGETED:
+        kind = partial(SyntheticTargets, present=task == "multilabel")
     train = kind(int(data.samples), size, classes, channels, seed)
     validation = None
     if data.validation_samples:
         held_out = int(data.validation_samples)
         validation = kind(held_out, size, classes, channels, seed + 1)
-    return Sources(train, validation, size, channels, classes)
+    return Sources(train, validation, size, channels, classes, tuple(train.classes))
 
 
 def _check_samples(source: ShardDataset, path: Path, task: str) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -28,7 +27,9 @@ from spatialdl.training.checkpoints.keeping import Checkpoints
 from spatialdl.training.course import Course
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
-from spatialdl.training.network import build_model, describe, peak_memory_mb
+from spatialdl.training.metrics import Scores
+from spatialdl.training.mixup import mixed
+from spatialdl.training.network import describe, make_network, peak_memory_mb
 from spatialdl.training.precision import precision_of, set_arithmetic
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory, held, record_of
@@ -38,7 +39,7 @@ from spatialdl.training.staging import Staging, stage_feeds
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
 from spatialdl.training.update import Update
-from spatialdl.training.validation import tally, told
+from spatialdl.training.validation import Validation, told
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -69,14 +70,14 @@ class Trainer:
         self.device = device_of(config.device)
         self.precision = precision_of(settings.precision, self.device)
         self.placement = placement_of(config.parallel)
-        self.sources = open_sources(config.data, int(config.seed), config.task)
-        self.task = task_of(config.task, self.sources.num_classes)
+        self.sources = open_sources(config.data, int(config.seed), config.task.name)
+        self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
         schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
         check_batch(self.batch_size, self.microbatches, self.placement.data)
-        model = build_model(config, self.sources).to(self.precision.dtype)
+        model = make_network(config, self.sources, world).to(self.precision.dtype)
         if settings.channels_last and not config.parallel.shard_state:  # FSDP2 refuses these
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.pipeline = Pipeline(
@@ -96,10 +97,14 @@ class Trainer:
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
             mixed=self.precision.mixed,
+            sample_weights=self.task.weights,
         )
         validation, seed = self.sources.validation_views, int(config.seed)
         self.train_feed = self._feed(self.sources.train_views, seed)
-        self.validation_feed = None if validation is None else self._feed(validation, None)
+        self.validation_feed = self.validation = None
+        if validation is not None:
+            self.validation_feed = feed = self._feed(validation, None)
+            self.validation = Validation(self.pipeline, self.task, self.sources, feed, world)
         self.steps = self._total_steps()
         self._check_last_batch()
         self.update = Update(
@@ -213,29 +218,39 @@ class Trainer:
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(batch, self.course.step, self.update.scale)
+        microbatches = mixed(
+            batch,
+            self.task.mixup,
+            self.sources.num_classes,
+            int(self.config.seed),
+            self.course.step,
+            self.pipeline.replica,
+            self.placement.data,
+        )
+        own = self.pipeline.train_step(microbatches, self.course.step, self.update.scale)
         with trace.span("compute", "optimizer"):
             self.update.step()
         self.course.step_done()
         return self._together(own)
 
-    def validate(self, record: RunDirectory | None) -> dict[str, Any] | None:
+    def validate(self, record: RunDirectory | None) -> Scores | None:
         """Loss and metrics over all validation samples, each counted once.
 
         Returns:
             Nothing if there are no such samples, or the run was told to stop meanwhile.
         """
-        if self.validation_feed is None:
+        if self.validation is None or self.validation_feed is None:
             return None
         with self.update.averaged():
-            sums = tally(self.pipeline, self.task, self._until_stopped(self.validation_feed))
+            own = self.validation.own(self._until_stopped(self.validation_feed))
         trace.take()  # no part of the next step
         if self.course.stopped is not None:
             return None
-        found = self.task.metrics(self._over_world(sums))
+        found = self.validation.scores(own)
         if record is not None:
             log.info("step %d: validation %s", self.course.step, told(found))
             record.log_validation(step=self.course.step, **found)
+            self.validation.write(record.path)
         return found
 
     def _until_stopped(self, feed: Feed) -> Iterator[list[Microbatch]]:
@@ -272,7 +287,7 @@ class Trainer:
             views,
             self.pipeline,
             batch_size=self.batch_size,
-            masks=self.config.task == "segmentation",
+            masks=self.config.task.name == "segmentation",
             dtype=self.precision.dtype,
             channels_last=bool(self.config.trainer.channels_last),
             seed=seed,

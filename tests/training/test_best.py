@@ -16,6 +16,8 @@ def outcomes(best: Best, values: list[float]) -> list[bool]:
     [
         ("loss", [3.0, 2.0, 2.0, 2.5, 1.0], [True, True, False, False, True]),
         ("accuracy", [0.1, 0.3, 0.3, 0.2, 0.9], [True, True, False, False, True]),
+        ("slide_rmse", [3.0, 4.0, 1.0], [True, False, True]),
+        ("auroc", [None, 0.3, None, 0.5], [False, True, False, True]),
         ("loss", [math.nan, 2.0, math.nan, math.inf, 1.0], [False, True, False, False, True]),
     ],
 )
@@ -35,9 +37,9 @@ def test_without_a_metric_nothing_is_watched():
     assert best.worse == 0
 
 
-@pytest.mark.parametrize("metric", ["dice", "samples", "speed"])
+@pytest.mark.parametrize("metric", ["dice", "samples", "slides", "speed"])
 def test_a_metric_that_is_none_is_told_with_those_there_are(metric):
-    found = {"loss": 1.0, "mean_dice": 0.5, "dice": [0.5], "samples": 3}
+    found = {"loss": 1.0, "mean_dice": 0.5, "dice": [0.5], "samples": 3, "slides": 1}
     with pytest.raises(ValueError, match=rf"key={metric} is no metric here: take one of loss, mea"):
         Best(metric, "key").update(found)
 

@@ -54,6 +54,10 @@ def test_validation_is_in_order_and_not_augmented():
     made = trainer("data/augment=pathology", "data.validation_samples=5")
     labels, images = made.sources.validation.labels, made.sources.validation
     batches = list(made.validation_feed.batches())
+    assert [list(map(list, made.validation_feed.own(n))) for n in (0, 1)] == [
+        [[0, 1], [2, 3]],
+        [[], [4]],
+    ]
     found = torch.cat([part.labels for batch in batches for part in batch])
     assert found.tolist() == labels.tolist()
     assert (batches[0][0].tiles[0].numpy() == images.read(0)).all()

@@ -223,3 +223,13 @@ def test_a_scheduler_that_cannot_be_is_refused(keys, sentence):
     given = settings("torch.optim.lr_scheduler.ConstantLR", **keys)
     with pytest.raises(ValueError, match=sentence):
         make_scheduler(given, made, steps=9, steps_per_epoch=2)
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    for all_decay in (True, False):
+        made = make_optimizer(sgd(decay_norms_and_biases=all_decay), model.parameters(), 1)
+        decay, no_decay = (group["params"] for group in made.param_groups)
+        assert [one is model.weight for one in decay] == [True]
+        assert no_decay == []

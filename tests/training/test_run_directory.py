@@ -68,6 +68,20 @@ def test_summary_has_what_others_read(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_lists_are_in_the_summary_only_and_what_is_not_there_is_empty(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        log(run, 2)
+        run.log_validation(step=1, loss=0.5, auroc=None, confusion_matrix=[[1, 2], [0, 3]])
+        run.log_validation(step=2, loss=0.25, auroc=0.75, confusion_matrix=[[3, 0], [0, 3]])
+        run.finish(WORLD)
+    assert rows(tmp_path / "validation.csv") == [
+        {"step": "1", "loss": "0.5", "auroc": ""},
+        {"step": "2", "loss": "0.25", "auroc": "0.75"},
+    ]
+    found = json.loads((tmp_path / "summary.json").read_text())["validation"]
+    assert found[0] == {"step": 1, "loss": 0.5, "auroc": None, "confusion_matrix": [[1, 2], [0, 3]]}
+
+
 def test_a_number_in_the_summary_wins_over_the_measured_one(tmp_path):
     run = RunDirectory(tmp_path, CONFIG)
     log(run, 3)
@@ -94,12 +108,15 @@ def test_files_of_an_earlier_run_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 50])
-@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize(
+    "validated",
+    [{}, {"accuracy": 0.75, "auroc": None, "slide_accuracy": 0.5}, {"rmse": 2.5, "mae": 2.0}],
+)
 def test_picture_of_the_loss(tmp_path, steps, validated):
     run = RunDirectory(tmp_path, CONFIG)
     log(run, steps)
     if validated:
-        run.log_validation(step=steps, loss=0.5, accuracy=0.75, samples=8)
+        run.log_validation(step=steps, loss=0.5, samples=8, **validated)
     run.finish(WORLD)
     with Image.open(tmp_path / "loss.png") as picture:
         assert picture.size == (1200, 900 if validated else 600)

@@ -186,3 +186,28 @@ def test_synthetic_masks():
     for source in (sources.train, sources.validation):
         assert source.has_masks
         assert source.read_mask(1).max() < 3
+
+
+def test_targets_take_the_place_of_labels(tmp_path):
+    data = shards(tmp_path / "set", [(SIZE, None, "train"), (SIZE, None, "val")])
+    with pytest.raises(ValueError, match=r"task=multilabel needs data.targets=FILE.csv"):
+        open_sources(data, 0, "multilabel")
+    data.targets = str(tmp_path / "targets.csv")
+    (tmp_path / "targets.csv").write_text("sample,age,mass\n0,63,70.5\n1,71,\n")
+    sources = open_sources(data, 0, "regression")
+    assert (sources.names, sources.num_classes) == (("age", "mass"), 2)
+    assert sources.train.labels.tolist() == [[63, 70.5]]
+    assert sources.validation.labels[0, 0] == 71
+    with pytest.raises(ValueError, match=r"goes with task=multilabel and regression, not with cl"):
+        open_sources(data, 0)
+    data.num_classes = 3
+    with pytest.raises(ValueError, match=r"num_classes=3, but .* has 2 targets \(age, mass\)"):
+        open_sources(data, 0, "regression")
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_synthetic_targets(task):
+    sources = open_sources(config("data.image_size=[12,9]", "data.num_classes=3").data, 4, task)
+    assert sources.names == ("0", "1", "2")
+    assert sources.train.labels.shape == (64, 3)
+    assert (sources.train.labels[:16] != sources.validation.labels).any()

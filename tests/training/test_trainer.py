@@ -357,3 +357,49 @@ def test_channels_last_changes_the_order_in_memory_only(tmp_path):
     ours, expected = last.pipeline.state_dict(), plain.pipeline.state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
+
+
+def test_what_is_frozen_stays_and_the_rest_is_that_of_a_plain_loop(tmp_path):
+    start = build_model(config(), Trainer(config(), Alone()).sources)
+    torch.save({"state_dict": start.state_dict()}, tmp_path / "start.pt")
+    settings = config(
+        "seed=5",
+        f"weights={tmp_path / 'start.pt'}",
+        "trainer.freeze=[conv1.*,bn1.*,layer1.*]",
+        "task.class_weights=[1,2,0.5]",
+        "task.label_smoothing=0.2",
+    )
+    trainer = Trainer(settings, Alone())
+    trainer.fit(tmp_path / "run")
+    model = start.double().train()
+    still = (model.conv1, model.bn1, model.layer1)
+    for module in still:
+        module.requires_grad_(False).eval()
+    learning = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=0.05, momentum=0.9, weight_decay=1e-4)
+    weight = torch.tensor([1, 2, 0.5], dtype=torch.float64)
+    order = sample_order(10, 5, 0).tolist()
+    losses = []
+    for samples in (order[:4], order[4:8], order[8:]):
+        optimizer.zero_grad()
+        x, target = batch(samples, seed=5)
+        loss = F.cross_entropy(model(x), target, weight, label_smoothing=0.2)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert summary(tmp_path / "run")["loss"] == pytest.approx(losses, abs=1e-12)
+    ours = trainer.pipeline.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
+
+
+def test_predictions_of_the_last_validation_are_written(tmp_path):
+    trainer = train(tmp_path, "trainer.validate_every=1")
+    with torch.no_grad():
+        x, target = batch(list(range(5)), seed=1)
+        output = trainer.pipeline.stages[0].eval()(x)
+    rows = table(tmp_path / "predictions.csv")
+    assert [int(row["sample"]) for row in rows] == list(range(5))
+    assert [int(row["label"]) for row in rows] == target.tolist()
+    shares = [[float(row[f"probability_{c}"]) for c in range(3)] for row in rows]
+    torch.testing.assert_close(torch.tensor(shares).double(), output.softmax(1))

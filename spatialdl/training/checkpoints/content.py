@@ -188,6 +188,8 @@ def _restore_optimizer(
     state: dict[int, dict[str, Any]] = {}
     for name, stage in names.items():
         parameter = pipeline.stages[stage].get_parameter(name)
+        if id(parameter) not in number_of:  # frozen
+            continue
         state[number_of[id(parameter)]] = own = {}
         for full in keys.get(name, ()):
             own[full.rpartition("/")[2]] = _own_state(pipeline, stage, parameter, source, full)

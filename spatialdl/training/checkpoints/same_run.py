@@ -15,15 +15,18 @@ from spatialdl.training.checkpoints.reading import sha256
 
 log = logging.getLogger("spatialdl.checkpoints")
 
-_NOT_SAID = ("ckpt_path", "data.path", "trainer.max_", "trainer.checkpoint", "trainer.trace")
+_NOT_SAID = (
+    *("ckpt_path", "weights", "data.path", "data.targets"),
+    *("trainer.max_", "trainer.checkpoint", "trainer.trace"),
+)
 
 
 def identity(config: DictConfig) -> dict[str, Any]:
-    """What decides which samples come when, and what is drawn for them."""
+    """What decides which samples come when, their targets, and what is drawn for them."""
     data = config.data
     found = {
         "seed": int(config.seed),
-        "task": str(config.task),
+        "task": str(config.task.name),
         "data.batch_size": int(data.batch_size),
         "data.image_size": list(data.image_size),
         "data.channels": int(data.channels),
@@ -33,8 +36,11 @@ def identity(config: DictConfig) -> dict[str, Any]:
     }
     if data.name == "synthetic":
         return {**found, "data.samples": int(data.samples)}
-    manifest = sha256(Path(data.path).expanduser() / MANIFEST)
-    return {**found, "data.split": str(data.split), "the manifest of data.path": manifest}
+    folder = Path(data.path).expanduser()
+    found |= {"data.split": str(data.split), "the manifest of data.path": sha256(folder / MANIFEST)}
+    if data.targets is not None:
+        found["the file data.targets"] = sha256(Path(data.targets).expanduser())
+    return found
 
 
 def check_same(content: Mapping[str, Any], config: DictConfig) -> None:

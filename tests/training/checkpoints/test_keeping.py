@@ -7,11 +7,18 @@ import logging
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hydra import compose, initialize_config_module
 from safetensors import safe_open
 
+from spatialdl.comm.alone import Alone
+from spatialdl.data.writer import ShardWriter
 from spatialdl.errors import CheckpointError
-from tests.training.checkpoints.runs import checkpoints, losses, table, train
+from spatialdl.training.checkpoints.reading import Checkpoint
+from spatialdl.training.trainer import Trainer
+from tests.training.checkpoints.runs import TINY, checkpoints, losses, network, table, train
 
 EVERY_3 = "trainer.checkpoint.every_steps=3"  # in the middle of an epoch; epochs have 3 batches
 NO_BEST = "trainer.checkpoint.best=null"
@@ -251,3 +258,63 @@ def test_a_segmentation_keeps_its_lists_of_classes(tmp_path):
     assert [row["step"] for row in found] == [3, 6]
     assert all(len(row["dice"]) == 3 for row in found)
     assert len(table(tmp_path / "validation.csv")) == 2
+
+
+def test_a_frozen_run_begins_with_weights_and_goes_on_with_its_own(tmp_path):
+    start = {key: value + 0.5 for key, value in network().state_dict().items()}
+    torch.save(start, tmp_path / "start.pt")
+    chosen = ("trainer.freeze=[0.*,1.*]", f"weights={tmp_path / 'start.pt'}", "trainer.ema=0.5")
+    chosen += ("optimizer=adamw", "task.mixup=0.4", "trainer.checkpoint.every_steps=3", NO_BEST)
+    whole = train(tmp_path / "whole", *chosen, "trainer.checkpoint.keep=9")
+    path = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    ours = train(tmp_path / "run", *chosen, f"ckpt_path={path}")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    tables = [(tmp_path / run / "predictions.csv").read_text() for run in ("run", "whole")]
+    assert tables[0] == tables[1]
+    found, expected = ours.pipeline.state_dict(), whole.pipeline.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert torch.equal(found["0.weight"], start["0.weight"].double())
+    average = ours.update.average.state_dict()
+    assert torch.equal(average["0.weight"], start["0.weight"].double())
+
+
+def test_a_run_with_other_layers_frozen_goes_on(tmp_path):
+    train(tmp_path, "trainer.max_steps=3", "optimizer.momentum=0.9", NO_BEST)
+    more = ("ckpt_path=latest", "trainer.freeze=[0.*,1.*]", "trainer.max_steps=6", NO_BEST)
+    before = Checkpoint(tmp_path / "checkpoints" / "step-00000003").read("0.weight")
+    ours = train(tmp_path, *more)
+    assert torch.equal(ours.pipeline.state_dict()["0.weight"], before)
+    again = train(tmp_path, "ckpt_path=latest", "trainer.max_steps=8", NO_BEST)
+    assert not torch.equal(again.pipeline.state_dict()["0.weight"], before)
+
+
+def test_predictions_of_a_run_that_has_nothing_left_to_do_stay(tmp_path):
+    train(tmp_path, "trainer.max_steps=2")
+    before = (tmp_path / "predictions.csv").read_text()
+    train(tmp_path, "trainer.max_steps=2", "ckpt_path=latest")
+    assert (tmp_path / "predictions.csv").read_text() == before
+
+
+def test_other_targets_are_other_data(tmp_path):
+    with ShardWriter(tmp_path / "set") as writer:
+        for number in range(6):
+            image = np.full((9, 8, 3), 40 * number, np.uint8)
+            split = "train" if number < 4 else "val"
+            writer.add(image, split=split, slide=str(number % 2))
+    for name, last in (("one.csv", 1), ("same.csv", 1), ("other.csv", 0)):
+        (tmp_path / name).write_text(f"slide,er,pr\n0,1,\n1,{last},0\n")
+    chosen = [one for one in TINY if not one.startswith(("data.v", "data.s", "data.n"))]
+    chosen += ["data=shards", f"data.path={tmp_path / 'set'}", "task=multilabel"]
+
+    def run(targets: str, *overrides: str) -> list[float]:
+        with initialize_config_module("spatialdl.conf", version_base="1.3"):
+            more = [f"data.targets={tmp_path / targets}", "trainer.max_steps=2", *overrides]
+            Trainer(compose("train", [*chosen, *more]), Alone()).fit(tmp_path / "run")
+        return losses(tmp_path / "run")
+
+    before = run("one.csv", "data.workers=1", "data.batch_size=2")
+    assert run("same.csv", "ckpt_path=latest", "data.batch_size=2") == before
+    with pytest.raises(CheckpointError, match=r"was trained with the file data\.targets="):
+        run("other.csv", "ckpt_path=latest", "data.batch_size=2")
+    shutil.rmtree(tmp_path / "run")
+    assert run("one.csv", "data.batch_size=2") == before  # read without processes
