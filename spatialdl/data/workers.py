@@ -8,6 +8,7 @@ process that is killed; one block keeps those files few.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -74,6 +75,7 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
+        atexit.unregister(self.close)
         loader, self._loader = self._loader, None
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:
@@ -81,6 +83,7 @@ class Workers:
 
     def _start(self) -> Iterator[Any]:
         if self._loader is None:
+            atexit.register(self.close)  # they take no SIGTERM, with which Python would end them
             self._loader = DataLoader(
                 _Batches(self._reader),
                 batch_size=None,
