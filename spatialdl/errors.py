@@ -17,3 +17,7 @@ class SlideError(ValueError):
 
 class ShardError(ValueError):
     """A data set folder or one of its shards is missing, damaged or of another kind."""
+
+
+class NotFinite(ArithmeticError):
+    """A number became NaN or infinite in training (found by ``debug=detect_nan``)."""

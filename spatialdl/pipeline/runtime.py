@@ -67,6 +67,7 @@ class Pipeline:
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
+        doing: the action of a training step that is under way.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Pipeline:
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.seed, self._step = image_size, seed, 0
         self.device = device or torch.device("cpu")
+        self.doing: Action | None = None
         self._comm = comm = as_communicator(comm)
         gather(model, gather_before)
         weigh = weighing(balance, comm, self.device, schedule.microbatches)
@@ -202,6 +204,7 @@ class Pipeline:
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
             self._expect(action, coming, microbatches)
+            self.doing = action
             with trace.span("compute", describe(action), action):
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
@@ -213,6 +216,7 @@ class Pipeline:
                         total += self._backward(placed, action.microbatch, microbatch)
                 else:
                     self._later.pop(action).add_all()
+        self.doing = None
         self._wait_sent()
         for stage, module in self.stages.items():
             if stage in self._sharded:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import hydra.utils
+import numpy as np
+import numpy.typing as npt
 import torch
 from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.spatial.split import from_local
+from spatialdl.training.debug.detect_nan import NanWatch
+from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.progress import Progress
@@ -33,6 +37,8 @@ from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
 
 log = logging.getLogger("spatialdl.trainer")
+
+_NOT_FINITE = "step %d: the loss is %s: lower optimizer.lr? debug=detect_nan tells where it began"
 
 
 def run(config: DictConfig, run_dir: Path) -> None:
@@ -81,6 +87,9 @@ class Trainer:
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
         )
+        watches = config.debug.name == "detect_nan"
+        self._nan_watch = NanWatch(self.pipeline, world) if watches else None
+        self._overfit = Overfit() if config.debug.name == "overfit" else None
         self.loader = self._loader(self.sources.train)
         self.steps = self._total_steps()
         self._check_last_batch()
@@ -109,6 +118,8 @@ class Trainer:
                 epoch += 1
             memory = self.world.gather(peak_memory_mb(self.device))
             if record is not None:
+                if self._overfit is not None:
+                    log.info("debug=overfit: %s", self._overfit.verdict(self.step))
                 record.finish({"world_size": self.world.size, "peak_memory_mb": memory})
                 log.info("run directory: %s", record.path)
                 log.info("loss curve:    %s", record.path / "loss.png")
@@ -116,7 +127,7 @@ class Trainer:
     def _train_epoch(
         self, epoch: int, record: RunDirectory | None, progress: Progress | None
     ) -> None:
-        order = sample_order(len(self.sources.train), int(self.config.seed), epoch)
+        order = self._order(epoch)
         batch_size = int(self.config.data.batch_size)
         started = time.perf_counter()
         batches = trace.each("data", "wait for the batch", self.loader.batches(order))
@@ -141,7 +152,7 @@ class Trainer:
                 )
                 if not math.isfinite(loss) and not self._warned:
                     self._warned = True
-                    log.warning("step %d: the loss is %s: lower optimizer.lr?", self.step, loss)
+                    log.warning(_NOT_FINITE, self.step, loss)
                 progress.update(loss=loss, images_per_second=rate, data_wait=wait)
             every = self.config.trainer.validate_every
             if every is not None and self.step % int(every) == 0 and self.step < self.steps:
@@ -152,9 +163,18 @@ class Trainer:
         if self.config.trainer.validate_every is None or self.step == self.steps:
             self.validate(record)
 
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The samples of an epoch; of ``debug=overfit`` one batch, every time the same."""
+        samples, seed = len(self.sources.train), int(self.config.seed)
+        if self._overfit is not None:
+            return sample_order(samples, seed, 0)[: int(self.config.data.batch_size)]
+        return sample_order(samples, seed, epoch)
+
     def _train_step(self, batch: list[Slice]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
         own = self.pipeline.train_step(self._microbatches(batch), self.step)
+        if self._nan_watch is not None:
+            self._nan_watch.check(self.step + 1)
         if self.config.trainer.clip_norm is not None:
             self.pipeline.clip(float(self.config.trainer.clip_norm))
         with trace.span("compute", "optimizer"):
@@ -162,11 +182,14 @@ class Trainer:
         self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step()
         self.step += 1
-        return self._over_world(torch.tensor([own], dtype=torch.float64))[0]
+        loss = self._over_world(torch.tensor([own], dtype=torch.float64))[0]
+        if self._overfit is not None:
+            self._overfit.note(loss)
+        return loss
 
     def validate(self, record: RunDirectory | None) -> None:
         """Loss and metrics over all validation samples, each counted once."""
-        if self.sources.validation is None:
+        if self.sources.validation is None or self._overfit is not None:
             return
         sums = torch.zeros(self.task.tallied, dtype=torch.float64)
         order = torch.arange(len(self.sources.validation)).numpy()
