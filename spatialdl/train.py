@@ -104,6 +104,10 @@ def _hydra_main(config: DictConfig) -> None:
     try:
         if config.parallel.name == "auto":
             config, overrides = _choose(config, overrides, run_dir)
+        if config.debug.name == "fakecomm":
+            if not _look(config, overrides):
+                sys.exit(1)
+            return
         placement = _plan(config)
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
@@ -118,6 +122,19 @@ def _hydra_main(config: DictConfig) -> None:
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
+    """Tell what the ranks would do, and whether they would do it."""
+    from spatialdl.training.debug.fakecomm import look
+
+    errors = []
+    try:
+        _plan(config)
+        _fit_model_keys(config, overrides)
+    except ValueError as error:
+        errors.append(describe_error(error))
+    return look(config, errors)
 
 
 def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
@@ -136,6 +153,11 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
         _check_words(flags)
     composed = _compose(flags)
     config = _without_hydra(composed)
+    if config.debug.name == "fakecomm":
+        raise ValueError(
+            f"debug=fakecomm was started on {info.size} ranks, but tells in one process what "
+            "ranks would do: leave the launcher out"
+        )
     if config.parallel.name != "auto":
         placement = _plan(config)
         arithmetic = placement.describe().rpartition(" = ")[0]

@@ -254,7 +254,7 @@ def test_the_default_run_directory_is_new_every_time():
 )
 def test_a_comment_stands_beside_every_key(file):
     group = file.parent.relative_to(CONF).as_posix().partition("/")[0]
-    own = group not in ("parallel", "experiment")  # these set keys that others explain
+    own = group not in ("parallel", "experiment", "debug")  # these set keys that others explain
     for key in keys_of(file):
         mapping_of_hydra = key.name in ("hydra", "hydra.run", "hydra.sweep")
         known = key.name in EXPLAINED and not own

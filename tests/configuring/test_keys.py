@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 
 from spatialdl.configuring.keys import CONF, about, chosen_by_default, file_of, groups, keys_of
 
-
 FILE = """\
 # what it is
 # @package group
