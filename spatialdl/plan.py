@@ -69,7 +69,8 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
     if config.parallel.name != "none":
         raise ValueError(
-            f"parallel={config.parallel.name} is a layout already: leave it out to look for one"
+            f"parallel={config.parallel.name} is a layout already: leave it out, or "
+            "write parallel=none, to look for one"
         )
     _fit_model_keys(config, overrides)
     cluster = cluster_named(config.cluster, bool(config.calibrate))
