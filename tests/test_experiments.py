@@ -1,4 +1,4 @@
-"""Presets on the ranks of their own layouts, small; tests/test_conf.py makes a step of each on one."""
+"""Presets on the ranks of their own layouts, small; tests/test_conf.py trains each on one rank."""
 
 from __future__ import annotations
 
