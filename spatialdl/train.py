@@ -33,6 +33,8 @@ from spatialdl.comm.launch import (
     start_ranks,
 )
 from spatialdl.comm.world import start_world
+from spatialdl.configuring.help import print_help, wants_help
+from spatialdl.configuring.overrides import check_overrides
 from spatialdl.mesh import Placement
 from spatialdl.training import signals
 
@@ -55,8 +57,12 @@ def main() -> None:
     """Train, on as many ranks as the configuration asks for."""
     arguments = sys.argv[1:] = [rewritten(argument) for argument in sys.argv[1:]]
     info = launched()
+    if wants_help(arguments):
+        if info is None or info.rank == 0:
+            print_help("train")
+        return
     if info is None:
-        _run_alone()
+        _run_alone(arguments)
         return
     install_abort_hook()
     end_with_launcher()
@@ -70,13 +76,27 @@ def main() -> None:
             end_job(stop.code if isinstance(stop.code, int) else 1)
 
 
-def _run_alone() -> None:
+def _run_alone(arguments: Sequence[str]) -> None:
     try:
+        _check_words(get_args_parser().parse_args(arguments))
         _hydra_main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except OSError as error:  # Hydra cannot make the run directory
-        sys.exit(f"error: {describe_error(error)}")
+    except (ValueError, OSError) as error:  # or Hydra cannot make the run directory
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _check_words(flags: Namespace, command: str = "train") -> None:
+    """Refuse what no configuration knows.
+
+    Raises:
+        ValueError: if there is something.
+    """
+    elsewhere = flags.config_path is not None or flags.hydra_help or flags.shell_completion
+    if not elsewhere:
+        overrides, name, folder = flags.overrides, flags.config_name, flags.config_dir
+        check_overrides(overrides, command, name, folder, flags.multirun)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="train")
@@ -88,6 +108,10 @@ def _hydra_main(config: DictConfig) -> None:
     try:
         if config.parallel.name == "auto":
             config, overrides = _choose(config, overrides, run_dir)
+        if config.debug.name == "fakecomm":
+            if not _look(config, overrides):
+                sys.exit(1)
+            return
         placement = _plan(config)
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
@@ -104,10 +128,23 @@ def _hydra_main(config: DictConfig) -> None:
         sys.exit(1)
 
 
+def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
+    """Tell what the ranks would do, and whether they would do it."""
+    from spatialdl.training.debug.fakecomm import look
+
+    errors = []
+    try:
+        _plan(config)
+        _fit_model_keys(config, overrides)
+    except ValueError as error:
+        errors.append(describe_error(error))
+    return look(config, errors)
+
+
 def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     """What one of several ranks does: agree on configuration and run directory, then train."""
     flags = get_args_parser().parse_args(arguments)
-    if flags.help or flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
+    if flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
         if info.rank == 0:
             _hydra_main()
         return
@@ -116,8 +153,15 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
             f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
             "itself: leave the launcher out"
         )
+    if "hydra.output_subdir=null" not in flags.overrides:  # else the one that starts ranks has
+        _check_words(flags)
     composed = _compose(flags)
     config = _without_hydra(composed)
+    if config.debug.name == "fakecomm":
+        raise ValueError(
+            f"debug=fakecomm was started on {info.size} ranks, but tells in one process what "
+            "ranks would do: leave the launcher out"
+        )
     if config.parallel.name != "auto":
         placement = _plan(config)
         arithmetic = placement.describe().rpartition(" = ")[0]
