@@ -25,7 +25,7 @@ from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.models import ResNet, ResNetV2, UNet
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.train import BACKENDS, TRANSPORTS
+from spatialdl.training.checks import BACKENDS, TRANSPORTS
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.settings import open_sources

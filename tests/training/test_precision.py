@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from spatialdl import train
+from spatialdl.training import checks
 from spatialdl.training.precision import PRECISIONS, LossScaler, precision_of, set_arithmetic
 
 CPU = torch.device("cpu")
 
 
 def test_the_command_knows_all_precisions():
-    assert tuple(PRECISIONS) == train.PRECISIONS
+    assert tuple(PRECISIONS) == checks.PRECISIONS
 
 
 @pytest.mark.parametrize(
