@@ -20,7 +20,6 @@ from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 
 AUGMENTED = "raw, augmented"
 SETS: dict[str, Codec] = {"raw": "raw", "zstd": "zstd", "jpeg": "jpeg", AUGMENTED: "raw"}
-WORKERS = (0, 1, 2)
 WANTED_AT = "raw", 2
 UTILISATION = 0.98
 """What is wanted of `WANTED_AT`."""
@@ -33,7 +32,7 @@ def measure(options: argparse.Namespace, folder: Path, tick: Callable[[], object
     for codec in dict.fromkeys(SETS.values()):
         write_tiles(folder / codec, options.tile, options.steps * options.batch, codec)
     for name, codec in SETS.items():
-        for workers in WORKERS:
+        for workers in options.workers:
             more = ("--augment", _PRESET) if name == AUGMENTED else ()
             ends = run(folder / codec, options, workers, *more)
             found = utilisation(ends, options.compute, options.skip)

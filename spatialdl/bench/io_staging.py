@@ -14,8 +14,6 @@ STAGED, STAGING, SOURCE = "staged before", "staging meanwhile", "from the source
 WAYS = (STAGED, STAGING, SOURCE)
 TO_STAGED = 1.05
 """What an epoch of `STAGING` may take of one of `STAGED`."""
-SLOW = 50e6
-"""Bytes per second of the source."""
 WORKERS = 2
 
 
@@ -28,7 +26,7 @@ def measure(options: argparse.Namespace, folder: Path, tick: Callable[[], object
     for number, way in enumerate(WAYS):
         work, disk = folder / f"slow-{number}", folder / f"disk-{number}"
         work.mkdir()
-        server, slow = environment(source, SLOW, work)
+        server, slow = environment(source, options.rate * 1e6, work)
         stage = [] if way == SOURCE else ["--stage", str(disk)]
         waits = ["--staged"] if way == STAGED else []
         # a file server's files are read so
