@@ -127,8 +127,8 @@ def _tell_writing(result: dict[str, Any]) -> Iterator[str]:
 
 def _tell_memory(result: dict[str, Any]) -> Iterator[str]:
     found, box = result["memory"], io_memory.BOX
-    yield f"a box of {box} x {box} of an image of {found['side']} x {found['side']}: peak of"
-    yield f"{found['peak']:.0f} MB, {found['imports']:.0f} MB of them after the imports"
+    yield f"a box of {box} x {box} of an image of {found['side']} x {found['side']} pixels:"
+    yield f"{found['peak']:.0f} MB at the peak, {found['mb']:.0f} MB more than after the imports"
 
 
 _TOLD = {
@@ -202,6 +202,8 @@ def _draw_staging(result: dict[str, Any], panel: Any) -> None:
         ends, way = row["ends"], row["way"]
         label = f"{way}: {row['seconds']:.1f} s"
         panel.plot(ends, range(1, len(ends) + 1), color=_LINES[way], label=label)
+    panel.set_xlim(left=0)
+    panel.set_ylim(bottom=0)
     panel.set_xlabel("seconds", fontsize=9)
     panel.set_ylabel("steps done", fontsize=9)
     panel.legend(frameon=False, fontsize=8)
