@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
 from tqdm import tqdm
 
 from spatialdl.bench import io_feeding, io_memory, io_reading, io_staging, io_writing
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     result: dict[str, Any] = {
         "command": " ".join(["python -m spatialdl.bench io", *arguments]),
-        "machine": machine(),
+        "machine": f"{machine()}, HDF5 {h5py.version.hdf5_version}",
         "date": time.strftime("%Y-%m-%d"),
         "options": {**vars(options), "parts": list(options.parts)},
     }

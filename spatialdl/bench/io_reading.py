@@ -1,9 +1,10 @@
 """Boxes of one large image, from a raw shard and from what else there is.
 
 Windows of 1024 pixels lie anywhere; quarters are what each of 2 x 2 ranks reads of such an image
-of 1024 pixels. All ways take the same boxes in turns, in one process: from the page cache, in MB
-per CPU second, and windows from the disk, in MB per second of the clock, where the system drops
-pages when it is asked to.
+of 1024 pixels. All ways take the same boxes in turns, in one process: from the page cache, as writing
+has left it (files that were dropped and read again lie in smaller pieces there, and memory maps of
+them are a quarter slower), in MB per CPU second; and windows from the disk, in MB per second of the
+clock, where the system drops pages when it is asked to.
 """
 
 from __future__ import annotations
@@ -64,13 +65,11 @@ def measure(
     """Rates of all ways, their medians, and medians of their ratios, round by round."""
     write_all(draw_image(options.side), folder)
     rng = np.random.default_rng(1)
-    cold = _cold(options, folder, rng, tick)
     reads = {way: open_way(folder, options.side, way) for way in WAYS}
     check_same(reads)
-    for way in WAYS:  # all of it comes into the page cache
-        for path in files_of(folder, way):
-            path.read_bytes()
-    warm = _warm(options, reads, rng, tick)
+    warm = _warm(options, reads, rng, tick)  # the files have just been written
+    reads.clear()
+    cold = _cold(options, folder, rng, tick)
     return {
         "warm": {kind: _summarised(rates) for kind, rates in warm.items()},
         "cold": None if cold is None else _summarised(cold),
