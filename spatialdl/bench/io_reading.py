@@ -1,10 +1,10 @@
 """Boxes of one large image, from a raw shard and from what else there is.
 
 Windows of 1024 pixels lie anywhere; quarters are what each of 2 x 2 ranks reads of such an image
-of 1024 pixels. All ways take the same boxes in turns, in one process: from the page cache, as writing
-has left it (files that were dropped and read again lie in smaller pieces there, and memory maps of
-them are a quarter slower), in MB per CPU second; and windows from the disk, in MB per second of the
-clock, where the system drops pages when it is asked to.
+of 1024 pixels. All ways take the same boxes in turns, in one process: from the page cache, as
+writing has left it (files that were dropped and read again lie in smaller pieces there, and boxes
+of them take a third longer), in MB per CPU second; and windows from the disk, in MB per second of
+the clock, where the system drops pages when it is asked to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,11 @@ def test_what_failed_is_told_by_those_that_follow_and_in_the_end(tmp_path: Path)
 def test_nothing_is_written_after_an_abort(tmp_path: Path) -> None:
     settling = Settling()
     for number in range(3):
-        settling.add(shard(tmp_path, number))
+        file = shard(tmp_path, number)
+        file.h5["large"] = np.zeros(2_000_000)
+        settling.add(file)
     settling.abort()
+    assert not [one for one in threading.enumerate() if one.name.startswith("settling")]
     settled = {name for name in os.listdir(tmp_path) if name.endswith(".h5")}
     left = {name for name in os.listdir(tmp_path) if name.endswith(".tmp")}
     assert len(settled) + len(left) == 3
