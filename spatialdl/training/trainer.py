@@ -47,8 +47,6 @@ log = logging.getLogger("spatialdl.trainer")
 
 _NOT_FINITE = "step %d: the loss is %s: lower optimizer.lr? debug=detect_nan tells where it began"
 
-_NOT_FINITE = "step %d: the loss is %s: lower optimizer.lr? debug=detect_nan tells where it began"
-
 
 def run(config: DictConfig, run_dir: Path) -> None:
     """Train as `config` says; every rank of the world calls it.
