@@ -228,8 +228,8 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
 
 
 def rewritten(argument: str) -> str:
-    """Let a network of the user's have keys that the group's file does not know; short forms."""
-    if re.match(r"model\.[\w.]+=", argument):
+    """Let what is the user's own have keys that the group's file does not know; short forms."""
+    if re.match(r"(model|task\.loss)\.[\w.]+=", argument):
         return f"++{argument}"
     return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
 

@@ -228,19 +228,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     sides = result["sides"]
     figure = Figure(figsize=(8, 1.6 + 0.5 * len(sides)), dpi=150, layout="constrained")
-    panel = figure.subplots()
+    panel, ends = figure.subplots(), []
     for row, one in enumerate(sides.values()):
         panel.barh(row, one["total"], height=0.6, color="#1f5fa8", xerr=one["total_spread"])
         panel.plot(one["rounds"], [row] * len(one["rounds"]), "o", color="black", markersize=2.5)
-        end = max(*one["rounds"], one["total"] + one["total_spread"])
+        ends.append(max(*one["rounds"], one["total"] + one["total_spread"]))
         text = f"  {one['per_rank']:.3g} a rank"
-        if len(sides) > 1:
+        if row > 0:
             text += f", {one['ratio']:.2f} times the first"
-        panel.text(end, row, text, va="center", fontsize=8)
+        panel.text(ends[-1], row, text, va="center", fontsize=8)
     names = [f"{name}, {one['ranks']} rank(s)" for name, one in sides.items()]
     panel.set_yticks(range(len(sides)), names, fontsize=8)
     panel.invert_yaxis()
-    panel.set_xlim(0, 1.6 * max(max(one["rounds"]) for one in sides.values()))
+    panel.set_xlim(0, 1.5 * max(ends))
     panel.set_xlabel(f"images a second of all ranks; bars: {SPREAD} standard deviations")
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -27,6 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.configuring.keys import chosen_by_default, file_of, groups, keys_of
 
+OWN = ("task.loss",)
+"""Holds a name or nothing, until a user names something of theirs by ``_target_``."""
+
 
 def check_overrides(
     overrides: Sequence[str],
@@ -134,7 +137,7 @@ class _Check:
                 raise ValueError(f"+{key}: {key} is there already, leave the + out")
             return
         for path in _paths(key):
-            if _is_open(config, path):
+            if _is_open(config, path) or path in OWN:
                 self._check_taken(one, path, config)
                 return
         group = key.partition(".")[0]
@@ -156,14 +159,22 @@ class _Check:
         Networks of the user's own take whatever the user hands them.
         """
         node = OmegaConf.select(config, path, throw_on_missing=False)
-        target = self._target(path) or str(node._target_)
+        target = self._target(path) or (node._target_ if _is_open(config, path) else None)
+        if target is None:
+            raise ValueError(
+                f"{one.key_or_group} is an argument of what is named by {path}._target_: name it, "
+                f"{path}._target_=package.Class"
+            )
+        target = str(target)
+        if one.key_or_group == f"{path}._target_":
+            return
         if path == "model" and not target.startswith("spatialdl."):
             return
         name = one.key_or_group.removeprefix(f"{path}.").partition(".")[0]
         taken = _arguments(target)
         if taken is None and (one.is_add() or one.is_force_add()):
             return
-        known = [*map(str, node), *(taken or ())]
+        known = [*map(str, node if isinstance(node, DictConfig) else ()), *(taken or ())]
         if taken is not None and name not in taken:
             near = _perhaps(name, [word for word in known if word != "_target_"], f"{path}.")
             raise ValueError(f"{path}.{name} is unknown to {target}{near}; {self._all}")
