@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra import compose, initialize_config_module
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -34,7 +33,7 @@ from spatialdl.comm.launch import (
 )
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
-from spatialdl.configuring.overrides import check_overrides
+from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.training import signals
 from spatialdl.training.checks import check_config
 
@@ -69,7 +68,7 @@ def main() -> None:
 
 def _run_alone(arguments: Sequence[str]) -> None:
     try:
-        _check_words(get_args_parser().parse_args(arguments))
+        _check_words(flags_of(arguments))
         _hydra_main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
@@ -134,7 +133,7 @@ def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
 
 def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     """What one of several ranks does: agree on configuration and run directory, then train."""
-    flags = get_args_parser().parse_args(arguments)
+    flags = flags_of(arguments)
     if flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
         if info.rank == 0:
             _hydra_main()
@@ -228,8 +227,8 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
 
 
 def rewritten(argument: str) -> str:
-    """Let a network of the user's have keys that the group's file does not know; short forms."""
-    if re.match(r"model\.[\w.]+=", argument):
+    """Let what is the user's own have keys that the group's file does not know; short forms."""
+    if re.match(r"(model|task\.loss)\.[\w.]+=", argument):
         return f"++{argument}"
     return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
 

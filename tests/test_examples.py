@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from spatialdl.comm.launch import mpiexec_command
 
@@ -23,7 +25,7 @@ def run(folder: Path, *command: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,3 +56,47 @@ def test_a_data_set_of_ones_own(tmp_path):
     assert "11 epochs of it: augmented.png" in out
     with Image.open(tmp_path / "augmented.png") as sheet:
         assert sheet.size == (6 * 76 - 4, 2 * 68 - 4)
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "custom_loss.py"))
+    rows = out.splitlines()[-4:]
+    losses, *_, differences = zip(*(map(float, row.split()[1:]) for row in rows), strict=True)
+    assert all(0 < loss < 1 for loss in losses)
+    assert len(set(losses)) == 4
+    assert max(differences) < 1e-13
+    ranks = [
+        json.loads(Path(tmp_path, "own_loss", p, "summary.json").read_text())
+        for p in ("none", "sp")
+    ]
+    assert [one["world_size"] for one in ranks] == [1, 2]
+
+
+def test_a_network_is_fine_tuned(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "finetuning.py"))
+    assert "fc.weight is new, 2x64; the file has 5x64" in out
+    assert float(out.splitlines()[-1].split()[1].rstrip("%")) > 60
+    again = ["ckpt_path=finetuning/second", "out=tuned.safetensors"]
+    run(tmp_path, sys.executable, "-m", "spatialdl.export", *again)
+    before = load_file(tmp_path / "finetuning" / "pretrained.safetensors")
+    after = load_file(tmp_path / "tuned.safetensors")
+    frozen = ("conv1.", "bn1.", "layer1.")
+    assert all(after[name].equal(before[name]) for name in before if name.startswith(frozen))
+    assert not after["layer4.1.conv2.weight"].equal(before["layer4.1.conv2.weight"])
+    assert (len(before["fc.bias"]), len(after["fc.bias"])) == (5, 2)
+
+
+def test_every_pixel_gets_a_class(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "segmentation.py"))
+    dice = {
+        line.split()[2]: float(line.split()[3]) for line in out.splitlines() if "Dice of" in line
+    }
+    assert list(dice) == ["ground", "round", "square"]
+    assert min(dice.values()) > 0.6
+    with Image.open(tmp_path / "cells" / "overlay.png") as sheet:
+        assert sheet.size == (3 * 56, 4 * 64)
+        shown = np.asarray(sheet.convert("RGB"), np.int16)
+    image, marked, predicted = np.split(shown, 3, axis=1)
+    covered = (marked != image).any(2)
+    assert 0.05 < covered.mean() < 0.5
+    assert (marked == predicted)[covered].mean() > 0.6

@@ -5,7 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import backend, halo, io, memory, pipeline, plan, scaling, spatial, tiling
+from spatialdl.bench import (
+    backend,
+    halo,
+    io,
+    memory,
+    pipeline,
+    plan,
+    scaling,
+    spatial,
+    synthetic,
+    tiling,
+)
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
@@ -16,6 +27,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "plan": plan.main,
     "scaling": scaling.main,
     "spatial": spatial.main,
+    "synthetic": synthetic.main,
     "tiling": tiling.main,
 }
 

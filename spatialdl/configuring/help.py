@@ -66,7 +66,8 @@ def help_lines(command: str) -> Iterator[str]:
     yield ""
     yield from wrap(
         "Any argument of a network or an optimizer is a key, too: model.KEY=VALUE for a network "
-        "of yours (model._target_=package.Class), +optimizer.KEY=VALUE for PyTorch's.",
+        "of yours (model._target_=package.Class), task.loss.KEY=VALUE for a loss of yours "
+        "(task.loss._target_=package.Loss), +optimizer.KEY=VALUE for PyTorch's.",
         WIDTH,
     )
 
