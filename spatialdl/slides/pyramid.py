@@ -130,7 +130,7 @@ def _encoded(rows: Bytes) -> Iterator[bytes]:
         for col in range(0, width, TILE):
             tile = np.ascontiguousarray(padded[row : row + TILE, col : col + TILE])
             if tile.ndim == 2:
-                yield zlib.compress(tile, _EFFORT)
+                yield zlib.compress(tile.tobytes(), _EFFORT)
                 continue
             yield bytes(
                 imagecodecs.jpeg8_encode(
