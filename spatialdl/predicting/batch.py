@@ -21,7 +21,7 @@ from spatialdl.predicting.cutting import Cutting, cutting_of
 from spatialdl.predicting.inputs import Input, SlideImages, shard_inputs, slide_input
 from spatialdl.predicting.records import Record, key_of
 from spatialdl.predicting.report import Report, table
-from spatialdl.predicting.results import save_maps
+from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import Outcome, Runner
 from spatialdl.predicting.tables import save_tables
 from spatialdl.predicting.trained import Trained, find_trained
@@ -137,7 +137,8 @@ class _Batch:
                 if isinstance(given.source, SlideImages):
                     given.source.close()
         if problem is not None:
-            log.warning("%s", problem)
+            if self._world.rank == 0:
+                log.warning("%s", problem)
             self._reports.append(Report(todo.name, problem=problem))
         elif record is not None:
             self._records.append(record)
@@ -148,9 +149,8 @@ class _Batch:
         outcome = self._runner.run(given)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
-            files = save_maps(
-                self._run_dir, given, outcome, self._trained, self._shown, self._world
-            )
+            maps = Maps(self._run_dir, given, self._trained, self._shown, self._world)
+            files = maps.save(outcome)
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files)
