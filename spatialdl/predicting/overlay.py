@@ -42,7 +42,7 @@ def save_overlay(
 
     drawn = dict(list(maps.items())[:MOST])
     panels = len(drawn) + (thumbnail is not None)
-    cols = min(panels, 3)
+    cols = 2 if panels == 4 else min(panels, 3)
     rows = ceil(panels / cols)
     high = min(_MOST_INCHES, max(1.2, _PANEL_INCHES * extent[0] / extent[1]))
     size = (_PANEL_INCHES * cols + 0.9, (high + 0.35) * rows + 0.5)
