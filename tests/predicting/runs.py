@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,20 @@ NETWORK = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
 MAPS = ["model=unet", "++model.depth=2", "++model.width=3"]
 
 
-def train(run_dir: Path, *overrides: str) -> Path:
+SYNTHETIC = (
+    *("data.image_size=[32,32]", "data.num_classes=3", "data.batch_size=4"),
+    *("data.samples=8", "data.validation_samples=0"),
+)
+
+
+def train(run_dir: Path, *overrides: str, data: Sequence[str] = SYNTHETIC) -> Path:
     """Two steps in float64, in this process; the run directory."""
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
             [
-                *("data.image_size=[32,32]", "data.num_classes=3", "data.batch_size=4"),
-                *("data.samples=8", "data.validation_samples=0", "trainer.max_steps=2"),
                 *("trainer.precision=float64", "device=cpu", "optimizer.lr=0.1"),
-                *overrides,
+                *("trainer.max_steps=2", *data, *overrides),
             ],
         )
     Trainer(config, Alone()).fit(run_dir)
