@@ -87,6 +87,12 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
         check_config(compose("train", overrides))
 
 
+@pytest.mark.parametrize("words", commands("spatialdl.predict"), ids=" ".join)
+def test_a_predicting_command_is_understood(words):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        compose("predict", words[1:])
+
+
 def test_there_are_commands():
     assert len(commands("spatialdl.train")) >= 6
     assert len(commands("mpiexec")) >= 3

@@ -23,6 +23,7 @@ class Cutting:
 
     Attributes:
         tile_size: rows and columns of a tile.
+        view: rows and columns that the network sees, in the middle of a tile.
         wanted: resolution of the images.
         whole: whether a slide's tissue is one image.
         filters: names and limits of those that drop tiles, see `slides.cutting.filters`.
@@ -30,6 +31,7 @@ class Cutting:
     """
 
     tile_size: int
+    view: tuple[int, int]
     wanted: Wanted
     whole: bool
     overlap: int = 0
@@ -74,8 +76,11 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
             "whole=false cuts tiles, but the checkpoint's network tells a class for every pixel, "
             "which has no seams on the whole tissue: leave it out"
         )
+    tile_size = _tile_size(config, trained, whole)
+    as_trained = config.tile_size is None and not whole
     found = Cutting(
-        _tile_size(config, trained, whole),
+        tile_size,
+        trained.image_size if as_trained else (tile_size, tile_size),
         _resolution(config, before),
         whole,
         overlap=int(_either(config.overlap, before.get("overlap"), 0)),

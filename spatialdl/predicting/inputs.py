@@ -32,7 +32,7 @@ class Input:
     Attributes:
         name: of the slide.
         source: the images.
-        size: (rows, columns) of each.
+        size: (rows, columns) that the network sees, in the middle of each.
         places: level-0 (x, y) of their top-left corners.
         span: level-0 (rows, columns) of each; None where nobody knows.
         extent: level-0 (rows, columns) of the slide; None where nobody knows.
@@ -167,7 +167,7 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
         return Input(
             name,
             source,
-            size,
+            size if cutting.whole else cutting.view,
             places,
             (size[0] * scale, size[1] * scale),
             slide.size,

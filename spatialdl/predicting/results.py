@@ -93,11 +93,12 @@ class Maps:
     def _save_tiles(self, outcome: Outcome) -> None:
         given, classes = self._given, self._trained.classes
         assert outcome.values is not None
-        assert given.span is not None
         values = outcome.values.numpy()
         kept = list(outcome.kept)
         places = np.asarray(given.places, np.int64)[kept]
-        found = self._tile_map(places, values[:, :, None, None])
+        assert given.span is not None
+        assert given.extent is not None
+        found = TileMap(places, given.span, given.extent, values[:, :, None, None])
         means = self._tiffs(found, found.scale, (0.0, 1.0), "", "probability")
         self._picture("heatmap", means, "probability", (0.0, 1.0))
         if given.slide is not None:
@@ -107,13 +108,16 @@ class Maps:
         if outcome.activation is not None:
             self._save_activation(places, outcome.activation[kept])
 
-    def _tile_map(self, places: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> TileMap:
-        assert self._given.span is not None
-        assert self._given.extent is not None
-        return TileMap(places, self._given.span, self._given.extent, values)
-
     def _save_activation(self, places: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        found = self._tile_map(places, values)
+        given = self._given
+        assert given.span is not None
+        assert given.extent is not None
+        # the network sees the middle of a tile, or a tile and what lies around it
+        shares = np.divide(given.size, given.source.image_size(0))
+        height, width = np.asarray(given.span) * shares
+        inset = np.rint((np.asarray(given.span) - (height, width)) / 2).astype(np.int64)
+        seen = float(height), float(width)
+        found = TileMap(places + inset[::-1], seen, given.extent, values)
         most = float(values[:, list(self._shown)].max())
         limits = (0.0, most if most > 0 else 1.0)
         means = self._tiffs(found, found.scale, limits, "-activation", "activation")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.batches import Slice
 from spatialdl.data.views import Views
-from spatialdl.errors import SlideError
+from spatialdl.errors import CheckpointError, SlideError
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.activation import Activations
 from spatialdl.predicting.inputs import Input
@@ -70,15 +70,20 @@ class Runner:
         """Predict all images of a slide.
 
         Raises:
-            SlideError: none of them can be read.
-            ValueError: the network does not take them.
+            SlideError: none of them can be read, or the network does not take them.
+            ValueError: it does not do what is asked of it.
         """
         if given.source.channels != self._trained.channels:
             raise ValueError(
                 f"{given.name} has {given.source.channels} channels, the network was trained on "
                 f"{self._trained.channels}"
             )
-        pipeline = self._network.pipeline(given.size)
+        try:
+            pipeline = self._network.pipeline(given.size)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # the same on all ranks
+            raise SlideError(f"{given.name}: {error}") from error
         feed = Feed(
             OmegaConf.create({"workers": 0, "prefetch": 2}),
             Views(given.source, given.size, self._trained.background),
