@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.comm.abort import describe_error
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
-from spatialdl.train import _check_words, _fit_model_keys, rewritten
+from spatialdl.starting import check_words
+from spatialdl.train import _fit_model_keys, rewritten
 
 if TYPE_CHECKING:
     from spatialdl.planning.search import Row
@@ -35,7 +36,7 @@ def main() -> None:
         print_help("plan")
         return
     try:
-        _check_words(flags_of(sys.argv[1:], "plan"), "plan")
+        check_words(flags_of(sys.argv[1:], "plan"), "plan")
         _hydra_main()
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.slides.reading.reader import Slide
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -100,3 +102,21 @@ def test_every_pixel_gets_a_class(tmp_path):
     covered = (marked != image).any(2)
     assert 0.05 < covered.mean() < 0.5
     assert (marked == predicted)[covered].mean() > 0.6
+
+
+def test_predictions_for_qupath(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "predict_to_qupath.py"), "--out", "q")
+    named = [Path(line.split()[0]) for line in out.partition("in QuPath:")[2].splitlines()[1:]]
+    files = [path for path in named if path.suffix in (".geojson", ".tif")]
+    assert len(files) == 5
+    assert all((tmp_path / path).is_file() for path in files)
+    with (tmp_path / "q" / "predicted" / "predictions.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    # most tiles are told as their mean colour says
+    with Slide(tmp_path / "q" / "slide.tiff") as slide:
+        found = [
+            (pixels[..., 0].mean() < pixels[..., 2].mean() + 3) == (row["predicted"] == "gland")
+            for row in rows
+            for pixels in [slide.read_scaled(int(row["x"]), int(row["y"]), (64, 64), 1.0)]
+        ]
+    assert sum(found) > 0.8 * len(rows) > 300

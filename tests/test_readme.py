@@ -144,6 +144,12 @@ def test_every_key_that_is_named_is_one():
     assert sorted(named - known - own) == []
 
 
+@pytest.mark.parametrize("words", commands("spatialdl.predict"), ids=" ".join)
+def test_a_predicting_command_is_understood(words):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        compose("predict", words[1:])
+
+
 def test_there_are_commands():
     assert len(commands("spatialdl.train")) >= 6
     assert len(commands("mpiexec")) >= 3

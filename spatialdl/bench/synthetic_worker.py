@@ -23,7 +23,7 @@ from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
 from spatialdl.comm.world import start_world
-from spatialdl.train import _choose_gpu
+from spatialdl.starting import choose_gpu
 from spatialdl.training.network import peak_memory_mb
 from spatialdl.training.trainer import Trainer
 
@@ -42,7 +42,7 @@ def main() -> None:
     OmegaConf.set_struct(config, True)
     info = launched()
     if info is not None:
-        _choose_gpu(config, info)
+        choose_gpu(config, info)
     world = start_world(str(config.comm.transport))
     found = measure(config, options, world)
     if world.rank == 0:

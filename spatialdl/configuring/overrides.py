@@ -77,8 +77,8 @@ def check_overrides(
     """Refuse keys, groups and choices that there are not.
 
     Args:
-        overrides: as ``spatialdl.train`` and ``spatialdl.plan`` take them; also those of a sweep.
-        command: "train" or "plan".
+        overrides: as the command takes them; also those of a sweep.
+        command: "train", "plan" or "predict".
         config_name: of the user's own main file, if there is one.
         config_dir: of configurations of the user's own.
         multirun: whether values with commas are those of a sweep.
