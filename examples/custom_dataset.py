@@ -2,13 +2,14 @@
 
     python examples/custom_dataset.py
 
-Anything that is a numpy array of bytes can be written: here, wide and narrow stripes under noise.
-It is read back by boxes, so no rank holds a whole image.
+Any numpy array of uint8, uint16 or floats can be written: here, wide and narrow stripes under
+noise. It is read back by boxes, so no rank holds a whole image.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def main() -> None:
                 label = list(STRIPES)[number % len(STRIPES)]
                 writer.add(picture(STRIPES[label], rng), label=label, split=split)
     print(f"wrote {len(writer)} images to {writer.path}", flush=True)
+    shutil.rmtree(out / "run", ignore_errors=True)  # or an earlier run would be in the way
     command = [
         *(sys.executable, "-m", "spatialdl.train", "parallel=sp", "model.width=8"),
         *("data=shards", f"data.path={out / 'set'}", "trainer.max_epochs=4"),

@@ -17,3 +17,7 @@ class SlideError(ValueError):
 
 class ShardError(ValueError):
     """A data set folder or one of its shards is missing, damaged or of another kind."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or of another run."""

@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.comm.abort import describe_error
 from spatialdl.planning.drawing import draw_layout, draw_timeline
 from spatialdl.planning.search import Row, search
-from spatialdl.planning.setup import cluster_named, job_of
+from spatialdl.planning.setup import cluster_named, job_of, planned_type
 from spatialdl.planning.table import limit, table
-from spatialdl.train import _fit_model_keys, _open_model
+from spatialdl.train import _fit_model_keys, rewritten
 
 log = logging.getLogger("spatialdl.plan")
 
@@ -28,7 +28,7 @@ log = logging.getLogger("spatialdl.plan")
 def main() -> None:
     """Plan, as the command line says."""
     flags = {"--calibrate": "calibrate=true"}
-    sys.argv[1:] = [flags.get(one, _open_model(one)) for one in sys.argv[1:]]
+    sys.argv[1:] = [flags.get(one, rewritten(one)) for one in sys.argv[1:]]
     try:
         _hydra_main()
     except KeyboardInterrupt:
@@ -59,6 +59,7 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
             f"parallel={config.parallel.name} is a layout already: leave it out to look for one"
         )
     _fit_model_keys(config, overrides)
+    planned_type(config)
     cluster = cluster_named(config.cluster, bool(config.calibrate))
     job = job_of(config, cluster)
     memory = limit(config.device_memory_gb, cluster, config.world)

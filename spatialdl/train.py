@@ -34,13 +34,16 @@ from spatialdl.comm.launch import (
 )
 from spatialdl.comm.world import start_world
 from spatialdl.mesh import Placement
+from spatialdl.training import signals
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
 
-PRECISIONS = ("float32", "float64")
+PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
+SWITCHES = ("tf32", "channels_last", "deterministic")
+OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICES = ("auto", "cpu", "cuda")
-TASKS = ("classification", "segmentation")
+TASKS = ("classification", "multilabel", "regression", "segmentation")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 BACKENDS = (None, "mpi4py", "gloo", "nccl")
@@ -50,13 +53,14 @@ log = logging.getLogger("spatialdl.train")
 
 def main() -> None:
     """Train, on as many ranks as the configuration asks for."""
-    arguments = sys.argv[1:] = [_open_model(argument) for argument in sys.argv[1:]]
+    arguments = sys.argv[1:] = [rewritten(argument) for argument in sys.argv[1:]]
     info = launched()
     if info is None:
         _run_alone()
         return
     install_abort_hook()
     end_with_launcher()
+    signals.install()
     try:
         _run_rank(info, arguments)
     except SystemExit as stop:
@@ -87,12 +91,12 @@ def _hydra_main(config: DictConfig) -> None:
         placement = _plan(config)
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
-            code = start_ranks(
-                placement.world_size, "spatialdl.train", [*_sources(), *overrides, *_into(run_dir)]
-            )
+            arguments = [*_sources(), *overrides, *_into(run_dir)]
+            code = start_ranks(placement.world_size, "spatialdl.train", arguments, stops=True)
             if code:
                 sys.exit(code)
         else:
+            signals.install()
             start_world()
             _train(config, overrides, run_dir)
     except Exception as error:
@@ -204,7 +208,7 @@ def _plan(config: DictConfig) -> Placement:
     choices = {
         "trainer.precision": PRECISIONS,
         "device": DEVICES,
-        "task": TASKS,
+        "task.name": TASKS,
         "comm.transport": TRANSPORTS,
         "comm.backend": BACKENDS,
         "parallel.balance": BALANCES,
@@ -215,26 +219,54 @@ def _plan(config: DictConfig) -> Placement:
             names = ", ".join("null" if one is None else one for one in known)
             raise ValueError(f"{key}={value} is not supported: take one of {names}")
     placement = placement_of(config.parallel)
-    schedule_of(config.parallel, placement)
-    local = max(placement.batch, default=1)
-    check_batch(config.data.batch_size, config.parallel.microbatches, placement.data, local)
-    check_task(config.task, placement)
+    accumulate = _check_trainer(config)
+    schedule = schedule_of(config.parallel, placement, accumulate)
+    local, batch = max(placement.batch, default=1), config.data.batch_size
+    if isinstance(batch, int):
+        batch *= accumulate
+    check_batch(batch, schedule.microbatches, placement.data, local)
+    check_task(config.task.name, placement)
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
-    clip = config.trainer.clip_norm
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
     if config.data.name == "shards" and not Path(config.data.path).is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
-    every = config.trainer.validate_every
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise ValueError(f"trainer.validate_every={every} must be at least 1 step, or null")
+    targets = config.data.get("targets")
+    if targets is not None and not Path(targets).expanduser().is_file():
+        raise ValueError(f"data.targets={targets} is no file")
     return placement
 
 
-def _open_model(argument: str) -> str:
-    """Let a network of the user's have keys that the group's file does not know."""
-    return f"++{argument}" if re.match(r"model\.[\w.]+=", argument) else argument
+def _check_trainer(config: DictConfig) -> int:
+    """Batches that a step accumulates, after a look at the trainer's other settings."""
+    from spatialdl.training.checkpoints.settings import check_settings
+
+    settings = config.trainer
+    for key in SWITCHES:
+        if not isinstance(settings[key], bool):
+            raise ValueError(f"trainer.{key}={settings[key]} must be true or false")
+    check_settings(settings)
+    clip, decay = settings.clip_norm, settings.ema
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
+    if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
+        raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
+    accumulate = settings.accumulate
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"trainer.accumulate={accumulate} must be at least 1 batch")
+    optimizer = str(config.optimizer["_target_"])
+    if config.parallel.shard_state and optimizer.endswith(OF_WHOLE_WEIGHTS):
+        raise ValueError(
+            f"optimizer._target_={optimizer} needs the norms of whole weights, but "
+            "parallel.shard_state=true leaves a part of each on a rank: take sgd or adamw"
+        )
+    return int(accumulate)
+
+
+def rewritten(argument: str) -> str:
+    """Let a network of the user's have keys that the group's file does not know; short forms."""
+    if re.match(r"model\.[\w.]+=", argument):
+        return f"++{argument}"
+    return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
 
 
 def _fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:

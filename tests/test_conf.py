@@ -11,8 +11,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.models import ResNet, ResNetV2, UNet
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.tasks import task_of
 
 CONF = Path(str(files("spatialdl.conf")))
 RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} | {
@@ -34,9 +36,11 @@ def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
     assert options("cluster") == ["infiniband", "nvlink_node", "this_machine"]
     assert options("model") == ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet"]
+    assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
     assert options("data") == ["shards", "synthetic"]
-    assert options("optimizer") == ["adamw", "sgd"]
-    assert options("scheduler") == ["constant", "cosine"]
+    assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
+    rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
+    assert options("scheduler") == rules
 
 
 @pytest.mark.parametrize("model", options("model"))
@@ -45,15 +49,24 @@ def test_every_model_takes_classes_and_channels_from_the_data(model):
     cfg = config(f"model={model}", "data.num_classes=4", "data.channels=1", *small)
     network = instantiate(cfg.model).eval()
     assert isinstance(network, nn.Sequential | ResNet | ResNetV2 | UNet)
-    pixels = (16, 16) if cfg.task == "segmentation" else ()
+    pixels = (16, 16) if cfg.task.name == "segmentation" else ()
     assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 4, *pixels)
 
 
 def test_a_u_net_segments_unless_told_otherwise():
-    assert config().task == "classification"
-    assert config("model=unet").task == "segmentation"
-    assert config("model=unet", "task=classification").task == "classification"
-    assert config("task=segmentation").task == "segmentation"
+    assert config().task.name == "classification"
+    assert config("model=unet").task.name == "segmentation"
+    assert config("model=unet", "task=classification").task.name == "classification"
+    assert config("task=segmentation").task.name == "segmentation"
+
+
+@pytest.mark.parametrize("task", options("task"))
+def test_every_task_can_be_made_and_leaves_its_extras_off(task):
+    settings = config(f"task={task}").task
+    made = task_of(settings, 3, SyntheticDataset(3, (8, 8), 3))
+    assert made.name == settings.name == task
+    assert made.mixup == settings.get("label_smoothing", 0) == settings.get("dice", 0) == 0
+    assert settings.get("class_weights") is settings.get("pos_weight") is None
 
 
 @pytest.mark.parametrize("scheduler", options("scheduler"))
@@ -67,8 +80,12 @@ def test_every_optimizer_and_scheduler_can_be_made(optimizer, scheduler):
         rates.append(made.param_groups[0]["lr"])
         made.step()
         rule.step()
-    assert rates[0] == cfg.optimizer.lr
-    assert (rates[-1] < rates[0]) == (scheduler == "cosine")
+    highest = cfg.optimizer.lr
+    if scheduler == "one_cycle":  # of which the peak lies between two steps
+        assert highest / 2 < max(rates) < highest
+    else:
+        assert max(rates) == rates[0] == highest
+    assert (rates[-1] < max(rates)) == (scheduler != "constant")
 
 
 @pytest.mark.parametrize(("parallel", "ranks"), RANKS.items())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from spatialdl.comm.launch import mpiexec_command
 
@@ -46,3 +47,10 @@ def test_a_data_set_of_ones_own(tmp_path):
     summary = json.loads((tmp_path / "stripes" / "run" / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["validation"][-1]["accuracy"] > 0.5
+    keys = ("data/augment=light", "data.image_size=[48,72]")
+    out = run(
+        tmp_path, sys.executable, str(EXAMPLES / "show_augmentation.py"), "stripes/set", *keys
+    )
+    assert "11 epochs of it: augmented.png" in out
+    with Image.open(tmp_path / "augmented.png") as sheet:
+        assert sheet.size == (6 * 76 - 4, 2 * 68 - 4)

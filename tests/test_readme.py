@@ -80,7 +80,8 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("tiles", "my_set"):  # which the commands before it have written
         (tmp_path / folder).mkdir()
-    overrides = [train._open_model(word) for word in words[1:] if not word.startswith("-")]
+    (tmp_path / "receptors.csv").touch()
+    overrides = [train.rewritten(word) for word in words[1:] if not word.startswith("-")]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         train._plan(compose("train", overrides))
 
@@ -90,12 +91,12 @@ def test_there_are_commands():
     assert len(commands("mpiexec")) >= 3
 
 
-@pytest.mark.parametrize("group", ["parallel", "model", "optimizer", "data"])
+@pytest.mark.parametrize("group", ["parallel", "model", "optimizer", "data", "task"])
 def test_every_choice_that_is_named_has_a_file_and_the_other_way_round(group):
     named = set(re.findall(rf"(?<![\w.]){group}=([\w+]+)", README))
     there = {path.stem for path in (CONF / group).glob("*.yaml")}
     assert named <= there
-    if group in ("parallel", "model", "optimizer"):
+    if group in ("parallel", "model", "optimizer", "task"):
         assert named == there
 
 

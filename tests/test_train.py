@@ -81,7 +81,7 @@ def inside(tmp_path, monkeypatch, capsys):
     trainer.run = lambda config, run_dir: calls.append((config, run_dir))
     monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
     monkeypatch.setattr("spatialdl.training.trainer", trainer, raising=False)
-    monkeypatch.setattr(train, "start_ranks", lambda *call: calls.append(call) or 0)
+    monkeypatch.setattr(train, "start_ranks", lambda *call, stops: calls.append(call) or 0)
     monkeypatch.setattr(train, "launched", lambda: None)  # whoever started the tests
     handlers, level = logging.root.handlers[:], logging.root.level
 
@@ -136,7 +136,7 @@ def test_a_sweep_starts_the_ranks_of_each_job(inside, tmp_path):
 
 
 def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
-    monkeypatch.setattr(train, "start_ranks", lambda *_: 137)
+    monkeypatch.setattr(train, "start_ranks", lambda *_, **__: 137)
     assert inside("parallel=dp")[0] == 137
 
 
@@ -147,8 +147,8 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["data.bach_size=3"], "Could not override 'data.bach_size'"),
         (["data=shards"], "error: data.path has no value: add data.path=..."),
         (
-            ["trainer.precision=bf16-mixed"],
-            "error: trainer.precision=bf16-mixed is not supported: take one of float32, float64",
+            ["trainer.precision=float16"],
+            "error: trainer.precision=float16 is not supported: take one of float32, float64, bf16",
         ),
         (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
         (
@@ -156,6 +156,18 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             "error: data.path=nowhere is no folder: write one by spatialdl-tile",
         ),
         (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
+        (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),
+        (["trainer.accumulate=2", "data.batch_size=ten"], "data.batch_size=ten cannot be cut into"),
+        (["trainer.ema=1"], "error: trainer.ema=1 must be at least 0 and below 1, or null"),
+        (["trainer.tf32=high"], "error: trainer.tf32=high must be true or false"),
+        (
+            ["optimizer=lars", "parallel=dp", "parallel.shard_state=true"],
+            "LARS needs the norms of whole weights, but parallel.shard_state=true",
+        ),
+        (
+            ["parallel=auto", "parallel.world=2", "trainer.precision=bf16-mixed"],
+            "plan with float32",
+        ),
         (["data.batch_size=ten"], "error: data.batch_size=ten cannot be cut into"),
         (["comm.backend=mpi"], "comm.backend=mpi is not supported: take one of null, mpi4py, gloo"),
         (["parallel.data=0"], "error: parallel.data is a whole number of at least 1, got 0"),

@@ -143,7 +143,11 @@ def _trained(overrides: Sequence[str], job: Job, steps: int) -> dict[str, Any]:
     given = [f"data.samples={job.batch * steps}", "data.validation_samples=0", "device=cpu"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run")
-        given += [f"trainer.max_steps={steps}", f"hydra.run.dir={path}"]
+        given += [
+            f"trainer.max_steps={steps}",
+            f"hydra.run.dir={path}",
+            "trainer.checkpoint.keep=0",
+        ]
         command = [sys.executable, "-m", "spatialdl.train", *overrides, *given]
         run(command, dict(os.environ))
         summary = json.loads((path / "summary.json").read_text())

@@ -37,7 +37,8 @@ def describe_error(error: BaseException) -> str:
     """
     if isinstance(error, USER_MISTAKES) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         text = str(error).partition("\nConfig search path:")[0]
-        return " ".join(text.split()) or type(error).__name__
+        words = " ".join([text, *getattr(error, "__notes__", ())]).split()
+        return " ".join(words) or type(error).__name__
     return "".join(traceback.format_exception(error)).rstrip()
 
 

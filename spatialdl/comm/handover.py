@@ -126,7 +126,16 @@ class Handover:
         return self._plans[what]
 
     def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
-        """Sender, forward: start to send this rank's tile; returns at once."""
+        """Sender, forward: start to send this rank's tile; returns at once.
+
+        Raises:
+            TypeError: if it is of another type than the receiver waits for.
+        """
+        if tile.dtype != what.dtype:
+            raise TypeError(
+                f"a stage gives {tile.dtype} of {tuple(tile.shape)}, but the next one waits for "
+                f"{what.dtype}: the type must not depend on data or on training"
+            )
         plan, tile = self._plan(what), _as_boxed(tile.detach(), what)
         for piece in plan.sends:
             self._send(view_of(tile, plan.own, piece.box), piece.peer, microbatch, "forward")

@@ -148,7 +148,7 @@ def check_mpi_world(size: int, environment: Mapping[str, str] | None = None) -> 
     raise ValueError(found + advice)
 
 
-def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
+def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: bool = False) -> int:
     """Run ``python -m module arguments...`` on several ranks and wait for them.
 
     By ``srun`` inside a Slurm allocation, else by the ``mpiexec`` beside this Python, else by the
@@ -158,6 +158,8 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
         world_size: number of ranks.
         module: the module to run.
         arguments: its command line.
+        stops: whether the ranks end well by themselves after SIGUSR1, which launchers pass on to
+            them; for SIGTERM and Ctrl-C mpiexec would kill them. A second signal ends them.
 
     Returns:
         The exit code of the job: 0 only if all ranks ended well.
@@ -178,7 +180,7 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
         if sys.stderr.isatty():  # not under srun, which passes on whole lines only
             environment[TERMINAL] = "1"
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
-    return _supervise([*launcher, sys.executable, "-m", module, *arguments], environment)
+    return _supervise([*launcher, sys.executable, "-m", module, *arguments], environment, stops)
 
 
 def end_with_launcher() -> None:
@@ -255,13 +257,17 @@ def _answer(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def _supervise(command: Sequence[str], environment: Mapping[str, str], stops: bool = False) -> int:
     """Run a launcher, hand every signal on to it, and leave nothing of it behind."""
     child: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
+        if stops and number in _ENDING and not any(one in _ENDING for one in received):
+            received.append(number)
+            number = signal.SIGUSR1
+        else:
+            received.append(number)
         if child is not None:
             _tell(child, number)
 
@@ -276,13 +282,13 @@ def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
             preexec_fn=_end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (one system call)
         )
         for number in received:
-            _tell(child, number)
+            _tell(child, number)  # ranks that are not there yet cannot be told to stop
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     ending = [number for number in received if number in _ENDING]
-    if ending:
+    if ending and not (stops and code == 0):
         return 128 + ending[0]
     return code if code >= 0 else 128 - code
 

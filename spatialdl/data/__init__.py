@@ -10,12 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spatialdl.data.joining import join_parts
     from spatialdl.data.shards import ShardDataset
     from spatialdl.data.writer import ShardWriter
 
-__all__ = ["ShardDataset", "ShardWriter"]
+__all__ = ["ShardDataset", "ShardWriter", "join_parts"]
 
-_FOUND_IN = {"ShardDataset": "spatialdl.data.shards", "ShardWriter": "spatialdl.data.writer"}
+_FOUND_IN = {
+    "ShardDataset": "spatialdl.data.shards",
+    "ShardWriter": "spatialdl.data.writer",
+    "join_parts": "spatialdl.data.joining",
+}
 
 
 def __getattr__(name: str) -> object:

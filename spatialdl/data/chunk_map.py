@@ -1,45 +1,69 @@
 """Where the chunks of a dataset lie in their file, so that pixels are copied straight from there.
 
-A raw chunk is its pixels, one after the other, at one place of the file: reading a box needs
-nothing of HDF5 but these places. They are asked for once a dataset (5 microseconds a chunk; asking
-for single chunks by their coordinates takes HDF5 a walk over all of them).
+A raw chunk is its pixels, one after the other, at one place of the file, a coded one a stream:
+reading a box needs nothing of HDF5 but these places. They are asked for once a dataset (5
+microseconds a chunk; asking for single chunks by their coordinates takes HDF5 a walk over all of
+them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 import numpy.typing as npt
+
+from spatialdl.data.codec import Codec, filters_of
 
 Where = tuple[int | slice, ...]
 """The number of the image in a stack, then rows and columns as slices with start and stop."""
 MISSING = -1
 
 
-Part = tuple[int, tuple[slice, slice], tuple[slice, slice]]
-"""What a box has of a chunk: where in the file the chunk begins (`MISSING` if it was never
-written), its rows and columns in the chunk, and in the box."""
+class Part(NamedTuple):
+    """What a box has of a chunk.
+
+    Attributes:
+        chunk: the number of the image in a stack, then the row and column of the chunk in the grid
+            of chunks.
+        begin: byte of the file at which it begins, `MISSING` if it was never written.
+        inside: its rows and columns in the chunk.
+        outside: in the box.
+    """
+
+    chunk: tuple[int, ...]
+    begin: int
+    inside: tuple[slice, slice]
+    outside: tuple[slice, slice]
 
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """The places of all chunks of a dataset of raw bytes.
+    """The places of all chunks of a dataset.
 
     Attributes:
         shape: of the dataset, [N,] rows, cols[, channels].
         cell: (rows, cols[, channels]) of a chunk.
+        dtype: of a pixel.
         offsets: byte of the file at which each chunk begins, `MISSING` where there is none;
             ([N,] chunks down, chunks across).
+        sizes: bytes of each chunk; None where they are raw, and all alike.
     """
 
     shape: tuple[int, ...]
     cell: tuple[int, ...]
+    dtype: np.dtype[Any]
     offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that it takes."""
+        return self.offsets.nbytes * (1 if self.sizes is None else 2)
 
     def parts(self, where: Where, out_shape: tuple[int, ...]) -> Iterator[Part]:
         """The chunks under a box that is not empty.
@@ -51,12 +75,14 @@ class ChunkMap:
         assert isinstance(rows, slice)
         assert isinstance(cols, slice)
         self._check([*before, rows, cols], out_shape)
-        grid = self.offsets[tuple(before)] if before else self.offsets
+        number = tuple(at for at in before if not isinstance(at, slice))
+        grid = self.offsets[number] if number else self.offsets
         down, across = _spans(rows, self.cell[0]), _spans(cols, self.cell[1])
         for row, inside_rows, out_rows in down:
             for col, inside_cols, out_cols in across:
                 offset = grid.item(row, col)
-                yield offset, (inside_rows, inside_cols), (out_rows, out_cols)
+                chunk = (*number, row, col)
+                yield Part(chunk, offset, (inside_rows, inside_cols), (out_rows, out_cols))
 
     def _check(self, where: list[Any], out_shape: tuple[int, ...]) -> None:
         *before, rows, cols = where
@@ -83,52 +109,77 @@ def _spans(cut: slice, step: int) -> list[tuple[int, slice, slice]]:
     return spans
 
 
-def map_chunks(dataset: h5py.Dataset, stacked: bool, file_size: int) -> ChunkMap | None:
+def map_chunks(
+    dataset: h5py.Dataset, stacked: bool, file_size: int, codec: Codec = "raw"
+) -> ChunkMap | None:
     """Find the chunks of an image or a mask, or of a stack of them.
 
     Args:
         dataset: the one to be mapped.
         stacked: its first dim counts images.
         file_size: bytes of its file.
+        codec: of the chunks.
 
     Returns:
-        None where HDF5 has to read it: it is not cut into chunks along rows and columns alone,
-        is not of bytes, or has filters.
+        None where HDF5 has to read it: chunks are to be raw, and it is not cut into such along rows
+        and columns alone, has filters, or the bytes of its numbers lie in another order.
 
     Raises:
-        ValueError: a chunk lies outside the file or has another size than its pixels.
+        ValueError: a chunk lies outside the file or has another size than its pixels, or they are
+            not of the codec.
     """
-    if not _is_raw(dataset, stacked):
-        return None
+    filters = _filters(dataset)
+    fits = _is_cut_alike(dataset, stacked) and filters == filters_of(codec, dataset.dtype)
+    if codec == "raw":
+        if not fits or not dataset.dtype.isnative or not hasattr(dataset.id, "chunk_iter"):
+            return None
+    elif not fits:
+        raise ValueError(f"it has {dataset.dtype} in filters {filters}, expected codec {codec!r}")
     dims = 3 if stacked else 2
     shape, chunk = dataset.shape, dataset.chunks
     counts = [-(-n // each) for n, each in zip(shape[:dims], chunk[:dims], strict=True)]
-    offsets = np.full(counts, MISSING, np.int64)
-    size, wrong = prod(chunk), []
+    offsets, sizes = np.full(counts, MISSING, np.int64), np.zeros(counts, np.int64)
+    whole, wrong = prod(chunk) * dataset.dtype.itemsize, []
 
     def note(info: Any) -> None:
-        if info.size != size or info.filter_mask or not 0 <= info.byte_offset <= file_size - size:
+        expected = whole if codec == "raw" else info.size
+        inside = 0 < expected == info.size and 0 <= info.byte_offset <= file_size - expected
+        if info.filter_mask or not inside:
             wrong.append(info)
         else:
             place = zip(info.chunk_offset[:dims], chunk[:dims], strict=True)
-            offsets[tuple([at // each for at, each in place])] = info.byte_offset
+            at = tuple(begin // each for begin, each in place)
+            offsets[at], sizes[at] = info.byte_offset, info.size
 
-    dataset.id.chunk_iter(note)
+    _each_chunk(dataset, note)
     if wrong:
-        place, _, begin, has = wrong[0]
+        place, mask, begin, has = wrong[0]
+        what = "did not go through its filters" if mask else f"has {has} bytes at {begin}"
         raise ValueError(
-            f"chunk at {place} has {has} bytes at {begin}, expected {size} within {file_size}"
+            f"chunk at {place} {what}, expected {whole if codec == 'raw' else 'a stream'} within "
+            f"{file_size}"
         )
-    return ChunkMap(shape, chunk[1:] if stacked else chunk, offsets)
+    cell = chunk[1:] if stacked else chunk
+    return ChunkMap(shape, cell, dataset.dtype, offsets, None if codec == "raw" else sizes)
 
 
-def _is_raw(dataset: h5py.Dataset, stacked: bool) -> bool:
+def _each_chunk(dataset: h5py.Dataset, note: Callable[[Any], None]) -> None:
+    if hasattr(dataset.id, "chunk_iter"):
+        dataset.id.chunk_iter(note)
+    else:  # an older HDF5, which walks over all chunks for each
+        for number in range(dataset.id.get_num_chunks()):
+            note(dataset.id.get_chunk_info(number))
+
+
+def _filters(dataset: h5py.Dataset) -> list[int]:
+    settings = dataset.id.get_create_plist()
+    return [settings.get_filter(k)[0] for k in range(settings.get_nfilters())]
+
+
+def _is_cut_alike(dataset: h5py.Dataset, stacked: bool) -> bool:
+    """Whether a chunk has all channels of some rows and columns of one image."""
     shape, chunk = dataset.shape, dataset.chunks
-    if dataset.dtype != np.uint8 or chunk is None or not hasattr(dataset.id, "chunk_iter"):
-        return False
-    if dataset.id.get_create_plist().get_nfilters():
-        return False
     dims = len(shape) - stacked
-    if dims not in (2, 3) or (stacked and chunk[0] != 1):
+    if chunk is None or dims not in (2, 3) or (stacked and chunk[0] != 1):
         return False
     return dims == 2 or bool(chunk[-1] == shape[-1])

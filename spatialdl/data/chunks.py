@@ -1,25 +1,22 @@
-"""Datasets of images in HDF5, chunk by chunk as they lie in the file.
+"""Datasets of images in HDF5, written chunk by chunk as they lie in the file.
 
 Raw chunks are written past HDF5's own conversions, which is three times as fast; any HDF5 reads
-them. JPEG chunks are written and read so because HDF5 itself knows no JPEG: the dataset names the
-registered filter for it (32019, https://github.com/CARS-UChicago/jpegHDF5), and a reader without
-that plug-in gets an error, never streams for pixels.
+them. Coded chunks are written so because plain HDF5 knows none of these codecs.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.codec import QUALITY, Codec, JpegStream, check_channels, decode, encode
+from spatialdl.data.codec import Coding
+from spatialdl.data.jpeg import JpegStream
 
-Pixels = npt.NDArray[np.uint8]
-
-JPEG_FILTER = 32019
-_GREY, _COLOUR = 0, 1  # the filter's names for 1 and 3 channels
+Pixels = npt.NDArray[Any]
 
 
 class Chunks:
@@ -30,12 +27,15 @@ class Chunks:
         name: of the dataset.
         shape: (rows, cols, channels) or (rows, cols) of an image.
         chunk: rows and columns of a chunk; may be larger than the image.
+        dtype: of the pixels.
         stacked: a stack of such images, none at first.
-        codec: "jpeg" for images of 1 or 3 channels.
-        quality: of the JPEGs made here.
+        coding: of the chunks.
+
+    Attributes:
+        sums: CRC-32 of the chunks of each image, in the order in which they were written.
 
     Raises:
-        ValueError: JPEG does not hold so many channels.
+        ValueError: the codec does not hold such images.
     """
 
     def __init__(
@@ -44,40 +44,35 @@ class Chunks:
         name: str,
         shape: tuple[int, ...],
         chunk: tuple[int, int],
+        dtype: npt.DTypeLike = np.uint8,
         *,
         stacked: bool = False,
-        codec: Codec = "raw",
-        quality: int = QUALITY,
+        coding: Coding | None = None,
     ) -> None:
         self._cell = (*chunk, *shape[2:])
         self._shape = shape
+        self._dtype = np.dtype(dtype)
         self._stacked = stacked
         self._length = 0
-        self._quality = quality if codec == "jpeg" else None
-        more: dict[str, Any] = {}
-        if codec == "jpeg":
-            check_channels(shape[2])
-            colours = _GREY if shape[2] == 1 else _COLOUR
-            more = {
-                "compression": JPEG_FILTER,
-                "compression_opts": (quality, chunk[1], chunk[0], colours),
-                "allow_unknown_filter": True,
-            }
+        self.sums: list[int] = [] if stacked else [0]
+        self._coding = coding or Coding()
+        self._coding.check(shape[2] if len(shape) == 3 else 1, self._dtype)
         room = tuple(map(max, shape, self._cell))  # HDF5 wants chunks no larger than the most
         # kept: asking HDF5 for it by name takes longer than writing a small tile
         self.dataset = h5.create_dataset(
             name,
             (0, *shape) if stacked else shape,
-            np.uint8,
+            self._dtype,
             chunks=(1, *self._cell) if stacked else self._cell,
             maxshape=(None, *room) if stacked else room if room != shape else None,
-            **more,
+            **self._coding.filters(self._cell, self._dtype),
         )
 
     def grow(self) -> int:
         """Make room for one more image of a stack; returns its number."""
         # one by one: room made ahead would have to be given back, which HDF5 does chunk by chunk
         number, self._length = self._length, self._length + 1
+        self.sums.append(0)
         self.dataset.id.set_extent((self._length, *self._shape))
         return number
 
@@ -85,7 +80,7 @@ class Chunks:
         """Write rows of an image, whole chunks or to its end.
 
         Args:
-            pixels: (some rows, cols, channels) or (some rows, cols).
+            pixels: (some rows, cols, channels) or (some rows, cols), of the dataset's type.
             row0: the first of them, the first of a chunk.
             number: of the image in a stack.
         """
@@ -93,75 +88,25 @@ class Chunks:
         for row in range(0, pixels.shape[0], rows):
             for col in range(0, pixels.shape[1], cols):
                 part = pixels[row : row + rows, col : col + cols]
-                self._put(self._stored(part), row0 + row, col, number)
+                self._put(self._coding.encode(self._whole(part)), row0 + row, col, number)
 
     def write_stream(self, stream: JpegStream, row: int, col: int, number: int = 0) -> None:
         """Write the JPEG of the chunk that begins at a row and column of an image."""
         self._put(stream, row, col, number)
 
-    def _put(self, stored: bytes | Pixels, row: int, col: int, number: int) -> None:
+    def _put(self, stored: Any, row: int, col: int, number: int) -> None:
+        self.sums[number] = zlib.crc32(stored, self.sums[number])
         place = (row, col, 0)[: len(self._shape)]
         self.dataset.id.write_direct_chunk((number, *place) if self._stacked else place, stored)
 
-    def _stored(self, part: Pixels) -> bytes | Pixels:
+    def _whole(self, part: Pixels) -> Pixels:
         """A chunk with this part in its first corner."""
-        if self._quality is None:
-            if part.shape == self._cell:
-                return np.ascontiguousarray(part)
-            chunk = np.zeros(self._cell, np.uint8)
-            chunk[: part.shape[0], : part.shape[1]] = part
-            return chunk
-        more = [(0, whole - has) for whole, has in zip(self._cell, part.shape, strict=True)]
-        # the last pixels go on, which costs fewer bytes than an edge
-        return encode(np.pad(part, more, mode="edge"), self._quality)
-
-
-def read_jpeg(dataset: h5py.Dataset, out: Pixels, where: tuple[int | slice, ...]) -> None:
-    """Read a box of a dataset of JPEG chunks; only those that it touches are decoded.
-
-    Args:
-        dataset: of one image, or of a stack.
-        out: where its pixels go, (rows, cols, channels).
-        where: the number of the image in a stack, then rows and columns as slices.
-
-    Raises:
-        ValueError: it is no such dataset, or a chunk is missing or damaged, which is named.
-    """
-    *before, rows, cols = where
-    assert isinstance(rows, slice)
-    assert isinstance(cols, slice)
-    _check_dataset(dataset, out, (*before, rows, cols))
-    high, wide, channels = dataset.chunks[-3:]
-    for row in range(rows.start // high * high, rows.stop, high):
-        for col in range(cols.start // wide * wide, cols.stop, wide):
-            pixels = _decoded(dataset, (*before, row, col, 0), (high, wide, channels))
-            y0, y1 = max(row, rows.start), min(row + high, rows.stop)
-            x0, x1 = max(col, cols.start), min(col + wide, cols.stop)
-            part = pixels[y0 - row : y1 - row, x0 - col : x1 - col]
-            out[y0 - rows.start : y1 - rows.start, x0 - cols.start : x1 - cols.start] = part
-
-
-def _decoded(dataset: h5py.Dataset, place: tuple[Any, ...], shape: tuple[int, int, int]) -> Pixels:
-    try:
-        if dataset.id.get_chunk_info_by_coord(place).byte_offset is None:
-            raise ValueError("it was not written")
-        unfiltered, stream = dataset.id.read_direct_chunk(place)
-        if unfiltered:
-            raise ValueError("it is not stored as JPEG")
-        return decode(bytes(stream), shape)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise ValueError(f"chunk at {place}: {error}") from error
-
-
-def _check_dataset(dataset: h5py.Dataset, out: Pixels, where: tuple[Any, ...]) -> None:
-    """Chunks are addressed past HDF5's own checks, so these are made here."""
-    settings = dataset.id.get_create_plist()
-    filters = [settings.get_filter(k)[0] for k in range(settings.get_nfilters())]
-    if filters != [JPEG_FILTER] or dataset.dtype != np.uint8:
-        raise ValueError(f"it has {dataset.dtype} and filters {filters}, expected bytes in JPEG")
-    ends = tuple(at.stop if isinstance(at, slice) else at + 1 for at in where)
-    size = dataset.shape[:-1]
-    if len(size) != len(ends) or any(end > n for end, n in zip(ends, size, strict=True)):
-        raise ValueError(f"its shape is {dataset.shape}, where {ends} is wanted")
-    if dataset.shape[-1] != out.shape[-1] or dataset.chunks[-1] != out.shape[-1]:
-        raise ValueError(f"it has {dataset.shape[-1]} channels, expected {out.shape[-1]}")
+        if part.shape == self._cell:
+            return part
+        if self._coding.codec == "jpeg":
+            more = [(0, whole - has) for whole, has in zip(self._cell, part.shape, strict=True)]
+            # the last pixels go on, which costs fewer bytes than an edge
+            return np.pad(part, more, mode="edge")
+        chunk = np.zeros(self._cell, self._dtype)
+        chunk[: part.shape[0], : part.shape[1]] = part
+        return chunk

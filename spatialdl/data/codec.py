@@ -1,184 +1,125 @@
-"""JPEG of the chunks of an image, for shards and for the tiles of slides.
+"""How the chunks of images lie in shards: the codecs, their settings, and HDF5's names for them.
 
-libjpeg patches over damage in a stream with a warning. simplejpeg, where it is installed, raises
-then; imagecodecs, which stands in for it, says nothing.
+A chunk that is not raw names the filters that made it, registered ones
+(https://github.com/HDFGroup/hdf5_plugins), so that a reader with these plug-ins reads it, and one
+without them is refused by HDF5 instead of being given streams for pixels.
 """
 
 from __future__ import annotations
 
-import mmap
-from typing import Literal, Self, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-try:
-    import simplejpeg
-except ImportError:
-    simplejpeg = None
+from spatialdl.data import jpeg, lossless
+from spatialdl.data.jpeg import QUALITY
 
-Pixels = npt.NDArray[np.uint8]
-Shape = tuple[int, int, int]
-Codec = Literal["raw", "jpeg"]
-"""How a chunk of an image lies in a shard: its bytes as they are, or a JPEG stream."""
+__all__ = ["CODECS", "LEVEL", "LOSSLESS", "QUALITY", "Codec", "Coding"]
+
+Codec = Literal["raw", "jpeg", "zstd", "lz4"]
+"""Its bytes as they are, a JPEG stream, or bytes that were compressed without loss."""
 
 CODECS: tuple[Codec, ...] = get_args(Codec)
-QUALITY = 90
-_CHANNELS = {"Gray": 1, "RGB": 3, "YCbCr": 3}
-_END = b"\xff\xd9"
+LOSSLESS: tuple[Codec, ...] = ("zstd", "lz4")
+LEVEL = 3
+_LEVELS = range(1, 23)
+
+SHUFFLE, FLETCHER32, JPEG = 2, 3, 32019
+_GREY, _COLOUR = 0, 1  # the JPEG filter's names for 1 and 3 channels
 
 
-class JpegStream(bytes):
-    """A JPEG that `checked` found whole; `shape` is its (rows, cols, channels)."""
+@dataclass(frozen=True)
+class Coding:
+    """A codec with its settings.
 
-    shape: Shape
-
-    def __new__(cls, stream: bytes, shape: Shape) -> Self:
-        """The same bytes, with their shape."""
-        made = super().__new__(cls, stream)
-        made.shape = shape
-        return made
-
-    def __reduce__(self) -> tuple[type[JpegStream], tuple[bytes, Shape]]:
-        """As it is pickled."""
-        return JpegStream, (bytes(self), self.shape)
-
-
-def tells_of_damage() -> bool:
-    """Whether a damaged JPEG is noticed when it is decoded."""
-    return simplejpeg is not None
-
-
-def check_settings(codec: str, quality: int) -> None:
-    """Refuse a codec that there is not, or a quality that JPEG has not.
+    Attributes:
+        codec: of images.
+        quality: of JPEGs, 1 to 100.
+        level: of zstd, 1 (fast) to 22 (small).
 
     Raises:
-        ValueError: says which there are.
+        ValueError: there is no such codec, quality or level.
     """
-    if codec not in CODECS:
-        raise ValueError(f"codec is {codec!r}, expected one of {', '.join(map(repr, CODECS))}")
-    if not 1 <= quality <= 100:
-        raise ValueError(f"quality is {quality}, expected 1 to 100")
+
+    codec: Codec = "raw"
+    quality: int = QUALITY
+    level: int = LEVEL
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        if self.codec not in CODECS:
+            known = ", ".join(map(repr, CODECS))
+            raise ValueError(f"codec is {self.codec!r}, expected one of {known}")
+        if not 1 <= self.quality <= 100:
+            raise ValueError(f"quality is {self.quality}, expected 1 to 100")
+        if self.level not in _LEVELS:
+            raise ValueError(f"level is {self.level}, expected 1 to {_LEVELS[-1]}")
+
+    @property
+    def of_masks(self) -> Coding:
+        """That of the masks beside such images: classes of pixels bear no loss."""
+        return self if self.codec in LOSSLESS else Coding()
+
+    def check(self, channels: int, dtype: np.dtype[Any]) -> None:
+        """Refuse images that the codec does not hold.
+
+        Raises:
+            ValueError: JPEG of other than bytes, or of other than 1 or 3 channels.
+        """
+        if self.codec == "jpeg":
+            if dtype != np.uint8:
+                raise ValueError(
+                    f"image has type {dtype}, and codec 'jpeg' holds uint8; use codec='zstd', "
+                    "'lz4' or 'raw'"
+                )
+            jpeg.check_channels(channels)
+
+    def encode(self, chunk: npt.NDArray[Any]) -> bytes | npt.NDArray[Any]:
+        """A chunk, (rows, cols, channels) or (rows, cols), as it is stored."""
+        if self.codec == "raw":
+            return np.ascontiguousarray(chunk)
+        if self.codec == "jpeg":
+            return jpeg.encode(chunk, self.quality)
+        return lossless.encode(self.codec, chunk, self.level)
+
+    def filters(self, cell: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
+        """What `h5py.File.create_dataset` is to be told of chunks of a shape."""
+        if self.codec == "raw":
+            return {}
+        options: tuple[int, ...] = (self.level,) if self.codec == "zstd" else (0,)
+        more: dict[str, Any] = {"shuffle": dtype.itemsize > 1, "fletcher32": True}
+        if self.codec == "jpeg":
+            colours = _GREY if cell[2] == 1 else _COLOUR
+            options, more = (self.quality, cell[1], cell[0], colours), {}
+        return {
+            "compression": filters_of(self.codec, np.dtype(np.uint8))[0],
+            "compression_opts": options,
+            "allow_unknown_filter": True,
+            **more,
+        }
 
 
-def check_channels(channels: int) -> None:
-    """Refuse images that JPEG does not hold.
+def filters_of(codec: Codec, dtype: np.dtype[Any]) -> list[int]:
+    """HDF5's numbers of the filters that a chunk went through."""
+    if codec == "raw":
+        return []
+    if codec == "jpeg":
+        return [JPEG]
+    shuffled = [SHUFFLE] if dtype.itemsize > 1 else []
+    return [*shuffled, lossless.FILTERS[codec], FLETCHER32]
+
+
+def decode(
+    codec: Codec, stored: npt.NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    """The pixels of a chunk that is not raw.
 
     Raises:
-        ValueError: `channels` is neither 1 nor 3.
+        ValueError: it is damaged, or of another shape.
     """
-    if channels not in (1, 3):
-        raise ValueError(
-            f"image has {channels} channels, and codec 'jpeg' holds 1 or 3; use codec='raw'"
-        )
-
-
-def encode(chunk: Pixels, quality: int = QUALITY) -> JpegStream:
-    """JPEG of a chunk, (rows, cols, 1 or 3) uint8; colours are kept at full resolution.
-
-    Raises:
-        ValueError: it has another number of channels.
-    """
-    rows, cols, channels = chunk.shape
-    check_channels(channels)
-    chunk = np.ascontiguousarray(chunk)
-    if simplejpeg is not None:
-        colours, sampled = ("GRAY", "Gray") if channels == 1 else ("RGB", "444")
-        stream = simplejpeg.encode_jpeg(chunk, quality, colours, sampled)
-    else:
-        stream = imagecodecs.jpeg8_encode(
-            chunk[..., 0] if channels == 1 else chunk, level=quality, subsampling="444"
-        )
-    return JpegStream(stream, (rows, cols, channels))
-
-
-def decode(stream: bytes, shape: Shape) -> Pixels:
-    """Decode a JPEG that is to have a shape, (rows, cols, channels).
-
-    Raises:
-        ValueError: it is damaged, no JPEG, or has another shape.
-    """
-    if simplejpeg is not None:
-        _check_shape(_shape(stream), shape)  # it would make the channels that it is asked for
-        return decode_colours(stream, shape[2])
-    if _END not in stream:  # all that can be told of one that was cut
-        raise ValueError("the JPEG has no end")
-    pixels = np.atleast_3d(_lenient(stream))
-    _check_shape(pixels.shape, shape)
-    return pixels
-
-
-def decode_colours(stream: bytes, channels: int) -> Pixels:
-    """Decode a JPEG of any size to grey or RGB, whichever of them it has itself.
-
-    Returns:
-        uint8 (rows, cols, channels), `channels` being 1 or 3.
-
-    Raises:
-        ValueError: it is damaged, or no JPEG.
-    """
-    colours = "GRAY" if channels == 1 else "RGB"
-    if simplejpeg is not None:
-        return np.asarray(simplejpeg.decode_jpeg(stream, colours))
-    return np.atleast_3d(_lenient(stream, "GRAYSCALE" if channels == 1 else colours))
-
-
-def decode_into(stream: mmap.mmap, out: Pixels) -> None:
-    """Decode a large JPEG into an array, (rows, cols) of grey or (rows, cols, 3).
-
-    Raises:
-        ValueError, RuntimeError: it is damaged.
-    """
-    if simplejpeg is None:
-        imagecodecs.jpeg8_decode(stream, out=out)
-    else:
-        simplejpeg.decode_jpeg(stream, "GRAY" if out.ndim == 2 else "RGB", buffer=out)
-
-
-def checked(stream: bytes, shape: Shape) -> JpegStream:
-    """Make sure that a stream is whole and of a shape; at half the cost of its pixels, or less.
-
-    All of it is decoded, as only that tells of damage, but to grey at an eighth of the size. One
-    that was checked before is not again.
-
-    Raises:
-        ValueError: it is damaged, no JPEG, or has another shape.
-    """
-    if isinstance(stream, JpegStream):
-        _check_shape(stream.shape, shape)
-        return stream
-    if simplejpeg is None:
-        decode(stream, shape)
-    else:
-        _check_shape(_shape(stream), shape)
-        simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1)
-    return JpegStream(stream, shape)
-
-
-def _shape(stream: bytes) -> Shape:
-    """What the header says."""
-    try:
-        rows, cols, colours, _ = simplejpeg.decode_jpeg_header(stream)
-    except ValueError as error:
-        raise ValueError(f"no JPEG, or a damaged one: {error}") from error
-    if colours not in _CHANNELS:
-        raise ValueError(f"the JPEG has colours {colours}, expected grey, RGB or YCbCr")
-    return rows, cols, _CHANNELS[colours]
-
-
-def _check_shape(found: tuple[int, ...], shape: Shape) -> None:
-    if found != tuple(shape):
-        raise ValueError(f"the JPEG is {_say(found)}, expected {_say(shape)}")
-
-
-def _say(shape: tuple[int, ...]) -> str:
-    rows, cols, channels = shape
-    return f"{rows} x {cols} with {channels} channel{'s' * (channels != 1)}"
-
-
-def _lenient(stream: bytes, colours: str | None = None) -> Pixels:
-    try:
-        return np.asarray(imagecodecs.jpeg8_decode(stream, outcolorspace=colours))
-    except RuntimeError as error:  # imagecodecs raises its own kinds of it
-        raise ValueError(str(error)) from error
+    if codec == "jpeg":
+        rows, cols, channels = shape
+        return jpeg.decode(stored.tobytes(), (rows, cols, channels))
+    return lossless.decode(codec, stored, shape, dtype)

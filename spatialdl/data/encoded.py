@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spatialdl.data.codec import JpegStream, checked
+from spatialdl.data.jpeg import JpegStream, checked
 
 
 class EncodedImage(ABC):

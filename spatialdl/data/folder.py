@@ -2,13 +2,14 @@
 
 Everything is written into a hidden sibling of the folder (same file system, so that the last
 step is a rename). An interrupted run leaves at most that sibling, which is no data set and
-carries the name of what it was to become; the folder itself, old or new, is always whole.
+carries the name of what it was to become; the next run removes it or goes on with it. The folder
+itself, old or new, is always whole.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 
 from spatialdl.data.format import MANIFEST
-from spatialdl.data.saving import fsync_folder, load_json
+from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
@@ -32,7 +33,6 @@ _OURS = re.compile(
     r"|report\.html|lock"
 )
 _LOCK = "lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderInProgress:
@@ -46,6 +46,8 @@ class FolderInProgress:
         ShardError: `target` exists and may not be replaced, or its parent cannot be written to.
     """
 
+    _lock: FileIO
+
     def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         self.target = Path(target).resolve()
         check_target(self.target, overwrite=overwrite)
@@ -58,13 +60,19 @@ class FolderInProgress:
 
     def _make(self) -> Path:
         parent, name = self.target.parent, self.target.name
+        _remove_abandoned(self.target)
         path = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
         path.chmod(0o777 & ~_umask())
+        self._lock = (path / _LOCK).open("ab+", 0)
+        with suppress(OSError):  # without locks nobody can tell whether it was abandoned
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock.write(socket.gethostname().encode())
         return path
 
     def publish(self) -> None:
         """Give the folder its name; an old data set of that name is removed afterwards."""
         check_target(self.target, overwrite=self.overwrite)
+        self._unlock()
         fsync_folder(self.path)
         try:
             if self.target.exists():
@@ -80,6 +88,12 @@ class FolderInProgress:
     def discard(self) -> None:
         """Remove what was built."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    def _unlock(self) -> None:
+        """Nobody is to find a lock in the folder."""
+        (self.path / _LOCK).unlink(missing_ok=True)
+        self._lock.close()
 
     @property
     def _old(self) -> Path:
@@ -103,8 +117,6 @@ class ResumableFolder(FolderInProgress):
     Raises:
         ShardError: as `FolderInProgress`, or another process is at it; says which.
     """
-
-    _lock: FileIO
 
     def __init__(
         self,
@@ -154,7 +166,7 @@ class ResumableFolder(FolderInProgress):
                     f"{self.target} is being written by {who}; wait for it, or name another folder"
                 ) from None
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     raise
                 warnings.warn(
                     f"the file system of {path} has no locks: see to it that no other batch "
@@ -176,6 +188,9 @@ class ResumableFolder(FolderInProgress):
         except FileNotFoundError:
             return False
 
+    def _unlock(self) -> None:
+        """Later: another run may look at the folder meanwhile."""
+
     def publish(self) -> None:
         """Give the folder its name; an old one of that name is removed afterwards."""
         super().publish()
@@ -188,10 +203,15 @@ class ResumableFolder(FolderInProgress):
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
-    def discard(self) -> None:
-        """Remove what was built."""
-        super().discard()
-        self._lock.close()
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what processes of this machine that were killed have left of a folder."""
+    host = socket.gethostname().encode()
+    for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        with suppress(OSError), (path / _LOCK).open("rb+", 0) as lock:
+            if lock.read() == host:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or somebody is at it
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -200,15 +220,18 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     Raises:
         ShardError: says what is there and what to do.
     """
-    if not target.exists():
-        return
+    try:
+        if not target.exists():
+            return
+        inside = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    except OSError as error:
+        raise ShardError(f"cannot look into output {target}: {error.strerror}") from error
     if not target.is_dir():
         raise ShardError(f"output {target} is a file; name a folder")
     if target.is_mount():
         raise ShardError(
             f"output {target} is a mount point, which gets no other name; name a folder in it"
         )
-    inside = sorted(path.name for path in target.iterdir())
     if not inside:
         return
     if MANIFEST not in inside and SETTINGS not in inside:

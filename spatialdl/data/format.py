@@ -7,18 +7,25 @@ swapped shard is noticed when the folder is opened, before a training step meets
 ::
 
     manifest.json
-        format_version, kind, classes, splits, channels, tile_size, mpp, masks, codec, made_with
+        format_version, kind, classes, splits, channels, dtype, tile_size, mpp, masks, codec,
+        made_with
         shards:   [{file, bytes, sha256, samples}, ...]
         samples:  [{shard, index, label, split, slide, x, y}, ...]                     tiles
                   [{id, height, width, mpp, bands, label, split, slide, x, y}, ...]    regions
     shard-00000.h5
-        images (N, rows, cols, channels) uint8, coords (N, 2), labels (N,), slides (N,)
-        [masks (N, rows, cols) uint8]                                                  tiles
+        images (N, rows, cols, channels), coords (N, 2), labels (N,), slides (N,)
+        images_crc32 (N,)
+        [masks (N, rows, cols) uint8, masks_crc32]                                            tiles
         regions/<id>/image            or, striped,  regions/<id>/image/00000 ...       regions
 
 With codec "jpeg" (since version 2; before, all was "raw") a chunk of an image is a JPEG stream, a
-whole file of its own, that `read_direct_chunk` gives; masks stay raw. Such a dataset names HDF5's
-JPEG filter, so that readers without that filter refuse it instead of showing it as pixels.
+whole file of its own, that `read_direct_chunk` gives; masks stay raw. With "zstd" and "lz4" (since
+version 3) chunks of images and masks are what HDF5's filters of these names make. Such a dataset
+names its filters, so that readers without them refuse it instead of showing it as pixels. Images
+are of `dtype`, little-endian (since version 3; before, all were uint8), masks of uint8.
+
+A manifest is of the oldest version that has all that it needs, so that older readers go on reading
+what they can read.
 """
 
 from __future__ import annotations
@@ -32,11 +39,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spatialdl.data.codec import CODECS, Codec
+from spatialdl.data.codec import CODECS, LOSSLESS, Codec
+from spatialdl.data.pixels import DTYPES
 from spatialdl.data.saving import replacing
 from spatialdl.errors import ShardError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""The newest."""
 MANIFEST = "manifest.json"
 CHUNK = 512
 NO_LABEL = -1
@@ -108,7 +117,7 @@ Sample = TileSample | RegionSample
 class Manifest:
     """The table of contents of a data set folder.
 
-    `tile_size` is (rows, cols) for tiles and None for regions; `codec` is that of the images;
+    `tile_size` is (rows, cols) for tiles and None for regions; `codec` and `dtype` are of images;
     `made_with` is free-form (settings of the program that wrote the folder), never read back.
     """
 
@@ -119,6 +128,7 @@ class Manifest:
     mpp: float | None = None
     masks: bool = False
     codec: Codec = "raw"
+    dtype: str = "uint8"
     shards: list[ShardInfo] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     made_with: dict[str, Any] = field(default_factory=dict)
@@ -128,14 +138,20 @@ class Manifest:
         """Splits that occur, train, val and test first."""
         return order_splits(s.split for s in self.samples if s.split is not None)
 
+    @property
+    def version(self) -> int:
+        """The oldest version that has all that is in it."""
+        return FORMAT_VERSION if self.dtype != "uint8" or self.codec in LOSSLESS else 2
+
     def save(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`, whole or not at all."""
         head: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
+            "format_version": self.version,
             "kind": self.kind,
             "classes": self.classes,
             "splits": self.splits,
             "channels": self.channels,
+            "dtype": self.dtype,
             "tile_size": self.tile_size,
             "mpp": self.mpp,
             "masks": self.masks,
@@ -158,10 +174,10 @@ class Manifest:
             ShardError: there is no such folder or manifest, it is damaged, or of a newer version.
         """
         path = folder / MANIFEST
-        if not folder.is_dir():
-            what = "it is a file" if folder.exists() else "there is no such folder"
-            raise ShardError(f"cannot open data set {folder}: {what}; give the folder itself")
         try:
+            if not folder.is_dir():
+                what = "it is a file" if folder.exists() else "there is no such folder"
+                raise ShardError(f"cannot open data set {folder}: {what}; give the folder itself")
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ShardError(
@@ -195,10 +211,12 @@ def chunk_size(rows: int, cols: int) -> tuple[int, int]:
     return min(rows, CHUNK), min(cols, CHUNK)
 
 
-def stored_bytes(rows: int, cols: int, channels: int, chunk: tuple[int, int] | None = None) -> int:
+def stored_bytes(
+    rows: int, cols: int, channels: int, chunk: tuple[int, int] | None = None, itemsize: int = 1
+) -> int:
     """Bytes of the pixels of an image in a shard, where chunks at its edges are stored full."""
-    chunk_rows, chunk_cols = chunk or chunk_size(rows, cols)
-    return -(-rows // chunk_rows) * -(-cols // chunk_cols) * chunk_rows * chunk_cols * channels
+    high, wide = chunk or chunk_size(rows, cols)
+    return -(-rows // high) * -(-cols // wide) * high * wide * channels * itemsize
 
 
 def shard_name(number: int) -> str:
@@ -244,11 +262,14 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         mpp=None if raw["mpp"] is None else float(raw["mpp"]),
         masks=bool(raw["masks"]),
         codec=raw["codec"] if version > 1 else "raw",
+        dtype=raw["dtype"] if version > 2 else "uint8",
         shards=[_parse_shard(row) for row in raw["shards"]],
         made_with=dict(raw["made_with"]),
     )
     if manifest.codec not in CODECS:
         raise ValueError(f"codec is {manifest.codec!r}, expected one of {', '.join(CODECS)}")
+    if manifest.dtype not in DTYPES:
+        raise ValueError(f"dtype is {manifest.dtype!r}, expected one of {', '.join(DTYPES)}")
     if (manifest.kind == "tiles") != (manifest.tile_size is not None):
         raise ValueError(f"tile_size is {size!r} where kind is {manifest.kind!r}")
     parse = _parse_tile if manifest.kind == "tiles" else _parse_region

@@ -1,83 +1,25 @@
-"""Batches for one rank: of every sample its own box, and nothing else.
+"""Batches for one rank, in an order that all ranks know without asking, read ahead.
 
-The order of the samples follows from (seed, epoch); all ranks know it without asking. A batch is
-cut into contiguous micro-batches, each of them into contiguous slices of the data replicas.
+The order of the samples follows from (seed, epoch), so an epoch can be gone on with from any batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spatialdl.layout import even_bounds
-
-Box = tuple[int, int, int, int]
-"""(row0, row1, col0, col1) of an image, half-open."""
+from spatialdl.data.batches import Batch, Batching, BatchReader, Slice
+from spatialdl.data.device_copy import Arrived, DeviceCopy
+from spatialdl.data.views import Views
+from spatialdl.data.workers import Workers
 
 CENTRE, SPREAD = 0.5, 0.25
 """Pixels, scaled to [0, 1], are normalised with these."""
-
-
-class ImageSource(Protocol):
-    """What a data set must offer: `ShardDataset` and `SyntheticDataset` do."""
-
-    labels: npt.NDArray[np.int64]
-
-    @property
-    def has_masks(self) -> bool: ...
-    @property
-    def channels(self) -> int: ...
-    @property
-    def classes(self) -> Sequence[str]: ...
-    def __len__(self) -> int: ...
-    def image_size(self, sample: int) -> tuple[int, int]: ...
-    def read(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]: ...
-    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]: ...
-
-
-@dataclass(frozen=True)
-class Slice:
-    """This rank's part of a micro-batch.
-
-    Attributes:
-        labels: (N,) of the samples of this replica.
-        share: of the whole batch's samples that are in this slice.
-        tiles: uint8 (N, h, w, C), this rank's box of each; None where no images are wanted.
-        masks: uint8 (N, h, w), this rank's box of each mask; None where no masks are wanted.
-    """
-
-    labels: npt.NDArray[np.int64]
-    share: float
-    tiles: npt.NDArray[np.uint8] | None
-    masks: npt.NDArray[np.uint8] | None = None
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How batches are cut, and which part is this rank's.
-
-    Attributes:
-        size: samples of a global batch.
-        replicas: data replicas, into which a micro-batch is cut.
-        replica: this rank's.
-        boxes: for each micro-batch of a batch this rank's box of an image; None where it needs no
-            images.
-        mask_boxes: the same of masks.
-    """
-
-    size: int
-    replicas: int
-    replica: int
-    boxes: Sequence[Box | None]
-    mask_boxes: Sequence[Box | None]
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -86,47 +28,96 @@ def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 class Loader:
-    """Reads batches, one ahead of the training."""
+    """Reads batches ahead of the training, and copies them ahead to the device.
 
-    def __init__(self, source: ImageSource, batching: Batching) -> None:
-        self.source, self.batching = source, batching
+    Args:
+        views: the images.
+        batching: how batches are cut, and which part is this rank's.
+        seed: of the order; None takes samples as they come.
+        workers: processes that read; 0 reads in a thread of this one.
+        prefetch: batches that each process reads ahead; the thread is one ahead.
+        device: where batches go.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        views: Views,
+        batching: Batching,
+        seed: int | None = None,
+        *,
+        workers: int = 0,
+        prefetch: int = 2,
+        device: torch.device | None = None,
+    ) -> None:
+        check_workers(workers, prefetch)
+        self.views, self.batching, self._seed = views, batching, seed
+        self._reader = BatchReader(views, batching)
+        self._workers = Workers(self._reader, workers, prefetch) if workers else None
+        self._copy = DeviceCopy(device or torch.device("cpu"))
 
     def __len__(self) -> int:
         """Batches an epoch; the last may be smaller."""
-        return (len(self.source) + self.batching.size - 1) // self.batching.size
+        return (len(self.views) + self.batching.size - 1) // self.batching.size
 
-    def batches(self, order: npt.NDArray[np.int64]) -> Iterator[list[Slice]]:
-        """This rank's slices of all batches over `order`, one a micro-batch."""
-        starts = range(0, len(order), self.batching.size)
-        if not starts:
+    def samples(self, batch: int) -> int:
+        """How many a batch of an epoch holds."""
+        return min(self.batching.size, len(self.views) - batch * self.batching.size)
+
+    def batches(self, epoch: int = 0, first: int = 0) -> Iterator[list[Slice]]:
+        """This rank's slices of the batches of an epoch, one a micro-batch.
+
+        Args:
+            first: go on with this batch, those before it have been there.
+
+        Raises:
+            Exception: what reading raised.
+        """
+        count, size = len(self.views), self.batching.size
+        order = np.arange(count) if self._seed is None else sample_order(count, self._seed, epoch)
+        wanted = [
+            Batch(epoch, order[start : start + size]) for start in range(first * size, count, size)
+        ]
+        if not wanted:
             return
+        found = self._workers.batches(wanted) if self._workers else map(self._reader.read, wanted)
+
+        def following() -> Arrived | None:
+            batch = next(found, None)
+            return None if batch is None else self._copy.begin(batch)
+
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            pending: Future[list[Slice]] | None = None
-            for start in starts:
-                following = reader.submit(self._read, order[start : start + self.batching.size])
-                if pending is not None:
-                    yield pending.result()
-                pending = following
-            if pending is not None:
-                yield pending.result()
+            pending = reader.submit(following)
+            while (arrived := pending.result()) is not None:
+                pending = reader.submit(following)
+                yield arrived()
 
-    def _read(self, batch: npt.NDArray[np.int64]) -> list[Slice]:
-        cut = self.batching
-        slices = []
-        bounds = pairwise(even_bounds(len(batch), len(cut.boxes)))
-        for (start, stop), box, mask_box in zip(bounds, cut.boxes, cut.mask_boxes, strict=True):
-            cuts = even_bounds(stop - start, cut.replicas)
-            own = batch[start + cuts[cut.replica] : start + cuts[cut.replica + 1]]
-            tiles = masks = None
-            if box is not None and len(own):
-                tiles = np.stack([self.source.read(int(n), box) for n in own])
-            if mask_box is not None and len(own):
-                masks = np.stack([self.source.read_mask(int(n), mask_box) for n in own])
-            slices.append(Slice(self.source.labels[own], len(own) / len(batch), tiles, masks))
-        return slices
+    def close(self) -> None:
+        """End the processes that read; they start again when needed."""
+        if self._workers is not None:
+            self._workers.close()
 
 
-def to_input(tiles: npt.NDArray[np.uint8], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """uint8 (N, h, w, C) as a normalised (N, C, h, w) of `dtype`."""
-    pixels = torch.from_numpy(tiles).to(device).permute(0, 3, 1, 2).to(dtype)
-    return pixels.div_(255).sub_(CENTRE).div_(SPREAD).contiguous()
+def check_workers(workers: int, prefetch: int) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"data.{name}={value} must be a whole number of at least {least}")
+
+
+def to_input(tiles: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(N, h, w, C) of pixels as a normalised (N, C, h, w) of `dtype`.
+
+    Integers are scaled by the largest of their type to [0, 1]; floats are taken as they are.
+    """
+    # a copy: floats of this type would still be the loader's own
+    pixels = tiles.to(device).permute(0, 3, 1, 2).to(dtype, copy=True)
+    if not tiles.is_floating_point():
+        pixels.div_(torch.iinfo(tiles.dtype).max)
+    return pixels.sub_(CENTRE).div_(SPREAD).contiguous()

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
 import h5py
 
 from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.codec import Codec
+from spatialdl.data.coded_reading import read_coded
+from spatialdl.data.format import ShardInfo, sha256_of
 from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
+from spatialdl.data.staging.cache import local_name
 from spatialdl.errors import ShardError
+
+log = logging.getLogger("spatialdl.data")
 
 _DESCRIPTORS = 64
 _OPEN_SHARDS = _DESCRIPTORS // 3  # the file, its memory map and HDF5 have one each
 _MAPS_BYTES = 64 * 2**20
 _MAP_OVERHEAD = 1000  # bytes of a map besides its places
 _RESIDENT = 64 * 2**20  # bytes read through memory maps before they are let go
+_LOOK_EVERY_S = 1.0  # whether a copy of an open shard has arrived
 
 Identity = tuple[int, int, int, int]
 """Device, inode, bytes and time of change: what tells one state of a file from another."""
@@ -52,18 +61,27 @@ class ChunkMaps:
 class OpenShard:
     """A shard that is open; closed when nobody has it any more.
 
+    Attributes:
+        identity: of the file that was opened.
+        is_local: whether it is a copy on a disk of this node.
+        look_again: when (of `time.monotonic`) to look whether there is such a copy.
+
     Raises:
         OSError: it cannot be opened.
         ShardError: it has another length than the manifest says.
     """
 
-    def __init__(self, path: Path, size: int, io: Io, maps: ChunkMaps) -> None:
+    def __init__(
+        self, path: Path, size: int, io: Io, maps: ChunkMaps, is_local: bool = False
+    ) -> None:
         self._path, self._size, self._io, self._maps = path, size, io, maps
+        self.is_local = is_local
+        self.look_again = time.monotonic() + _LOOK_EVERY_S
         self._h5: h5py.File | None = None
         self._raw: RawFile | None = None
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._identity = identity(os.fstat(self._fd))
+        self.identity = identity(os.fstat(self._fd))
         self.is_as_it_was()
 
     @property
@@ -72,7 +90,7 @@ class OpenShard:
         if self._h5 is None:
             # locks are slow or missing on parallel file systems, and nobody writes here
             h5 = h5py.File(self._path, "r", locking=False)
-            if identity(os.stat(self._path)) != self._identity:
+            if identity(os.stat(self._path)) != self.identity:
                 h5.close()
                 raise OSError("it was replaced or changed while it was being opened")
             self._h5 = h5
@@ -90,26 +108,36 @@ class OpenShard:
                 f"{self._path} has {now[2]} bytes, the manifest says {self._size}; "
                 "it was cut or changed, copy or write the data set again"
             )
-        return now == self._identity
+        return now == self.identity
 
-    def read(self, name: str, out: Pixels, where: Where) -> None:
-        """Copy a box of a raw dataset, which is not empty, to `out`.
+    def read(self, name: str, out: Pixels, where: Where, codec: Codec = "raw") -> None:
+        """Copy a box of a dataset, which is not empty, to `out`.
 
         Raises:
             OSError, KeyError, TypeError, ValueError, RuntimeError: it is damaged, or has no such
                 dataset or box.
         """
         stacked = not isinstance(where[0], slice)
-        chunks = None if self._io == "h5py" else self._map(name, stacked)
+        chunks = None
+        if codec != "raw" or self._io != "h5py":
+            chunks = self._map(name, stacked, codec)
+        # HDF5 would convert one type to another
+        dtype = self.h5[name].dtype if chunks is None else chunks.dtype
+        if dtype not in (out.dtype, out.dtype.newbyteorder()):
+            raise ValueError(f"it has type {dtype}, expected {out.dtype}")
         if chunks is None:
             self.h5[name].read_direct(out, where)
             return
         if self._raw is None:
             self._raw = open_raw(self._fd, self._path, self._io)
+        if codec != "raw":
+            read_coded(self._raw, chunks, codec, out, where, (self.identity, name))
+            return
         *before, rows, cols = where
         assert isinstance(rows, slice)
         assert isinstance(cols, slice)
-        for _, _, (out_rows, out_cols) in self._raw.read(chunks, out, where):
+        for part in self._raw.read(chunks, out, where):
+            out_rows, out_cols = part.outside
             place = (*before, _shifted(out_rows, rows.start), _shifted(out_cols, cols.start))
             # HDF5 knows what stands for chunks that were never written
             out[out_rows, out_cols] = self.h5[name][place]
@@ -119,10 +147,10 @@ class OpenShard:
         if self._raw is not None:
             self._raw.forget()
 
-    def _map(self, name: str, stacked: bool) -> ChunkMap | None:
-        key = self._identity, name
+    def _map(self, name: str, stacked: bool, codec: Codec) -> ChunkMap | None:
+        key = self.identity, name
         if key not in self._maps:
-            self._maps.put(key, map_chunks(self.h5[name], stacked, self._size))
+            self._maps.put(key, map_chunks(self.h5[name], stacked, self._size, codec))
         return self._maps.get(key)
 
     def __del__(self) -> None:
@@ -131,10 +159,14 @@ class OpenShard:
 
 
 class OpenShards:
-    """Shards open in this process, the longest unused closed first."""
+    """Shards open in this process, the longest unused closed first.
 
-    def __init__(self, folder: Path, io: Io) -> None:
-        self._folder, self._io = folder, io
+    Attributes:
+        local: folder in which copies of them may lie, now or later, see `staging.cache.Job`.
+    """
+
+    def __init__(self, folder: Path, io: Io, local: Path | None = None) -> None:
+        self._folder, self._io, self.local = folder, io, local
         self._touched = 0
         self._begin()
 
@@ -148,15 +180,70 @@ class OpenShards:
             self._begin()
         with self._lock:
             shard = self._shards.get(info.file)
-            if shard is None or not shard.is_as_it_was():
+            if shard is None or not self._may_stay(shard, info):
                 shard = None
                 self._shards.pop(info.file, None)
                 if len(self._shards) >= _OPEN_SHARDS:
                     self._shards.popitem(last=False)
-                path = self._folder / info.file
-                shard = self._shards[info.file] = OpenShard(path, info.bytes, self._io, self._maps)
+                shard = self._shards[info.file] = self._opened(info)
             self._shards.move_to_end(info.file)
             return shard
+
+    def distrust(self, info: ShardInfo, why: object) -> None:
+        """Read a shard from where it came from, from now on: its local copy is no good."""
+        with self._lock:
+            if info.file in self._distrusted:
+                return
+            self._distrusted.add(info.file)
+            self._shards.pop(info.file, None)
+        if self.local is not None and _is_first(self.local / f".distrusted-{info.file}"):
+            log.warning(
+                "%s: the copy of %s in %s is no good any more (%s); reading it from %s",
+                *(socket.gethostname(), info.file, self.local, why, self._folder),
+            )
+
+    def _may_stay(self, shard: OpenShard, info: ShardInfo) -> bool:
+        """Whether an open shard is the one to read, as far as was looked."""
+        if shard.is_local:
+            try:
+                if shard.is_as_it_was():
+                    return True
+            except ShardError:
+                pass
+            self.distrust(info, "it was changed")
+            return False
+        if self.local is not None and (now := time.monotonic()) >= shard.look_again:
+            shard.look_again = now + _LOOK_EVERY_S
+            if info.file not in self._distrusted and (self.local / local_name(info)).exists():
+                return False
+        return shard.is_as_it_was()
+
+    def _opened(self, info: ShardInfo) -> OpenShard:
+        if self.local is not None and info.file not in self._distrusted:
+            path = self.local / local_name(info)
+            try:
+                shard = OpenShard(path, info.bytes, self._io, self._maps, is_local=True)
+                self._arrived.add(info.file)
+                return shard
+            except FileNotFoundError:
+                if info.file in self._arrived:
+                    self.distrust(info, "it is gone")
+            except (OSError, ShardError) as error:
+                self.distrust(info, error)
+        return self._from_source(info)
+
+    def _from_source(self, info: ShardInfo) -> OpenShard:
+        path = self._folder / info.file
+        shard = OpenShard(path, info.bytes, self._io, self._maps)
+        before = self._known.setdefault(info.file, shard.identity)
+        if shard.identity != before:
+            if sha256_of(path) != info.sha256:
+                raise ShardError(
+                    f"{path} was changed or replaced since it was first read, and its SHA-256 is "
+                    "not that of the manifest; open the data set again, or write it again"
+                )
+            self._known[info.file] = shard.identity  # copied anew, for instance
+        return shard
 
     def note_read(self, count: int) -> None:
         """Hear of bytes that were read; pages of memory maps are let go before they add up."""
@@ -172,12 +259,15 @@ class OpenShards:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._shards: OrderedDict[str, OpenShard] = OrderedDict()
         self._maps = ChunkMaps()
+        self._known: dict[str, Identity] = {}
+        self._arrived: set[str] = set()
+        self._distrusted: set[str] = set()
 
-    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Io]]:
-        return OpenShards, (self._folder, self._io)
+    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Io, Path | None]]:
+        return OpenShards, (self._folder, self._io, self.local)
 
 
 def identity(status: os.stat_result) -> Identity:
@@ -185,8 +275,19 @@ def identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _is_first(marker: Path) -> bool:
+    """Whether no other process of the node has come here before; True where nobody can tell."""
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def _bytes_of(chunks: ChunkMap | None) -> int:
-    return _MAP_OVERHEAD + (0 if chunks is None else chunks.offsets.nbytes)
+    return _MAP_OVERHEAD + (0 if chunks is None else chunks.nbytes)
 
 
 def _shifted(part: slice, by: int) -> slice:

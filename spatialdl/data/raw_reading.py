@@ -1,4 +1,4 @@
-"""Copying boxes of raw chunks out of a file, through a memory map or by `pread`.
+"""Copying boxes of raw chunks, or coded chunks, out of a file, through a memory map or by `pread`.
 
 A memory map is the faster: pixels go from the page cache to where they are wanted, without a
 buffer between. But where its file is cut short, or its disk fails, the process that touches the
@@ -13,18 +13,19 @@ import os
 import re
 from math import prod
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.chunk_map import MISSING, ChunkMap, Part, Where
 
-Pixels = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[Any]
 Io = Literal["auto", "mmap", "pread", "h5py"]
 IOS: tuple[Io, ...] = ("auto", "mmap", "pread", "h5py")
 
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 _LOCAL = {
     *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"),
     *("tmpfs", "ramfs", "rootfs", "overlay", "aufs", "squashfs", "erofs", "iso9660", "exfat"),
@@ -36,6 +37,9 @@ class RawFile(Protocol):
 
     def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
         """Copy a box of a dataset to `out`; returns the parts whose chunks were never written."""
+
+    def stored(self, begin: int, size: int) -> Bytes:
+        """The bytes of a chunk as they lie there."""
 
     def forget(self) -> None:
         """Let go of the memory that has been read."""
@@ -49,15 +53,19 @@ class MappedFile:
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
-        size, cell, flat = prod(chunks.cell), chunks.cell, self._bytes
+        cell, dtype, flat = chunks.cell, chunks.dtype, self._bytes
+        size = prod(cell) * dtype.itemsize
         missing = []
         for part in chunks.parts(where, out.shape):
-            begin, inside, outside = part
+            _, begin, inside, outside = part
             if begin == MISSING:
                 missing.append(part)
             else:
-                out[outside] = flat[begin : begin + size].reshape(cell)[inside]
+                out[outside] = flat[begin : begin + size].view(dtype).reshape(cell)[inside]
         return missing
+
+    def stored(self, begin: int, size: int) -> Bytes:
+        return self._bytes[begin : begin + size]
 
     def forget(self) -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -73,11 +81,11 @@ class PreadFile:
 
     def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
         cell = chunks.cell
-        line = prod(cell[1:])  # bytes of a row of a chunk
+        line = prod(cell[1:]) * chunks.dtype.itemsize  # bytes of a row of a chunk
         buffer: Pixels | None = None
         missing = []
         for part in chunks.parts(where, out.shape):
-            begin, (rows, cols), outside = part
+            _, begin, (rows, cols), outside = part
             if begin == MISSING:
                 missing.append(part)
                 continue
@@ -87,17 +95,22 @@ class PreadFile:
                 self._fill(target, offset)
                 continue
             if buffer is None:
-                buffer = np.empty(cell, np.uint8)
+                buffer = np.empty(cell, chunks.dtype)
             whole_rows = buffer[: rows.stop - rows.start]
             self._fill(whole_rows, offset)
             target[...] = whole_rows[:, cols]
         return missing
 
+    def stored(self, begin: int, size: int) -> Bytes:
+        buffer = np.empty(size, np.uint8)
+        self._fill(buffer, begin)
+        return buffer
+
     def forget(self) -> None:
         """Nothing is kept."""
 
     def _fill(self, target: Pixels, offset: int) -> None:
-        view = target.reshape(-1).data
+        view = target.reshape(-1).view(np.uint8).data
         while view.nbytes:
             count = os.preadv(self._fd, [view], offset)
             if count == 0:
@@ -131,7 +144,7 @@ def is_local(path: Path) -> bool:
     return file_system(path) in _LOCAL
 
 
-def file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
+def file_system(path: Path, mounts: Path = MOUNTS) -> str | None:
     """The type of the file system on which a file lies, such as "ext4" or "lustre".
 
     Args:

@@ -1,13 +1,14 @@
 """Shards of regions: images of any size, up to whole slides, each a group in one shard or more.
 
-A region is written some rows at a time, so it may be larger than memory. Striped over S shards
-it becomes S row bands, each a dataset of its own in another shard, so that the ranks that read
-the rows of one region read different files.
+A region is written some rows at a time, so it may be larger than memory. Striped it becomes row
+bands, each a dataset of its own in another shard, so that the ranks that read the rows of one
+region read different files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.chunks import Chunks
-from spatialdl.data.codec import QUALITY, Codec, check_channels
+from spatialdl.data.codec import Coding
 from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import (
-    CHUNK,
     NO_LABEL,
     Band,
     RegionSample,
@@ -27,18 +27,24 @@ from spatialdl.data.format import (
     chunk_size,
     stored_bytes,
 )
-from spatialdl.data.shard_file import ImageRows, ShardFile, as_image, as_mask
+from spatialdl.data.pixels import as_image, as_mask, image_dtype
+from spatialdl.data.shard_file import ImageRows, ShardFile
+from spatialdl.layout import even_bounds
 
 
 class RegionShards:
-    """Writes regions to a set of `stripes` shards, and starts the next set when one is full.
+    """Writes regions, band k of each to the shards of stripe k.
+
+    So a rank that reads the same rows of all regions needs the shards of a stripe or two, whatever
+    the number of regions. A stripe goes on with another shard where one is full.
 
     Args:
         folder: where the shards go.
-        shard_size: bytes of pixels after which a shard is full, as many as they are decoded.
-        stripes: shards over which the row bands of a region are spread.
-        codec: of the images.
-        quality: of JPEGs made here.
+        shard_size: bytes of pixels that a shard may have, as many as they are decoded, unless it
+            has one band only.
+        stripes: into how many bands of rows a region is cut.
+        coding: of the images.
+        prefix: of the names of regions.
     """
 
     def __init__(
@@ -46,17 +52,19 @@ class RegionShards:
         folder: Path,
         shard_size: int,
         stripes: int,
-        codec: Codec = "raw",
-        quality: int = QUALITY,
+        coding: Coding | None = None,
+        prefix: str = "",
     ) -> None:
         self._folder = folder
         self._shard_size = shard_size
         self._stripes = stripes
-        self._codec: Codec = codec
-        self._quality = quality
-        self._infos: list[ShardInfo] = []
-        self._open: list[ShardFile] = []
+        self._coding = coding or Coding()
+        self._prefix = prefix
+        self._infos: dict[int, ShardInfo] = {}
+        self._started = 0
+        self._open: dict[int, ShardFile] = {}  # by stripe
         self._channels: int | None = None
+        self.dtype = np.dtype(np.uint8)
         self.samples: list[RegionSample] = []
         self.masks = False
 
@@ -80,73 +88,85 @@ class RegionShards:
         """
         height, width, channels = _shape(image)
         if isinstance(image, EncodedImage):
-            if self._codec != "jpeg":
-                raise ValueError("image is encoded, and codec is 'raw'; use codec='jpeg'")
+            if self._coding.codec != "jpeg":
+                codec = self._coding.codec
+                raise ValueError(f"image is encoded, and codec is {codec!r}; use codec='jpeg'")
             grid_of(image)
         if mask is not None and tuple(mask.shape) != (height, width):
             raise ValueError(f"mask has shape {mask.shape}, its image has {height} x {width}")
-        self._check_same(channels, mask is not None)
-        files = self._open or self._start()
-        first = len(self.samples) % self._stripes  # spreads regions that have few bands
-        bands = tuple(
-            Band(files[(first + number) % self._stripes].number, row0, rows)
-            for number, (row0, rows) in enumerate(_bands(height, self._stripes, _step(image)))
-        )
+        self._check_same(channels, _dtype_of(image), mask is not None)
+        step = image.chunk[0] if isinstance(image, EncodedImage) else 1
+        cuts = cut_rows(height, self._stripes, step)
+        files = [
+            self._file(stripe, _band_bytes(image, end - row0, width, self._striped))
+            for stripe, (row0, end) in enumerate(cuts)
+        ]
         sample = RegionSample(
-            id=f"{len(self.samples):06d}",
+            id=f"{self._prefix}{len(self.samples):06d}",
             height=height,
             width=width,
             mpp=mpp,
-            striped=self._stripes > 1,
-            bands=bands,
+            striped=self._striped,
+            bands=tuple(
+                Band(file.number, row0, end - row0)
+                for file, (row0, end) in zip(files, cuts, strict=True)
+            ),
             **known,
         )
-        by_number = {file.number: file for file in files}
+        before = [file.bytes for file in files]
         try:
-            for number, band in enumerate(bands):
-                file, codec = by_number[band.shard], self._codec
-                write_band(file, sample, number, image, mask, codec, self._quality)
+            for number, file in enumerate(files):
+                write_band(file, sample, number, image, mask, self._coding)
         except BaseException:
-            for file in files:  # leave no half of it behind
+            for file, size in zip(files, before, strict=True):  # leave no half of it behind
                 file.h5.pop(f"regions/{sample.id}", None)
+                file.bytes = size
             raise
-        for number in {band.shard for band in bands}:
-            by_number[number].samples += 1
+        for file in files:
+            file.samples += 1
         self.samples.append(sample)
-        if any(file.bytes >= self._shard_size for file in files):
-            self._end()
 
     def finish(self) -> list[ShardInfo]:
         """End the last shards; returns all of them."""
-        self._end()
-        return self._infos
+        for stripe in list(self._open):
+            self._end(stripe)
+        return [self._infos[number] for number in sorted(self._infos)]
 
     def abort(self) -> None:
         """Close the shards that are open."""
-        for file in self._open:
+        for file in self._open.values():
             file.abort()
 
-    def _check_same(self, channels: int, masked: bool) -> None:
+    @property
+    def _striped(self) -> bool:
+        return self._stripes > 1
+
+    def _check_same(self, channels: int, dtype: np.dtype[Any], masked: bool) -> None:
         if self._channels is None:
-            if self._codec == "jpeg":
-                check_channels(channels)
-            self._channels, self.masks = channels, masked
-        if channels != self._channels:
+            self._coding.check(channels, dtype)
+            self._channels, self.dtype, self.masks = channels, dtype, masked
+        if (channels, dtype) != (self._channels, self.dtype):
             raise ValueError(
-                f"region has {channels} channels, those before it {self._channels}; "
-                "all regions of a data set have the same"
+                f"region has {channels} channels of {dtype}, those before it {self._channels} of "
+                f"{self.dtype}; all regions of a data set have the same"
             )
         if masked != self.masks:
             raise ValueError("some regions have masks and some have none; give all of them one")
 
-    def _start(self) -> list[ShardFile]:
-        first = len(self._infos)
-        self._open = [ShardFile(self._folder, first + k) for k in range(self._stripes)]
-        return self._open
+    def _file(self, stripe: int, more: int) -> ShardFile:
+        """The shard of a stripe that has room for so many bytes, or is empty."""
+        file = self._open.get(stripe)
+        if file is not None and file.samples and file.bytes + more > self._shard_size:
+            self._end(stripe)
+            file = None
+        if file is None:
+            file = self._open[stripe] = ShardFile(self._folder, self._started)
+            self._started += 1
+        return file
 
-    def _end(self) -> None:
-        while self._open:
-            self._infos.append(self._open.pop(0).finish())
+    def _end(self, stripe: int) -> None:
+        file = self._open.pop(stripe)
+        self._infos[file.number] = file.finish()
 
 
 def write_band(
@@ -155,8 +175,7 @@ def write_band(
     number: int,
     image: ImageRows | EncodedImage,
     mask: ImageRows | None = None,
-    codec: Codec = "raw",
-    quality: int = QUALITY,
+    coding: Coding | None = None,
 ) -> None:
     """Write band `number` of a region into a shard.
 
@@ -166,28 +185,47 @@ def write_band(
         number: of the band.
         image: the whole region; only the rows of the band are asked for.
         mask: of the whole region.
-        codec, quality: of the image.
+        coding: of the image.
 
     Raises:
-        ValueError: the image gives rows of another shape.
+        ValueError: the image gives rows of another shape or type.
     """
+    coding = coding or Coding()
     band, width = sample.bands[number], sample.width
-    channels = _shape(image)[2]
+    channels, dtype = _shape(image)[2], _dtype_of(image)
     _describe(file.h5.require_group(f"regions/{sample.id}"), sample)
-    usual = chunk_size(band.rows, width)
+    usual = _band_chunk(band.rows, width, sample.striped)
     chunk = image.chunk if isinstance(image, EncodedImage) else usual
     name, shape = region_path(sample, number), (band.rows, width, channels)
-    pixels = Chunks(file.h5, name, shape, chunk, codec=codec, quality=quality)
+    pixels = Chunks(file.h5, name, shape, chunk, dtype, coding=coding)
     pixels.dataset.attrs["row0"] = band.row0
     if isinstance(image, EncodedImage):
         _copy_streams(image, pixels, band)
     else:
-        _copy_rows(image, pixels, band, lambda part: _checked_image(part, width, channels))
+        _copy_rows(image, pixels, band, usual[0], lambda p: _checked(p, width, channels, dtype))
+    pixels.dataset.attrs["crc32"] = np.uint32(pixels.sums[0])
     if mask is not None:
-        classes = Chunks(file.h5, region_path(sample, number, "mask"), (band.rows, width), usual)
+        name, size = region_path(sample, number, "mask"), (band.rows, width)
+        classes = Chunks(file.h5, name, size, usual, coding=coding.of_masks)
         classes.dataset.attrs["row0"] = band.row0
-        _copy_rows(mask, classes, band, lambda part: as_mask(part, (len(part), width)))
-    file.bytes += stored_bytes(band.rows, width, channels, chunk)
+        _copy_rows(mask, classes, band, usual[0], lambda p: as_mask(p, (len(p), width)))
+        classes.dataset.attrs["crc32"] = np.uint32(classes.sums[0])
+    file.bytes += _band_bytes(image, band.rows, width, sample.striped)
+
+
+def cut_rows(height: int, bands: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """First row, and the one behind the last, of as even bands as there can be.
+
+    With a multiple of 1 they are what the ranks of a grid of so many rows have.
+
+    Args:
+        height: rows in all.
+        bands: how many, or fewer where there are not so many multiples.
+        multiple: of which each begins at one.
+    """
+    units = even_bounds(-(-height // multiple), bands)
+    starts = sorted({unit * multiple for unit in units[:-1]})
+    return list(pairwise([*starts, height]))
 
 
 def region_path(sample: RegionSample, number: int, what: str = "image") -> str:
@@ -196,15 +234,23 @@ def region_path(sample: RegionSample, number: int, what: str = "image") -> str:
     return f"{whole}/{number:05d}" if sample.striped else whole
 
 
-def _step(image: ImageRows | EncodedImage) -> int:
-    """Bands of an image begin at multiples of so many rows."""
-    return image.chunk[0] if isinstance(image, EncodedImage) else CHUNK
+def _band_chunk(rows: int, cols: int, striped: bool) -> tuple[int, int]:
+    """That of any image; of a band as many rows fewer as it takes to end with whole chunks."""
+    high, wide = chunk_size(rows, cols)
+    if striped:
+        high = -(-rows // -(-rows // high))
+    return high, wide
 
 
-def _bands(height: int, stripes: int, step: int) -> list[tuple[int, int]]:
-    """First row and number of rows of each band: whole chunks, except in the last."""
-    rows = height if stripes == 1 else -(-height // (stripes * step)) * step
-    return [(row0, min(rows, height - row0)) for row0 in range(0, height, rows)]
+def _band_bytes(image: ImageRows | EncodedImage, rows: int, cols: int, striped: bool) -> int:
+    chunk = _band_chunk(rows, cols, striped)
+    if isinstance(image, EncodedImage):
+        chunk = image.chunk
+    return stored_bytes(rows, cols, _shape(image)[2], chunk, _dtype_of(image).itemsize)
+
+
+def _dtype_of(image: ImageRows | EncodedImage) -> np.dtype[Any]:
+    return image_dtype(getattr(image, "dtype", np.uint8))
 
 
 def _shape(image: ImageRows | EncodedImage) -> tuple[int, int, int]:
@@ -226,23 +272,31 @@ def _copy_streams(image: EncodedImage, chunks: Chunks, band: Band) -> None:
 
 
 def _copy_rows(
-    image: ImageRows, chunks: Chunks, band: Band, check: Callable[[Any], npt.NDArray[np.uint8]]
+    image: ImageRows,
+    chunks: Chunks,
+    band: Band,
+    at_once: int,
+    check: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
 ) -> None:
     """Store the rows of a band, a row of chunks at a time."""
-    for row in range(0, band.rows, CHUNK):
-        end = min(row + CHUNK, band.rows)
+    for row in range(0, band.rows, at_once):
+        end = min(row + at_once, band.rows)
         part = check(np.asarray(image[band.row0 + row : band.row0 + end]))
         if len(part) != end - row:
             raise ValueError(f"image gave {len(part)} rows where {end - row} were asked for")
         chunks.write(part, row)
 
 
-def _checked_image(
-    part: npt.NDArray[np.generic], width: int, channels: int
-) -> npt.NDArray[np.uint8]:
+def _checked(
+    part: npt.NDArray[Any], width: int, channels: int, dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
     pixels = as_image(part)
     if pixels.shape[1:] != (width, channels):
         raise ValueError(f"image gave rows of shape {pixels.shape} where it has width {width}")
+    if pixels.dtype != dtype:
+        raise ValueError(
+            f"image gave rows of {pixels.dtype} where {dtype} was expected; give it a `dtype`"
+        )
     return pixels
 
 

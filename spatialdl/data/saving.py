@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,9 @@ from uuid import uuid4
 
 TEMPORARY = ".*.tmp"
 """Names, as a glob has them, of what a killed process leaves; nobody reads it."""
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system that has no locks says."""
 
 
 @contextmanager
@@ -25,13 +30,29 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        settle(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def settle(temporary: Path, path: Path) -> None:
+    """Give a file that is written its name, when all of it is on the disk."""
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
     fsync_folder(path.parent)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name; copy it where the file system has no such thing."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        temporary = target.with_name(f".{uuid4().hex}.tmp")
+        shutil.copyfile(source, temporary)
+        settle(temporary, target)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from spatialdl.data.chunks import read_jpeg
-from spatialdl.data.codec import Codec
-from spatialdl.data.format import NO_LABEL, Manifest, Sample, TileSample, sha256_of
-from spatialdl.data.open_shards import OpenShards
+from spatialdl.data.codec import Codec, Coding
+from spatialdl.data.format import (
+    NO_LABEL,
+    Band,
+    Manifest,
+    RegionSample,
+    Sample,
+    TileSample,
+    sha256_of,
+)
+from spatialdl.data.locating import say_damaged
+from spatialdl.data.open_shards import OpenShard, OpenShards
 from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
 from spatialdl.errors import ShardError
 
 Box = tuple[int, int, int, int]
-Pixels = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[Any]
+_UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 class ShardDataset(Dataset[tuple[Pixels, int]]):
@@ -32,9 +42,10 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     Args:
         path: the folder, with `manifest.json` in it.
         split: keep the samples of this split only; None keeps all.
-        io: how raw chunks are read: through a memory map ("mmap", the fastest, and a file that is
-            cut in that moment kills the process), "pread", or all through HDF5 ("h5py"). "auto" is
-            "mmap" on file systems of this machine and "pread" on Lustre, NFS and other networks.
+        io: how chunks are read: through a memory map ("mmap", the fastest, and a file that is
+            cut in that moment kills the process), "pread", or raw ones all through HDF5 ("h5py").
+            "auto" is "mmap" on file systems of this machine and "pread" on Lustre, NFS and other
+            networks.
 
     Raises:
         ShardError: the folder is missing, not whole, or not of a version that is known.
@@ -89,8 +100,13 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     @property
     def codec(self) -> Codec:
-        """How the images lie in the shards, "raw" or "jpeg"; they are read the same."""
+        """How the images lie in the shards: raw, jpeg, zstd or lz4; they are read the same."""
         return self._manifest.codec
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the pixels of images: uint8, uint16 or one of floats; masks are uint8."""
+        return np.dtype(self._manifest.dtype)
 
     @property
     def has_masks(self) -> bool:
@@ -129,8 +145,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             box: half-open (row0, row1, col0, col1), may be empty; None is the whole image.
 
         Returns:
-            uint8 (row1 - row0, col1 - col0, channels). Only the chunks that the box touches
-            are read, and decoded where they are JPEG.
+            (row1 - row0, col1 - col0, channels) of `dtype`. Only the chunks that the box touches
+            are read, and decoded where they are not raw.
 
         Raises:
             IndexError: there is no such sample.
@@ -138,11 +154,11 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             ShardError: the shard is missing or damaged.
         """
         row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = np.empty((row1 - row0, col1 - col0, self.channels), np.uint8)
+        out = np.empty((row1 - row0, col1 - col0, self.channels), self.dtype)
         self._fill(out, self.sample(sample), "image", (row0, row1, col0, col1))
         return out
 
-    def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
+    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
         """Read a box of a mask, uint8 (row1 - row0, col1 - col0); as `read` otherwise.
 
         Raises:
@@ -155,16 +171,36 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         self._fill(out, self.sample(sample), "mask", (row0, row1, col0, col1))
         return out
 
+    @property
+    def manifest(self) -> Manifest:
+        """The table of contents of the whole folder."""
+        return self._manifest
+
+    def shards_under(self, sample: int, box: Box) -> tuple[int, ...]:
+        """Numbers of the shards that hold a box of a sample, in the order in which it reads."""
+        row0, row1, col0, col1 = box
+        if row0 >= row1 or col0 >= col1:
+            return ()
+        found = self.sample(sample)
+        if isinstance(found, TileSample):
+            return (found.shard,)
+        return tuple(band.shard for _, band, _, _ in _bands(found, row0, row1))
+
+    def use_copies(self, folder: Path | None) -> None:
+        """Read shards from this folder as soon as they are there, see `spatialdl.data.staging`."""
+        self._shards.local = folder
+
     def verify(self) -> None:
         """Read every shard and compare its SHA-256 with the manifest.
 
         Raises:
-            ShardError: names every shard that is not what was written.
+            ShardError: names every shard that is not what was written, and its damaged samples,
+                by their numbers in the whole folder.
         """
         _check_sizes(self.path, self._manifest)
         wrong = [
-            info.file
-            for info in self._manifest.shards
+            f"{info.file} ({say_damaged(self.path, self._manifest, number)})"
+            for number, info in enumerate(self._manifest.shards)
             if sha256_of(self.path / info.file) != info.sha256
         ]
         if wrong:
@@ -202,13 +238,11 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             where = (found.index, slice(row0, row1), slice(col0, col1))
             self._read_into(out, found.shard, what, what + "s", where)
             return
-        for number, band in enumerate(found.bands):
-            first, last = max(row0, band.row0), min(row1, band.row0 + band.rows)
-            if first < last:
-                rows = slice(first - band.row0, last - band.row0)
-                part = out[first - row0 : last - row0]
-                name = region_path(found, number, what)
-                self._read_into(part, band.shard, what, name, (rows, slice(col0, col1)))
+        for number, band, first, last in _bands(found, row0, row1):
+            rows = slice(first - band.row0, last - band.row0)
+            part = out[first - row0 : last - row0]
+            name = region_path(found, number, what)
+            self._read_into(part, band.shard, what, name, (rows, slice(col0, col1)))
 
     def _read_into(
         self, out: Pixels, shard: int, what: str, name: str, where: tuple[int | slice, ...]
@@ -216,18 +250,35 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         info = self._manifest.shards[shard]
         try:
             opened = self._shards.get(info)
-            if what == "image" and self.codec == "jpeg":
-                read_jpeg(opened.h5[name], out, where)
-            else:
-                opened.read(name, out, where)
-                self._shards.note_read(out.nbytes)
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            try:
+                self._copy_box(opened, out, what, name, where)
+            except _UNREADABLE as error:
+                if not opened.is_local:
+                    raise
+                self._shards.distrust(info, error)
+                self._copy_box(self._shards.get(info), out, what, name, where)
+        except _UNREADABLE as error:
             if isinstance(error, ShardError):
                 raise
             raise ShardError(
                 f"cannot read {name} from {self.path / info.file}: {error}; "
                 "the shard is damaged or not of this data set, copy or write it again"
             ) from error
+
+    def _copy_box(
+        self, opened: OpenShard, out: Pixels, what: str, name: str, where: tuple[int | slice, ...]
+    ) -> None:
+        codec = self.codec if what == "image" else Coding(self.codec).of_masks.codec
+        opened.read(name, out, where, codec)
+        self._shards.note_read(out.nbytes)
+
+
+def _bands(region: RegionSample, row0: int, row1: int) -> Iterator[tuple[int, Band, int, int]]:
+    """The bands that hold rows of a region: number, band, first row, row after the last."""
+    for number, band in enumerate(region.bands):
+        first, last = max(row0, band.row0), min(row1, band.row0 + band.rows)
+        if first < last:
+            yield number, band, first, last
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.chunks import Chunks
-from spatialdl.data.codec import QUALITY, Codec, check_channels
+from spatialdl.data.codec import Coding
 from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import NO_LABEL, ShardInfo, TileSample, chunk_size, stored_bytes
-from spatialdl.data.shard_file import ShardFile, as_image, as_mask
+from spatialdl.data.pixels import as_image, as_mask
+from spatialdl.data.shard_file import ShardFile
 
 
 class TileShards:
@@ -22,8 +23,7 @@ class TileShards:
     Args:
         folder: where the shards go.
         shard_size: bytes of pixels after which a shard is full, as many as they are decoded.
-        codec: of the images.
-        quality: of JPEGs made here.
+        coding: of the images.
         chunk: rows and columns of a chunk of an image; that of the first tile if it comes
             encoded, else 512 x 512 or the whole tile.
     """
@@ -32,20 +32,19 @@ class TileShards:
         self,
         folder: Path,
         shard_size: int,
-        codec: Codec = "raw",
-        quality: int = QUALITY,
+        coding: Coding | None = None,
         chunk: tuple[int, int] | None = None,
     ) -> None:
         self._folder = folder
         self._shard_size = shard_size
-        self._codec: Codec = codec
-        self._quality = quality
+        self._coding = coding or Coding()
         self._chunk = chunk
         self._infos: list[ShardInfo] = []
         self._file: ShardFile | None = None
         self._stacks: dict[str, Chunks] = {}  # of that file
         self._shape: tuple[int, int, int] | None = None
         self._in_shard: list[TileSample] = []
+        self.dtype = np.dtype(np.uint8)
         self.samples: list[TileSample] = []
         self.masks = False
 
@@ -61,30 +60,31 @@ class TileShards:
 
     def add(
         self,
-        image: npt.NDArray[np.generic],
-        mask: npt.NDArray[np.generic] | None,
+        image: npt.NDArray[Any],
+        mask: npt.NDArray[Any] | None,
         known: dict[str, Any],
     ) -> None:
         """Append one tile; `known` is its label, split, slide, x and y."""
         pixels = as_image(image)
         rows, cols, channels = pixels.shape
         classes = None if mask is None else as_mask(mask, (rows, cols))
-        self._check_same((rows, cols, channels), classes is not None, self._chunk)
+        self._check_same((rows, cols, channels), pixels.dtype, classes is not None, self._chunk)
         file = self._file or self._start()
         images = self._stacks["images"]
         images.write(pixels, number=images.grow())
         self._end_sample(file, classes, known)
 
     def add_encoded(
-        self, image: EncodedImage, mask: npt.NDArray[np.generic] | None, known: dict[str, Any]
+        self, image: EncodedImage, mask: npt.NDArray[Any] | None, known: dict[str, Any]
     ) -> None:
         """Append one tile whose chunks are JPEG streams already; they are stored as they are.
 
         Raises:
             ValueError: a stream is damaged, or of another shape than a chunk; nothing was added.
         """
-        if self._codec != "jpeg":
-            raise ValueError("image is encoded, and codec is 'raw'; use codec='jpeg'")
+        if self._coding.codec != "jpeg":
+            codec = self._coding.codec
+            raise ValueError(f"image is encoded, and codec is {codec!r}; use codec='jpeg'")
         (high, wide), (down, across) = image.chunk, grid_of(image)
         rows, cols, channels = image.shape
         classes = None if mask is None else as_mask(mask, (rows, cols))
@@ -94,7 +94,8 @@ class TileShards:
             for row in range(down)
             for col in range(across)
         }
-        self._check_same((rows, cols, channels), classes is not None, (high, wide))
+        byte = np.dtype(np.uint8)
+        self._check_same((rows, cols, channels), byte, classes is not None, (high, wide))
         file = self._file or self._start()
         images = self._stacks["images"]
         number = images.grow()
@@ -121,10 +122,15 @@ class TileShards:
 
     @property
     def _capacity(self) -> int:
-        return max(1, self._shard_size // stored_bytes(*self._known_shape, self._chunk))
+        each = stored_bytes(*self._known_shape, self._chunk, self.dtype.itemsize)
+        return max(1, self._shard_size // each)
 
     def _check_same(
-        self, shape: tuple[int, int, int], masked: bool, chunk: tuple[int, int] | None
+        self,
+        shape: tuple[int, int, int],
+        dtype: np.dtype[Any],
+        masked: bool,
+        chunk: tuple[int, int] | None,
     ) -> None:
         if None not in (chunk, self._chunk) and chunk != self._chunk:
             raise ValueError(
@@ -132,14 +138,18 @@ class TileShards:
                 "give all tiles the same, or add this one as pixels"
             )
         if self._shape is None:
-            if self._codec == "jpeg":
-                check_channels(shape[2])
-            self._shape, self.masks = shape, masked
+            self._coding.check(shape[2], dtype)
+            self._shape, self.dtype, self.masks = shape, dtype, masked
             self._chunk = self._chunk or chunk or chunk_size(*shape[:2])
         if shape != self._shape:
             raise ValueError(
                 f"tile has shape {shape}, those before it {self._shape}; tiles are all of one "
                 "size (images of any size are kind='regions')"
+            )
+        if dtype != self.dtype:
+            raise ValueError(
+                f"tile has type {dtype}, those before it {self.dtype}; all tiles of a data set "
+                "have the same"
             )
         if masked != self.masks:
             raise ValueError("some tiles have masks and some have none; give all of them one")
@@ -153,13 +163,16 @@ class TileShards:
             "images",
             (rows, cols, channels),
             self._chunk or usual,
+            self.dtype,
             stacked=True,
-            codec=self._codec,
-            quality=self._quality,
+            coding=self._coding,
         )
         self._stacks = {"images": images}
         if self.masks:
-            self._stacks["masks"] = Chunks(file.h5, "masks", (rows, cols), usual, stacked=True)
+            coding = self._coding.of_masks
+            self._stacks["masks"] = Chunks(
+                file.h5, "masks", (rows, cols), usual, stacked=True, coding=coding
+            )
         return file
 
     def _end_sample(
@@ -178,6 +191,8 @@ class TileShards:
 
     def _end(self, file: ShardFile) -> None:
         inside, self._in_shard = self._in_shard, []
+        for name, stack in self._stacks.items():
+            file.h5[f"{name}_crc32"] = np.array(stack.sums, np.uint32)
         self._stacks = {}
         labels = [NO_LABEL if sample.label is None else sample.label for sample in inside]
         file.h5["coords"] = np.array([(sample.x, sample.y) for sample in inside], np.int64)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,12 +14,15 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.codec import QUALITY, Codec, check_settings
+from spatialdl.data.agreeing import Comm, agree
+from spatialdl.data.codec import LEVEL, QUALITY, Codec, Coding
 from spatialdl.data.encoded import EncodedImage
-from spatialdl.data.folder import FolderInProgress
+from spatialdl.data.folder import FolderInProgress, check_target
 from spatialdl.data.format import Kind, Manifest
+from spatialdl.data.joining import join_parts, part_folder, remove_parts
 from spatialdl.data.region_shard import RegionShards
 from spatialdl.data.shard_file import ImageRows
+from spatialdl.data.striping import Striping
 from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import ShardError
 
@@ -42,16 +48,26 @@ class ShardWriter:
         shard_size: about how many bytes of pixels a shard may have, as many as they are decoded
             (at least one sample is in each).
         stripes: regions only: over how many shards the row bands of a region are spread.
-        codec: "raw", or "jpeg" for chunks of JPEG (images of 1 or 3 channels; masks stay raw).
+        part: write this part of the data set only; `join_parts` makes one of all. Any number of
+            processes may write parts at a time.
+        comm: an mpi4py communicator, whose ranks all make a writer with the same settings, and
+            close it: each writes a part, and rank 0 joins them in the order of the ranks. Where one
+            fails (leaves the block by an exception, too) all raise, and there is no folder.
+        codec: "raw"; "jpeg" for chunks of JPEG (uint8 of 1 or 3 channels; masks stay raw); "zstd"
+            or "lz4", smaller than raw without loss.
         quality: of the JPEGs, 1 to 100. Images that come encoded keep theirs.
+        level: of zstd, 1 (fast) to 22 (small).
         chunk: tiles as JPEG only: rows and columns of a chunk, where the tiles to come encoded
             have others than the first one added.
+        stripe_count, stripe_size: on Lustre, over how many storage targets a shard is spread, -1
+            for all, and in pieces of how many bytes (`lfs setstripe`).
         overwrite: replace a data set of that name.
         made_with: settings worth keeping, written to the manifest as they are.
 
     Raises:
-        ShardError: the folder exists and `overwrite` is false, or it is not a data set.
-        ValueError: classes that repeat, sizes below one, no such codec or quality.
+        ShardError: the folder exists and `overwrite` is false, or it is not a data set; or
+            another rank failed.
+        ValueError: classes that repeat, sizes below one, no such codec, quality or level.
     """
 
     def __init__(
@@ -63,30 +79,39 @@ class ShardWriter:
         mpp: float | None = None,
         shard_size: int = DEFAULT_SHARD_SIZE,
         stripes: int = 1,
+        part: str | None = None,
+        comm: Comm | None = None,
         codec: Codec = "raw",
         quality: int = QUALITY,
+        level: int = LEVEL,
         chunk: tuple[int, int] | None = None,
+        stripe_count: int | None = None,
+        stripe_size: int | None = None,
         overwrite: bool = False,
         made_with: Mapping[str, Any] | None = None,
     ) -> None:
-        self._classes = _checked_classes(classes)
-        if shard_size < 1:
-            raise ValueError(f"shard_size is {shard_size}, expected at least 1 byte")
-        if kind not in ("tiles", "regions"):
-            raise ValueError(f"kind is {kind!r}, expected 'tiles' or 'regions'")
-        if stripes < 1 or (kind == "tiles" and stripes != 1):
-            raise ValueError(f"stripes is {stripes}; it is at least 1, and 1 where kind is 'tiles'")
-        check_settings(codec, quality)
-        if chunk is not None and (kind != "tiles" or codec != "jpeg" or min(chunk) < 1):
-            raise ValueError(
-                f"chunk is {chunk}; it is for kind 'tiles' with codec 'jpeg', and at least 1 x 1"
-            )
-        self._folder = FolderInProgress(path, overwrite=overwrite)
+        with _agreed(comm):
+            self._classes = _checked_classes(classes)
+            _check_sizes(shard_size, kind, stripes)
+            coding = Coding(codec, quality, level)
+            striping = Striping(stripe_count, stripe_size)
+            if chunk is not None and (kind != "tiles" or codec != "jpeg" or min(chunk) < 1):
+                raise ValueError(
+                    f"chunk is {chunk}; it is for kind 'tiles' with codec 'jpeg', and at least "
+                    "1 x 1"
+                )
+            if part is not None and comm is not None:
+                raise ValueError("part and comm do not go together: a rank has its own part")
+        self._target, self._overwrite = Path(path).resolve(), overwrite
+        self._comm, self._part = comm, part
+        self._folder = self._begun()
+        self._lay_out(striping)
         self._shards: TileShards | RegionShards
         if kind == "tiles":
-            self._shards = TileShards(self._folder.path, shard_size, codec, quality, chunk)
+            self._shards = TileShards(self._folder.path, shard_size, coding, chunk)
         else:
-            self._shards = RegionShards(self._folder.path, shard_size, stripes, codec, quality)
+            prefix = "" if self._part is None else f"{self._part}-"
+            self._shards = RegionShards(self._folder.path, shard_size, stripes, coding, prefix)
         self._mpp = mpp
         self._codec: Codec = codec
         self._made_with = dict(made_with or {})
@@ -95,7 +120,7 @@ class ShardWriter:
     @property
     def path(self) -> Path:
         """Where the folder will be."""
-        return self._folder.target
+        return self._target
 
     @property
     def workdir(self) -> Path:
@@ -120,8 +145,9 @@ class ShardWriter:
         """Add one sample.
 
         Args:
-            image: uint8, (rows, cols, channels) or (rows, cols). Regions may be anything that
-                has `shape` and gives rows as `image[row0:row1]`; it is read a band at a time.
+            image: (rows, cols, channels) or (rows, cols) of uint8, uint16, float16, float32 or
+                float64, the same for all. Regions may be anything that has `shape` and `dtype`
+                and gives rows as `image[row0:row1]`; it is read some rows at a time.
                 With codec "jpeg" an `EncodedImage`, whose streams are stored as they are.
             label: name or index of a class, or None.
             split: "train", "val", "test" or any other name, or None.
@@ -163,22 +189,18 @@ class ShardWriter:
         """Finish the last shard, write the manifest and give the folder its name.
 
         Raises:
-            ShardError: nothing was added; no folder is made.
+            ShardError: nothing was added, so no folder is made; or another rank failed.
         """
-        if not self._open:
-            return
-        self._open = False
-        try:
-            self._finish()
-        except BaseException:
-            self._drop()
-            raise
-
-    def abort(self) -> None:
-        """Drop all that was written."""
         if self._open:
             self._open = False
-            self._drop()
+            self._end(None)
+
+    def abort(self) -> None:
+        """Drop all that was written; of a writer with `comm` all that was written by all ranks."""
+        if self._open:
+            self._open = False
+            with suppress(_AbortedError):
+                self._end(_AbortedError("the writer was aborted"))
 
     def __enter__(self) -> Self:
         """The writer itself."""
@@ -191,10 +213,62 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> None:
         """Close, or abort where the block raised."""
-        if kind is None:
+        if error is None:
             self.close()
-        else:
-            self.abort()
+        elif self._open:
+            self._open = False
+            self._end(error)
+
+    def _begun(self) -> FolderInProgress:
+        """The folder that this process writes, once all ranks can write theirs."""
+        if self._comm is None:
+            if self._part is None:
+                return FolderInProgress(self._target, overwrite=self._overwrite)
+            folder = part_folder(self._target, self._part)
+            check_target(self._target, overwrite=self._overwrite)
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, or it would be joined
+            return FolderInProgress(folder)
+        comm, self._part = self._comm, f"{self._comm.rank:05d}"
+        with _agreed(comm):
+            if comm.rank == 0:
+                check_target(self._target, overwrite=self._overwrite)
+                remove_parts(self._target)
+        with _agreed(comm):
+            return FolderInProgress(part_folder(self._target, self._part))
+
+    def _lay_out(self, striping: Striping) -> None:
+        try:
+            with _agreed(self._comm):
+                undone = striping.apply(self._folder.path)
+        except BaseException:
+            self._folder.discard()
+            raise
+        if undone and (self._comm is None or self._comm.rank == 0):
+            warnings.warn(undone, stacklevel=3)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Finish, or drop all where there was an error, here or on another rank; raises it."""
+        try:
+            if error is not None:
+                raise error
+            self._finish()
+        except BaseException as found:
+            error = found
+            self._drop()
+        if self._comm is None:
+            if error is not None:
+                raise error
+            return
+        try:
+            agree(self._comm, error)
+            with _agreed(self._comm):
+                if self._comm.rank == 0:
+                    parts = [f"{rank:05d}" for rank in range(self._comm.size)]
+                    join_parts(self._target, parts, overwrite=self._overwrite)
+        except BaseException:
+            if self._comm.rank == 0:
+                remove_parts(self._target)
+            raise
 
     def _drop(self) -> None:
         try:
@@ -203,18 +277,22 @@ class ShardWriter:
             self._folder.discard()
 
     def _finish(self) -> None:
-        if not self._shards.samples:
+        filled = bool(self._shards.samples)
+        if not filled and self._part is None:
             raise ShardError(f"no samples were added, so the data set {self.path} was not written")
         infos = self._shards.finish()
-        tiles = isinstance(self._shards, TileShards)
+        tiles, size = isinstance(self._shards, TileShards), None
+        if isinstance(self._shards, TileShards):
+            size = self._shards.tile_size if filled else (0, 0)
         manifest = Manifest(
             kind="tiles" if tiles else "regions",
             classes=self._classes,
-            channels=self._shards.channels,
-            tile_size=self._shards.tile_size if isinstance(self._shards, TileShards) else None,
+            channels=self._shards.channels if filled else 0,  # a part may be empty
+            tile_size=size,
             mpp=self._mpp,
             masks=self._shards.masks,
             codec=self._codec,
+            dtype=self._shards.dtype.name,
             shards=infos,
             samples=list(self._shards.samples),
             made_with=self._made_with,
@@ -233,6 +311,33 @@ class ShardWriter:
         if index != label or not 0 <= index < len(self._classes):
             raise ValueError(f"label {label} is no index into the {len(self._classes)} classes")
         return index
+
+
+class _AbortedError(Exception):
+    """What other ranks are told."""
+
+
+@contextmanager
+def _agreed(comm: Comm | None) -> Iterator[None]:
+    """At the end of the block all ranks raise if one did."""
+    if comm is None:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except BaseException as found:
+        error = found
+    agree(comm, error)
+
+
+def _check_sizes(shard_size: int, kind: str, stripes: int) -> None:
+    if shard_size < 1:
+        raise ValueError(f"shard_size is {shard_size}, expected at least 1 byte")
+    if kind not in ("tiles", "regions"):
+        raise ValueError(f"kind is {kind!r}, expected 'tiles' or 'regions'")
+    if stripes < 1 or (kind == "tiles" and stripes != 1):
+        raise ValueError(f"stripes is {stripes}; it is at least 1, and 1 where kind is 'tiles'")
 
 
 def _checked_classes(classes: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from spatialdl.comm.handover import Handover, HandoverShape
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh, Placement, Position, stage_mesh
 from spatialdl.pipeline.action import Action
+from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.shapes import Border, Passing, own_samples
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
@@ -76,6 +77,7 @@ class PlacedStage:
         borders: all of the network, over which something passes.
         learns: per stage of the network whether it has anything to learn.
         recompute: whether only its input is kept for backward, and it runs again there.
+        mixed: the type to which autocast casts, if it does.
     """
 
     def __init__(
@@ -88,8 +90,9 @@ class PlacedStage:
         borders: Sequence[Border],
         learns: Sequence[bool],
         recompute: bool,
+        mixed: torch.dtype | None = None,
     ) -> None:
-        self._recompute, self._placement = recompute, placement
+        self._recompute, self._placement, self._mixed = recompute, placement, mixed
         self.module, self.position = module, position
         self.is_first = position.stage == 0
         self.is_last = position.stage == placement.stages - 1
@@ -155,11 +158,12 @@ class PlacedStage:
                 learns = torch.is_grad_enabled() and self._has_gradient(border, value, part)
                 tiles[value] = tile.requires_grad_(learns)
                 values[value] = self._as_input(tile, part.receiver)
-        if self._recompute:
-            modules = [self.module]
-            outputs = recompute(run_stage_again, self.module, values, samples, modules=modules)
-        else:
-            outputs = run_stage(self.module, values, samples)
+        with autocast(device, self._mixed):
+            if self._recompute:
+                modules = [self.module]
+                outputs = recompute(run_stage_again, self.module, values, samples, modules=modules)
+            else:
+                outputs = run_stage(self.module, values, samples)
         for border, handover in self._after.items():
             for value, part in passing[border].items():
                 given = outputs[value] if value in outputs else values[value]
@@ -208,7 +212,8 @@ class PlacedStage:
             target = microbatch.target
             if len(own) < microbatch.samples:
                 target = target[own.start : own.stop]
-            loss = criterion(held.outputs[OUTPUT], target)
+            with autocast(device, self._mixed):
+                loss = criterion(held.outputs[OUTPUT], target)
             value = loss.item()
             if loss.requires_grad:
                 (loss * weight).backward()  # type: ignore[no-untyped-call]

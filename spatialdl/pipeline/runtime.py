@@ -9,7 +9,7 @@ order is GEMS.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from spatialdl import trace
 from spatialdl.comm.communicator import Communicator, as_communicator
-from spatialdl.comm.gradients import average
+from spatialdl.comm.gradients import average, shard_of
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.mesh import Mesh, Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.clipping import clip_gradients
 from spatialdl.pipeline.holders import holders_of, reducers_over
+from spatialdl.pipeline.modes import start_training
+from spatialdl.pipeline.overflow import unscale_gradients
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
@@ -64,9 +66,13 @@ class Pipeline:
             `comm.groups`; with one `comm` must be all ranks of the world.
         shard_state: whether data replicas share parameters, gradients and optimizer state out
             among them, over `backend` or that of `comm`, see `pipeline.sharded`.
+        mixed: float16 or bfloat16 if stages and loss run under autocast to it.
+        sample_weights: how much the samples of a target count in the mean of `criterion`, (N,);
+            None, or where it gives None, all alike.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
+        sharded: the same ones, where state is sharded.
     """
 
     def __init__(
@@ -87,19 +93,24 @@ class Pipeline:
         seed: int = 0,
         backend: str | None = None,
         shard_state: bool = False,
+        mixed: torch.dtype | None = None,
+        sample_weights: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         if shard_state:
             check_shardable(placement, schedule)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
-        self.image_size, self.seed, self._step = image_size, seed, 0
+        self.image_size, self.seed, self.mixed = image_size, seed, mixed
+        self._step, self._scale = 0, 1.0
         self.device = device or torch.device("cpu")
         self._comm = comm = as_communicator(comm)
+        self._sample_weights = sample_weights
         gather(model, gather_before)
         weigh = weighing(balance, comm, self.device, schedule.microbatches)
         blocks = list(blocks_of(model).values()) if shard_state else []
         stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-        self._shapes = HandoverShapes(stages, placement, image_size, dtype)
+        to = (self.device, mixed) if mixed else None
+        self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
@@ -115,15 +126,16 @@ class Pipeline:
                 list(self._shapes.borders),
                 learns,
                 recompute=recompute == "stage",
+                mixed=mixed,
             )
             for p in positions
         ]
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         meshes = {one.position.stage: one.mesh for one in placed}
         self._reducers = self._holders = holders_of(placement, meshes, comm)
-        self._sharded: dict[int, ShardedStage] = {}
+        self.sharded: dict[int, ShardedStage] = {}
         if shard_state:
-            self._sharded = self._shard(blocks, backend)
+            self.sharded = self._shard(blocks, backend)
         elif backend is not None and comm.size > 1:
             self._reducers = reducers_over(backend, placement, self._holders)
         self._statistics: dict[int, SliceStatistics] = {}
@@ -155,15 +167,20 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all stages that this rank holds."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all stages that this rank holds, under the names of the whole network."""
         for module in self.stages.values():
-            yield from module.parameters()
+            yield from module.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Of all stages that this rank holds, under the names of the whole network.
 
         All ranks must call it where state is sharded: they get whole tensors.
         """
-        stages = self._sharded or self.stages
+        stages = self.sharded or self.stages
         return {name: value for one in stages.values() for name, value in one.state_dict().items()}
 
     def first(self, microbatch: int) -> Mesh | None:
@@ -180,20 +197,23 @@ class Pipeline:
         """The samples of a micro-batch whose outputs leave from this rank; it has a `last`."""
         return self._placed[self._copies[microbatch], self.placement.stages - 1].own(samples)
 
-    def train_step(self, microbatches: Sequence[Microbatch], step: int) -> float:
+    def train_step(
+        self, microbatches: Sequence[Microbatch], step: int, scale: float = 1.0
+    ) -> float:
         """Forward and backward of all micro-batches; averaged gradients are left in the stages.
 
         Args:
             step: number of the optimizer step; each draws random numbers of its own.
+            scale: of the gradients that are left, so that small ones do not vanish in float16.
 
         Returns:
             This rank's part of the loss; over all ranks it adds up to that of the whole batch.
         """
         for module in self.stages.values():
-            module.train()
+            start_training(module)
             module.zero_grad()
         self._check_samples(microbatches)
-        self._step = step
+        self._step, self._scale = step, scale
         self._sharing = self._samples_of(microbatches)
         total = 0.0
         todo = self._todo(self._train, microbatches)
@@ -206,23 +226,32 @@ class Pipeline:
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
                 elif action.kind == "backward":
-                    if action.stage in self._sharded:
+                    if action.stage in self.sharded:
                         is_last = all(later.kind != "backward" for later in todo[number + 1 :])
-                        self._sharded[action.stage].before_backward(is_last)
+                        self.sharded[action.stage].before_backward(is_last)
                     with self._gathering(action):
                         total += self._backward(placed, action.microbatch, microbatch)
                 else:
                     self._later.pop(action).add_all()
         self._wait_sent()
         for stage, module in self.stages.items():
-            if stage in self._sharded:
-                self._sharded[stage].average()
+            if stage in self.sharded:
+                self.sharded[stage].average()
                 continue
             copies = self.placement.widths[stage] * self._replicas
             average(module.parameters(), self._reducers[stage], copies)
         for statistics in self._statistics.values():
             statistics.fold(len(microbatches) * (1 if self._syncs else self.placement.data))
         return total
+
+    def unscale(self, scale: float) -> bool:
+        """Divide gradients by the `scale` of `train_step`, unless one is not finite on any rank.
+
+        Returns:
+            Whether all are finite, the same on every rank.
+        """
+        grads = [shard_of(p.grad) for p in self.parameters() if p.grad is not None]
+        return unscale_gradients(grads, self._comm, scale)
 
     def clip(self, limit: float) -> float:
         """Scale the gradients of all stages so that their norm is at most `limit`.
@@ -231,9 +260,14 @@ class Pipeline:
             The norm as it was.
         """
         holders = {stage: comm.size for stage, comm in self._holders.items()}
-        if self._sharded:
+        if self.sharded:
             holders = {stage: self.placement.widths[stage] for stage in holders}
         return clip_gradients(self.stages, holders, self._comm, limit)
+
+    @property
+    def loss_parts(self) -> int:
+        """How many losses backward adds up on the last stages, of which the mean counts."""
+        return self._replicas * self.placement.widths[-1]
 
     @property
     def _replicas(self) -> int:
@@ -242,12 +276,12 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
-        """Outputs (n, ...) by micro-batch: of the samples whose outputs leave from this rank."""
+        """Outputs (n, ...) by micro-batch: of the samples that leave from this rank, never half."""
         for module in self.stages.values():
             module.eval()
         outputs = {}
         with ExitStack() as stack:
-            for sharded in self._sharded.values():
+            for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
             todo = self._todo(self._evaluate, microbatches)
             coming = self._given(todo)
@@ -256,7 +290,7 @@ class Pipeline:
                 self._expect(action, coming, microbatches)
                 output = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
-                    outputs[action.microbatch] = output
+                    outputs[action.microbatch] = output.float() if self.mixed else output
             self._wait_sent()
         return outputs
 
@@ -291,7 +325,7 @@ class Pipeline:
 
     def _check_samples(self, microbatches: Sequence[Microbatch]) -> None:
         for number, microbatch in enumerate(microbatches):
-            if self._sharded and microbatch.samples == 0:
+            if self.sharded and microbatch.samples == 0:
                 raise ValueError(
                     f"replica {self.replica} has no samples in micro-batch {number}, but sharded "
                     "state needs every replica in every micro-batch: take larger batches"
@@ -340,11 +374,22 @@ class Pipeline:
     def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> float:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
-        share = microbatch.share * len(placed.own(microbatch.samples)) / microbatch.samples
-        weight = share * self._replicas * placed.mesh.batch
+        share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
+        weight = share * self._replicas * placed.mesh.batch * self._scale
         with self._synced(placed, number):
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
+
+    def _part_of(self, own: range, microbatch: Microbatch) -> float:
+        """What some of its samples count in the mean loss of a micro-batch."""
+        target = microbatch.target
+        if len(own) == microbatch.samples or target is None or self._sample_weights is None:
+            return len(own) / microbatch.samples
+        weights = self._sample_weights(target)
+        if weights is None:
+            return len(own) / microbatch.samples
+        total = weights.sum()
+        return float(weights[own.start : own.stop].sum() / total) if total > 0 else 0.0
 
     @contextmanager
     def _gathering(self, action: Action) -> Iterator[None]:

@@ -69,6 +69,26 @@ def make_schedule(name: str, placement: Placement, microbatches: int, times: int
     return Schedule(train, evaluate, microbatches)
 
 
+def repeated(schedule: Schedule, times: int) -> Schedule:
+    """The same order again and again, each time for as many micro-batches more.
+
+    Of no more micro-batches than before are activations held at once.
+    """
+
+    def again(lists: Lists) -> Lists:
+        return [
+            [
+                action._replace(microbatch=action.microbatch + n * schedule.microbatches)
+                for n in range(times)
+                for action in actions
+            ]
+            for actions in lists
+        ]
+
+    train, evaluate = again(schedule.train), again(schedule.evaluate)
+    return Schedule(train, evaluate, times * schedule.microbatches)
+
+
 def _check(name: str, placement: Placement, times: int) -> None:
     known = GEMS if placement.mirrored else SCHEDULES
     if name not in known:

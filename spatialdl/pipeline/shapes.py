@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.layout import Layout, even_bounds
 from spatialdl.mesh import Placement, dry_mesh
+from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
@@ -55,6 +57,8 @@ class HandoverShapes:
     Args:
         stages: all of them.
         image_size: global (channels, H, W).
+        dtype: of the images.
+        mixed: the device of the stages and the type to which autocast casts there, if it does.
 
     Attributes:
         borders: all over which something passes, and what.
@@ -66,11 +70,14 @@ class HandoverShapes:
         placement: Placement,
         image_size: tuple[int, int, int],
         dtype: torch.dtype,
+        mixed: tuple[torch.device, torch.dtype] | None = None,
     ) -> None:
         self._stages = [meta_copy(stage) for stage in stages[:-1]]  # nothing follows the last
         self._first, self.borders = stages[0], borders(stages)
         self._placement, self._image_size, self._dtype = placement, image_size, dtype
         self._found: dict[int, Passing] = {}
+        self._mixed = mixed
+        self._types: dict[Value, torch.dtype] = {}
 
     def of(self, samples: int) -> Passing:
         """What passes for a micro-batch of `samples`."""
@@ -78,8 +85,19 @@ class HandoverShapes:
             if isinstance(self._first, Stage):
                 for own in {samples, *own_counts(self._placement, samples)}:
                     self._first.prepare(own)
-            self._found[samples] = self._dry_run(samples)
+            self._found[samples] = self._typed(self._dry_run(samples), samples)
         return self._found[samples]
+
+    def _typed(self, passing: Passing, samples: int) -> Passing:
+        if self._mixed is None or not self.borders:
+            return passing
+        if not self._types:
+            image = torch.empty((samples, *self._image_size), dtype=self._dtype, device="meta")
+            self._types = value_types(self._stages, image, *self._mixed)
+        return {
+            border: {value: replace(part, dtype=self._types[value]) for value, part in one.items()}
+            for border, one in passing.items()
+        }
 
     @torch.no_grad()
     def _dry_run(self, samples: int) -> Passing:

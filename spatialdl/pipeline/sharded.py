@@ -80,22 +80,31 @@ class ShardedStage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """As it would be without sharding; all replicas must ask."""
-        return {name: self._full(value) for name, value in self._module.state_dict().items()}
+        return {name: self.full(value) for name, value in self._module.state_dict().items()}
 
-    def _full(self, value: Tensor) -> Tensor:
-        """By the group, not by its name, as DTensors do it: cached meshes may have one that ended.
+    def full(self, value: Tensor) -> Tensor:
+        """A whole parameter, or what an optimizer keeps of it; all replicas must ask.
 
-        Replicas have equal numbers of rows, but for the last ones, which have fewer or none.
+        By the group, not by its name, as DTensors do it: cached meshes may have one that ended.
         """
         if not isinstance(value, DTensor):
             return value
         local, size = value.to_local(), self._group.size()
-        rows = -(-value.shape[0] // size)
+        rows = self._most_rows(value.shape[0])
         own = local.new_zeros(rows, *value.shape[1:])
         own[: len(local)] = local
         everybody = local.new_empty(rows * size, *value.shape[1:])
         dist.all_gather_into_tensor(everybody, own, group=self._group)
         return everybody[: value.shape[0]]
+
+    def rows(self, rows: int) -> slice:
+        """Those of a whole parameter with so many that this replica holds."""
+        most = self._most_rows(rows)
+        return slice(most * self._group.rank(), min(rows, most * (self._group.rank() + 1)))
+
+    def _most_rows(self, rows: int) -> int:
+        """All replicas hold as many, but for the last ones, which have fewer or none."""
+        return -(-rows // self._group.size())
 
     def before_backward(self, is_last: bool) -> None:
         """Gradients are reduced over the replicas once, with the last backward of a step."""

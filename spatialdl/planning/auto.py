@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spatialdl.planning.calibrate import measured
 from spatialdl.planning.search import Row, search
-from spatialdl.planning.setup import MEASURED, cluster_named, job_of
+from spatialdl.planning.setup import MEASURED, cluster_named, job_of, planned_type
 from spatialdl.planning.table import limit, table
 
 KEYS = ("world", "device_memory_gb", "cluster")
@@ -28,6 +28,7 @@ def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[Di
     Raises:
         ValueError: if nothing fits, or there is no such cluster.
     """
+    planned_type(config)
     settings = config.parallel
     base = settings.copy()
     with open_dict(base):

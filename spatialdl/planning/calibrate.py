@@ -24,7 +24,13 @@ from spatialdl.comm.launch import mpiexec_command
 from spatialdl.worker import environment, run, run_worker
 
 TINY = ("model=resnet18", "model.width=2", "data.image_size=[64,64]", "data.batch_size=4")
-TINY_RUN = ("data.samples=8", "data.validation_samples=0", "trainer.max_steps=2", "device=cpu")
+TINY_RUN = (
+    "data.samples=8",
+    "data.validation_samples=0",
+    "trainer.max_steps=2",
+    "device=cpu",
+    "trainer.checkpoint.keep=0",
+)
 FITTED = ("conv", "conv_input", "conv_strided_input", "conv_weight")
 WORKER = (sys.executable, "-m", "spatialdl.planning.calibrate_worker")
 

@@ -6,14 +6,16 @@ import functools
 import logging
 import tracemalloc
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
+from spatialdl.training.network import build_model
 from spatialdl.training.optimizers import make_optimizer
-from spatialdl.training.settings import DTYPES, Sources, open_sources
-from spatialdl.training.trainer import build_model
+from spatialdl.training.precision import named
+from spatialdl.training.settings import Sources, open_sources
 
 log = logging.getLogger("spatialdl.plan")
 
@@ -48,21 +50,37 @@ def cluster_named(settings: DictConfig, again: bool = False) -> Cluster:
     return cluster_of({**found, **{str(key): value for key, value in given.items()}})
 
 
+def planned_type(config: DictConfig) -> torch.dtype:
+    """In which a configuration trains.
+
+    Raises:
+        ValueError: if the costs of that are not known.
+    """
+    precision = named(config.trainer.precision)
+    if precision.mixed is not None:
+        raise ValueError(
+            f"the costs of trainer.precision={config.trainer.precision} are not known to the "
+            "planner: plan with float32, which takes more memory, and train with the layout found"
+        )
+    return precision.dtype
+
+
 def job_of(config: DictConfig, cluster: Cluster) -> Job:
     """What a configuration of ``spatialdl.train`` trains.
 
     Raises:
         ValueError: if it does not fit together.
     """
-    sources = open_sources(config.data, int(config.seed), config.task)
-    model = build_model(config, sources).to(DTYPES[config.trainer.precision])
+    dtype = planned_type(config)
+    sources = open_sources(config.data, int(config.seed), config.task.name)
+    model = build_model(config, sources).to(dtype)
     batch = int(config.data.batch_size)
     return Job(
         model=model,
         image=(sources.channels, *sources.image_size),
         batch=batch,
         optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
-        segments=config.task == "segmentation",
+        segments=config.task.name == "segmentation",
         names=config.parallel.cut,
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,
@@ -73,10 +91,11 @@ def _read_bytes(sources: Sources) -> float:
     """Memory for each pixel, while a box of an image is read."""
     rows, cols = (min(side, READ_SIDE) for side in sources.image_size)
     box = (0, rows, 0, cols)
-    sources.train.read(0, box)  # files are opened, tables are made
+    views = sources.train_views
+    views.read(0, 0, box)  # files are opened, tables are made
     tracemalloc.start()
     try:
-        sources.train.read(0, box)
+        views.read(0, 0, box)
         return tracemalloc.get_traced_memory()[1] / (rows * cols)
     finally:
         tracemalloc.stop()

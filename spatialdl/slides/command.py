@@ -13,6 +13,7 @@ from types import FrameType
 
 from spatialdl.comm.launch import launched
 from spatialdl.data.folder import ResumableFolder, holds_results
+from spatialdl.data.striping import Striping
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
@@ -25,7 +26,7 @@ from spatialdl.slides.batch.report import Report, save_reports, table, warnings,
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
 from spatialdl.slides.inspecting import inspect, verify
-from spatialdl.slides.text import readable_bytes
+from spatialdl.text import readable_bytes
 
 _OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
 _TERMINATED = 143
@@ -141,6 +142,9 @@ def _tile(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> int
     folder = ResumableFolder(batch.target, overwrite=overwrite, settings=batch.settings)
     batch = replace(batch, folder=folder.path, before=folder.before)
     try:
+        undone = Striping(batch.options.stripe_count, batch.options.stripe_size).apply(folder.path)
+        if undone:
+            print(f"remark: {undone}", file=sys.stderr)
         return _into(folder, batch, tasks, executor)
     except KeyboardInterrupt as error:
         raise type(error)(_kept(folder.path)) from None

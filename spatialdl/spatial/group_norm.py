@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.norm import (
     Moments,
     check_channels,
@@ -23,7 +24,7 @@ from spatialdl.spatial.norm import (
     normalised,
     update_running,
 )
-from spatialdl.spatial.span import in_float32, split_dims, without_data, without_dims
+from spatialdl.spatial.span import split_dims, without_data, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import moments_over
-from spatialdl.spatial.span import HALF, Span, in_float32, span_of, without_data, without_dims
+from spatialdl.spatial.span import Span, span_of, without_data, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 

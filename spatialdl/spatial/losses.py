@@ -18,8 +18,9 @@ from torch import Tensor
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.composite import inside
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout
-from spatialdl.spatial.span import HALF, split_dims, without_data, without_dims
+from spatialdl.spatial.span import split_dims, without_data, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
@@ -28,13 +29,16 @@ _nn = torch._C._nn
 _NONE, _MEAN, _SUM = 0, 1, 2  # PyTorch's numbers for reductions
 
 
-def _added_up(function: Function, tile: Tensor, *others: Any) -> Tensor:
-    """The sum of a loss over this tile; `function` is told the reduction. In float64."""
+def _added_up(function: Function, tile: Tensor, *others: Any) -> tuple[Tensor, torch.dtype]:
+    """The sum of a loss over this tile, in float64, and the type that PyTorch gives it.
+
+    Autocast may have a say in that. `function` is told the reduction.
+    """
     if tile.dtype in HALF:  # a sum may be larger than half precision can say
         pixels: Tensor = function(tile, *others, _NONE)
-        return pixels.sum(dtype=torch.float64)
+        return pixels.sum(dtype=torch.float64), pixels.dtype
     total: Tensor = function(tile, *others, _SUM)
-    return total.double()
+    return total.double(), total.dtype
 
 
 def _over_ranks(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) -> Tensor:
@@ -54,7 +58,7 @@ def _plain(value: Any) -> Any:
 
 def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: Any) -> Tensor:
     """A loss of tensors that broadcast to one image; `options` follow the reduction."""
-    like = func(*map(_plain, operands), reduction, *options)  # PyTorch's errors, on all ranks
+    func(*map(_plain, operands), reduction, *options)  # PyTorch's errors, on all ranks
     (lifted, _) = on_one_layout(func, operands, {})
     first = spatial_in(lifted)[0]
     tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
@@ -65,9 +69,9 @@ def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: An
         pixels: Tensor = func(*arguments, *options)
         return pixels
 
-    total = _added_up(called, tiles[0], *tiles[1:])
+    total, dtype = _added_up(called, tiles[0], *tiles[1:])
     count = first.numel() if reduction == _MEAN else 1
-    return _over_ranks(first.mesh, total, count, func.__name__).to(like.dtype)
+    return _over_ranks(first.mesh, total, count, func.__name__).to(dtype)
 
 
 @register_op(_nn.mse_loss)
@@ -216,7 +220,7 @@ def _over_classes(
     *options: Any,
 ) -> Tensor:
     _check_classes(func, input, target)
-    like = func(_plain(input), _plain(target), _plain(weight), reduction, ignore_index, *options)
+    func(_plain(input), _plain(target), _plain(weight), reduction, ignore_index, *options)
     tile, classes = to_tile(input), _class_map(func, input, target)
     if reduction == _NONE:
         pixels = func(tile, classes, weight, _NONE, ignore_index, *options)
@@ -226,13 +230,13 @@ def _over_classes(
         loss: Tensor = func(tile, classes, weight, reduction, ignore_index, *options)
         return loss
 
-    total = _added_up(called, tile)
+    total, dtype = _added_up(called, tile)
     whole: Tensor | float = 1.0
     if reduction == _MEAN and target.shape == input.shape:
         whole = input.numel() / input.shape[1]
     elif reduction == _MEAN:
         whole = _weight_of_classes(classes, weight, ignore_index)
-    return _over_ranks(input.mesh, total, whole, func.__name__).to(like.dtype)
+    return _over_ranks(input.mesh, total, whole, func.__name__).to(dtype)
 
 
 @register_op(_nn.cross_entropy_loss)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
-from spatialdl.spatial.span import HALF, Span, reduction, span_of, without_dims
+from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.span import Span, reduction, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
 
 Function = Callable[..., Any]

@@ -16,7 +16,8 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.spatial.span import HALF, split_dims, without_dims
+from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.span import split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 aten = torch.ops.aten

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.layout import Bounds
+from spatialdl.spatial.autocast import padded_as
 from spatialdl.spatial.reindex import AxisMap, Segment, reindex, split_dims, take
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -20,6 +21,7 @@ def pad_image(
     input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Tensor:
     pads = tuple(int(p) for p in pad)
+    input = padded_as(input, mode)  # type: ignore[assignment]
     _check(tuple(input.shape), input.dtype, pads, mode, value)
     if not any(pads):
         return input.clone()

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
+from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.extremes import extreme
 from spatialdl.spatial.span import (
-    HALF,
     Span,
     dims_of,
     names_no_dims,

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.reduce import log_sum_exp
-from spatialdl.spatial.span import Span, dims_of, in_float32, span_of, without_data, without_dims
+from spatialdl.spatial.span import Span, dims_of, span_of, without_data, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 

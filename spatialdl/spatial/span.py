@@ -23,8 +23,6 @@ from spatialdl.mesh import Mesh
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op
 
-HALF = (torch.float16, torch.bfloat16)
-
 
 @dataclass(frozen=True)
 class Span:
@@ -134,13 +132,6 @@ def without_dims(x: SpatialTensor, tile: Tensor, removed: tuple[int, ...]) -> Sp
         cols=cols - x.dim() + sum(d > cols for d in removed),
     )
     return from_tile(tile, x.spatial_layout, x.mesh, dims)
-
-
-def in_float32(tile: Tensor) -> Tensor:
-    """`tile` as autocast on a GPU gives it to norms and to softmax."""
-    if tile.is_cuda and torch.is_autocast_enabled("cuda") and tile.dtype in HALF:
-        return tile.float()
-    return tile
 
 
 # --- how reductions are registered

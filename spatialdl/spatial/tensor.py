@@ -27,6 +27,7 @@ from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import IMAGE, SpatialDims, from_image, samples_of, to_image
 from spatialdl.spatial.sharing import Family, check_lines, check_write, lend, note_view, share
 from spatialdl.spatial.table import (
@@ -195,6 +196,7 @@ class SpatialTensor(torch.Tensor):
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     handler = HANDLERS.get(func) or inside(func)
     if handler is not None:
+        args, kwargs = as_autocast(func, args, kwargs)
         return handler(*args, **kwargs)
     if len(args) + len(kwargs) > 1:
         args, kwargs = HANDLERS[any_other](func, args, kwargs)

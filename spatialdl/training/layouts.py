@@ -8,7 +8,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.mesh import Placement
-from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule
+from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule, repeated
 from spatialdl.pipeline.shardable import check_shardable
 
 RECOMPUTE = ("none", "block", "stage")
@@ -63,8 +63,11 @@ def _batch(parallel: DictConfig, stages: int, spatial_stages: int) -> tuple[int,
     return (1,) * spatial_stages + (parts,) * (stages - spatial_stages)
 
 
-def schedule_of(parallel: DictConfig, placement: Placement) -> Schedule:
+def schedule_of(parallel: DictConfig, placement: Placement, accumulate: int = 1) -> Schedule:
     """The order of work that a configuration asks for.
+
+    Args:
+        accumulate: batches of which the gradients are added up in a step.
 
     Raises:
         ValueError: if it does not fit the layout or the number of micro-batches, or state cannot
@@ -82,7 +85,7 @@ def schedule_of(parallel: DictConfig, placement: Placement) -> Schedule:
         raise ValueError(f"parallel.shard_state={parallel.shard_state} must be true or false")
     if parallel.shard_state:
         check_shardable(placement, schedule)
-    return schedule
+    return repeated(schedule, accumulate)
 
 
 def _variant(parallel: DictConfig) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from math import sqrt
 from typing import Any
@@ -28,9 +29,10 @@ def make_optimizer(
     """The optimizer that a configuration names.
 
     Args:
-        settings: what the optimizer takes, and ``scale_lr``, a key of `SCALES`: how `lr` follows
-            the batch, with ``base_batch``, the batch for which it was found.
-        parameters: may be none at all.
+        settings: what the optimizer takes; ``scale_lr``, a key of `SCALES`: how `lr` follows the
+            batch, with ``base_batch``, the batch for which it was found; and whether
+            ``decay_norms_and_biases``.
+        parameters: may be none at all; those that are frozen are left out.
         batch_size: images of a global batch.
 
     Raises:
@@ -39,6 +41,7 @@ def make_optimizer(
     settings = settings.copy()
     with open_dict(settings):
         scale, base = settings.pop("scale_lr", "none"), settings.pop("base_batch", 1)
+        decays_all = settings.pop("decay_norms_and_biases", True)
     if scale not in SCALES:
         raise ValueError(f"optimizer.scale_lr={scale} is unknown: take one of {', '.join(SCALES)}")
     if not isinstance(base, int) or base < 1:
@@ -47,41 +50,99 @@ def make_optimizer(
         if "lr" not in settings:
             raise ValueError(f"optimizer.scale_lr={scale} needs optimizer.lr, which is not there")
         settings.lr = settings.lr * SCALES[scale](batch_size / base)
-    # a stage may have no parameters, PyTorch's optimizers refuse that
-    trained = list(parameters) or [nn.Parameter(torch.empty(0))]
+    groups = parameter_groups(parameters, bool(decays_all))
     try:
-        optimizer: torch.optim.Optimizer = hydra.utils.instantiate(settings)(trained)
-    except (TypeError, hydra.errors.InstantiationException) as error:
+        optimizer: torch.optim.Optimizer = hydra.utils.instantiate(settings)(groups)
+    except (TypeError, ValueError, hydra.errors.InstantiationException) as error:
         raise ValueError(f"the optimizer cannot be made: {error}") from error
     return optimizer
 
 
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], decays_all: bool = True
+) -> list[dict[str, Any]]:
+    """The groups "decay" and "no_decay" of what learns, on every rank both; either may be empty.
+
+    Norms' weights and all biases have one dim or none, and only they: these do not decay (He et
+    al., "Bag of tricks for image classification", 2019, section 3.1) unless all do.
+    """
+    parameters = [one for one in parameters if one.requires_grad]
+    spared = [p for p in parameters if p.dim() <= 1 and not decays_all]
+    others = [p for p in parameters if p.dim() > 1 or decays_all]
+    return [
+        {"name": "decay", "params": others},
+        {"name": "no_decay", "params": spared, "weight_decay": 0.0},
+    ]
+
+
 def make_scheduler(
-    settings: DictConfig, optimizer: torch.optim.Optimizer, steps: int
+    settings: DictConfig,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    steps_per_epoch: int | None = None,
 ) -> LRScheduler:
     """The learning-rate rule that a configuration names; to be stepped once a step.
 
     Args:
-        settings: what the rule takes, where ``T_max=null`` stands for all steps after the warm-up,
-            and ``warmup_steps``, in which the learning rate rises in equal steps to the first of
-            the rule.
+        settings: what the rule takes, where null stands for what follows from the run, see
+            `_lengths`; and ``warmup_steps``, or ``warmup_epochs``, in which the learning rate rises
+            in equal steps to the first of the rule.
         steps: of the whole run.
+        steps_per_epoch: of which warm-ups in epochs are made.
 
     Raises:
-        ValueError: if the warm-up takes the whole run.
+        ValueError: if the warm-up takes the whole run, or the rule cannot be made.
     """
     settings = settings.copy()
     with open_dict(settings):
-        warm_up: Any = settings.pop("warmup_steps", 0)
-    if not isinstance(warm_up, int) or not 0 <= warm_up < steps:
-        raise ValueError(
-            f"scheduler.warmup_steps={warm_up} must lie between 0 and the run's {steps} steps less "
-            "one"
-        )
-    if "T_max" in settings and settings.T_max is None:
-        settings.T_max = steps - warm_up
-    rule: LRScheduler = hydra.utils.instantiate(settings)(optimizer)
+        warm_up = _warm_up(settings, steps, steps_per_epoch)
+        if "pct_start" in settings:  # a cycle has its own
+            if warm_up:
+                settings.pct_start = (warm_up + 1) / steps
+            warm_up = 0
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for key, value in _lengths(steps - warm_up).items() | {("max_lr", rates[0])}:
+        if key in settings and settings[key] is None:
+            settings[key] = value
+    try:
+        rule: LRScheduler = hydra.utils.instantiate(settings)(optimizer)
+    except (TypeError, ValueError, hydra.errors.InstantiationException) as error:
+        raise ValueError(f"the scheduler cannot be made: {error}") from error
     if warm_up == 0:
         return rule
     rising = LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)
     return SequentialLR(optimizer, [rising, rule], [warm_up])
+
+
+def go_to_step(scheduler: LRScheduler, steps: int) -> None:
+    """Bring a new rule to where it is after so many steps.
+
+    A rule is a function of the step: made anew, it follows a configuration that has changed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch wants steps of the optimizer in between
+        for _ in range(steps):
+            scheduler.step()
+
+
+def _lengths(steps: int) -> dict[str, int]:
+    """What rules call their lengths, for a run of so many steps after the warm-up."""
+    third = max(1, -(-steps // 3))
+    return {"T_max": steps, "total_iters": steps, "total_steps": steps, "step_size": third}
+
+
+def _warm_up(settings: DictConfig, steps: int, steps_per_epoch: int | None) -> int:
+    """Steps of the warm-up, of which the keys are taken out of `settings`."""
+    warm_up, epochs = settings.pop("warmup_steps", 0), settings.pop("warmup_epochs", 0)
+    told = f"scheduler.warmup_steps={warm_up}"
+    if epochs and warm_up:
+        raise ValueError(f"{told} and scheduler.warmup_epochs={epochs}: give one of them")
+    if epochs:
+        told = f"scheduler.warmup_epochs={epochs}"
+        if not isinstance(epochs, int | float) or epochs < 0 or steps_per_epoch is None:
+            raise ValueError(f"{told} must be a number of epochs, at least 0")
+        warm_up = round(epochs * steps_per_epoch)
+        told = f"{told}, {warm_up} steps,"
+    if not isinstance(warm_up, int) or not 0 <= warm_up < steps:
+        raise ValueError(f"{told} must lie between 0 and the run's {steps} steps less one")
+    return warm_up

@@ -2,6 +2,8 @@
 
 metrics.csv      a row a step
 validation.csv   a row a validation, if there was any
+predictions.csv  a row a sample of the last validation, and slides.csv a row a slide, see
+                 `training.predictions`
 summary.json     written at the end, whole or not at all
 loss.png         loss and validation over the steps
 """
@@ -9,10 +11,13 @@ loss.png         loss and validation over the steps
 from __future__ import annotations
 
 import csv
+import fcntl
+import io
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -20,39 +25,75 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from omegaconf import DictConfig
 
+from spatialdl.data.saving import NO_LOCKS, replacing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-METRICS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "data_wait")
-VALIDATION = ("step", "loss", "accuracy", "samples")
+log = logging.getLogger("spatialdl.trainer")
 
+METRICS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "data_wait")
+
+_OF_VALIDATIONS = ("validation.csv", "predictions.csv", "slides.csv")
 _SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
 _POINTS_UP_TO = 40  # so few steps are drawn as points, too
 _LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1701f", "#8a8a8a"
+_BLUE, _ORANGE, _GREY, _GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
+_LABELS = {
+    "accuracy": "accuracy",
+    "mean_dice": "Dice",
+    "mean_iou": "IoU",
+    "auroc": "AUROC",
+    "slide_accuracy": "accuracy of slides",
+    "slide_auroc": "AUROC of slides",
+    "rmse": "RMSE",
+    "mae": "mean absolute error",
+}
+_ERRORS = ("rmse", "mae")
+_SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
 
 
 class RunDirectory:
     """The files of one run; for rank 0 only.
 
-    Files of an earlier run in the same directory are replaced.
+    Files of an earlier run in the same directory are replaced. While a file cannot be written to,
+    as on a full disk, rows are kept and written later.
 
     Args:
         path: the directory; it is made if it is not there.
         config: the configuration of the run, as ``spatialdl.train`` composes it.
+        steps: the rows of a run that goes on; see `earlier_steps`.
+        validations: likewise, with the lists.
+        columns: of ``metrics.csv`` beside `METRICS`; empty where an earlier run had none.
     """
 
-    def __init__(self, path: str | os.PathLike[str], config: DictConfig) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        config: DictConfig,
+        steps: Sequence[Mapping[str, float]] = (),
+        validations: Sequence[Mapping[str, Any]] = (),
+        columns: Sequence[str] = (),
+    ) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._config = config
-        self._steps: list[dict[str, float]] = []
-        self._validations: list[dict[str, Any]] = []
-        self._open = ExitStack()
-        for name in ("validation.csv", "summary.json", "loss.png"):
+        self._steps: list[dict[str, float]] = [dict(row) for row in steps]
+        self._validations: list[dict[str, Any]] = [dict(row) for row in validations]
+        for name in ("summary.json", "loss.png"):
             (self.path / name).unlink(missing_ok=True)
-        self._metrics_file = self._table("metrics.csv", METRICS)
-        self._validation_file: IO[str] | None = None
+        self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
+        self._validation: _Table | None = None
+        if self._validations:
+            self._validation = self._validation_table()
+        else:
+            for name in _OF_VALIDATIONS:
+                (self.path / name).unlink(missing_ok=True)
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """All so far, with the lists."""
+        return list(self._validations)
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -63,7 +104,12 @@ class RunDirectory:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        self._open.close()
+        self.close()
+
+    def close(self) -> None:
+        for table in (self._metrics, self._validation):
+            if table is not None:
+                table.close()
 
     def log_step(
         self,
@@ -74,6 +120,7 @@ class RunDirectory:
         learning_rate: float,
         images_per_second: float,
         data_wait: float,
+        **more: float,
     ) -> None:
         """Append a row to ``metrics.csv``; it is on disk when this returns.
 
@@ -84,30 +131,31 @@ class RunDirectory:
             learning_rate: with which the step was made.
             images_per_second: over all ranks.
             data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
+            more: the columns beside these.
         """
         values = (step, epoch, loss, learning_rate, images_per_second, data_wait)
-        row = dict(zip(METRICS, values, strict=True))
+        row = dict(zip(METRICS, values, strict=True)) | more
         self._steps.append(row)
-        _append(self._metrics_file, row)
+        self._metrics.write_last()
 
-    def log_validation(
-        self, *, step: int, loss: float, accuracy: float, samples: int, **more: float | list[float]
-    ) -> None:
+    def log_validation(self, *, step: int, **metrics: Any) -> None:
         """Append a row to ``validation.csv``.
 
         Args:
             step: number of optimizer steps made so far.
-            loss: mean over the samples, or over their pixels.
-            accuracy: share of the samples (or pixels), 0 to 1, that was told right.
-            samples: number of samples.
-            more: other metrics, the same in every row; lists go to ``summary.json`` only.
+            metrics: the same in every row, None where there is none; with the ``loss`` and the
+                number of ``samples``. Lists go to ``summary.json`` only.
         """
-        row = dict(zip(VALIDATION, (step, loss, accuracy, samples), strict=True))
-        numbers = row | {name: value for name, value in more.items() if not isinstance(value, list)}
-        self._validations.append(row | more)
-        if self._validation_file is None:
-            self._validation_file = self._table("validation.csv", list(numbers))
-        _append(self._validation_file, numbers)
+        self._validations.append({"step": step, **metrics})
+        if self._validation is None:
+            self._validation = self._validation_table()
+        else:
+            self._validation.write_last()
+
+    def _validation_table(self) -> _Table:
+        first = self._validations[0]
+        numbers = [name for name, value in first.items() if not isinstance(value, list)]
+        return _Table(self.path / "validation.csv", numbers, self._validations)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json`` and ``loss.png``, and close the files.
@@ -117,25 +165,19 @@ class RunDirectory:
                 worth keeping. The losses, the validations, the name of the layout and the images
                 per second, the first step left out, are added unless they are in it.
         """
-        self._open.close()
+        self.close()
         found = {
             "loss": [row["loss"] for row in self._steps],
             "images_per_second": self._images_per_second(),
             "parallel": str(self._config.parallel.name),
             "validation": self._validations,
         }
-        text = json.dumps(_finite({**found, **summary}), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(finite({**found, **summary}), indent=2, allow_nan=False) + "\n"
         unfinished = self.path / "summary.json.part"
         unfinished.write_text(text)
         unfinished.replace(self.path / "summary.json")
         if self._steps:
             _draw(self.path / "loss.png", self._title(summary), self._steps, self._validations)
-
-    def _table(self, name: str, columns: Sequence[str]) -> IO[str]:
-        file = self._open.enter_context((self.path / name).open("w", newline=""))
-        csv.writer(file).writerow(columns)
-        file.flush()
-        return file
 
     def _images_per_second(self) -> float | None:
         """Over all steps but the first, which also warms up."""
@@ -150,18 +192,121 @@ class RunDirectory:
         return f"{network}, parallel={self._config.parallel.name}, {counted}"
 
 
-def _finite(value: Any) -> Any:
+def record_of(
+    resumed: tuple[Path, Mapping[str, Any]] | None,
+) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """The rows of steps and validations up to a checkpoint, of the run that wrote it."""
+    if resumed is None:
+        return [], []
+    path, content = resumed
+    steps = earlier_steps(path.parent.parent, content["step"])
+    if len(steps) < content["step"]:
+        log.warning(
+            "%s has %d of the %d steps before: the curve has a gap",
+            *(path.parent.parent / "metrics.csv", len(steps), content["step"]),
+        )
+    return steps, content["validations"]
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """See to it that no other run writes to a directory meanwhile.
+
+    Raises:
+        ValueError: if one does.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / ".lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another run is writing to {path}: wait for it, or take another hydra.run.dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            log.info("the file system of %s has no locks: no other run may write to it", path)
+        yield
+
+
+def finite(value: Any) -> Any:
     """JSON knows neither infinity nor NaN: they become null."""
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def _append(file: IO[str], row: Mapping[str, float]) -> None:
-    csv.writer(file).writerow(row.values())
-    file.flush()
+class _Table:
+    """A CSV file; a row is on disk when `write_last` returns, or it failed, which is said once.
+
+    Args:
+        rows: which others add to; these columns of them are written.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
+        self._path, self._columns, self._rows = path, columns, rows
+        self._warned = False
+        self._file: IO[str] | None = self._written()
+
+    def _values(self, row: Mapping[str, Any]) -> list[Any]:
+        return [row.get(name, "") for name in self._columns]
+
+    def write_last(self) -> None:
+        """One more row has come."""
+        try:
+            if self._file is None:
+                self._file = self._written()
+            else:
+                csv.writer(self._file).writerow(self._values(self._rows[-1]))
+                self._file.flush()
+        except OSError as error:
+            self._drop()
+            if not self._warned:
+                self._warned = True
+                log.warning("%s: %s; rows are kept, and written when that ends", self._path, error)
+
+    def _written(self) -> IO[str]:
+        """All rows so far in a new file, which is open for more."""
+        with replacing(self._path) as new:
+            text = io.TextIOWrapper(new, newline="", write_through=True)
+            csv.writer(text).writerows([self._columns, *map(self._values, self._rows)])
+            text.detach()
+        return self._path.open("a", newline="")
+
+    def _drop(self) -> None:
+        """Half a row may be in the file, or in its buffer: it is written anew."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+    def close(self) -> None:
+        if self._file is None:
+            self._file = self._written()
+        self._file.close()
+
+
+def earlier_steps(run_dir: Path, step: int) -> list[dict[str, float]]:
+    """The rows of a run's ``metrics.csv`` up to a step; nothing if it is not there."""
+    try:
+        with (run_dir / "metrics.csv").open(newline="") as lines:
+            found = list(csv.DictReader(lines))
+    except OSError:
+        return []
+    rows = (_numbers(row) for row in found)
+    return [row for row in rows if row is not None and row["step"] <= step]
+
+
+def _numbers(row: Mapping[str, str | None]) -> dict[str, float] | None:
+    """A row read back; None for half a row, of a run that was killed."""
+    try:
+        values = {name: float(row[name] or "") for name in METRICS}
+    except (KeyError, ValueError):
+        return None
+    return values | {name: int(values[name]) for name in ("step", "epoch")}
 
 
 def _draw(
@@ -170,13 +315,13 @@ def _draw(
     steps: Sequence[Mapping[str, float]],
     validations: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The loss and, in a panel of its own below, the accuracy on the validation samples."""
+    """The loss and, in a panel of its own below, the task's metrics on the validation samples."""
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
     if validations:
         panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        _draw_accuracy(panels[1], validations)
+        _draw_metrics(panels[1], validations)
     else:
         panels = [figure.subplots()]
     _draw_loss(panels[0], steps, validations)
@@ -218,18 +363,20 @@ def _draw_loss(
     panel.legend(frameon=False)
 
 
-def _draw_accuracy(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+def _draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+    """Shares from 0 to 100 %; errors where the task has no shares."""
+    shares = [name for name in _SHARES if name in validations[0]]
+    names = shares or [name for name in _ERRORS if name in validations[0]]
     steps = [row["step"] for row in validations]
-    is_segmentation = "mean_dice" in validations[0]
-    for name, colour in (("accuracy", _ORANGE), ("mean_dice", _BLUE), ("mean_iou", _GREY)):
-        if name in validations[0]:
-            percent = [100 * row[name] for row in validations]
-            label = name.replace("_", " ").replace("dice", "Dice").replace("iou", "IoU")
-            panel.plot(steps, percent, color=colour, marker="o", markersize=4, label=label)
-    panel.set_ylim(0, 100)
-    panel.set_ylabel("validation, %" if is_segmentation else "validation accuracy, %")
-    if is_segmentation:
-        panel.legend(frameon=False, ncols=3)
+    for name, colour in zip(names, (_ORANGE, _BLUE, _GREY, _GREEN), strict=False):
+        scale = 100 if shares else 1
+        values = [np.nan if row[name] is None else scale * row[name] for row in validations]
+        panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])
+    if shares:
+        panel.set_ylim(0, 100)
+    panel.set_ylabel("validation, %" if shares else "validation")
+    if names:
+        panel.legend(frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

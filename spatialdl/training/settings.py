@@ -3,47 +3,90 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.data.loader import ImageSource
+from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.image_source import ImageSource
+from spatialdl.data.loader import check_workers
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
+from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.data.targets import set_targets
+from spatialdl.data.views import Views
 
 log = logging.getLogger("spatialdl.data")
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+TARGETED = ("multilabel", "regression")
+"""Tasks whose labels are columns of numbers."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The data of a run: training, validation (if any), and what the images are like."""
+    """The data of a run: training, validation (if any), and what the images are like.
+
+    Attributes:
+        image_size: that the network sees; stored images may have others.
+        names: of the classes or targets.
+        background: what lies beyond a stored image; None is white.
+        seed: of the augmentation.
+    """
 
     train: ImageSource
     validation: ImageSource | None
     image_size: tuple[int, int]
     channels: int
     num_classes: int
+    names: tuple[str, ...] = ()
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    background: float | None = None
+    seed: int = 0
+
+    @property
+    def train_views(self) -> Views:
+        """Training images as the network sees them, augmented."""
+        size, background = self.image_size, self.background
+        return Views(self.train, size, background, self.augmentation, self.seed)
+
+    @property
+    def validation_views(self) -> Views | None:
+        """The centres of validation images, as they are."""
+        if self.validation is None:
+            return None
+        return Views(self.validation, self.image_size, self.background)
 
 
 def open_sources(data: DictConfig, seed: int, task: str = "classification") -> Sources:
     """Open the data sets that a configuration names.
 
     Args:
-        task: "classification" wants labels, "segmentation" masks.
+        task: "classification" wants labels, "segmentation" masks, others ``data.targets``.
 
     Raises:
         ValueError: if there are no labels or masks, or images of different sizes.
         ShardError: if a data set is missing or damaged.
     """
-    if data.name == "synthetic":
-        return _synthetic(data, seed, task)
+    check_workers(data.workers, data.prefetch)
+    augmentation = Augmentation.from_config(data.augment)
+    sources = (_synthetic if data.name == "synthetic" else _shards)(data, seed, task)
+    augmentation.check_channels(sources.channels)
+    background = _background(data.background)
+    sources = replace(sources, augmentation=augmentation, background=background, seed=seed)
+    if background is not None:
+        sources.train_views.check_background()
+    return sources
+
+
+def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
         raise ValueError(f"data={data.name} is unknown: take synthetic or shards")
+    _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
     validation = None
@@ -55,35 +98,58 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     for source in (train, validation):
         if source is not None:
             _check_samples(source, path, task)
-    size = train.image_size(0)
-    if data.image_size is not None and tuple(data.image_size) != size:
+    size = _pair(data.image_size)
+    if size is None:
+        size = _common_size(path, [one for one in (train, validation) if one is not None])
+    names: list[str] = []
+    if task in TARGETED:
+        both = [one for one in (train, validation) if one is not None]
+        names = set_targets(Path(data.targets).expanduser(), both, path, task == "multilabel")
+    classes = len(names or train.classes) if data.num_classes is None else int(data.num_classes)
+    if names and classes != len(names):
         raise ValueError(
-            f"data.image_size={list(data.image_size)}, but the images of {path} are "
-            f"{size[0]}x{size[1]}: leave it out, or tile the slides again"
+            f"data.num_classes={classes}, but {data.targets} has {len(names)} targets "
+            f"({', '.join(names)}): leave it out"
         )
-    classes = len(train.classes) if data.num_classes is None else int(data.num_classes)
-    if classes < len(train.classes):
+    if classes < len(train.classes) and not names:
         raise ValueError(
             f"data.num_classes={classes}, but {path} has {len(train.classes)} classes "
             f"({', '.join(train.classes)}): leave it out"
         )
     if classes < 1:
         raise ValueError(f"the data set {path} names no classes: set data.num_classes")
-    return Sources(train, validation, size, train.channels, classes)
+    return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
+
+
+def _check_targets(data: DictConfig, task: str) -> None:
+    """Refuse a task without its targets, or targets without their task."""
+    if task in TARGETED and data.targets is None:
+        raise ValueError(
+            f"task={task} needs data.targets=FILE.csv: a column sample or slide, and one for each "
+            "target"
+        )
+    if task not in TARGETED and data.targets is not None:
+        raise ValueError(
+            f"data.targets={data.targets} goes with task={' and '.join(TARGETED)}, not with {task}"
+        )
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
-    if not isinstance(data.image_size, ListConfig) or len(data.image_size) != 2:
-        raise ValueError(f"data.image_size is [rows,columns], got {data.image_size}")
-    size = (int(data.image_size[0]), int(data.image_size[1]))
+    size = _pair(data.image_size)
+    if size is None:
+        raise ValueError("data.image_size is [rows,columns], got null")
     classes, channels = int(data.num_classes), int(data.channels)
-    kind = SyntheticMasks if task == "segmentation" else SyntheticDataset
+    kind: Callable[..., SyntheticDataset] = SyntheticDataset
+    if task == "segmentation":
+        kind = SyntheticMasks
+    elif task in TARGETED:
+        kind = partial(SyntheticTargets, present=task == "multilabel")
     train = kind(int(data.samples), size, classes, channels, seed)
     validation = None
     if data.validation_samples:
         held_out = int(data.validation_samples)
         validation = kind(held_out, size, classes, channels, seed + 1)
-    return Sources(train, validation, size, channels, classes)
+    return Sources(train, validation, size, channels, classes, tuple(train.classes))
 
 
 def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
@@ -100,12 +166,33 @@ def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
             f"{unlabelled} of {len(source)} samples of {path} have no label: write it again with "
             "--labels, or choose a split with labels by data.split"
         )
-    sizes = {source.image_size(sample) for sample in range(len(source))}
+
+
+def _common_size(path: Path, sources: Sequence[ShardDataset]) -> tuple[int, int]:
+    """That of all images."""
+    sizes = {one.image_size(sample) for one in sources for sample in range(len(one))}
     if len(sizes) > 1:
         raise ValueError(
             f"the images of {path} have {len(sizes)} different sizes, such as {sorted(sizes)[:3]}: "
-            "one batch needs one size"
+            "one batch needs one size, which data.image_size=[rows,columns] cuts or pads them to"
         )
+    return sizes.pop()
+
+
+def _pair(size: object) -> tuple[int, int] | None:
+    """[rows,columns] of a configuration, or None for null."""
+    if size is None:
+        return None
+    sides = list(size) if isinstance(size, ListConfig) else []
+    if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
+        raise ValueError(f"data.image_size is [rows,columns], got {size}")
+    return sides[0], sides[1]
+
+
+def _background(value: object) -> float | None:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"data.background={value} must be a number, or null for white")
 
 
 def device_of(name: str) -> torch.device:

@@ -1,184 +1,170 @@
-"""What a network learns: a class for every image, or for every pixel."""
+"""What a network learns: classes or numbers for every image, or a class for every pixel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
+from omegaconf import DictConfig
 from torch import Tensor
 
-from spatialdl.data.format import UNLABELLED
-from spatialdl.spatial.tensor import SpatialTensor, redistribute
+from spatialdl.data.image_source import ImageSource
+from spatialdl.training.losses import (
+    classification_loss,
+    classification_weights,
+    known_labels,
+    multilabel_loss,
+    regression_loss,
+)
+from spatialdl.training.metrics import (
+    Scores,
+    classification_scores,
+    multilabel_scores,
+    regression_scores,
+)
+from spatialdl.training.segmentation import Segmentation
+from spatialdl.training.weighting import balanced_classes, balanced_labels, given_weights
 
 
-class Task(Protocol):
-    """A loss to train with, and what is told of the validation samples.
+class SampleTask(Protocol):
+    """A loss to train with, and what is told of predictions for whole images.
 
     Attributes:
-        tallied: numbers in a tally.
+        name: in the configuration.
+        mixup: alpha of the Beta distribution by which training images are mixed; 0: none.
     """
 
-    tallied: int
+    name: str
+    mixup: float
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean over what has a label, the same on every rank of an image."""
         ...
 
-    def tally(self, output: Tensor, target: Tensor, part: int) -> Tensor:
-        """float64 sums over what this rank holds; over all ranks every sample counts once.
-
-        Args:
-            part: this rank's part of the grid; of equal copies, that of part 0 counts.
-        """
+    def weights(self, target: Tensor) -> Tensor | None:
+        """(N,): how much the samples count in that mean; None if all alike."""
         ...
 
-    def metrics(self, sums: Sequence[float]) -> dict[str, Any]:
-        """What the tallies of all samples, added up, come to: by name, a number or one a class."""
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """(N, columns): probabilities or values, from what the network gives."""
+        ...
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        """Metrics by name: a number, a list of one a class, or None where there is none."""
         ...
 
 
-def task_of(name: str, classes: int) -> Task:
-    """The task of a configuration, for data with so many classes."""
-    return Segmentation(classes) if name == "segmentation" else Classification()
+Task = SampleTask | Segmentation
+
+
+def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
+    """The task of a configuration.
+
+    Args:
+        settings: the group ``task``.
+        classes: of the data, or targets.
+        train: the training samples, by whose labels weights may be balanced.
+
+    Raises:
+        ValueError: if a setting makes no sense.
+    """
+    name = settings.name
+    smoothing = _share(settings, "label_smoothing") if "label_smoothing" in settings else 0.0
+    mixup = _number(settings, "mixup") if "mixup" in settings else 0.0
+    if name == "segmentation":
+        weight = given_weights(settings.class_weights, "class_weights", classes, None)
+        return Segmentation(classes, weight, smoothing, _number(settings, "dice"))
+    if name == "multilabel":
+        balanced = lambda: balanced_labels(train)  # noqa: E731
+        weight = given_weights(settings.pos_weight, "pos_weight", classes, balanced)
+        return MultiLabel(weight, smoothing, mixup)
+    if name == "regression":
+        if settings.loss not in ("mse", "l1", "huber"):
+            raise ValueError(f"task.loss={settings.loss} is unknown: take mse, l1 or huber")
+        delta = _number(settings, "huber_delta")
+        if delta == 0:
+            raise ValueError("task.huber_delta=0 must be above 0")
+        return Regression(settings.loss, delta, mixup)
+    balanced = lambda: balanced_classes(train, classes)  # noqa: E731
+    weight = given_weights(settings.class_weights, "class_weights", classes, balanced)
+    return Classification(weight, smoothing, mixup)
+
+
+def _number(settings: DictConfig, key: str) -> float:
+    value = settings[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise ValueError(f"task.{key}={value} must be a number of at least 0")
+    return float(value)
+
+
+def _share(settings: DictConfig, key: str) -> float:
+    value = _number(settings, key)
+    if value > 1:
+        raise ValueError(f"task.{key}={settings[key]} must lie between 0 and 1")
+    return value
 
 
 class Classification:
-    """Cross entropy and accuracy."""
+    """Cross entropy; one label a sample."""
 
-    tallied = 3
+    name = "classification"
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return classification_loss(output, target)
-
-    def tally(self, output: Tensor, target: Tensor, part: int) -> Tensor:
-        loss = classification_loss(output, target, "sum").item()
-        correct = (output.argmax(1) == target).sum().item()
-        return torch.tensor([loss, correct, len(target)], dtype=torch.float64) * (part == 0)
-
-    def metrics(self, sums: Sequence[float]) -> dict[str, Any]:
-        loss, correct, samples = sums
-        return {"loss": loss / samples, "accuracy": correct / samples, "samples": int(samples)}
-
-
-class Segmentation:
-    """Cross entropy over pixels; pixel accuracy, Dice coefficient and IoU of every class.
-
-    Pixels of the class `UNLABELLED` (255) count nowhere. Accuracy, Dice and IoU are those of the
-    pixels of all samples together; a class that is neither in the masks nor predicted has none.
-
-    Args:
-        classes: how many there are.
-    """
-
-    def __init__(self, classes: int) -> None:
-        self.classes = classes
-        self.tallied = 2 + classes * (classes + 1)
+    def __init__(
+        self, weight: Tensor | None = None, label_smoothing: float = 0.0, mixup: float = 0.0
+    ) -> None:
+        self.weight, self.label_smoothing, self.mixup = weight, label_smoothing, mixup
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return segmentation_loss(output, target)
+        return classification_loss(output, target, self.weight, self.label_smoothing)
 
-    def tally(self, output: Tensor, target: Tensor, part: int) -> Tensor:
-        is_split = isinstance(output, SpatialTensor)
-        counts = is_split or part == 0
-        samples = len(target) * (part == 0)
-        if isinstance(output, SpatialTensor) and isinstance(target, SpatialTensor):
-            target = redistribute(target, output.spatial_layout, output.mesh)
-        output, target = _own_pixels(output), _own_pixels(target)
-        if not counts or target.numel() == 0:
-            return torch.tensor([0.0, samples] + [0.0] * (self.tallied - 2), dtype=torch.float64)
-        _check_segmentation(output, target)
-        loss = F.cross_entropy(output, target, ignore_index=UNLABELLED, reduction="sum")
-        found = torch.cat([loss.double().view(1), loss.new_tensor([samples]).double()])
-        return torch.cat([found, self._confusion(output, target)]).cpu()
+    def weights(self, target: Tensor) -> Tensor | None:
+        return None if self.weight is None else classification_weights(target, self.weight)
 
-    def _confusion(self, output: Tensor, target: Tensor) -> Tensor:
-        """Pixels per (class, predicted class); the last column is for channels without a class."""
-        known = target != UNLABELLED
-        predicted = output.argmax(1)[known].clamp(max=self.classes)
-        cells = target[known] * (self.classes + 1) + predicted
-        return torch.bincount(cells, minlength=self.classes * (self.classes + 1)).double()
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(1)
 
-    def metrics(self, sums: Sequence[float]) -> dict[str, Any]:
-        pairs = torch.tensor(sums[2:], dtype=torch.float64).view(self.classes, -1)
-        right = pairs.diagonal()
-        either = pairs.sum(1) + pairs[:, : self.classes].sum(0)
-        pixels = max(float(pairs.sum()), 1.0)
-        occurs = either > 0
-        dice, iou = 2 * right / either, right / (either - right)
-        return {
-            "loss": sums[0] / pixels,
-            "accuracy": float(right.sum()) / pixels,
-            "samples": int(sums[1]),
-            "mean_dice": float(dice[occurs].mean()) if occurs.any() else 0.0,
-            "mean_iou": float(iou[occurs].mean()) if occurs.any() else 0.0,
-            "dice": dice.tolist(),
-            "iou": iou.tolist(),
-        }
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return classification_scores(predictions, labels)
 
 
-def _own_pixels(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, SpatialTensor) else x
+class MultiLabel:
+    """Binary cross entropy; any number of classes a sample, some of which nobody may know."""
+
+    name = "multilabel"
+
+    def __init__(
+        self, pos_weight: Tensor | None = None, label_smoothing: float = 0.0, mixup: float = 0.0
+    ) -> None:
+        self.pos_weight, self.label_smoothing, self.mixup = pos_weight, label_smoothing, mixup
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return multilabel_loss(output, target, self.pos_weight, self.label_smoothing)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        return known_labels(target).sum(1)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return multilabel_scores(predictions, labels)
 
 
-def classification_loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross entropy.
+class Regression:
+    """Squared, absolute or Huber errors; numbers of a sample, some of which nobody may know."""
 
-    Args:
-        output: (N, classes), what the network gives.
-        target: (N,), labels.
+    name = "regression"
 
-    Raises:
-        ValueError: if the network gives anything else, or has too few classes.
-    """
-    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(target):
-        raise ValueError(
-            f"the network gives {shape} for {len(target)} images: to classify, it must give "
-            f"({len(target)}, classes); a network that tells a class for every pixel trains with "
-            "task=segmentation"
-        )
-    highest = int(target.max())
-    if highest >= output.shape[1]:
-        raise ValueError(
-            f"the network tells {output.shape[1]} classes apart, but there is a label {highest}: "
-            "leave model.num_classes out, or set data.num_classes"
-        )
-    return F.cross_entropy(output, target, reduction=reduction)
+    def __init__(self, distance: Any = "mse", huber_delta: float = 1.0, mixup: float = 0.0) -> None:
+        self.distance, self.huber_delta, self.mixup = distance, huber_delta, mixup
 
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return regression_loss(output, target, self.distance, self.huber_delta)
 
-def segmentation_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy, the mean over the pixels with a class; 0 if there are none.
+    def weights(self, target: Tensor) -> Tensor | None:
+        return known_labels(target).sum(1)
 
-    Args:
-        output: (N, classes, H, W), what the network gives; may be split.
-        target: (N, H, W), the class of every pixel, or `UNLABELLED`; split if `output` is.
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs if outputs.dim() > 1 else outputs.unsqueeze(1)
 
-    Raises:
-        ValueError: if the network gives anything else, or has too few classes.
-    """
-    _check_segmentation(output, target)
-    total = F.cross_entropy(output, target, ignore_index=UNLABELLED, reduction="sum")
-    return total / (target != UNLABELLED).sum().clamp(min=1)
-
-
-def _check_segmentation(output: Tensor, target: Tensor) -> None:
-    samples, *size = target.shape
-    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    fits = isinstance(output, Tensor) and output.dim() == 4 and output.shape[0] == samples
-    if not fits or tuple(output.shape[2:]) != tuple(size):
-        raise ValueError(
-            f"the network gives {shape} for {samples} masks of {size[0]}x{size[1]}: to segment, "
-            f"it must give ({samples}, classes, {size[0]}, {size[1]}); a network that tells one "
-            "class an image trains with task=classification"
-        )
-    labels = _own_pixels(target)
-    labels = labels[labels != UNLABELLED]
-    highest = int(labels.max()) if labels.numel() else -1
-    if highest >= output.shape[1]:
-        raise ValueError(
-            f"the network tells {output.shape[1]} classes apart, but a mask has a pixel of class "
-            f"{highest}: leave model.num_classes out, set data.num_classes, or mark pixels without "
-            f"a class by {UNLABELLED}"
-        )
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return regression_scores(predictions, labels)

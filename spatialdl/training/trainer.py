@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from signal import Signals
 
-import hydra.utils
 import torch
-from omegaconf import DictConfig, open_dict
-from torch import Tensor, nn
+from omegaconf import DictConfig
+from torch import Tensor
 
 from spatialdl import trace
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
-from spatialdl.data.loader import Batching, ImageSource, Loader, Slice, sample_order, to_input
-from spatialdl.mesh import Mesh
+from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
-from spatialdl.spatial.split import from_local
+from spatialdl.training import signals
+from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.course import Course
+from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
-from spatialdl.training.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.metrics import Scores
+from spatialdl.training.mixup import mixed
+from spatialdl.training.network import describe, make_network, peak_memory_mb
+from spatialdl.training.precision import precision_of, set_arithmetic
 from spatialdl.training.progress import Progress
-from spatialdl.training.run_directory import RunDirectory
-from spatialdl.training.settings import DTYPES, Sources, device_of, open_sources
+from spatialdl.training.run_directory import RunDirectory, held, record_of
+from spatialdl.training.settings import device_of, open_sources
+from spatialdl.training.signals import MARKER, write_marker
+from spatialdl.training.staging import Staging, stage_feeds
 from spatialdl.training.tasks import task_of
 from spatialdl.training.timeline import Timeline
+from spatialdl.training.update import Update
+from spatialdl.training.validation import Validation, told
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -51,23 +60,30 @@ class Trainer:
 
     Attributes:
         pipeline: this rank's stage, and how it talks to the others.
-        step: optimizer steps made.
+        course: how far the run is.
     """
 
     def __init__(self, config: DictConfig, world: Communicator) -> None:
         self.config, self.world = config, world
-        self.dtype = DTYPES[config.trainer.precision]
+        settings = config.trainer
+        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self.device = device_of(config.device)
+        self.precision = precision_of(settings.precision, self.device)
         self.placement = placement_of(config.parallel)
-        self.sources = open_sources(config.data, int(config.seed), config.task)
-        self.task = task_of(config.task, self.sources.num_classes)
+        self.sources = open_sources(config.data, int(config.seed), config.task.name)
+        self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
-        self.microbatches = int(config.parallel.microbatches)
-        check_batch(int(config.data.batch_size), self.microbatches, self.placement.data)
+        schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
+        self.microbatches = schedule.microbatches
+        self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
+        check_batch(self.batch_size, self.microbatches, self.placement.data)
+        model = make_network(config, self.sources, world).to(self.precision.dtype)
+        if settings.channels_last and not config.parallel.shard_state:  # FSDP2 refuses these
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.pipeline = Pipeline(
-            build_model(config, self.sources).to(self.dtype),
+            model,
             self.placement,
-            schedule_of(config.parallel, self.placement),
+            schedule,
             world,
             self.task.loss,
             (self.sources.channels, *self.sources.image_size),
@@ -80,158 +96,207 @@ class Trainer:
             seed=int(config.seed),
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
+            mixed=self.precision.mixed,
+            sample_weights=self.task.weights,
         )
-        self.loader = self._loader(self.sources.train)
+        validation, seed = self.sources.validation_views, int(config.seed)
+        self.train_feed = self._feed(self.sources.train_views, seed)
+        self.validation_feed = self.validation = None
+        if validation is not None:
+            self.validation_feed = feed = self._feed(validation, None)
+            self.validation = Validation(self.pipeline, self.task, self.sources, feed, world)
         self.steps = self._total_steps()
         self._check_last_batch()
-        self.optimizer = make_optimizer(
-            config.optimizer, self.pipeline.parameters(), int(config.data.batch_size)
+        self.update = Update(
+            config,
+            self.pipeline,
+            batch=self.batch_size,
+            steps=self.steps,
+            steps_per_epoch=len(self.train_feed),
         )
-        self.scheduler = make_scheduler(config.scheduler, self.optimizer, self.steps)
-        self.step = 0
+        self.course = Course(config.trainer, self.steps, len(self.train_feed))
         self._warned = False
         self._timeline: Timeline | None = None
+        self._staging = Staging(world)
 
     def fit(self, run_dir: Path) -> None:
-        """Train to the end; rank 0 writes the run directory."""
-        self._describe()
+        """Train to the end, or until told to stop; rank 0 writes the run directory."""
+        run_dir = self.world.bcast(run_dir)
+        describe(self.pipeline, self.world)
         with ExitStack() as stack:
+            if self.world.rank == 0:
+                stack.enter_context(held(run_dir))
+            self.checkpoints = Checkpoints(
+                self.config, self.world, self.pipeline, self.update, run_dir
+            )
+            stack.callback(self.checkpoints.writer.close)
+            resumed = self.checkpoints.resume()
+            if resumed is not None:
+                self.course.restore(resumed[1])
             record = progress = None
             if self.world.rank == 0:
-                record = stack.enter_context(RunDirectory(run_dir, self.config))
-                progress = stack.enter_context(Progress(self.steps))
+                earlier = record_of(resumed)
+                columns = list(self.update.told)
+                record = stack.enter_context(
+                    RunDirectory(run_dir, self.config, *earlier, columns=columns)
+                )
+                progress = stack.enter_context(Progress(self.steps, self.course.step))
+                (run_dir / MARKER).unlink(missing_ok=True)
+            self._staging = stack.enter_context(
+                stage_feeds(
+                    self.world, self.config, self.train_feed, self.validation_feed, self.course
+                )
+            )
+            stack.callback(self._close_feeds)
             if self.config.trainer.trace:
                 train = self.pipeline.schedule.train
                 self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
-            epoch = 0
-            while self.step < self.steps:
-                self._train_epoch(epoch, record, progress)
-                epoch += 1
+            if resumed is not None:
+                self._between_steps(record)  # the run may have been stopped before this
+            while not self.course.is_over():
+                self._train_epoch(record, progress)
+            self.checkpoints.writer.wait()
+            if self.course.stopped is not None:
+                self._leave(run_dir, self.course.stopped)
+                return
+            self._staging.finish()
             memory = self.world.gather(peak_memory_mb(self.device))
             if record is not None:
                 record.finish({"world_size": self.world.size, "peak_memory_mb": memory})
                 log.info("run directory: %s", record.path)
                 log.info("loss curve:    %s", record.path / "loss.png")
 
-    def _train_epoch(
-        self, epoch: int, record: RunDirectory | None, progress: Progress | None
-    ) -> None:
-        order = sample_order(len(self.sources.train), int(self.config.seed), epoch)
-        batch_size = int(self.config.data.batch_size)
+    def _leave(self, run_dir: Path, number: Signals) -> None:
+        step, saved = self.course.step, self.checkpoints.writer.last
+        if self.world.rank == 0:
+            write_marker(run_dir, number, step, saved)
+            log.info("stopped by %s after step %d: ckpt_path=latest goes on", number.name, step)
+
+    def _train_epoch(self, record: RunDirectory | None, progress: Progress | None) -> None:
+        """What is left of an epoch, or of the run."""
+        epoch, first = self.course.epoch, self.course.batch
         started = time.perf_counter()
-        batches = trace.each("data", "wait for the batch", self.loader.batches(order))
-        for number, batch in enumerate(batches):
+        batches = self.train_feed.batches(epoch, first)
+        for batch in trace.each("data", "wait for the batch", batches):
             waited = time.perf_counter() - started
-            loss = self._train_step(batch)
+            images = self.train_feed.samples(self.course.batch)
+            loss = self._train_step(self.train_feed.microbatches(batch))
             seconds = time.perf_counter() - started
             if self._timeline is not None:
-                self._timeline.step_done(last=self.step == self.steps)
+                self._timeline.step_done(last=self.course.is_over())
             if record is not None and progress is not None:
-                images = min(
-                    batch_size, len(order) - number * batch_size
-                )  # the last may be smaller
                 rate, wait = images / seconds, waited / seconds
                 record.log_step(
-                    step=self.step,
+                    step=self.course.step,
                     epoch=epoch,
                     loss=loss,
-                    learning_rate=self._last_learning_rate,
+                    learning_rate=self.update.learning_rate,
                     images_per_second=rate,
                     data_wait=wait,
+                    **self.update.told,
                 )
                 if not math.isfinite(loss) and not self._warned:
                     self._warned = True
-                    log.warning("step %d: the loss is %s: lower optimizer.lr?", self.step, loss)
+                    log.warning(
+                        "step %d: the loss is %s: lower optimizer.lr?", self.course.step, loss
+                    )
                 progress.update(loss=loss, images_per_second=rate, data_wait=wait)
-            every = self.config.trainer.validate_every
-            if every is not None and self.step % int(every) == 0 and self.step < self.steps:
-                self.validate(record)
-            if self.step == self.steps:
+            self._between_steps(record)
+            if self.course.is_over():
                 break
             started = time.perf_counter()
-        if self.config.trainer.validate_every is None or self.step == self.steps:
-            self.validate(record)
 
-    def _train_step(self, batch: list[Slice]) -> float:
+    def _between_steps(self, record: RunDirectory | None) -> None:
+        """Validate, and write a checkpoint, where it is time for it."""
+        is_best = False
+        if self.course.validation_is_due():
+            found = self.validate(record)
+            is_best = found is not None and self.course.validated(found)
+        if is_best or self.course.checkpoint_is_due():
+            validations = record.validations if record is not None else []
+            self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
+
+    def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self.pipeline.train_step(self._microbatches(batch), self.step)
-        if self.config.trainer.clip_norm is not None:
-            self.pipeline.clip(float(self.config.trainer.clip_norm))
+        microbatches = mixed(
+            batch,
+            self.task.mixup,
+            self.sources.num_classes,
+            int(self.config.seed),
+            self.course.step,
+            self.pipeline.replica,
+            self.placement.data,
+        )
+        own = self.pipeline.train_step(microbatches, self.course.step, self.update.scale)
         with trace.span("compute", "optimizer"):
-            self.optimizer.step()
-        self._last_learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.scheduler.step()
-        self.step += 1
-        return self._over_world(torch.tensor([own], dtype=torch.float64))[0]
+            self.update.step()
+        self.course.step_done()
+        return self._together(own)
 
-    def validate(self, record: RunDirectory | None) -> None:
-        """Loss and metrics over all validation samples, each counted once."""
-        if self.sources.validation is None:
-            return
-        sums = torch.zeros(self.task.tallied, dtype=torch.float64)
-        order = torch.arange(len(self.sources.validation)).numpy()
-        for batch in self._loader(self.sources.validation).batches(order):
-            parts = self._microbatches(batch)
-            for number, output in self.pipeline.evaluate(parts).items():
-                target, mesh = parts[number].target, self.pipeline.last(number)
-                if target is not None and mesh is not None:
-                    if mesh.batch > 1:
-                        own = self.pipeline.own_outputs(number, parts[number].samples)
-                        sums += self.task.tally(output, target[own.start : own.stop], part=0)
-                    else:
-                        sums += self.task.tally(output, target, mesh.part)
-        found = self.task.metrics(self._over_world(sums))
+    def validate(self, record: RunDirectory | None) -> Scores | None:
+        """Loss and metrics over all validation samples, each counted once.
+
+        Returns:
+            Nothing if there are no such samples, or the run was told to stop meanwhile.
+        """
+        if self.validation is None or self.validation_feed is None:
+            return None
+        with self.update.averaged():
+            own = self.validation.own(self._until_stopped(self.validation_feed))
         trace.take()  # no part of the next step
+        if self.course.stopped is not None:
+            return None
+        found = self.validation.scores(own)
         if record is not None:
-            told = ", ".join(
-                f"{name.replace('_', ' ')} {100 * found[name]:.1f} %"
-                for name in ("accuracy", "mean_dice", "mean_iou")
-                if name in found
-            )
-            log.info(
-                "step %d: validation loss %.4f, %s of %d samples",
-                *(self.step, found["loss"], told, found["samples"]),
-            )
-            record.log_validation(step=self.step, **found)
+            log.info("step %d: validation %s", self.course.step, told(found))
+            record.log_validation(step=self.course.step, **found)
+            self.validation.write(record.path)
+        return found
+
+    def _until_stopped(self, feed: Feed) -> Iterator[list[Microbatch]]:
+        for batch in feed.batches():
+            self._together()
+            if self.course.stopped is not None:
+                return
+            yield feed.microbatches(batch)
+
+    def _together(self, loss: float = 0.0) -> float:
+        """The sum of the ranks' parts of a loss; all hear of signals, checkpoints and damage.
+
+        Raises:
+            ShardError: a shard is damaged.
+        """
+        writer, flags = self.checkpoints.writer, signals.flags()
+        own = [loss, *writer.status(), self._staging.damage(), *flags]
+        total, busy, failed, damaged, *sums = self._over_world(
+            torch.tensor(own, dtype=torch.float64)
+        )
+        if damaged:
+            self._staging.refuse()
+        self.course.stopped = self.course.stopped or signals.agreed(sums)
+        writer.go_on(busy, failed)
+        return total
 
     def _over_world(self, own: Tensor) -> list[float]:
         """The sum over all ranks."""
         return [float(value) for value in self.world.all_reduce(own)]
 
-    def _microbatches(self, batch: list[Slice]) -> list[Microbatch]:
-        microbatches = []
-        for number, part in enumerate(batch):
-            samples, mesh = len(part.labels), self.pipeline.last(number)
-            tile = target = None
-            if part.tiles is not None:
-                tile = to_input(part.tiles, self.dtype, self.device)
-            if mesh is not None and samples:
-                target = self._target(part, mesh)
-            microbatches.append(Microbatch(samples, part.share, tile, target))
-        return microbatches
-
-    def _target(self, part: Slice, mesh: Mesh) -> Tensor:
-        """Labels (N,) or masks (N, H, W), of which every rank of the grid holds its box."""
-        if part.masks is None:
-            return torch.from_numpy(part.labels).to(self.device)
-        mask = torch.from_numpy(part.masks).to(self.device, torch.int64)
-        return mask if mesh.grid == (1, 1) else from_local(mask, mesh, self.sources.image_size)
-
-    def _loader(self, source: ImageSource) -> Loader:
-        size, numbers = self.sources.image_size, range(self.microbatches)
-        first = [self.pipeline.first(number) for number in numbers]
-        last = [self.pipeline.last(number) for number in numbers]
-        segments = self.config.task == "segmentation"
-        return Loader(
-            source,
-            Batching(
-                size=int(self.config.data.batch_size),
-                replicas=self.placement.data,
-                replica=self.pipeline.replica,
-                boxes=[mesh.box(size) if mesh else None for mesh in first],
-                mask_boxes=[mesh.box(size) if mesh and segments else None for mesh in last],
-            ),
+    def _feed(self, views: Views, seed: int | None) -> Feed:
+        return Feed(
+            self.config.data,
+            views,
+            self.pipeline,
+            batch_size=self.batch_size,
+            masks=self.config.task.name == "segmentation",
+            dtype=self.precision.dtype,
+            channels_last=bool(self.config.trainer.channels_last),
+            seed=seed,
         )
+
+    def _close_feeds(self) -> None:
+        for feed in (self.train_feed, self.validation_feed):
+            if feed is not None:
+                feed.close()
 
     def _total_steps(self) -> int:
         settings = self.config.trainer
@@ -239,7 +304,7 @@ class Trainer:
         if settings.max_steps is not None:
             limits.append(int(settings.max_steps))
         if settings.max_epochs is not None:
-            limits.append(int(settings.max_epochs) * len(self.loader))
+            limits.append(int(settings.max_epochs) * len(self.train_feed))
         if not limits or min(limits) < 1:
             raise ValueError(
                 f"trainer.max_steps={settings.max_steps} and trainer.max_epochs="
@@ -249,55 +314,8 @@ class Trainer:
 
     def _check_last_batch(self) -> None:
         """That of an epoch may be smaller."""
-        samples, size = len(self.sources.train), int(self.config.data.batch_size)
+        samples, size = len(self.sources.train), self.batch_size
         left = samples % size
-        if self.config.parallel.shard_state and left and self.steps >= len(self.loader):
+        if self.config.parallel.shard_state and left and self.steps >= len(self.train_feed):
             what = f"the last batch of an epoch of {samples}"
             check_samples(left, self.microbatches, self.placement.data, what)
-
-    def _describe(self) -> None:
-        own = {
-            stage: sum(p.numel() for p in module.parameters())
-            for stage, module in self.pipeline.stages.items()
-        }
-        everybody = self.world.gather(own)
-        if everybody is None:
-            return
-        height, width = self.sources.image_size
-        log.info("layout: %s", self.placement.describe())
-        for stage, count in sorted({key: n for one in everybody for key, n in one.items()}.items()):
-            rows, cols = self.placement.grids[stage]
-            parts = self.placement.batch_parts(stage)
-            if parts > 1:
-                where = f"whole images, {parts} ranks that divide the samples"
-            else:
-                where = (
-                    f"tiles of about {height // rows}x{width // cols} of {height}x{width} on "
-                    f"{rows}x{cols} ranks"
-                )
-            log.info("stage %d: %.2f M parameters, %s", stage, count / 1e6, where)
-
-
-def build_model(config: DictConfig, sources: Sources) -> nn.Module:
-    """The network of a configuration, its weights drawn from the seed alike on every rank."""
-    with open_dict(config):
-        config.data.image_size = list(sources.image_size)
-        config.data.channels = sources.channels
-        config.data.num_classes = sources.num_classes
-    torch.manual_seed(int(config.seed))
-    try:
-        model = hydra.utils.instantiate(config.model)
-    except hydra.errors.InstantiationException as error:
-        raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model={config.model._target_} gives a {type(model).__name__}, no network"
-        )
-    return model
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Most memory so far: of the device on a GPU, resident on a CPU; in MB (2**20 bytes)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

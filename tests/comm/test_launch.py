@@ -95,6 +95,11 @@ def test_many_worlds_of_one_are_told_with_advice(environment, advice):
     check_mpi_world(1, {})
 
 
+def noted(error: Exception, note: str) -> Exception:
+    error.add_note(note)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -102,6 +107,7 @@ def test_many_worlds_of_one_are_told_with_advice(environment, advice):
         (UnsupportedSpatialOp("aten.sort on a split image"), "aten.sort on a split image"),
         (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
         (ValueError(), "ValueError"),
+        (noted(OSError("the disk\nis gone"), "(sample 3)"), "the disk is gone (sample 3)"),
     ],
 )
 def test_a_users_mistake_is_one_sentence(error, text, monkeypatch):
@@ -245,15 +251,15 @@ from spatialdl.comm import abort
 from spatialdl.comm.launch import launched, start_ranks
 assert launched() is None
 assert "mpi4py.MPI" not in sys.modules, "a process that starts ranks must not be one"
-sys.exit(start_ranks(2, "job", []))
+sys.exit(start_ranks(2, "job", []OPTION))
 """
 
 
-def parent(folder: Path) -> subprocess.Popen[str]:
-    """A process that starts two ranks of the job above."""
-    (folder / "job.py").write_text(JOB)
+def parent(folder: Path, job: str = JOB, option: str = "") -> subprocess.Popen[str]:
+    """A process that starts two ranks of a job."""
+    (folder / "job.py").write_text(job)
     return subprocess.Popen(
-        [sys.executable, "-c", PARENT],
+        [sys.executable, "-c", PARENT.replace("OPTION", option)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -273,6 +279,35 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
         for rank in ranks:
             assert select.select([rank], [], [], 5)[0], "a rank is still there"
             os.close(rank)
+
+
+STOPS = """
+import signal
+from mpi4py import MPI
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+world = MPI.COMM_WORLD
+world.Barrier()
+if world.rank == 0:
+    print("ready", flush=True)
+signal.sigwait({signal.SIGUSR1})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_stop_by_themselves_end_well(tmp_path, number):
+    with parent(tmp_path, STOPS, ", stops=True") as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(timeout=20) == 0
+
+
+def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
+    deaf = STOPS.replace("signal.sigwait({signal.SIGUSR1})", "signal.pause()")
+    with parent(tmp_path, deaf, ", stops=True") as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 FAIL = """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import h5py
@@ -9,6 +10,7 @@ import pytest
 from spatialdl.data import ShardWriter
 from spatialdl.data.chunk_map import MISSING, map_chunks
 from spatialdl.data.chunks import Chunks
+from spatialdl.data.codec import Codec, Coding
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (70, 100, 3), np.uint8)
 
@@ -54,10 +56,11 @@ def test_parts_tile_the_box(h5: h5py.File) -> None:
     found = map_chunks(h5["image"], False, 2**40)
     assert found is not None
     parts = list(found.parts((slice(31, 65), slice(47, 97)), (34, 50, 3)))
-    assert [part[0] for part in parts] == found.offsets.ravel().tolist()
-    assert parts[0][1:] == ((slice(31, 32), slice(47, 48)), (slice(0, 1), slice(0, 1)))
-    assert parts[4][1:] == ((slice(0, 32), slice(0, 48)), (slice(1, 33), slice(1, 49)))
-    assert parts[8][1:] == ((slice(0, 1), slice(0, 1)), (slice(33, 34), slice(49, 50)))
+    assert [part.begin for part in parts] == found.offsets.ravel().tolist()
+    assert parts[0][2:] == ((slice(31, 32), slice(47, 48)), (slice(0, 1), slice(0, 1)))
+    assert parts[4][2:] == ((slice(0, 32), slice(0, 48)), (slice(1, 33), slice(1, 49)))
+    assert parts[8][2:] == ((slice(0, 1), slice(0, 1)), (slice(33, 34), slice(49, 50)))
+    assert [part.chunk for part in parts] == [(row, col) for row in range(3) for col in range(3)]
     assert len(list(found.parts((slice(32, 64), slice(48, 96)), (32, 48, 3)))) == 1
 
 
@@ -82,13 +85,55 @@ def test_boxes_that_are_not_there_are_refused(h5: h5py.File, where: tuple) -> No
 def test_what_is_not_raw_is_left_to_hdf5(h5: h5py.File) -> None:
     h5["whole"] = IMAGE
     h5.create_dataset("zip", data=IMAGE, chunks=(32, 48, 3), compression="gzip")
-    h5.create_dataset("wide", data=IMAGE.astype(np.int16), chunks=(32, 48, 3))
+    h5.create_dataset("big", data=IMAGE.astype(">i2"), chunks=(32, 48, 3))
     h5.create_dataset("planes", data=IMAGE, chunks=(32, 48, 1))
     h5.create_dataset("pairs", data=np.stack([IMAGE, IMAGE]), chunks=(2, 32, 48, 3))
     h5.create_dataset("line", data=IMAGE.reshape(-1), chunks=(48,))
-    for name in ("whole", "zip", "wide", "planes", "line"):
+    for name in ("whole", "zip", "big", "planes", "line"):
         assert map_chunks(h5[name], False, 2**40) is None, name
     assert map_chunks(h5["pairs"], True, 2**40) is None
+
+
+def test_types_of_more_than_a_byte_are_counted_in_bytes(h5: h5py.File) -> None:
+    Chunks(h5, "image", IMAGE.shape, (32, 48), np.float32).write(IMAGE.astype(np.float32))
+    h5.flush()
+    content = Path(h5.filename).read_bytes()
+    found = map_chunks(h5["image"], False, len(content))
+    assert found is not None
+    assert (found.dtype, found.sizes) == (np.float32, None)
+    chunk = np.frombuffer(content, "<f4", 32 * 48 * 3, found.offsets[1, 1])
+    assert (chunk.reshape(32, 48, 3) == IMAGE[32:64, 48:96]).all()
+
+
+@pytest.mark.parametrize("codec", ["jpeg", "zstd", "lz4"])
+def test_streams_have_sizes(h5: h5py.File, codec: Codec) -> None:
+    Chunks(h5, "image", IMAGE.shape, (32, 48), coding=Coding(codec)).write(IMAGE)
+    h5.flush()
+    content = Path(h5.filename).read_bytes()
+    found = map_chunks(h5["image"], False, len(content), codec)
+    assert found is not None
+    assert found.sizes is not None
+    assert found.nbytes == 2 * found.offsets.nbytes
+    begin = found.offsets[1, 2]
+    stream = h5["image"].id.read_direct_chunk((32, 96, 0))[1]
+    assert content[begin : begin + found.sizes[1, 2]] == bytes(stream)
+
+
+def test_other_codecs_are_refused(h5: h5py.File) -> None:
+    Chunks(h5, "raw", IMAGE.shape, (32, 48)).write(IMAGE)
+    Chunks(h5, "zstd", IMAGE.shape, (32, 48), coding=Coding("zstd")).write(IMAGE)
+    for name, codec, filters in [
+        ("raw", "jpeg", "[]"),
+        ("raw", "zstd", "[]"),
+        ("zstd", "lz4", "[32015, 3]"),
+    ]:
+        says = re.escape(f"it has uint8 in filters {filters}, expected codec {codec!r}")
+        with pytest.raises(ValueError, match=says):
+            map_chunks(h5[name], False, 2**40, codec)
+    assert map_chunks(h5["zstd"], False, 2**40) is None
+    h5["zstd"].id.write_direct_chunk((32, 48, 0), IMAGE[:32, :48].copy(), filter_mask=1)
+    with pytest.raises(ValueError, match=r"chunk at \(32, 48, 0\) did not go through its filters"):
+        map_chunks(h5["zstd"], False, 2**40, "zstd")
 
 
 def test_chunks_beyond_the_file_are_refused(h5: h5py.File) -> None:

@@ -175,3 +175,24 @@ def test_a_checksum_tells_how_far_it_is(tmp_path: Path) -> None:
     assert sum(parts) == len(content)
     assert len(parts) > 1
     assert sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_manifest_is_of_the_oldest_version_that_will_do(tmp_path: Path) -> None:
+    for changes, version in [
+        ({}, 2),
+        ({"codec": "jpeg"}, 2),
+        ({"codec": "lz4"}, 3),
+        ({"dtype": "uint16"}, 3),
+    ]:
+        tiles(**changes).save(tmp_path)
+        saved = json.loads((tmp_path / "manifest.json").read_text())
+        assert saved["format_version"] == version
+        assert Manifest.load(tmp_path) == tiles(**changes)
+
+
+def test_older_versions_have_bytes(tmp_path: Path) -> None:
+    change(tmp_path, tiles(), format_version=2, dtype="float32")
+    assert Manifest.load(tmp_path).dtype == "uint8"
+    change(tmp_path, tiles(), format_version=3, dtype="int32")
+    with pytest.raises(ShardError, match="dtype is 'int32', expected one of uint8, uint16"):
+        Manifest.load(tmp_path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from spatialdl.data import ShardWriter, open_shards
 from spatialdl.data.chunk_map import ChunkMap
 from spatialdl.data.format import Manifest, ShardInfo
 from spatialdl.data.open_shards import ChunkMaps, OpenShards, identity
+from spatialdl.data.staging.cache import local_name
 from spatialdl.errors import ShardError
 
 TILES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), np.uint8)
@@ -48,7 +50,8 @@ def test_maps_are_kept_when_files_are_closed(shards, infos, monkeypatch) -> None
 
 def test_maps_are_dropped_when_they_are_many() -> None:
     maps = ChunkMaps(most=5000)
-    one = ChunkMap((), (), np.zeros(125, np.int64))  # 1000 bytes, and as many besides
+    offsets = np.zeros(125, np.int64)  # 1000 bytes, and as many besides
+    one = ChunkMap((), (), np.dtype(np.uint8), offsets)
     for number in range(4):
         maps.put(((0, 0, 0, 0), str(number)), one)
         assert maps.get(((0, 0, 0, 0), "0") if number < 2 else ((0, 0, 0, 0), "2")) is one
@@ -60,12 +63,26 @@ def test_a_file_that_was_written_to_is_opened_again(shards, infos, tmp_path) -> 
     path = tmp_path / "set" / infos[0].file
     opened = shards.get(infos[0])
     assert shards.get(infos[0]) is opened
-    with ShardWriter(tmp_path / "other", shard_size=1) as writer:
-        writer.add(TILES[3])
-    path.write_bytes((tmp_path / "other" / infos[0].file).read_bytes())  # of the same length
+    path.write_bytes(path.read_bytes())
     os.utime(path, ns=(0, 0))
-    assert (box_of(shards, infos[0]) == TILES[3, 3:20, :7]).all()
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
     assert shards.get(infos[0]) is not opened
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_shard_that_became_another_is_refused(shards, infos, tmp_path, replaced) -> None:
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    path, other = tmp_path / "set" / infos[0].file, tmp_path / "set" / infos[3].file
+    assert path.stat().st_size == other.stat().st_size
+    if replaced:
+        path.unlink()
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(0, 0))
+    shards.close()
+    for _ in range(2):
+        with pytest.raises(ShardError, match=r"00000\.h5 was changed or replaced since"):
+            box_of(shards, infos[0])
+    assert (box_of(shards, infos[1]) == TILES[1, 3:20, :7]).all()
 
 
 def test_a_file_that_was_replaced_is_still_the_old_one(shards, infos, tmp_path) -> None:
@@ -132,3 +149,71 @@ def test_states_of_a_file_differ(tmp_path: Path) -> None:
     assert one != identity((tmp_path / "b").stat())
     os.utime(tmp_path / "a", ns=(0, 0))
     assert one != identity((tmp_path / "a").stat())
+
+
+@pytest.fixture
+def staged(shards, infos, tmp_path, monkeypatch) -> Path:
+    """A folder of copies; the shards look into it before each read."""
+    monkeypatch.setattr(open_shards, "_LOOK_EVERY_S", 0.0)
+    (tmp_path / "job").mkdir()
+    shards.local = tmp_path / "job"
+    return shards.local
+
+
+def arrives(staged: Path, infos: list[ShardInfo], number: int) -> Path:
+    copy = staged / local_name(infos[number])
+    copy.write_bytes((staged.parent / "set" / infos[number].file).read_bytes())
+    return copy
+
+
+def test_a_copy_is_read_when_it_has_arrived(shards, infos, staged, caplog) -> None:
+    for _ in range(2):
+        assert not shards.get(infos[0]).is_local
+        assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    arrives(staged, infos, 0)
+    before = shards.get(infos[0])
+    assert before.is_local
+    assert shards.get(infos[0]) is before
+    assert not shards.get(infos[1]).is_local
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    (staged.parent / "set" / infos[0].file).unlink()
+    assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    assert not caplog.messages
+
+
+def test_copies_are_not_looked_for_on_each_read(shards, infos, staged, monkeypatch) -> None:
+    monkeypatch.setattr(open_shards, "_LOOK_EVERY_S", 1e9)
+    shards.get(infos[0])
+    arrives(staged, infos, 0)
+    assert not shards.get(infos[0]).is_local
+    shards.close()
+    assert shards.get(infos[0]).is_local
+
+
+@pytest.mark.parametrize("fault", ["cut", "written to", "gone", "cut before"])
+def test_a_copy_that_is_no_good_is_not_read(shards, infos, staged, caplog, fault) -> None:
+    copy = arrives(staged, infos, 0)
+    if fault != "cut before":
+        assert shards.get(infos[0]).is_local
+    if fault == "written to":
+        copy.write_bytes(bytes(infos[0].bytes))
+        os.utime(copy, ns=(0, 0))
+    elif fault == "gone":
+        copy.unlink()
+        shards.close()
+    else:
+        os.truncate(copy, 1000)
+    for _ in range(3):
+        assert not shards.get(infos[0]).is_local
+        assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
+    [told] = caplog.messages
+    assert f"the copy of {infos[0].file} in {staged} is no good any more" in told
+    # others of the node find out for themselves, and do not say it again
+    other = OpenShards(shards._folder, "auto", staged)
+    assert other.get(infos[0]).is_local == (fault == "written to")
+    assert len(caplog.messages) == 1
+
+
+def test_where_copies_are_is_known_to_workers(shards, infos, staged) -> None:
+    arrives(staged, infos, 0)
+    assert pickle.loads(pickle.dumps(shards)).get(infos[0]).is_local

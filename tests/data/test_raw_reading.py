@@ -42,6 +42,28 @@ def test_boxes_are_slices_of_the_whole(kind, shard, opened) -> None:
         raw.forget()
 
 
+@pytest.mark.parametrize("kind", [MappedFile, PreadFile])
+@pytest.mark.parametrize("dtype", ["uint16", "float64"])
+def test_types_of_more_than_a_byte(kind, dtype, tmp_path) -> None:
+    image = (IMAGE * 3.25).astype(dtype)
+    path = tmp_path / "b.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("odd", data=np.zeros(3, np.uint8))  # so that pixels begin anywhere
+        Chunks(file, "image", image.shape, (32, 48), dtype).write(image)
+    with h5py.File(path) as file:
+        chunks = map_chunks(file["image"], False, path.stat().st_size)
+    fd = os.open(path, os.O_RDONLY)
+    raw = kind(fd)
+    for row0, row1, col0, col1 in BOXES:
+        out = np.full((row1 - row0, col1 - col0, 3), 7, dtype)
+        assert raw.read(chunks, out, (slice(row0, row1), slice(col0, col1))) == []
+        assert (out == image[row0:row1, col0:col1]).all()
+    begin = int(chunks.offsets[1, 1])
+    first = image[32, 48:].ravel()[: 96 // image.itemsize]
+    assert (raw.stored(begin, 96).view(dtype) == first).all()
+    os.close(fd)
+
+
 def test_a_read_that_is_interrupted_goes_on(shard, opened, monkeypatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.data.codec import decode, encode
 from spatialdl.data.encoded import EncodedImage
 from spatialdl.data.format import RegionSample
+from spatialdl.data.jpeg import decode, encode
+from spatialdl.data.region_shard import cut_rows
 from spatialdl.errors import SlideError
+from spatialdl.layout import even_bounds
 
 RANDOM = np.random.default_rng(0)
 
@@ -170,7 +172,7 @@ def test_streams_of_regions_are_stored_as_they_are(tmp_path: Path, stripes: int)
     with h5py.File(tmp_path / "set" / f"shard-0000{first}.h5") as file:
         dataset = file["regions/000000/image" + ("/00000" if stripes > 1 else "")]
         assert dataset.chunks == (48, 40, 3)
-        assert bytes(dataset.id.read_direct_chunk((48, 80, 0))[1]) == images[0].encoded(1, 2)
+        assert bytes(dataset.id.read_direct_chunk((0, 80, 0))[1]) == images[0].encoded(0, 2)
         with pytest.raises(OSError, match=r"."):
             dataset[:]
 
@@ -209,3 +211,64 @@ def test_codecs_of_regions_are_checked(tmp_path: Path) -> None:
             writer.add(np.zeros((8, 8, 4), np.uint8))
         writer.add(smooth(50, 50)[..., :1])
     assert ShardDataset(tmp_path / "jpeg").channels == 1
+
+
+@pytest.mark.parametrize("multiple", [1, 48, 512])
+@pytest.mark.parametrize("bands", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("height", [1, 47, 512, 513, 1000, 2048])
+def test_bands_cover_all_rows(height: int, bands: int, multiple: int) -> None:
+    cuts = cut_rows(height, bands, multiple)
+    assert [row for cut in cuts for row in range(*cut)] == [*range(height)]
+    assert len(cuts) == min(bands, -(-height // multiple))
+    assert all(first % multiple == 0 for first, _ in cuts)
+    units = [-(-(last - first) // multiple) for first, last in cuts]
+    assert max(units) - min(units) <= 1
+
+
+@pytest.mark.parametrize("grid", [2, 4])
+def test_a_grid_row_needs_the_shards_of_its_own_stripes(tmp_path: Path, grid: int) -> None:
+    images = [picture(rows, 100) for rows in (701, 96, 1033, 512, 2050, 333, 64, 1400)]
+    with ShardWriter(tmp_path / "set", kind="regions", stripes=4, shard_size=200_000) as writer:
+        for image in images:
+            writer.add(image)
+    data = ShardDataset(tmp_path / "set")
+    assert all((data.read(number) == image).all() for number, image in enumerate(images))
+    needed: list[set[int]] = []
+    for row in range(grid):
+        needed.append(set())
+        for number, image in enumerate(images):
+            bounds = even_bounds(len(image), grid)
+            for band in data.sample(number).bands:
+                if band.row0 < bounds[row + 1] and bounds[row] < band.row0 + band.rows:
+                    needed[row].add(band.shard)
+    shards = {path.name: path.stat().st_size for path in (tmp_path / "set").glob("shard-*.h5")}
+    assert len(shards) > 8
+    assert sum(map(len, needed)) == len(set.union(*needed)) == len(shards)  # none is shared
+    assert max(map(len, needed)) <= 1.5 * len(shards) / grid
+    assert max(shards.values()) < 200_000 + 30_000  # HDF5's own
+
+
+def test_few_rows_make_few_bands(tmp_path: Path) -> None:
+    images = [picture(rows, 16) for rows in (2, 1, 9)]
+    with ShardWriter(tmp_path / "set", kind="regions", stripes=4) as writer:
+        for image in images:
+            writer.add(image)
+    data = ShardDataset(tmp_path / "set")
+    found = [[(band.shard, band.rows) for band in data.sample(k).bands] for k in range(3)]
+    assert found == [[(0, 1), (1, 1)], [(0, 1)], [(0, 2), (1, 2), (2, 2), (3, 3)]]
+    assert all((data.read(number) == image).all() for number, image in enumerate(images))
+
+
+def test_rows_of_another_type_are_refused(tmp_path: Path) -> None:
+    image = np.arange(600 * 8, dtype=np.float32).reshape(600, 8, 1)
+    with ShardWriter(tmp_path / "other", kind="regions") as writer:
+        writer.add(Rows(picture(5, 5)))
+        with pytest.raises(ValueError, match="rows of float32 where uint8 was expected; give it a"):
+            writer.add(Rows(np.zeros((5, 5, 3), np.float32)))
+    with ShardWriter(tmp_path / "set", kind="regions") as writer:
+        rows = Rows(image)
+        rows.dtype = image.dtype  # type: ignore[attr-defined]
+        writer.add(rows)
+        with pytest.raises(ValueError, match="1 channels of uint16, those before it 1 of float32"):
+            writer.add(image.astype(np.uint16))
+    assert (ShardDataset(tmp_path / "set").read(0) == image).all()

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from spatialdl.data import ShardDataset, ShardWriter, region_shard
+from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data import format as data_format
-from spatialdl.data.codec import decode, encode
+from spatialdl.data.codec import Codec
 from spatialdl.data.format import Kind
+from spatialdl.data.jpeg import decode, encode
 from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.errors import ShardError
 
@@ -120,16 +121,16 @@ def test_a_damaged_stream_is_named(in_jpeg: Path, tmp_path: Path) -> None:
         shard.seek(place.byte_offset + place.size // 2)
         shard.write(bytes(place.size - place.size // 2))
     data = ShardDataset(copy)
-    says = r"cannot read images from .*shard-00003\.h5: chunk at \(0, 512, 0, 0\): .*; the shard is"
+    says = r"images from .*shard-00003\.h5: chunk at image 0, row 512, column 0: .*; the shard is"
     with pytest.raises(ShardError, match=says):
         data.read(3, (500, 600, 3, 9))
     assert data.read(3, (0, 512, 0, W)).shape == (512, W, 3)
-    with pytest.raises(ShardError, match=r"in shard-00003\.h5; copy"):
+    with pytest.raises(ShardError, match=r"in shard-00003\.h5 \(damaged: sample 3\); copy"):
         data.verify()
 
 
 def test_shards_that_are_not_of_the_codec_are_refused(folder: Path, in_jpeg: Path) -> None:
-    for path, codec, says in [(folder, "jpeg", "expected bytes in JPEG"), (in_jpeg, "raw", "")]:
+    for path, codec, says in [(folder, "jpeg", "expected codec 'jpeg'"), (in_jpeg, "raw", "")]:
         data = ShardDataset(path)
         data._manifest.codec = codec
         with pytest.raises(ShardError, match=f"cannot read images from .*{says}"):
@@ -217,7 +218,7 @@ def test_a_changed_byte_is_found_by_verify(copy: Path) -> None:
         file.seek(-100, 2)
         file.write(bytes([byte ^ 1]))
     data = ShardDataset(copy)
-    with pytest.raises(ShardError, match=r"in shard-00001\.h5; copy"):
+    with pytest.raises(ShardError, match=r"in shard-00001\.h5 \(the pixels of its samples"):
         data.verify()
 
 
@@ -258,8 +259,7 @@ def test_many_shards_do_not_hold_many_files_open(tmp_path: Path) -> None:
 def test_all_ways_to_read_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = np.random.default_rng(seed)
     kind: Kind = "tiles" if seed % 2 else "regions"
-    for module in (data_format, region_shard):
-        monkeypatch.setattr(module, "CHUNK", 4 << seed % 4)
+    monkeypatch.setattr(data_format, "CHUNK", 4 << seed % 4)
     channels, tile = int(rng.integers(1, 5)), rng.integers(1, 90, 2)
     sizes = [tile if kind == "tiles" else rng.integers(1, 90, 2) for _ in range(5)]
     images = [rng.integers(0, 256, (*size, channels), np.uint8) for size in sizes]
@@ -370,3 +370,54 @@ def test_a_box_of_a_giant_takes_little_memory(tmp_path: Path, io: Io) -> None:
     wanted[corner:, corner:] = patch[: 1024 - corner, : 1024 - corner]
     assert total == wanted.sum()
     assert megabytes < 200
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_shards_of_another_type_are_refused(tmp_path: Path, io: Io, codec: Codec) -> None:
+    with ShardWriter(tmp_path / "set", codec=codec) as writer:
+        writer.add(IMAGES[0].astype(np.uint16))
+    manifest = tmp_path / "set" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"uint16"', '"float32"'))
+    with pytest.raises(ShardError, match=r"it has type uint16, expected float32|filters"):
+        ShardDataset(tmp_path / "set", io=io).read(0)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_flipped_bit_of_what_is_compressed_is_told_when_it_is_read(
+    tmp_path: Path, codec: Codec
+) -> None:
+    with ShardWriter(tmp_path / "set", codec=codec) as writer:
+        for image in IMAGES:
+            writer.add(image, mask=image[..., 0] // 200)
+    shard = tmp_path / "set" / "shard-00000.h5"
+    with h5py.File(shard, locking=False) as file:
+        places = [file[name].id.get_chunk_info(2) for name in ("images", "masks")]
+    for place in places:
+        with shard.open("rb+") as opened:
+            opened.seek(place.byte_offset + place.size // 2)
+            byte = opened.read(1)[0]
+            opened.seek(-1, 1)
+            opened.write(bytes([byte ^ 16]))
+    data = ShardDataset(tmp_path / "set")
+    for read in (data.read, data.read_mask):
+        with pytest.raises(ShardError, match=r"h5: chunk at image 0, row 512, column 0: its"):
+            read(0)
+        assert len(read(0, (0, 512, 0, W))) == 512
+    assert (data.read(1) == IMAGES[1]).all()
+
+
+def test_a_copy_that_cannot_be_read_is_left_for_the_source(tmp_path, caplog) -> None:
+    tile = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    with ShardWriter(tmp_path / "set", codec="jpeg") as writer:
+        writer.add(tile)
+    dataset = ShardDataset(tmp_path / "set")
+    expected = dataset.read(0)
+    dataset.close()
+    [info] = dataset.manifest.shards
+    (tmp_path / f"{info.sha256}.h5").write_bytes(bytes(info.bytes))
+    dataset.use_copies(tmp_path)
+    for _ in range(2):
+        assert (dataset.read(0) == expected).all()
+    [told] = caplog.messages
+    assert "is no good any more" in told

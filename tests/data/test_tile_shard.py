@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.data.codec import decode, encode
 from spatialdl.data.encoded import Streams
+from spatialdl.data.jpeg import decode, encode
 
 RANDOM = np.random.default_rng(0)
 CHUNK = (32, 48)

@@ -20,7 +20,7 @@ def test_a_shard_is_plain_hdf5(tmp_path: Path) -> None:
         writer.add(TILE, label="b", split="train", slide="näme", xy=(512, 2**40))
         writer.add(TILE + 1)
     with h5py.File(tmp_path / "set" / "shard-00000.h5") as file:
-        assert sorted(file) == ["coords", "images", "labels", "slides"]
+        assert sorted(file) == ["coords", "images", "images_crc32", "labels", "slides"]
         assert (file["images"][:] == [TILE, TILE + 1]).all()
         assert file["images"].dtype == np.uint8
         assert file["images"].chunks == (1, 4, 5, 3)
@@ -72,7 +72,7 @@ def test_shards_are_of_bounded_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("image", "more", "says"),
     [
-        (TILE.astype(float), {}, "float64, expected uint8"),
+        (TILE.astype(int), {}, "type int64, expected one of uint8, uint16, .* convert it to"),
         (TILE[0, 0], {}, "has shape"),
         (np.zeros((0, 4, 3), np.uint8), {}, "has shape"),
         (TILE[:3], {}, "all of one size"),
@@ -167,7 +167,7 @@ def test_a_failure_at_the_end_leaves_nothing(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("spatialdl.data.shard_file.os.fsync", fail)
+    monkeypatch.setattr("spatialdl.data.saving.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"), ShardWriter(tmp_path / "set") as writer:
         writer.add(TILE)
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ draws random numbers it does so by the same keys.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
-from spatialdl.training.tasks import segmentation_loss
+from spatialdl.training.losses import segmentation_loss
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain
 
@@ -39,9 +40,10 @@ class Outcome(NamedTuple):
     state: dict[str, Tensor]
 
 
-def images_and_labels(case: Case, step: int) -> tuple[Tensor, Tensor]:
+def images_and_labels(case: Case, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     images = torch.randn(case.batch, 3, *case.size, dtype=torch.float64, generator=draw)
+    images = images.to(dtype)
     if not case.segments:
         return images, torch.randint(5, (case.batch,), generator=draw)
     masks = torch.randint(5, (case.batch, *case.size), generator=draw)
@@ -49,9 +51,9 @@ def images_and_labels(case: Case, step: int) -> tuple[Tensor, Tensor]:
     return images, masks
 
 
-def network(case: Case) -> nn.Module:
+def network(case: Case, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(1)
-    return NETWORKS[case.network]().double()
+    return NETWORKS[case.network]().to(dtype)
 
 
 def optimiser(parameters: object) -> torch.optim.Optimizer:
@@ -79,22 +81,28 @@ def forward(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def autocast(mixed: torch.dtype | None) -> AbstractContextManager[object]:
+    return nullcontext() if mixed is None else torch.autocast("cpu", mixed)
+
+
 @cache
-def reference(case: Case) -> Outcome:
-    model = network(case)
+def reference(
+    case: Case, dtype: torch.dtype = torch.float64, mixed: torch.dtype | None = None
+) -> Outcome:
+    model = network(case, dtype)
     optimizer = optimiser(model.parameters())
     losses = []
     for step in range(STEPS):
-        images, labels = images_and_labels(case, step)
+        images, labels = images_and_labels(case, step, dtype)
         optimizer.zero_grad()
         total = 0.0
         pieces = [piece for row in slices(case) for piece in row]
         for number, (start, stop) in enumerate(pieces):
             if stop > start:
                 share = (stop - start) / case.batch
-                with keyed(SEED, step, number):
+                with keyed(SEED, step, number), autocast(mixed):
                     output = forward(model, images[start:stop])
-                loss = F.cross_entropy(output, labels[start:stop], ignore_index=255) * share
+                    loss = F.cross_entropy(output, labels[start:stop], ignore_index=255) * share
                 loss.backward()
                 total += loss.item()
         if case.clip:
@@ -104,9 +112,14 @@ def reference(case: Case) -> Outcome:
     return Outcome(losses, model.state_dict())
 
 
-def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
+def parallel(
+    case: Case,
+    world: MPI.Intracomm,
+    dtype: torch.dtype = torch.float64,
+    mixed: torch.dtype | None = None,
+) -> Outcome:
     pipeline = Pipeline(
-        network(case),
+        network(case, dtype),
         case.placement,
         make_schedule(case.schedule, case.placement, case.microbatches, case.times),
         world,
@@ -120,11 +133,12 @@ def parallel(case: Case, world: MPI.Intracomm) -> Outcome:
         seed=SEED,
         backend=case.backend,
         shard_state=case.shard,
+        mixed=mixed,
     )
     optimizer = optimiser(pipeline.parameters())
     losses = []
     for step in range(STEPS):
-        images, labels = images_and_labels(case, step)
+        images, labels = images_and_labels(case, step, dtype)
         microbatches = []
         for number, row in enumerate(slices(case)):
             start, stop = row[pipeline.replica]

@@ -73,6 +73,24 @@ def test_without_labels_there_are_none(tmp_path: Path, synthetic: dict[str, Path
     assert set(data.labels.tolist()) == {-1}
 
 
+@pytest.mark.parametrize("how", [TILES, ["--whole", "--mpp", "0.5", "--stripes", "2"]])
+def test_codecs_without_loss(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str], how: list[str]
+) -> None:
+    made = []
+    for codec in ("raw", "zstd", "lz4"):
+        out = tmp_path / codec
+        more = ["--codec", codec, "--stripe-count", "2"]
+        assert run(synthetic["ring"], "--out", out, *how, *more) == 0
+        made.append(ShardDataset(out))
+        assert made[-1].codec == codec
+        assert "remark: stripes were not set" in capsys.readouterr().err
+        assert all((made[-1].read(k) == made[0].read(k)).all() for k in range(len(made[0])))
+    sizes = [sum(path.stat().st_size for path in data.path.glob("*.h5")) for data in made]
+    assert sizes[1] < sizes[0]
+    assert sizes[2] < sizes[0]
+
+
 def test_shards_are_as_large_as_asked(tmp_path: Path, synthetic: dict[str, Path]) -> None:
     assert run(synthetic["ring"], "--out", tmp_path / "set", *TILES, "--shard-size", "1M") == 0
     tiles = len(ShardDataset(tmp_path / "set"))
@@ -134,6 +152,9 @@ def test_mistakes_in_the_labels_write_nothing(
         ["--slide-mpp", "x"],
         ["--shard-size", "0"],
         ["--shard-size", "lots"],
+        ["--stripe-count", "0"],
+        ["--stripe-count", "all"],
+        ["--stripe-size", "65K"],
     ],
 )
 def test_wrong_arguments_are_refused(

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from spatialdl.training.run_directory import RunDirectory
+from spatialdl.training.run_directory import RunDirectory, earlier_steps, held
 
 CONFIG = OmegaConf.create(
     {"model": {"_target_": "spatialdl.models.resnet18"}, "parallel": {"name": "sp+pp"}}
@@ -68,6 +68,20 @@ def test_summary_has_what_others_read(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_lists_are_in_the_summary_only_and_what_is_not_there_is_empty(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        log(run, 2)
+        run.log_validation(step=1, loss=0.5, auroc=None, confusion_matrix=[[1, 2], [0, 3]])
+        run.log_validation(step=2, loss=0.25, auroc=0.75, confusion_matrix=[[3, 0], [0, 3]])
+        run.finish(WORLD)
+    assert rows(tmp_path / "validation.csv") == [
+        {"step": "1", "loss": "0.5", "auroc": ""},
+        {"step": "2", "loss": "0.25", "auroc": "0.75"},
+    ]
+    found = json.loads((tmp_path / "summary.json").read_text())["validation"]
+    assert found[0] == {"step": 1, "loss": 0.5, "auroc": None, "confusion_matrix": [[1, 2], [0, 3]]}
+
+
 def test_a_number_in_the_summary_wins_over_the_measured_one(tmp_path):
     run = RunDirectory(tmp_path, CONFIG)
     log(run, 3)
@@ -94,12 +108,15 @@ def test_files_of_an_earlier_run_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 50])
-@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize(
+    "validated",
+    [{}, {"accuracy": 0.75, "auroc": None, "slide_accuracy": 0.5}, {"rmse": 2.5, "mae": 2.0}],
+)
 def test_picture_of_the_loss(tmp_path, steps, validated):
     run = RunDirectory(tmp_path, CONFIG)
     log(run, steps)
     if validated:
-        run.log_validation(step=steps, loss=0.5, accuracy=0.75, samples=8)
+        run.log_validation(step=steps, loss=0.5, samples=8, **validated)
     run.finish(WORLD)
     with Image.open(tmp_path / "loss.png") as picture:
         assert picture.size == (1200, 900 if validated else 600)
@@ -120,3 +137,48 @@ def test_a_run_without_a_step_has_no_picture(tmp_path):
     RunDirectory(tmp_path, CONFIG).finish(WORLD)
     assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] is None
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_rows_of_an_earlier_run_are_kept_up_to_a_step(tmp_path):
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 5)
+    run.close()
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("6,1,0.")  # killed in the middle of a row
+    kept = earlier_steps(tmp_path, 3)
+    assert [row["step"] for row in kept] == [1, 2, 3]
+    assert [row["step"] for row in earlier_steps(tmp_path, 9)] == [1, 2, 3, 4, 5]
+    assert earlier_steps(tmp_path / "nowhere", 3) == []
+    earlier = [{"step": 3, "loss": 0.5, "accuracy": 0.75, "samples": 8, "dice": [1.0]}]
+    with RunDirectory(tmp_path, CONFIG, kept, earlier) as run:
+        run.log_validation(step=6, loss=0.25, accuracy=1.0, samples=8, dice=[0.5])
+        run.finish(WORLD)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["loss"] == [1 / 3, 1 / 6, 1 / 9]
+    assert [row["dice"] for row in summary["validation"]] == [[1.0], [0.5]]
+    assert [row["step"] for row in rows(tmp_path / "validation.csv")] == ["3", "6"]
+
+
+def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
+    """The files are on a device that is full, and then are not."""
+    run = RunDirectory(tmp_path, CONFIG)
+    log(run, 2)
+    run._metrics._file.close()
+    run._metrics._file = open("/dev/full", "w", newline="")  # noqa: SIM115
+    log(run, 1)
+    assert len(rows(tmp_path / "metrics.csv")) == 2
+    assert "No space left on device; rows are kept" in caplog.text
+    log(run, 1)
+    assert len(rows(tmp_path / "metrics.csv")) == 4
+    run.close()
+
+
+def test_one_run_at_a_time_has_a_directory(tmp_path):
+    with (
+        held(tmp_path),
+        pytest.raises(ValueError, match="another run is writing to"),
+        held(tmp_path),
+    ):
+        pass
+    with held(tmp_path):
+        pass

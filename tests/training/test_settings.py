@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl.data import ShardWriter
+from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.training.settings import device_of, open_sources
 
 
@@ -83,11 +84,52 @@ def test_shards_without_the_split_to_validate_on_train_all_the_same(tmp_path, ca
     assert "has no split val: nothing to validate on" in caplog.text
 
 
-def test_another_size_than_the_shards_have_is_refused(tmp_path):
-    data = shards(tmp_path / "set", [(SIZE, 0, "train")])
-    data.image_size = [16, 16]
-    with pytest.raises(ValueError, match=r"image_size=\[16, 16\], but the images .* are 8x6"):
+def test_another_size_than_the_shards_have_is_cropped_or_padded(tmp_path):
+    data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, 1, "val")])
+    data.image_size = [16, 5]
+    data.background = 7
+    sources = open_sources(data, 0)
+    assert sources.image_size == (16, 5)
+    for views in (sources.train_views, sources.validation_views):
+        image = views.read(0, 0, (0, 16, 0, 5))
+        assert (image[4:12] == 0).all()
+        assert (image[:4] == 7).all()
+        assert (image[12:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data.image_size=16", r"data.image_size is \[rows,columns\], got 16"),
+        ("data.image_size=[16,0]", r"data.image_size is \[rows,columns\], got \[16, 0\]"),
+        ("data.background=256", "data.background=256 is no value of uint8 images: take 0 to 255"),
+        ("data.background=white", "data.background=white must be a number, or null for white"),
+        ("data.workers=-1", "data.workers=-1 must be a whole number of at least 0"),
+        ("data.workers=1.5", "data.workers=1.5 must be a whole number of at least 0"),
+        ("data.prefetch=0", "data.prefetch=0 must be a whole number of at least 1"),
+        ("data.augment.blur=99", "data.augment.blur=99 is out of range"),
+        ("+data.augment.flips=1", "data.augment.flips is unknown"),
+    ],
+)
+def test_what_the_data_cannot_be_is_refused(tmp_path, override, sentence):
+    shards(tmp_path / "set", [(SIZE, 0, "train")])
+    data = config("data=shards", f"data.path={tmp_path / 'set'}", override).data
+    with pytest.raises(ValueError, match=sentence):
         open_sources(data, 0)
+
+
+def test_training_is_augmented_and_validation_is_not():
+    preset = ["data/augment=pathology", "data.image_size=[12,9]", "data.channels=3"]
+    sources = open_sources(config(*preset, "data.augment.blur=2").data, 5)
+    assert sources.train_views.augmentation == Augmentation(
+        "random", 0.5, True, 0.1, 0.1, 0.1, 0.02, 0.05, 2
+    )
+    assert (sources.train_views.seed, sources.validation_views.augmentation) == (5, None)
+    box = (0, 12, 0, 9)
+    assert (sources.train_views.read(0, 0, box) != sources.train.read(0)).any()
+    assert (sources.validation_views.read(3, 0, box) == sources.validation.read(0)).all()
+    with pytest.raises(ValueError, match=r"data.augment.saturation, .*stain need images of 3 ch"):
+        open_sources(config(*preset, "data.channels=1").data, 5)
 
 
 def test_samples_without_labels_are_refused(tmp_path):
@@ -96,10 +138,14 @@ def test_samples_without_labels_are_refused(tmp_path):
         open_sources(data, 0)
 
 
-def test_images_of_several_sizes_are_refused(tmp_path):
-    data = shards(tmp_path / "set", [(SIZE, 0, "train"), ((9, 6), 1, "train")], kind="regions")
-    with pytest.raises(ValueError, match=r"2 different sizes, such as \[\(8, 6\), \(9, 6\)\]"):
+def test_images_of_several_sizes_need_one_for_the_batch(tmp_path):
+    samples = [(SIZE, 0, "train"), ((9, 6), 1, "train"), ((4, 9), 1, "val")]
+    data = shards(tmp_path / "set", samples, kind="regions")
+    with pytest.raises(ValueError, match=r"3 different sizes, such as .*=.rows,columns. cuts"):
         open_sources(data, 0)
+    data.image_size = [8, 8]
+    views = open_sources(data, 0).train_views
+    assert [views.read(0, n, (0, 8, 0, 8)).shape for n in (0, 1)] == [(8, 8, 3)] * 2
 
 
 def test_devices(monkeypatch):
@@ -140,3 +186,28 @@ def test_synthetic_masks():
     for source in (sources.train, sources.validation):
         assert source.has_masks
         assert source.read_mask(1).max() < 3
+
+
+def test_targets_take_the_place_of_labels(tmp_path):
+    data = shards(tmp_path / "set", [(SIZE, None, "train"), (SIZE, None, "val")])
+    with pytest.raises(ValueError, match=r"task=multilabel needs data.targets=FILE.csv"):
+        open_sources(data, 0, "multilabel")
+    data.targets = str(tmp_path / "targets.csv")
+    (tmp_path / "targets.csv").write_text("sample,age,mass\n0,63,70.5\n1,71,\n")
+    sources = open_sources(data, 0, "regression")
+    assert (sources.names, sources.num_classes) == (("age", "mass"), 2)
+    assert sources.train.labels.tolist() == [[63, 70.5]]
+    assert sources.validation.labels[0, 0] == 71
+    with pytest.raises(ValueError, match=r"goes with task=multilabel and regression, not with cl"):
+        open_sources(data, 0)
+    data.num_classes = 3
+    with pytest.raises(ValueError, match=r"num_classes=3, but .* has 2 targets \(age, mass\)"):
+        open_sources(data, 0, "regression")
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_synthetic_targets(task):
+    sources = open_sources(config("data.image_size=[12,9]", "data.num_classes=3").data, 4, task)
+    assert sources.names == ("0", "1", "2")
+    assert sources.train.labels.shape == (64, 3)
+    assert (sources.train.labels[:16] != sources.validation.labels).any()

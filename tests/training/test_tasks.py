@@ -1,126 +1,70 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
+from hydra import compose, initialize_config_module
 
-from spatialdl.data.format import UNLABELLED
-from spatialdl.training.tasks import (
-    Classification,
-    Segmentation,
-    classification_loss,
-    segmentation_loss,
-    task_of,
-)
+from spatialdl.data.synthetic import SyntheticDataset
+from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.training.losses import classification_loss, regression_loss
+from spatialdl.training.tasks import task_of
 
-
-def test_a_task_has_a_name():
-    assert isinstance(task_of("classification", 3), Classification)
-    assert isinstance(task_of("segmentation", 3), Segmentation)
+LABELLED = SyntheticDataset(7, (8, 8), 3)
+TARGETS = SyntheticTargets(7, (8, 8), 3, present=True)
 
 
-def masks(*size: int, classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and masks with some pixels that have no class."""
-    draw = torch.Generator().manual_seed(3)
-    output = torch.randn(size[0], classes, *size[1:], dtype=torch.float64, generator=draw)
-    target = torch.randint(classes, size, generator=draw)
-    target[torch.rand(size, generator=draw) < 0.3] = UNLABELLED
-    return output, target
+def made(*overrides: str, data=LABELLED):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return task_of(compose("train", list(overrides)).task, 3, data)
 
 
-def test_the_loss_is_the_mean_over_pixels_with_a_class():
-    output, target = masks(2, 9, 7)
-    expected = F.cross_entropy(output, target, ignore_index=255)
-    torch.testing.assert_close(segmentation_loss(output, target), expected, rtol=0, atol=1e-14)
+def test_a_task_s_loss_is_that_of_its_settings():
+    draw = torch.Generator().manual_seed(0)
+    output = torch.randn(5, 3, generator=draw)
+    labels = torch.tensor([0, 1, 2, 2, 1])
+    task = made("task.class_weights=[1,2,0.5]", "task.label_smoothing=0.1", "task.mixup=0.2")
+    weight = torch.tensor([1, 2, 0.5])
+    assert task.loss(output, labels) == classification_loss(output, labels, weight, 0.1)
+    assert task.weights(labels).tolist() == [1, 2, 0.5, 0.5, 2]
+    assert task.mixup == 0.2
+    assert made().weights(labels) is None
+    regression = made("task=regression", "task.loss=huber", "task.huber_delta=0.5")
+    target = torch.randn(5, 3, generator=draw)
+    target[1, 1] = torch.nan
+    assert regression.loss(output, target) == regression_loss(output, target, "huber", 0.5)
+    assert regression.weights(target).tolist() == [3, 2, 3, 3, 3]
 
 
-def test_a_mask_without_any_class_costs_nothing():
-    output = torch.randn(1, 3, 4, 4, requires_grad=True)
-    loss = segmentation_loss(output, torch.full((1, 4, 4), UNLABELLED))
-    loss.backward()
-    assert loss.item() == 0
-    assert output.grad.abs().max() == 0
-
-
-def test_tallies_of_parts_add_up_to_that_of_the_whole():
-    task = Segmentation(4)
-    output, target = masks(3, 9, 7)
-    whole = task.tally(output, target, part=0)
-    parts = task.tally(output[:1], target[:1], 0) + task.tally(output[1:], target[1:], 0)
-    torch.testing.assert_close(parts, whole)
-    assert len(whole) == task.tallied
-
-
-def test_copies_on_other_parts_do_not_count():
-    assert Segmentation(4).tally(*masks(3, 9, 7), part=1).abs().max() == 0
-    found = Classification().tally(torch.rand(2, 3), torch.tensor([0, 1]), part=1)
-    assert found.abs().max() == 0
-
-
-def test_metrics_of_a_segmentation():
-    target = torch.tensor([[[0, 0, 1, 1, 255, 255]]])
-    told = torch.tensor([[[0, 1, 1, 1, 1, 2]]])
-    output = F.one_hot(told, 4).permute(0, 3, 1, 2).double()
-    task = Segmentation(4)
-    found = task.metrics(task.tally(output, target, 0).tolist())
-    assert found["accuracy"] == 3 / 4
-    assert found["dice"][:2] == pytest.approx([2 / 3, 4 / 5])
-    assert found["iou"][:2] == pytest.approx([1 / 2, 2 / 3])
-    assert all(math.isnan(value) for value in found["dice"][2:] + found["iou"][2:])
-    assert found["mean_dice"] == pytest.approx((2 / 3 + 4 / 5) / 2)
-    assert found["mean_iou"] == pytest.approx((1 / 2 + 2 / 3) / 2)
-    assert found["loss"] == pytest.approx(segmentation_loss(output, target).item())
-    assert found["samples"] == 1
-
-
-def test_a_channel_without_a_class_is_a_wrong_prediction():
-    output = torch.zeros(1, 3, 1, 2)
-    output[:, 2] = 1
-    task = Segmentation(2)
-    found = task.metrics(task.tally(output, torch.tensor([[[0, 1]]]), 0).tolist())
-    assert (found["accuracy"], found["mean_dice"], found["mean_iou"]) == (0, 0, 0)
-
-
-def test_metrics_of_a_classification():
-    task = Classification()
-    output, target = torch.tensor([[1.0, 0], [1, 0], [0, 1]]), torch.tensor([0, 1, 1])
-    found = task.metrics(task.tally(output, target, 0).tolist())
-    assert found["accuracy"] == pytest.approx(2 / 3)
-    assert found["loss"] == pytest.approx(F.cross_entropy(output, target).item())
-    assert found["samples"] == 3
+def test_balanced_weights_follow_the_training_labels():
+    assert made("task.class_weights=balanced").weight.tolist() == pytest.approx(
+        [7 / 9, 7 / 6, 7 / 6]
+    )
+    labels = torch.from_numpy(TARGETS.labels)
+    task = made("task=multilabel", "task.pos_weight=balanced", data=TARGETS)
+    assert task.pos_weight.equal((labels == 0).sum(0) / (labels == 1).sum(0).double())
 
 
 @pytest.mark.parametrize(
-    ("output", "sentence"),
+    ("overrides", "sentence"),
     [
-        (torch.zeros(1, 3), r"gives \(1, 3\) for 1 masks of 4x5.*must give \(1, classes, 4, 5\)"),
-        (torch.zeros(1, 3, 2, 2), r"gives \(1, 3, 2, 2\)"),
-        (torch.zeros(2, 3, 4, 5), r"gives \(2, 3, 4, 5\)"),
-        ([1], "gives list for 1 masks"),
-        (torch.zeros(1, 2, 4, 5), r"tells 2 classes apart.*a pixel of class 2.*by 255"),
+        (["task.class_weights=[1,2]"], r"task.class_weights has 2 weights for 3 classes"),
+        (["task.class_weights=[1,2,-1]"], "must be numbers of at least 0"),
+        (["task.class_weights=[0,0,0]"], "not all of them 0"),
+        (["task.class_weights=even"], "class_weights=even is unknown: take null, a list, or bal"),
+        (["task.label_smoothing=1.5"], "task.label_smoothing=1.5 must lie between 0 and 1"),
+        (["task.mixup=-1"], "task.mixup=-1 must be a number of at least 0"),
+        (["task=regression", "task.loss=l2"], "task.loss=l2 is unknown: take mse, l1 or huber"),
+        (["task=regression", "task.huber_delta=0"], "must be above 0"),
+        (["task=segmentation", "task.class_weights=balanced"], "balanced is unknown: take null or"),
+        (["task=segmentation", "task.dice=much"], "task.dice=much must be a number"),
     ],
 )
-def test_outputs_that_fit_no_masks_are_refused(output, sentence):
-    target = torch.full((1, 4, 5), 2)
+def test_settings_that_make_no_sense_are_refused(overrides, sentence):
     with pytest.raises(ValueError, match=sentence):
-        segmentation_loss(output, target)
+        made(*overrides)
 
 
-@pytest.mark.parametrize(
-    ("output", "sentence"),
-    [
-        (
-            torch.zeros(2, 5, 1, 1),
-            r"gives \(2, 5, 1, 1\) for 2 .* must give \(2, classes\)",
-        ),
-        (torch.zeros(()), r"gives \(\) for 2 images"),
-        (torch.zeros(3, 5), r"gives \(3, 5\) for 2 images"),
-        ((torch.zeros(2, 5),), "gives tuple for 2 images"),
-        (torch.zeros(2, 3), r"tells 3 classes apart, but there is a label 4"),
-    ],
-)
-def test_outputs_that_fit_no_labels_are_refused(output, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        classification_loss(output, torch.tensor([0, 4]))
+def test_classes_that_do_not_occur_cannot_be_balanced():
+    few = SyntheticDataset(2, (8, 8), 3)
+    with pytest.raises(ValueError, match="no training sample of the class 2: give a list"):
+        made("task.class_weights=balanced", data=few)

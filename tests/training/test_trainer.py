@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,8 @@ from spatialdl.comm.alone import Alone
 from spatialdl.data.loader import sample_order, to_input
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
-from spatialdl.training.trainer import (
-    Trainer,
-    build_model,
-    peak_memory_mb,
-)
+from spatialdl.training.network import build_model
+from spatialdl.training.trainer import Trainer
 
 TINY = [
     "model.width=2",
@@ -58,7 +56,10 @@ def summary(run_dir: Path) -> dict:
 def batch(samples: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     images = SyntheticDataset(10, (40, 36), num_classes=3, seed=seed)
     x = torch.stack(
-        [to_input(images.read(n)[None], torch.float64, torch.device("cpu"))[0] for n in samples]
+        [
+            to_input(torch.from_numpy(images.read(n)[None]), torch.float64, torch.device("cpu"))[0]
+            for n in samples
+        ]
     )
     return x, torch.from_numpy(images.labels[samples])
 
@@ -67,7 +68,7 @@ def test_a_run_leaves_a_loss_and_a_row_a_step(tmp_path):
     trainer = train(tmp_path)
     rows = table(tmp_path / "metrics.csv")
     loss = summary(tmp_path)["loss"]
-    assert trainer.step == trainer.steps == len(loss) == len(rows) == 3
+    assert trainer.course.step == trainer.steps == len(loss) == len(rows) == 3
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert [float(row["loss"]) for row in rows] == loss
     assert [float(row["learning_rate"]) for row in rows] == [0.05] * 3
@@ -152,6 +153,30 @@ def test_the_shorter_limit_ends_the_run(tmp_path, steps, epochs, made):
     assert [int(row["epoch"]) for row in rows] == [step // 3 for step in range(made)]
 
 
+AUGMENTED = ["data/augment=pathology", "data.augment.blur=2", "trainer.max_steps=7"]
+
+
+def test_an_augmented_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    train(whole, *AUGMENTED)
+    trainer = train(half, *AUGMENTED, "trainer.max_steps=4", "data.validation_samples=0")
+    assert (trainer.course.epoch, trainer.course.batch) == (1, 1)
+    seen = summary(half)["loss"]
+    train(half, *AUGMENTED, "ckpt_path=latest")
+    assert summary(half)["loss"] == summary(whole)["loss"]
+    train(tmp_path / "plain", "trainer.max_steps=7")
+    assert summary(tmp_path / "plain")["loss"][0] != seen[0]
+
+
+def test_processes_that_read_change_nothing(tmp_path):
+    train(tmp_path / "none", *AUGMENTED)
+    train(tmp_path / "some", *AUGMENTED, "data.workers=2")
+    none, some = summary(tmp_path / "none"), summary(tmp_path / "some")
+    assert none["loss"] == some["loss"]
+    assert none["validation"] == some["validation"]
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+
+
 def test_the_same_seed_gives_the_same_run(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tmp_path / name, f"seed={seed}", "trainer.max_steps=2")
@@ -188,17 +213,16 @@ def test_a_network_learns_the_stripes(tmp_path):
     assert sum(loss[-3:]) < 0.7 * sum(loss[:3])
 
 
-def test_memory_is_told_in_megabytes():
-    assert 20 < peak_memory_mb(torch.device("cpu")) < 100_000
-
-
 SEGMENTED = ["model=unet", "++model.width=2", "++model.depth=2"]
 
 
 def masked_batch(samples: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     images = SyntheticMasks(10, (40, 36), num_classes=3, seed=seed)
     x = torch.stack(
-        [to_input(images.read(n)[None], torch.float64, torch.device("cpu"))[0] for n in samples]
+        [
+            to_input(torch.from_numpy(images.read(n)[None]), torch.float64, torch.device("cpu"))[0]
+            for n in samples
+        ]
     )
     return x, torch.stack([torch.from_numpy(images.read_mask(n)).long() for n in samples])
 
@@ -248,3 +272,134 @@ def test_a_network_of_the_other_task_is_refused(tmp_path):
         train(tmp_path, *SEGMENTED, "task=classification")
     with pytest.raises(ValueError, match=r"trains with task=classification"):
         train(tmp_path, "task=segmentation")
+
+
+def test_accumulated_batches_are_one_batch(tmp_path):
+    """Lightning's way: so many batches of `data.batch_size` make a step."""
+    whole = train(tmp_path / "whole", "parallel.microbatches=2", "optimizer.scale_lr=linear")
+    parts = train(
+        tmp_path / "parts",
+        *("data.batch_size=2", "trainer.accumulate=2", "optimizer.scale_lr=linear"),
+    )
+    assert summary(tmp_path / "parts")["loss"] == summary(tmp_path / "whole")["loss"]
+    assert parts.course.step == whole.course.step == 3
+    ours, expected = parts.pipeline.state_dict(), whole.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    # of one batch at a time are activations held
+    kinds = [action.kind for action in parts.pipeline.schedule.train[0]]
+    assert kinds == ["forward", "backward"] * 2
+
+
+def test_averaged_weights_are_validated_and_the_others_trained(tmp_path):
+    plain = train(tmp_path / "plain")
+    averaged = train(tmp_path / "averaged", "trainer.ema=0.7")
+    assert summary(tmp_path / "averaged")["loss"] == summary(tmp_path / "plain")["loss"]
+    ours, expected = averaged.pipeline.state_dict(), plain.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    model = build_model(config(), averaged.sources).double().eval()
+    model.load_state_dict(ours | averaged.update.average.state_dict())
+    x, target = batch(list(range(5)), seed=1)
+    with torch.no_grad():
+        loss = F.cross_entropy(model(x), target)
+    found = summary(tmp_path / "averaged")["validation"][-1]["loss"]
+    assert found == pytest.approx(loss.item(), abs=1e-12)
+    assert found != summary(tmp_path / "plain")["validation"][-1]["loss"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+def test_mixed_precision_trains_as_a_plain_loop_does(tmp_path, precision):
+    trainer = train(tmp_path, f"trainer.precision={precision}", "trainer.max_steps=2")
+    model = build_model(config(), trainer.sources)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16-mixed")
+    order = sample_order(10, 0, 0).tolist()
+    losses, scales = [], []
+    for samples in (order[:4], order[4:8]):
+        optimizer.zero_grad()
+        x, target = batch(samples)
+        with torch.autocast("cpu", trainer.precision.mixed):
+            loss = F.cross_entropy(model(x.float()), target)
+        scaler.scale(loss).backward()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    assert summary(tmp_path)["loss"] == losses
+    ours = trainer.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in model.state_dict().items())
+    rows = table(tmp_path / "metrics.csv")
+    if precision == "fp16-mixed":
+        assert [float(row["loss_scale"]) for row in rows] == scales
+        assert {int(row["skipped"]) for row in rows} <= {0, 1}
+    else:
+        assert "loss_scale" not in rows[0]
+
+
+def test_deterministic_runs_have_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    options = ["trainer.deterministic=true", "trainer.precision=float32"]
+    try:
+        one = train(tmp_path / "one", *options)
+        assert torch.are_deterministic_algorithms_enabled()
+        two = train(tmp_path / "two", *options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert summary(tmp_path / "one")["loss"] == summary(tmp_path / "two")["loss"]
+    ours, again = one.pipeline.state_dict(), two.pipeline.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in again.items())
+
+
+def test_channels_last_changes_the_order_in_memory_only(tmp_path):
+    plain = train(tmp_path / "plain")
+    last = train(tmp_path / "last", "trainer.channels_last=true")
+    weights = [p for p in last.pipeline.parameters() if p.dim() == 4 and p.shape[2] > 1]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+    ours, expected = last.pipeline.state_dict(), plain.pipeline.state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
+
+
+def test_what_is_frozen_stays_and_the_rest_is_that_of_a_plain_loop(tmp_path):
+    start = build_model(config(), Trainer(config(), Alone()).sources)
+    torch.save({"state_dict": start.state_dict()}, tmp_path / "start.pt")
+    settings = config(
+        "seed=5",
+        f"weights={tmp_path / 'start.pt'}",
+        "trainer.freeze=[conv1.*,bn1.*,layer1.*]",
+        "task.class_weights=[1,2,0.5]",
+        "task.label_smoothing=0.2",
+    )
+    trainer = Trainer(settings, Alone())
+    trainer.fit(tmp_path / "run")
+    model = start.double().train()
+    still = (model.conv1, model.bn1, model.layer1)
+    for module in still:
+        module.requires_grad_(False).eval()
+    learning = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=0.05, momentum=0.9, weight_decay=1e-4)
+    weight = torch.tensor([1, 2, 0.5], dtype=torch.float64)
+    order = sample_order(10, 5, 0).tolist()
+    losses = []
+    for samples in (order[:4], order[4:8], order[8:]):
+        optimizer.zero_grad()
+        x, target = batch(samples, seed=5)
+        loss = F.cross_entropy(model(x), target, weight, label_smoothing=0.2)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert summary(tmp_path / "run")["loss"] == pytest.approx(losses, abs=1e-12)
+    ours = trainer.pipeline.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
+
+
+def test_predictions_of_the_last_validation_are_written(tmp_path):
+    trainer = train(tmp_path, "trainer.validate_every=1")
+    with torch.no_grad():
+        x, target = batch(list(range(5)), seed=1)
+        output = trainer.pipeline.stages[0].eval()(x)
+    rows = table(tmp_path / "predictions.csv")
+    assert [int(row["sample"]) for row in rows] == list(range(5))
+    assert [int(row["label"]) for row in rows] == target.tolist()
+    shares = [[float(row[f"probability_{c}"]) for c in range(3)] for row in rows]
+    torch.testing.assert_close(torch.tensor(shares).double(), output.softmax(1))

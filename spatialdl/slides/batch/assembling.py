@@ -17,8 +17,9 @@ from spatialdl.data.format import (
     TileSample,
     shard_name,
 )
-from spatialdl.data.saving import TEMPORARY, fsync_folder, load_json, save_json
-from spatialdl.slides.batch.keeping import PICTURES, link
+from spatialdl.data.saving import TEMPORARY, fsync_folder, link, load_json, save_json
+from spatialdl.slides.batch.keeping import PICTURES
+from spatialdl.slides.batch.parts import stored_codec
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, Record
 
@@ -60,7 +61,7 @@ def assemble(
             kind="regions" if options.whole else "tiles",
             classes=classes,
             channels=3,
-            codec="raw" if options.codec == "raw" else "jpeg",
+            codec=stored_codec(options.codec),
             tile_size=None if options.whole else (side, side),
             mpp=options.mpp,
             shards=infos,

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.codec import Codec
 from spatialdl.data.format import CHUNK, Band, RegionSample, stored_bytes
-from spatialdl.data.region_shard import write_band
+from spatialdl.data.region_shard import cut_rows, write_band
 from spatialdl.data.shard_file import ShardFile
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.crew import tell
@@ -57,13 +56,17 @@ class BandPart:
     def _write(self, slide: Slide, cutting: Cutting, file: ShardFile) -> list[Seen]:
         if cutting.codec == NATIVE:
             write_band(
-                file, self.sample, self.number, native_region(slide, self.plan), None, "jpeg"
+                file,
+                self.sample,
+                self.number,
+                native_region(slide, self.plan),
+                None,
+                cutting.coding,
             )
             tell(self.count)
             return []
         image = _Finished(slide, self.plan, cutting)
-        codec: Codec = "jpeg" if cutting.codec == "jpeg" else "raw"
-        write_band(file, self.sample, self.number, image, None, codec, cutting.quality)
+        write_band(file, self.sample, self.number, image, None, cutting.coding)
         return image.seen
 
 
@@ -113,4 +116,5 @@ def bands_of(plan: WholePlan, stripes: int | None, shard_size: int, multiple: in
         multiple: rows of a band are a multiple of it.
     """
     count = stripes or -(-stored_bytes(*plan.size, 3) // shard_size)
-    return [Band(k, row, end - row) for k, (row, end) in enumerate(plan.bands(count, multiple))]
+    cuts = cut_rows(plan.size[0], count, multiple)
+    return [Band(k, row, end - row) for k, (row, end) in enumerate(cuts)]

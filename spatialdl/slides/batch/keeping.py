@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spatialdl.data.format import ShardInfo
+from spatialdl.data.saving import link
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, Record
@@ -139,17 +138,6 @@ def moved_in(record: Record, folder: Path, before: Path, name: str) -> Record:
             link(before / PICTURES / picture, folder / PICTURES / picture)
     record.save(folder, name)
     return record
-
-
-def link(source: Path, target: Path) -> None:
-    """Give a file a second name; copy it where the file system has no such thing."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        temporary = target.with_name(f"{target.name}.tmp")
-        shutil.copyfile(source, temporary)
-        temporary.rename(target)
 
 
 def _linked(file: ShardInfo, before: Path, folder: Path, inside: str) -> ShardInfo:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from spatialdl.data.codec import CODECS, QUALITY
+from spatialdl.data.striping import Striping
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
+from spatialdl.text import size_in_bytes
 
 FORMATS = ("shards", "coords")
 SETTINGS = (
@@ -24,7 +25,6 @@ WHOLE_TILE = 512
 """Side of the tiles of which colours of a whole region are told."""
 
 _FOLDERS = ("mask_dir", "annotations", "stain_reference")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--shard-size",
-        type=_bytes,
+        type=size_in_bytes,
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
         help="about how large a shard file may be, such as 256M or 1G (default 512M)",
@@ -92,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         "--codec",
         choices=(*CODECS, NATIVE),
         default="raw",
-        help="how pixels lie in the shards: as they are, as JPEG, or (jpeg-native) in the JPEG "
-        "tiles of the slides as they are, without loss",
+        help="how pixels lie in the shards: as they are, as JPEG, compressed by zstd or lz4 "
+        "without loss, or (jpeg-native) in the JPEG tiles of the slides as they are",
     )
     add(
         "--quality",
@@ -107,6 +107,18 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive_int,
         metavar="N",
         help="shards over which the rows of a whole region are spread (default: by --shard-size)",
+    )
+    add(
+        "--stripe-count",
+        type=_stripe_count,
+        metavar="N",
+        help="on Lustre, storage targets over which a shard file is spread; -1 for all",
+    )
+    add(
+        "--stripe-size",
+        type=_stripe_size,
+        metavar="SIZE",
+        help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
     )
     add(
         "--jobs",
@@ -187,6 +199,24 @@ def _positive_int(text: str) -> int:
     return int(text)
 
 
+def _stripe_count(text: str) -> int:
+    try:
+        count = int(text)
+        Striping(count=count)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 2000, or -1 for all") from None
+    return count
+
+
+def _stripe_size(text: str) -> int:
+    size = size_in_bytes(text)
+    try:
+        Striping(size=size)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of 64K") from None
+    return size
+
+
 def _quality(text: str) -> int:
     value = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= value <= 100:
@@ -222,10 +252,3 @@ def _between(text: str, low: float, high: float, what: str) -> float:
     if not low <= value <= high:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 256M or 1G")
-    return int(match[1]) * _UNITS[match[2].upper()]

@@ -19,7 +19,7 @@ from spatialdl.data.saving import replacing
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.report import STATUSES, Report, by_status, totals
 from spatialdl.slides.cutting.filters import FILTERS
-from spatialdl.slides.text import counted, readable_bytes
+from spatialdl.text import counted, readable_bytes
 from spatialdl.version import __version__
 
 _WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail at most

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from spatialdl.data.codec import QUALITY
+from spatialdl.data.codec import CODECS, QUALITY, Codec, Coding
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.labels import SlideLabel
@@ -38,7 +38,7 @@ class Cutting:
         own: its colours.
         preview: for which pieces are made small (its picture is not touched); None where they are
             written as they are in the slide.
-        codec: "raw", "jpeg" or "jpeg-native"; None where only the places of tiles are noted.
+        codec: one of shards, or "jpeg-native"; None where only the places of tiles are noted.
         quality: of JPEGs made here.
     """
 
@@ -57,9 +57,21 @@ class Cutting:
         return None if label is None else self.classes.index(label)
 
     @property
+    def coding(self) -> Coding:
+        """Of the chunks that are written."""
+        return Coding(stored_codec(self.codec), self.quality)
+
+    @property
     def split(self) -> str | None:
         """That the slide belongs to."""
         return self.label.split if self.label else None
+
+
+def stored_codec(asked: str | None) -> Codec:
+    """How chunks lie in the shards that a batch of this codec writes."""
+    if asked == NATIVE:
+        return "jpeg"
+    return next((codec for codec in CODECS if codec == asked), "raw")
 
 
 def native_tiles(slide: Slide, scale: float) -> JpegGrid:

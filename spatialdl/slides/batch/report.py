@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from spatialdl.data.saving import replacing
 from spatialdl.slides.cutting.filters import FILTERS
-from spatialdl.slides.text import aligned, counted, fitted
+from spatialdl.text import aligned, counted, fitted
 
 STATUSES = ("processed", "no tiles", "damaged", "failed")
 """Of a slide: tiles were written; none were; some could not be read; nothing could be done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from spatialdl.data.codec import Codec
+from spatialdl.data.codec import CODECS
 from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.crew import tell
@@ -70,9 +70,8 @@ class _Tiles:
         self._part = part
         self._seen: list[Seen] = []
         self._grid = native_grid(slide, tiles.plan) if cutting.codec == NATIVE else None
-        codec: Codec = "raw" if cutting.codec in ("raw", None) else "jpeg"
-        self._read = tiles.filtered or cutting.codec in ("raw", "jpeg")
-        self._shards = TileShards(folder, 2**63, codec, cutting.quality)
+        self._read = tiles.filtered or cutting.codec in CODECS
+        self._shards = TileShards(folder, 2**63, cutting.coding)
 
     def cut(self) -> list[Seen]:
         count = len(self._plan.places)

@@ -33,14 +33,6 @@ class WholePlan:
         """Level-0 rows and columns."""
         return self.size[0] * self.scale, self.size[1] * self.scale
 
-    def bands(self, count: int, multiple: int) -> list[tuple[int, int]]:
-        """First row, and the one behind the last, of `count` bands or fewer.
-
-        All but the last have the same rows, a multiple of `multiple`.
-        """
-        rows = -(-self.size[0] // (count * multiple)) * multiple
-        return [(row, min(row + rows, self.size[0])) for row in range(0, self.size[0], rows)]
-
 
 def plan_whole(slide: Slide, plan: TilePlan) -> WholePlan | None:
     """The box around the tissue of a slide.

@@ -14,7 +14,7 @@ from spatialdl.slides.inspecting.hdf5 import HDF5_START, describe_hdf5, hdf5_in_
 from spatialdl.slides.inspecting.slide import HEADS, describe_slide, slide_in_a_line
 from spatialdl.slides.reading.opening import SLIDE_SUFFIXES
 from spatialdl.slides.reading.plain import PLAIN_SUFFIXES
-from spatialdl.slides.text import aligned, fitted
+from spatialdl.text import aligned, fitted
 
 _HDF5_SUFFIXES = (".h5", ".hdf5")
 _CLAM = "coords/clam/patches"  # TRIDENT's files say the same

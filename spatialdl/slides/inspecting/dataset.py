@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from spatialdl.data.format import Manifest, RegionSample, ShardInfo
-from spatialdl.slides.text import aligned, counted, fitted, readable_bytes
+from spatialdl.text import aligned, counted, fitted, readable_bytes
 
 _LONGEST_NAME = 60  # columns of the console
 
@@ -26,6 +26,7 @@ def describe_dataset(path: Path) -> str:
         ("sizes", _sizes(manifest)),
         ("mpp", "not said" if manifest.mpp is None else f"{manifest.mpp:g}"),
         ("channels", str(manifest.channels)),
+        ("dtype", manifest.dtype),
         ("codec", manifest.codec),
         ("masks", "yes" if manifest.masks else "no"),
         ("samples", f"{len(manifest.samples):,} of {counted(len(slides), 'slide')}"),

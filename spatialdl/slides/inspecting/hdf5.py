@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from spatialdl.errors import ShardError
-from spatialdl.slides.text import aligned, counted, fitted, readable_bytes
+from spatialdl.text import aligned, counted, fitted, readable_bytes
 
 HDF5_START = b"\x89HDF\r\n\x1a\n"
 _LFS = b"version https://git-lfs"

@@ -9,7 +9,7 @@ from pathlib import Path
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.resolution import mpp_of, power_of
-from spatialdl.slides.text import aligned, fitted, readable_bytes
+from spatialdl.text import aligned, fitted, readable_bytes
 
 HEADS = ("slide", "format", "rows", "columns", "mpp", "power", "levels", "size")
 _PROBE = 64  # pixels that are read, to see whether any can

@@ -11,10 +11,11 @@ from tqdm import tqdm
 
 from spatialdl.data.folder import COORDS
 from spatialdl.data.format import MANIFEST, Manifest, ShardInfo, sha256_of
+from spatialdl.data.locating import say_damaged
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.keeping import names_in
 from spatialdl.slides.batch.record import Record
-from spatialdl.slides.text import counted, readable_bytes
+from spatialdl.text import counted, readable_bytes
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Verified:
     Attributes:
         path: the data set.
         shards, bytes: that it has, as its manifest says.
-        problems: a sentence for every shard that is missing, damaged or another; empty if none.
+        problems: a sentence for every shard that is missing, damaged or another, with the samples
+            that are; empty if none.
     """
 
     path: Path
@@ -62,15 +64,21 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
         ShardError: the folder is missing, or its manifest is missing or damaged.
     """
     path = Path(path)
-    coords = (path / COORDS).is_dir() and not (path / MANIFEST).exists()
-    shards = _files_of_coords(path) if coords else Manifest.load(path).shards
+    try:
+        coords = (path / COORDS).is_dir() and not (path / MANIFEST).exists()
+    except OSError as error:
+        raise ShardError(f"cannot look into {path}: {error.strerror}") from error
+    manifest = None if coords else Manifest.load(path)
+    shards = _files_of_coords(path) if manifest is None else manifest.shards
     total = sum(shard.bytes for shard in shards)
     problems = []
     off = None if progress else True
     with tqdm(total=total, unit="B", unit_scale=True, disable=off, leave=False) as bar:
-        for shard in shards:
+        for number, shard in enumerate(shards):
             bar.set_description(shard.file)
             problem = _problem(path / shard.file, shard, bar.update)
+            if problem and manifest is not None and os.path.isfile(path / shard.file):
+                problem += f"; {say_damaged(path, manifest, number)}"
             if problem:
                 problems.append(f"{shard.file}: {problem}")
     return Verified(path, len(shards), total, tuple(problems))

@@ -14,11 +14,11 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data import codec
+from spatialdl.data import jpeg
 
 Bytes = npt.NDArray[np.uint8]
 
-TELLS_OF_DAMAGE = codec.tells_of_damage()
+TELLS_OF_DAMAGE = jpeg.tells_of_damage()
 """Whether JPEG tiles are decoded by what notices damage, so that openslide need not be asked."""
 
 JPEG, APERIO_YCBCR, APERIO_RGB = 7, 33003, 33005  # of the TIFF tag Compression
@@ -84,9 +84,9 @@ def _jpeg(photometric: int, tables: bytes | None) -> Decoder:
         return head + data[2:]
 
     channels = 1 if photometric == GREY else 3
-    silent = not codec.tells_of_damage()
+    silent = not jpeg.tells_of_damage()
     return Decoder(
-        lambda data: codec.decode_colours(whole(data), 3), silent, WholeJpeg(whole, channels)
+        lambda data: jpeg.decode_colours(whole(data), 3), silent, WholeJpeg(whole, channels)
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spatialdl.data.codec import JpegStream
 from spatialdl.data.encoded import EncodedImage
+from spatialdl.data.jpeg import JpegStream
 
 
 class JpegGrid(EncodedImage):

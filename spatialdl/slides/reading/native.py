@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tifffile
 
-from spatialdl.data.codec import JpegStream, checked
+from spatialdl.data.jpeg import JpegStream, checked
 from spatialdl.slides.reading.decoding import Decoder, decoder_of
 
 Bytes = npt.NDArray[np.uint8]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import openslide
 from PIL import Image
 
-from spatialdl.data.codec import JpegStream
+from spatialdl.data.jpeg import JpegStream
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.handles import HANDLES, Holder
 from spatialdl.slides.reading.jpeg_grid import JpegGrid

@@ -14,7 +14,7 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.codec import decode_into
+from spatialdl.data.jpeg import decode_into
 from spatialdl.errors import SlideError
 
 Bytes = npt.NDArray[np.uint8]

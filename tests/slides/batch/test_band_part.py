@@ -7,8 +7,8 @@ import h5py
 import numpy as np
 import pytest
 
-from spatialdl.data.codec import decode
 from spatialdl.data.format import Band, RegionSample
+from spatialdl.data.jpeg import decode
 from spatialdl.data.region_shard import region_path
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
@@ -49,9 +49,9 @@ def test_bands_together_are_the_region(tmp_path: Path, slide: Slide) -> None:
         with h5py.File(folder / part.shard.file) as file:
             assert dict(file["regions/ab"].attrs)["width"] == 1301
             rows.append(file[region_path(region, number)][:])
-            assert file[region_path(region, number)].attrs["row0"] == number * 1024
+            assert file[region_path(region, number)].attrs["row0"] == number * 512
         taken += part.taken
-    assert [len(band) for band in rows] == [1024, 76]
+    assert [len(band) for band in rows] == [512, 588]
     assert (np.concatenate(rows) == slide.read_scaled(256, 256, (1100, 1301), 1.0)).all()
     assert taken == [(256, 256, 1)]  # it is one sample
 
@@ -76,13 +76,13 @@ def test_native_bands_are_the_tiles_of_the_file(tmp_path: Path, slide: Slide) ->
     grid = slide.jpeg_grid(1.0)
     assert grid is not None
     band = region.bands[1]
-    assert band.row0 == 512
+    assert band.row0 == 256
     with h5py.File(tmp_path / part.shard.file) as file:
         image = file[region_path(region, 1)]
         assert image.shape == (band.rows, 1301, 3)
         _, stream = image.id.read_direct_chunk((256, 512, 0))
-        assert stream == grid.encoded(1 + 2 + 1, 1 + 2)
-        theirs = slide.read_scaled(256 + 512, 256 + 512 + 256, (256, 256), 1.0)
+        assert stream == grid.encoded(1 + 1 + 1, 1 + 2)
+        theirs = slide.read_scaled(256 + 512, 256 + 256 + 256, (256, 256), 1.0)
         assert np.abs(decode(stream, (256, 256, 3)).astype(int) - theirs).max() <= 1
 
 
@@ -111,10 +111,10 @@ def test_what_cannot_be_read_leaves_no_shard(
     ("stripes", "size", "multiple", "rows"),
     [
         (1, 1, 512, [1100]),
-        (2, 1, 512, [1024, 76]),
+        (2, 1, 512, [512, 588]),
         (3, 1, 512, [512, 512, 76]),
         (9, 1, 512, [512, 512, 76]),
-        (2, 1, 256, [768, 332]),
+        (2, 1, 256, [512, 588]),
         (None, 2**30, 512, [1100]),
         (None, 3 * 2**20, 512, [512, 512, 76]),  # 7 MB
     ],

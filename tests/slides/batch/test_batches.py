@@ -37,7 +37,7 @@ from tests.slides.batch.batches import (
 )
 
 WHOLE = ["--whole", "--mpp", "0.5", "--stripes", "3"]
-FILES = {"tiles": 5, "whole": 4, "coords": 4}
+FILES = {"tiles": 5, "whole": 6, "coords": 4}
 
 
 @pytest.mark.parametrize("kind", FILES)

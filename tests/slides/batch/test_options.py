@@ -61,7 +61,7 @@ def test_options_that_do_not_go_together(more: list[str]) -> None:
         (["--quality", "101"], "'101' is not the quality"),
         (["--codec", "png"], "invalid choice: 'png'"),
         (["--format", "zarr"], "invalid choice: 'zarr'"),
-        (["--shard-size", "1T"], "'1T' is not a size such as 256M or 1G"),
+        (["--shard-size", "1P"], "'1P' is not a size such as 256M or 1G"),
         (["--whole"], "not allowed with argument --tile-size"),
         (["--filter", "green"], "green"),
     ],

@@ -16,7 +16,7 @@ from spatialdl.slides.batch.report import (
     warnings,
     why_nothing,
 )
-from spatialdl.slides.text import width
+from spatialdl.text import width
 
 GOOD = Report("good", 100, 40, written=40)
 GLASS = Report("glass", 7, note="no tissue found")

@@ -108,8 +108,8 @@ def test_a_region_is_one_sample(tmp_path: Path, synthetic: dict[str, Path]) -> N
     assert region is not None
     assert (region.mpp, region.label, region.split, region.slide) == (0.5, 0, "train", "ring")
     assert region.striped
-    assert len(region.bands) == len(record.parts) == 2
-    assert [len(part.taken) for part in record.parts] == [1, 0]
+    assert len(region.bands) == len(record.parts) == 3
+    assert [len(part.taken) for part in record.parts] == [1, 0, 0]
     assert (record.report["in_grid"], record.report["written"]) == (1, 1)
     assert record.is_whole(tmp_path)
 

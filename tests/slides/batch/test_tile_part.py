@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from spatialdl.data.codec import decode
+from spatialdl.data.jpeg import decode
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch import tile_part
 from spatialdl.slides.batch.crew import Alone

@@ -106,17 +106,6 @@ def test_rows_are_those_of_the_whole(plain: Callable[[], Slide], scale: float) -
         assert len(image[image.shape[0] - 3 : 10**6]) == 3
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
-@pytest.mark.parametrize("rows", [1, 255, 256, 257, 1000, 2048])
-def test_bands_cover_all_rows(count: int, rows: int) -> None:
-    bands = WholePlan(0, 0, (rows, 10), 1.0).bands(count, 256)
-    assert [row for band in bands for row in range(*band)] == [*range(rows)]
-    assert len(bands) <= count
-    heights = {last - first for first, last in bands[:-1]}
-    assert len(heights) <= 1
-    assert all(height % 256 == 0 for height in heights)
-
-
 def test_a_region_of_a_coarser_level_begins_with_one_of_its_tiles(
     synthetic: dict[str, Path],
 ) -> None:

@@ -18,6 +18,7 @@ def test_a_data_set_of_tiles(data_set: Path) -> None:
         "tile size  16 x 16",
         "mpp        0.5",
         "channels   3",
+        "dtype      uint8",
         "codec      raw",
         "masks      no",
         "samples    7 of 2 slides",

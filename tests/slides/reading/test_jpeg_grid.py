@@ -11,8 +11,9 @@ import simplejpeg
 import tifffile
 from PIL import Image
 
-from spatialdl.data import ShardDataset, ShardWriter, codec
-from spatialdl.data.codec import JpegStream
+from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data import jpeg as jpeg_codec
+from spatialdl.data.jpeg import JpegStream
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading import decoding, native
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
@@ -26,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With a decoder that tells of damage and with one that does not."""
     if request.param == "silent":
-        monkeypatch.setattr(codec, "simplejpeg", None)
+        monkeypatch.setattr(jpeg_codec, "simplejpeg", None)
     return str(request.param)
 
 

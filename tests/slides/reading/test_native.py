@@ -10,7 +10,7 @@ import openslide
 import pytest
 import tifffile
 
-from spatialdl.data import codec
+from spatialdl.data import jpeg as jpeg_codec
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading import decoding, native
 from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
@@ -28,8 +28,8 @@ BOXES = [
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With a decoder that tells of damage, if there is one, and with one that does not."""
     if request.param == "silent":
-        monkeypatch.setattr(codec, "simplejpeg", None)
-    elif codec.simplejpeg is None:
+        monkeypatch.setattr(jpeg_codec, "simplejpeg", None)
+    elif jpeg_codec.simplejpeg is None:
         pytest.skip("simplejpeg is not installed")
     return str(request.param)
 

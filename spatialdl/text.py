@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from argparse import ArgumentTypeError
 from collections.abc import Collection, Sequence
 from unicodedata import combining, east_asian_width
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def width(text: str) -> int:
@@ -50,3 +53,15 @@ def readable_bytes(count: int) -> str:
     while size >= 999.95 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.1f} {_UNITS[unit]}" if unit else counted(count, "byte")
+
+
+def size_in_bytes(text: str) -> int:
+    """The size that an option says: "256M" is 256 x 2**20.
+
+    Raises:
+        ArgumentTypeError: it says none.
+    """
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or int(match[1]) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a size such as 256M or 1G")
+    return int(match[1]) * _SIZES[match[2].upper()]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 import pytest
 
-from spatialdl.slides.text import aligned, counted, fitted, readable_bytes, width
+from spatialdl.text import aligned, counted, fitted, readable_bytes, size_in_bytes, width
 
 
 def test_columns_are_straight() -> None:
@@ -39,3 +41,25 @@ def test_numbers() -> None:
     assert [readable_bytes(n) for n in sizes] == [
         *("0 bytes", "1 byte", "999 bytes", "1.5 kB", "999.9 kB", "1.0 MB", "23.0 GB")
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("64K", 2**16),
+        ("256m", 2**28),
+        ("1 G", 2**30),
+        ("2TB", 2**41),
+        ("2GiB", 2**31),
+        ("5B", 5),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5G", "1X", "lots", "٣M"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="is not a size such as 256M or 1G"):
+        size_in_bytes(text)

@@ -1,0 +1,115 @@
+"""Colour and stain jitter, pixel by pixel.
+
+A rank sees its box only, so nothing here looks at the image: contrast changes about a fixed grey.
+Sums are written out, in one order, so that a pixel comes out the same in every box.
+
+Stain jitter: D. Tellez et al., "Whole-slide mitosis detection in H&E breast histology using PHH3
+as a reference to train distilled stain-invariant convolutional networks", IEEE Transactions on
+Medical Imaging 37(9), 2018, section III; stains by A. Ruifrok and D. Johnston, "Quantification of
+histochemical staining by color deconvolution", Analytical and Quantitative Cytology and Histology
+23(4), 2001, table 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.augmentation.drawing import Draw
+from spatialdl.data.image_source import Pixels
+
+GREY = 0.5
+"""Contrast changes about this."""
+
+DARKEST = 1 / 255
+"""Light below this, of 1, counts as this where densities are wanted: 0 has none."""
+
+Matrix = npt.NDArray[np.float64]
+
+_LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
+_YIQ = np.array([_LUMA, [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
+# optical densities of haematoxylin, eosin and DAB in red, green and blue
+_STAINS = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
+_STAINS /= np.linalg.norm(_STAINS, axis=1, keepdims=True)
+_ROWS_BYTES = 2**22  # of floats at a time
+
+
+def recolour(pixels: Pixels, draw: Draw) -> Pixels:
+    """Stain, then hue, saturation, contrast and brightness as drawn; what leaves the range is cut.
+
+    Args:
+        pixels: (rows, cols, channels) of integers from 0 to the most of their type, or of floats
+            from 0 to 1.
+
+    Returns:
+        A new array of the same type, or `pixels` if nothing was drawn.
+    """
+    changes = _stain_change(draw), _colour_change(draw, pixels.shape[-1])
+    if changes == (None, None) or pixels.size == 0:
+        return pixels
+    result = np.empty(pixels.shape, pixels.dtype)
+    scale = value_range(pixels.dtype)
+    step = max(1, _ROWS_BYTES // max(1, 4 * pixels[0].size))
+    for row in range(0, len(pixels), step):
+        part = pixels[row : row + step].astype(working_type(pixels.dtype)) / scale
+        if changes[0] is not None:
+            density = -np.log10(np.maximum(part, DARKEST))
+            part = np.power(10, -_affine(density, *changes[0]), dtype=part.dtype)
+        if changes[1] is not None:
+            part = _affine(part, *changes[1])
+        result[row : row + step] = to_type(part * scale, pixels.dtype)
+    return result
+
+
+def value_range(dtype: np.dtype[Any]) -> int:
+    """The value of white: the most of an integer type, 1 of floats."""
+    return int(np.iinfo(dtype).max) if np.issubdtype(dtype, np.integer) else 1
+
+
+def working_type(dtype: np.dtype[Any]) -> type[np.floating]:
+    """The floats to compute in."""
+    return np.float64 if dtype.itemsize > 4 else np.float32
+
+
+def to_type(values: Pixels, dtype: np.dtype[Any]) -> Pixels:
+    """Floats as pixels of a type: cut to its range, integers rounded."""
+    values = np.clip(values, 0, value_range(dtype))
+    return (np.rint(values) if np.issubdtype(dtype, np.integer) else values).astype(dtype)
+
+
+def _colour_change(draw: Draw, channels: int) -> tuple[Matrix, Matrix] | None:
+    """One matrix (channels, channels) and one offset (channels,) for all that is linear."""
+    if (draw.hue, draw.saturation, draw.contrast, draw.brightness) == (0, 1, 1, 1):
+        return None
+    gain = draw.contrast * draw.brightness
+    offset = np.full(channels, GREY * (1 - draw.contrast) * draw.brightness)
+    if (draw.hue, draw.saturation) == (0, 1):
+        return np.eye(channels) * gain, offset
+    angle = 2 * math.pi * draw.hue
+    turn = np.eye(3)
+    turn[1:, 1:] = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+    hue = np.linalg.inv(_YIQ) @ turn @ _YIQ
+    grey = np.tile(_LUMA, (3, 1))
+    saturation = draw.saturation * np.eye(3) + (1 - draw.saturation) * grey
+    return gain * saturation @ hue, offset
+
+
+def _stain_change(draw: Draw) -> tuple[Matrix, Matrix] | None:
+    """What happens to optical densities of red, green and blue."""
+    if draw.stain is None:
+        return None
+    factors, added = (np.array(values) for values in draw.stain)
+    return (np.linalg.inv(_STAINS) @ np.diag(factors) @ _STAINS).T, added @ _STAINS
+
+
+def _affine(values: Pixels, matrix: Matrix, offset: Matrix) -> Pixels:
+    result = np.empty_like(values)
+    for channel, weights in enumerate(matrix.astype(values.dtype)):
+        total = np.full(values.shape[:-1], offset[channel], values.dtype)
+        for other in np.flatnonzero(weights):
+            total += weights[other] * values[..., other]
+        result[..., channel] = total
+    return result

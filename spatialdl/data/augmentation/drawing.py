@@ -1,0 +1,65 @@
+"""What is drawn for a sample in an epoch, the same in every layout, rank and process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spatialdl.data.augmentation.settings import Augmentation
+
+_STREAM = 0x5EED_0A06
+"""Keeps these numbers apart from those of the order of samples."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One sample's changes in one epoch; as it comes, none, and the centre is cropped.
+
+    Attributes:
+        crop: where the crop begins, as parts of what is left over in rows and columns, in [0, 1);
+            None for the centre.
+        flip_rows, flip_cols: mirrored top to bottom, left to right.
+        turns: by 90 degrees counterclockwise after that.
+        brightness, contrast, saturation: factors.
+        hue: part of the colour circle, in [-0.5, 0.5].
+        stain: factors of, and densities added to, haematoxylin, eosin and DAB; None for no change.
+        sigma: of the blur, in pixels.
+    """
+
+    crop: tuple[float, float] | None = None
+    flip_rows: bool = False
+    flip_cols: bool = False
+    turns: int = 0
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0
+    stain: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    sigma: float = 0.0
+
+
+def draw(settings: Augmentation, seed: int, epoch: int, sample: int) -> Draw:
+    """Draw for a sample.
+
+    All numbers are drawn whatever is switched on, so that a change of one setting leaves the
+    others' as they were.
+    """
+    random = np.random.default_rng([seed, _STREAM, epoch, sample])
+    row, col, flip_rows, flip_cols, turns = random.random(5).tolist()
+    brightness, contrast, saturation, hue, *stain = random.uniform(-1, 1, 10).tolist()
+    sigma = random.random()
+    factors = tuple(1 + settings.stain * x for x in stain[:3])
+    added = tuple(settings.stain * x for x in stain[3:])
+    return Draw(
+        crop=(row, col) if settings.crop == "random" else None,
+        flip_rows=flip_rows < settings.flip,
+        flip_cols=flip_cols < settings.flip,
+        turns=int(4 * turns) if settings.rotate else 0,
+        brightness=1 + settings.brightness * brightness,
+        contrast=1 + settings.contrast * contrast,
+        saturation=1 + settings.saturation * saturation,
+        hue=settings.hue * hue,
+        stain=(factors, added) if settings.stain else None,
+        sigma=settings.blur * sigma,
+    )

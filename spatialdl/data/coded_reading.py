@@ -1,0 +1,64 @@
+"""Reading boxes of coded chunks: only those under a box are decoded, the last ones are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy.typing as npt
+
+from spatialdl.data.chunk_cache import CHUNKS, ChunkCache
+from spatialdl.data.chunk_map import MISSING, ChunkMap, Part, Where
+from spatialdl.data.codec import Codec, decode
+from spatialdl.data.raw_reading import RawFile
+
+Pixels = npt.NDArray[Any]
+
+
+def read_coded(
+    file: RawFile,
+    chunks: ChunkMap,
+    codec: Codec,
+    out: Pixels,
+    where: Where,
+    key: Hashable = None,
+    cache: ChunkCache = CHUNKS,
+) -> None:
+    """Decode a box, which is not empty, into `out`.
+
+    Args:
+        file: where the chunks lie.
+        chunks: their places.
+        codec: of the chunks.
+        out: of the box's shape.
+        where: the box.
+        key: by which the dataset, in this state of its file, is known in the cache; None leaves
+            the cache alone.
+        cache: of decoded chunks.
+
+    Raises:
+        ValueError: there is no such box, or a chunk is missing or damaged, which is named.
+        OSError: the file cannot be read.
+    """
+    for part in chunks.parts(where, out.shape):
+        known = (key, part.chunk)
+        pixels = None if key is None else cache.get(known)
+        if pixels is None:
+            pixels = _decoded(file, chunks, codec, part)
+            if key is not None:
+                cache.put(known, pixels)
+        out[part.outside] = pixels[part.inside]
+
+
+def _decoded(file: RawFile, chunks: ChunkMap, codec: Codec, part: Part) -> Pixels:
+    assert chunks.sizes is not None
+    try:
+        if part.begin == MISSING:
+            raise ValueError("it was not written")
+        stored = file.stored(part.begin, int(chunks.sizes[part.chunk]))
+        return decode(codec, stored, chunks.cell, chunks.dtype)
+    except ValueError as error:
+        *number, row, col = part.chunk
+        image = f"image {number[0]}, " if number else ""
+        at = f"row {row * chunks.cell[0]}, column {col * chunks.cell[1]}"
+        raise ValueError(f"chunk at {image}{at}: {error}") from error

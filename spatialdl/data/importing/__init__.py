@@ -1,0 +1,1 @@
+"""Images and patches of other programs as data sets."""

@@ -1,0 +1,205 @@
+"""Patches of slides as CLAM stores them, an HDF5 file a slide, as a data set of tiles.
+
+Such a file has `imgs` (N, rows, cols, channels) and `coords` (N, 2), level-0 x and y
+(https://github.com/mahmoodlab/CLAM).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from tqdm import tqdm
+
+from spatialdl.data.pixels import image_dtype
+from spatialdl.data.writer import ShardWriter
+
+IMAGES, COORDS = "imgs", "coords"
+_AT_ONCE = 16 * 2**20  # bytes of patches in memory
+
+
+@dataclass(frozen=True)
+class PatchFile:
+    """A file of patches: its slide, how many, (rows, cols, channels) and type of each."""
+
+    path: Path
+    slide: str
+    patches: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class SlideLabel:
+    """What a table says of a slide."""
+
+    label: str
+    split: str | None
+
+
+def import_clam(
+    paths: Iterable[Path],
+    out: Path,
+    *,
+    labels: Path | None = None,
+    skip_broken: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> list[str]:
+    """Write a data set of files of patches; they are read some patches at a time.
+
+    Args:
+        paths: files, or folders of files `*.h5`.
+        out: the data set to be made.
+        labels: a table of columns slide_id, label and, if wanted, split.
+        skip_broken: leave out files that are none of patches, or that have none.
+        progress: show a bar, where somebody looks at it.
+        settings: of `ShardWriter`.
+
+    Returns:
+        What was wrong with the files that were left out.
+
+    Raises:
+        ValueError: there are no files, some are broken and `skip_broken` is false, patches or
+            labels do not go together, or a file is damaged; nothing was written.
+    """
+    files, broken = _opened(_listed(paths))
+    if broken and (not skip_broken or not files):
+        shown = "\n  ".join(broken)
+        raise ValueError(
+            f"{len(broken)} files have no patches that could be read, and nothing was written; "
+            f"--skip-broken leaves them out:\n  {shown}"
+        )
+    _check_alike(files)
+    known = read_labels(labels) if labels is not None else {}
+    given = {file.slide: _label_of(file.slide, known, labels) for file in files}
+    classes = sorted({label.label for label in given.values() if label is not None})
+    off = None if progress else True
+    total = sum(file.patches for file in files)
+    with (
+        ShardWriter(out, classes, **settings) as writer,
+        tqdm(total=total, unit="patch", disable=off, leave=False) as bar,
+    ):
+        for file in files:
+            bar.set_description(file.slide)
+            for count in _copy(file, given[file.slide], writer):
+                bar.update(count)
+    return broken
+
+
+def read_labels(path: Path) -> dict[str, SlideLabel]:
+    """The labels of slides, by slide_id.
+
+    Raises:
+        ValueError: a column is missing, a cell empty, or a slide there twice with other labels.
+    """
+    labels: dict[str, SlideLabel] = {}
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        table = csv.DictReader(file)
+        missing = {"slide_id", "label"}.difference(table.fieldnames or ())
+        if missing:
+            raise ValueError(f"{path} has no column {' and '.join(sorted(missing))}")
+        for row in table:
+            slide, label = (str(row[name] or "").strip() for name in ("slide_id", "label"))
+            if not slide or not label:
+                raise ValueError(f"{path}, line {table.line_num}: slide_id or label is empty")
+            made = SlideLabel(label, str(row.get("split") or "").strip() or None)
+            if labels.setdefault(slide, made) != made:
+                raise ValueError(f"{path}, line {table.line_num}: {slide} has another label before")
+    return labels
+
+
+def _listed(paths: Iterable[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file or folder")
+        found += sorted(path.glob("*.h5")) if path.is_dir() else [path]
+    if not found:
+        raise ValueError("there are no files *.h5 in the folders given")
+    names: dict[str, Path] = {}
+    for path in found:
+        if names.setdefault(path.stem, path) != path:
+            raise ValueError(f"{names[path.stem]} and {path} have the same name; rename one")
+    return found
+
+
+def _opened(paths: Sequence[Path]) -> tuple[list[PatchFile], list[str]]:
+    files, broken = [], []
+    for path in paths:
+        try:
+            with h5py.File(path, "r", locking=False) as h5:
+                files.append(_described(path, h5))
+        except (OSError, ValueError) as error:
+            broken.append(f"{path}: {error}")
+    return files, broken
+
+
+def _described(path: Path, h5: h5py.File) -> PatchFile:
+    for name, dims in ((IMAGES, 4), (COORDS, 2)):
+        dataset = h5.get(name)
+        if not isinstance(dataset, h5py.Dataset):
+            raise ValueError(f"it has no dataset {name!r}; it has {', '.join(h5) or 'none'}")
+        if dataset.ndim != dims:
+            raise ValueError(f"{name!r} has shape {dataset.shape}, expected {dims} dims")
+    images, coords = h5[IMAGES], h5[COORDS]
+    if 0 in images.shape:
+        raise ValueError(f"it has no patches: {IMAGES!r} has shape {images.shape}")
+    if coords.shape != (len(images), 2) or coords.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{COORDS!r} is {coords.dtype} of shape {coords.shape}, expected numbers of shape "
+            f"({len(images)}, 2)"
+        )
+    dtype = image_dtype(images.dtype)
+    return PatchFile(path, path.stem, len(images), images.shape[1:], dtype)
+
+
+def _check_alike(files: Sequence[PatchFile]) -> None:
+    first = files[0]
+    for file in files[1:]:
+        if (file.shape, file.dtype) != (first.shape, first.dtype):
+            raise ValueError(
+                f"{file.path} has patches of {file.shape} {file.dtype}, {first.path} of "
+                f"{first.shape} {first.dtype}; import them into data sets of their own"
+            )
+
+
+def _label_of(slide: str, known: Mapping[str, SlideLabel], table: Path | None) -> SlideLabel | None:
+    if table is None:
+        return None
+    found = known.get(slide)
+    if found is None:  # tables may have names of files
+        named = [label for name, label in known.items() if Path(name).stem == slide]
+        if len(set(named)) != 1:
+            raise ValueError(f"{table} has no label of slide {slide}; add a line, or take it away")
+        found = named[0]
+    return found
+
+
+def _copy(file: PatchFile, label: SlideLabel | None, writer: ShardWriter) -> Iterable[int]:
+    each = int(np.prod(file.shape)) * file.dtype.itemsize
+    at_once = max(1, _AT_ONCE // each)
+    with h5py.File(file.path, "r", locking=False) as h5:
+        for begin in range(0, file.patches, at_once):
+            try:
+                images = h5[IMAGES][begin : begin + at_once]
+                coords = h5[COORDS][begin : begin + at_once]
+            except (OSError, RuntimeError) as error:
+                raise ValueError(
+                    f"{file.path} is damaged from patch {begin} on, and nothing was written: "
+                    f"{error}"
+                ) from error
+            for image, (x, y) in zip(images, coords, strict=True):
+                writer.add(
+                    image,
+                    label.label if label else None,
+                    label.split if label else None,
+                    slide=file.slide,
+                    xy=(int(x), int(y)),
+                )
+            yield len(images)

@@ -1,0 +1,153 @@
+"""The command that turns what others have written into data sets: `spatialdl-import`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spatialdl.data.codec import CODECS, LEVEL, QUALITY
+from spatialdl.data.format import Manifest
+from spatialdl.data.importing.clam import import_clam
+from spatialdl.data.importing.image_folder import BrokenImagesError, import_images
+from spatialdl.data.writer import DEFAULT_SHARD_SIZE
+from spatialdl.text import size_in_bytes
+
+_OK, _FAILED = 0, 1
+_SETTINGS = (
+    *("codec", "quality", "level", "shard_size", "mpp", "stripe_count", "stripe_size"),
+    *("overwrite", "stripes"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a data set of images or patches.
+
+    Args:
+        argv: arguments of the command; those of the process if None.
+
+    Returns:
+        0, or 1 where nothing was written.
+    """
+    options = _parser().parse_args(argv)
+    given = {name: getattr(options, name, None) for name in _SETTINGS}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    more = {"skip_broken": options.skip_broken, **settings}
+    try:
+        with warnings.catch_warnings(record=True) as remarks:
+            warnings.simplefilter("always", UserWarning)
+            if options.kind == "images":
+                skipped = import_images(
+                    options.folder, options.out, rgb=options.rgb, jobs=options.jobs, **more
+                )
+            else:
+                skipped = import_clam(options.files, options.out, labels=options.labels, **more)
+    except BrokenImagesError as error:
+        print("\n  ".join([f"error: {error}:", *error.broken]), file=sys.stderr)
+        return _FAILED
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    for remark in remarks:
+        print(f"remark: {remark.message}", file=sys.stderr)
+    for line in skipped:
+        print(f"left out: {line}", file=sys.stderr)
+    made = Manifest.load(options.out)
+    print(f"wrote {len(made.samples)} {made.kind} of {len(made.classes)} classes to {options.out}")
+    return _OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="spatialdl-import", description="Turn images or patches into a data set."
+    )
+    kinds = made.add_subparsers(dest="kind", required=True, metavar="images|clam")
+    images = kinds.add_parser("images", help="a folder of images in folders of classes")
+    images.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="with CLASS/image.png, or train|val|test/CLASS/image.png",
+    )
+    images.add_argument(
+        "--rgb", action="store_true", help="turn all images into three channels of uint8"
+    )
+    images.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="threads that decode (default 1)"
+    )
+    images.add_argument(
+        "--stripes",
+        type=_positive,
+        metavar="N",
+        help="write regions, in bands of rows that lie in N shards",
+    )
+    clam = kinds.add_parser("clam", help="files of patches as CLAM stores them")
+    clam.add_argument(
+        "files", nargs="+", type=Path, metavar="FILES", help="one a slide, or folders of them"
+    )
+    clam.add_argument(
+        "--labels", type=Path, metavar="CSV", help="columns slide_id,label, and split if wanted"
+    )
+    for parser in (images, clam):
+        _add_common(parser)
+    return made
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", required=True, type=Path, metavar="DIR", help="data set folder to make")
+    add("--mpp", type=float, metavar="X", help="micrometres per pixel, if known")
+    add(
+        "--codec",
+        choices=CODECS,
+        default="raw",
+        help="pixels as they are, as JPEG, or compressed without loss (default raw)",
+    )
+    add(
+        "--quality",
+        type=_positive,
+        default=QUALITY,
+        metavar="Q",
+        help=f"of --codec jpeg, 1 to 100 (default {QUALITY})",
+    )
+    add(
+        "--level",
+        type=_positive,
+        default=LEVEL,
+        metavar="N",
+        help=f"of --codec zstd, 1 (fast) to 22 (small) (default {LEVEL})",
+    )
+    add(
+        "--shard-size",
+        type=size_in_bytes,
+        default=DEFAULT_SHARD_SIZE,
+        metavar="SIZE",
+        help="about how large a shard file may be, such as 256M or 1G (default 512M)",
+    )
+    add(
+        "--stripe-count",
+        type=int,
+        metavar="N",
+        help="on Lustre, storage targets over which a shard file is spread; -1 for all",
+    )
+    add(
+        "--stripe-size",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
+    )
+    add("--skip-broken", action="store_true", help="leave out what cannot be read")
+    add("--overwrite", action="store_true", help="replace a data set that is there")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""JPEG of the chunks of an image, for shards and for the tiles of slides.
+
+libjpeg patches over damage in a stream with a warning. simplejpeg, where it is installed, raises
+then; imagecodecs, which stands in for it, says nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Self
+
+import imagecodecs
+import numpy as np
+import numpy.typing as npt
+
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
+
+Pixels = npt.NDArray[np.uint8]
+Shape = tuple[int, int, int]
+QUALITY = 90
+_CHANNELS = {"Gray": 1, "RGB": 3, "YCbCr": 3}
+_END = b"\xff\xd9"
+
+
+class JpegStream(bytes):
+    """A JPEG that `checked` found whole; `shape` is its (rows, cols, channels)."""
+
+    shape: Shape
+
+    def __new__(cls, stream: bytes, shape: Shape) -> Self:
+        """The same bytes, with their shape."""
+        made = super().__new__(cls, stream)
+        made.shape = shape
+        return made
+
+    def __reduce__(self) -> tuple[type[JpegStream], tuple[bytes, Shape]]:
+        """As it is pickled."""
+        return JpegStream, (bytes(self), self.shape)
+
+
+def tells_of_damage() -> bool:
+    """Whether a damaged JPEG is noticed when it is decoded."""
+    return simplejpeg is not None
+
+
+def check_channels(channels: int) -> None:
+    """Refuse images that JPEG does not hold.
+
+    Raises:
+        ValueError: `channels` is neither 1 nor 3.
+    """
+    if channels not in (1, 3):
+        raise ValueError(
+            f"image has {channels} channels, and codec 'jpeg' holds 1 or 3; use another codec"
+        )
+
+
+def encode(chunk: Pixels, quality: int = QUALITY) -> JpegStream:
+    """JPEG of a chunk, (rows, cols, 1 or 3) uint8; colours are kept at full resolution.
+
+    Raises:
+        ValueError: it has another number of channels.
+    """
+    rows, cols, channels = chunk.shape
+    check_channels(channels)
+    chunk = np.ascontiguousarray(chunk)
+    if simplejpeg is not None:
+        colours, sampled = ("GRAY", "Gray") if channels == 1 else ("RGB", "444")
+        stream = simplejpeg.encode_jpeg(chunk, quality, colours, sampled)
+    else:
+        stream = imagecodecs.jpeg8_encode(
+            chunk[..., 0] if channels == 1 else chunk, level=quality, subsampling="444"
+        )
+    return JpegStream(stream, (rows, cols, channels))
+
+
+def decode(stream: bytes, shape: Shape) -> Pixels:
+    """Decode a JPEG that is to have a shape, (rows, cols, channels).
+
+    Raises:
+        ValueError: it is damaged, no JPEG, or has another shape.
+    """
+    if simplejpeg is not None:
+        _check_shape(_shape(stream), shape)  # it would make the channels that it is asked for
+        return decode_colours(stream, shape[2])
+    if _END not in stream:  # all that can be told of one that was cut
+        raise ValueError("the JPEG has no end")
+    pixels = np.atleast_3d(_lenient(stream))
+    _check_shape(pixels.shape, shape)
+    return pixels
+
+
+def decode_colours(stream: bytes, channels: int) -> Pixels:
+    """Decode a JPEG of any size to grey or RGB, whichever of them it has itself.
+
+    Returns:
+        uint8 (rows, cols, channels), `channels` being 1 or 3.
+
+    Raises:
+        ValueError: it is damaged, or no JPEG.
+    """
+    colours = "GRAY" if channels == 1 else "RGB"
+    if simplejpeg is not None:
+        return np.asarray(simplejpeg.decode_jpeg(stream, colours))
+    return np.atleast_3d(_lenient(stream, "GRAYSCALE" if channels == 1 else colours))
+
+
+def decode_into(stream: mmap.mmap, out: Pixels) -> None:
+    """Decode a large JPEG into an array, (rows, cols) of grey or (rows, cols, 3).
+
+    Raises:
+        ValueError, RuntimeError: it is damaged.
+    """
+    if simplejpeg is None:
+        imagecodecs.jpeg8_decode(stream, out=out)
+    else:
+        simplejpeg.decode_jpeg(stream, "GRAY" if out.ndim == 2 else "RGB", buffer=out)
+
+
+def checked(stream: bytes, shape: Shape) -> JpegStream:
+    """Make sure that a stream is whole and of a shape; at half the cost of its pixels, or less.
+
+    All of it is decoded, as only that tells of damage, but to grey at an eighth of the size. One
+    that was checked before is not again.
+
+    Raises:
+        ValueError: it is damaged, no JPEG, or has another shape.
+    """
+    if isinstance(stream, JpegStream):
+        _check_shape(stream.shape, shape)
+        return stream
+    if simplejpeg is None:
+        decode(stream, shape)
+    else:
+        _check_shape(_shape(stream), shape)
+        simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1)
+    return JpegStream(stream, shape)
+
+
+def _shape(stream: bytes) -> Shape:
+    """What the header says."""
+    try:
+        rows, cols, colours, _ = simplejpeg.decode_jpeg_header(stream)
+    except ValueError as error:
+        raise ValueError(f"no JPEG, or a damaged one: {error}") from error
+    if colours not in _CHANNELS:
+        raise ValueError(f"the JPEG has colours {colours}, expected grey, RGB or YCbCr")
+    return rows, cols, _CHANNELS[colours]
+
+
+def _check_shape(found: tuple[int, ...], shape: Shape) -> None:
+    if found != tuple(shape):
+        raise ValueError(f"the JPEG is {_say(found)}, expected {_say(shape)}")
+
+
+def _say(shape: tuple[int, ...]) -> str:
+    rows, cols, channels = shape
+    return f"{rows} x {cols} with {channels} channel{'s' * (channels != 1)}"
+
+
+def _lenient(stream: bytes, colours: str | None = None) -> Pixels:
+    try:
+        return np.asarray(imagecodecs.jpeg8_decode(stream, outcolorspace=colours))
+    except RuntimeError as error:  # imagecodecs raises its own kinds of it
+        raise ValueError(str(error)) from error

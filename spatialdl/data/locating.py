@@ -1,0 +1,126 @@
+"""Which samples of a shard are damaged, once its SHA-256 has told that something is.
+
+A shard has a CRC-32 of the stored chunks of every image and mask, row by row of chunks: those of
+tiles in `images_crc32` and `masks_crc32`, those of the bands of regions as attribute `crc32`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from spatialdl.data.chunk_map import MISSING, map_chunks
+from spatialdl.data.codec import Codec, Coding
+from spatialdl.data.format import Manifest, Sample, TileSample
+from spatialdl.data.region_shard import region_path
+
+CRC32 = "crc32"
+_SHOWN = 5
+_READ_ERRORS = (OSError, KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError)
+
+
+def say_damaged(folder: Path, manifest: Manifest, shard: int) -> str:
+    """What of a damaged shard can be told, as the end of a sentence."""
+    inside = [number for number, sample in enumerate(manifest.samples) if _lies_in(sample, shard)]
+    try:
+        found = damaged_samples(folder, manifest, shard)
+    except _READ_ERRORS:
+        found = inside
+    if not found:
+        return "the pixels of its samples are as they were written"
+    if len(found) == len(inside) > 1:
+        return f"all of its {len(inside)} samples may be damaged: {_named(manifest, found)}"
+    return f"damaged: {_named(manifest, found)}"
+
+
+def damaged_samples(folder: Path, manifest: Manifest, shard: int) -> list[int]:
+    """Numbers of the samples that have pixels in a shard which are not those that were written.
+
+    Raises:
+        OSError: it is no HDF5 file any more.
+        KeyError: it was written without sums, by an earlier spatialdl.
+    """
+    path = folder / manifest.shards[shard].file
+    size = path.stat().st_size
+    coding = Coding(manifest.codec)
+    codecs: dict[str, Codec] = {"image": coding.codec}
+    if manifest.masks:
+        codecs["mask"] = coding.of_masks.codec
+    damaged = []
+    with h5py.File(path, "r", locking=False) as h5, path.open("rb", buffering=0) as file:
+        for number, sample in enumerate(manifest.samples):
+            if not _lies_in(sample, shard):
+                continue
+            for what, codec in codecs.items():
+                if not all(
+                    _is_whole(h5, file, size, name, index, codec)
+                    for name, index in _datasets(sample, shard, what)
+                ):
+                    damaged.append(number)
+                    break
+    return damaged
+
+
+def _is_whole(
+    h5: h5py.File, file: Any, size: int, name: str, index: int | None, codec: Codec
+) -> bool:
+    """Whether the chunks of an image are those that were written; `index` is its place in a stack.
+
+    Raises:
+        KeyError: nobody knows.
+    """
+    try:
+        dataset = h5[name]
+        sums = h5.get(f"{name}_{CRC32}") if index is not None else dataset.attrs.get(CRC32)
+    except _READ_ERRORS:
+        return False
+    if sums is None:
+        raise KeyError(CRC32)
+    try:
+        chunks = map_chunks(dataset, index is not None, size, codec)
+        if chunks is None:
+            return False
+        wanted = int(sums if index is None else sums[index])
+        offsets = chunks.offsets if index is None else chunks.offsets[index]
+        sizes = np.full(offsets.shape, prod(chunks.cell) * chunks.dtype.itemsize)
+        if chunks.sizes is not None:
+            sizes = chunks.sizes if index is None else chunks.sizes[index]
+        found = 0
+        for begin, count in zip(offsets.ravel().tolist(), sizes.ravel().tolist(), strict=True):
+            if begin == MISSING:
+                return False
+            file.seek(begin)
+            found = zlib.crc32(file.read(count), found)
+    except _READ_ERRORS:
+        return False
+    return found == wanted
+
+
+def _datasets(sample: Sample, shard: int, what: str) -> Iterator[tuple[str, int | None]]:
+    if isinstance(sample, TileSample):
+        yield f"{what}s", sample.index
+        return
+    for number, band in enumerate(sample.bands):
+        if band.shard == shard:
+            yield region_path(sample, number, what), None
+
+
+def _lies_in(sample: Sample, shard: int) -> bool:
+    if isinstance(sample, TileSample):
+        return sample.shard == shard
+    return any(band.shard == shard for band in sample.bands)
+
+
+def _named(manifest: Manifest, numbers: list[int]) -> str:
+    named = []
+    for number in numbers[:_SHOWN]:
+        slide = manifest.samples[number].slide
+        named.append(f"sample {number}" + (f" (slide {slide})" if slide else ""))
+    more = len(numbers) - _SHOWN
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,221 @@
+"""Copying one shard: resumed where it was left, hashed on the way, whole before it has a name."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spatialdl.data.format import ShardInfo
+from spatialdl.errors import ShardError
+
+_AT_A_TIME = 8 * 2**20  # bytes: parallel file systems like large requests
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ADVICE = "copy or write the data set again"
+
+
+class WriteError(OSError):
+    """The disk that is written to does not take it."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.errno in _NO_ROOM
+
+
+class BusyError(Exception):
+    """Another process writes this file."""
+
+
+class StoppedError(Exception):
+    """It was told to stop; what is there can be resumed."""
+
+
+def _never() -> bool:
+    return False
+
+
+def _unheard(count: int) -> None:
+    return None
+
+
+def fetch(
+    source: Path,
+    partial: Path,
+    info: ShardInfo,
+    publish: Callable[[], None],
+    *,
+    stopped: Callable[[], bool] = _never,
+    progress: Callable[[int], object] = _unheard,
+) -> None:
+    """Copy a shard to a temporary name, and publish it once every byte is what was written.
+
+    What lies under the temporary name is hashed and resumed. Where the sum is wrong in the end,
+    all is read again once: a crash may have left a hole, or somebody was still writing the source.
+
+    Args:
+        source: the shard.
+        partial: the temporary name; one process at a time writes to it. It stays where this is
+            stopped, or the source cannot be read; it is removed where the copy is no good.
+        info: what the manifest says of the shard.
+        publish: gives the file its name, away from `partial`.
+        stopped: is asked for every few MB.
+        progress: hears of bytes, also of those that were there; of fewer than none when it begins
+            anew.
+
+    Raises:
+        ShardError: the source has other bytes than the manifest says.
+        WriteError: the disk is full, or cannot be written to.
+        BusyError: another process is copying it.
+        StoppedError: `stopped` said so.
+        OSError: the source cannot be read.
+    """
+    with _partial_file(partial) as copy:
+        try:
+            digest = _copied(source, copy, info, stopped, progress)
+            if digest != info.sha256:
+                with writing():
+                    os.ftruncate(copy, 0)
+                progress(-info.bytes)
+                digest = _copied(source, copy, info, stopped, progress)
+            if digest != info.sha256:
+                raise ShardError(
+                    f"{source} does not have the SHA-256 that the manifest says, "
+                    f"{info.sha256[:12]}..., but {digest[:12]}...; it was damaged or changed, "
+                    f"{_ADVICE}"
+                )
+            with writing():
+                os.fsync(copy)
+                publish()
+        except (ShardError, WriteError):
+            partial.unlink(missing_ok=True)
+            raise
+        except OSError:
+            if not os.fstat(copy).st_size:
+                partial.unlink(missing_ok=True)
+            raise
+
+
+def is_whole(
+    path: Path,
+    info: ShardInfo,
+    stopped: Callable[[], bool] = _never,
+    progress: Callable[[int], object] = _unheard,
+) -> bool:
+    """Whether a file has the bytes that the manifest says.
+
+    Raises:
+        StoppedError: `stopped` said so.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != info.bytes:
+            return False
+        digest = hashlib.sha256()
+        _hash(file.fileno(), digest, info.bytes, stopped, progress)
+        return digest.hexdigest() == info.sha256
+
+
+@contextmanager
+def _partial_file(path: Path) -> Iterator[int]:
+    while True:
+        with writing():
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            copy = os.open(path, flags, 0o666)
+        try:
+            try:
+                fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BusyError(f"another process is writing {path}") from None
+            if is_still(path, copy):
+                yield copy
+                return
+        finally:
+            os.close(copy)
+
+
+def is_still(path: Path, file: int) -> bool:
+    """Whether an open file has the name by which it was opened."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _copied(
+    source: Path,
+    copy: int,
+    info: ShardInfo,
+    stopped: Callable[[], bool],
+    progress: Callable[[int], object],
+) -> str:
+    """Append what is missing to a copy; the SHA-256 of all of it."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_A_TIME))
+    with source.open("rb", buffering=0) as file:
+        _check_size(source, os.fstat(file.fileno()).st_size, info)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        done = min(os.fstat(copy).st_size, info.bytes)
+        with writing():
+            os.ftruncate(copy, done)
+        _hash(copy, digest, done, stopped, progress)
+        while done < info.bytes:
+            if stopped():
+                raise StoppedError
+            count = os.preadv(file.fileno(), [buffer[: info.bytes - done]], done)
+            if not count:
+                _check_size(source, done, info)
+            digest.update(buffer[:count])
+            with writing():
+                _write(copy, buffer[:count], done)
+            done += count
+            progress(count)
+    return digest.hexdigest()
+
+
+def _hash(
+    file: int,
+    digest: hashlib._Hash,
+    size: int,
+    stopped: Callable[[], bool],
+    progress: Callable[[int], object],
+) -> None:
+    done, buffer = 0, memoryview(bytearray(min(_AT_A_TIME, max(size, 1))))
+    while done < size:
+        if stopped():
+            raise StoppedError
+        count = os.preadv(file, [buffer[: size - done]], done)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {done} of {size}")
+        digest.update(buffer[:count])
+        done += count
+        progress(count)
+
+
+def _write(file: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """What fails in this block is the disk that is written to.
+
+    Raises:
+        WriteError: in place of another OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(error.errno, error.strerror, error.filename) from error
+
+
+def _check_size(source: Path, size: int, info: ShardInfo) -> None:
+    if size != info.bytes:
+        raise ShardError(
+            f"{source} has {size} bytes, the manifest says {info.bytes}; it was cut or replaced, "
+            f"{_ADVICE}"
+        )

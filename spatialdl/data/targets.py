@@ -1,0 +1,153 @@
+"""Targets of a data set from a CSV beside it: several classes or numbers an image.
+
+::
+
+    slide,oestrogen,progesterone          sample,age
+    a.svs,1,0                             0,63.5
+    b.svs,1,                              1,71
+
+A row tells of all samples of a slide, or of one sample, numbered as in the manifest from 0. Empty
+cells are targets that nobody knows.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.shards import ShardDataset
+
+Targets = npt.NDArray[np.float64]
+
+_KEYS = ("sample", "slide")
+_UNKNOWN = ("", "nan", "na", "none")
+
+
+def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str, list[float]]]:
+    """What a CSV says.
+
+    Args:
+        binary: whether every target is 0 or 1, and -1 is another word for unknown.
+
+    Returns:
+        "sample" or "slide", the names of the targets, and the targets by sample or slide, NaN where
+        they are unknown.
+
+    Raises:
+        ValueError: if the file is missing or malformed, with the line.
+    """
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            rows = list(csv.reader(lines))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.targets={file} cannot be read: {error}") from error
+    head = [name.strip() for name in rows[0]] if rows else []
+    if len(head) < 2 or head[0] not in _KEYS:
+        raise ValueError(
+            f"{file} begins with {','.join(head) or 'nothing'}: its first line must be "
+            "sample,TARGET,... or slide,TARGET,..."
+        )
+    names = head[1:]
+    if len(set(names)) < len(names) or not all(names):
+        raise ValueError(f"{file} line 1: every target needs a name of its own, got {names}")
+    found: dict[str, list[float]] = {}
+    for number, row in enumerate(rows[1:], start=2):
+        if not any(cell.strip() for cell in row):
+            continue
+        where = f"{file} line {number}"
+        if len(row) != len(head):
+            raise ValueError(f"{where} has {len(row)} cells, but the first line {len(head)}")
+        key = row[0].strip()
+        if key in found:
+            raise ValueError(f"{where}: {head[0]} {key} was named before; keep one line")
+        found[key] = [
+            _number(cell.strip(), f"{where}, {name}", binary)
+            for cell, name in zip(row[1:], names, strict=True)
+        ]
+    return head[0], names, found
+
+
+def _number(cell: str, where: str, binary: bool) -> float:
+    if cell.lower() in _UNKNOWN:
+        return math.nan
+    try:
+        value = float(cell)
+    except ValueError:
+        raise ValueError(f"{where}: {cell!r} is no number; leave unknown targets empty") from None
+    if binary and value == -1:
+        return math.nan
+    if binary and value not in (0, 1):
+        raise ValueError(f"{where}: {cell} must be 1 or 0 (is the class there?), or empty")
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: {cell} is not finite; leave unknown targets empty")
+    return value
+
+
+def match_targets(
+    file: Path, key: str, found: dict[str, list[float]], samples: Sequence[str], what: str
+) -> Targets:
+    """float64 (N, targets) of samples.
+
+    Args:
+        samples: the number or slide of each, as the CSV calls them.
+        what: they are, for messages.
+
+    Raises:
+        ValueError: if some are not in the file, or nothing is known of any.
+    """
+    without = [name for name in dict.fromkeys(samples) if name not in found]
+    if without:
+        raise ValueError(
+            f"{file} has no line for {len(without)} of the {key}s of {what}, such as {key} "
+            f"{without[0]!r}; it has {len(found)}, such as {next(iter(found), 'none')!r}"
+        )
+    targets = np.array([found[name] for name in samples], np.float64)
+    if np.isnan(targets).all():
+        raise ValueError(f"{file} leaves all targets of {what} empty: nothing to learn")
+    return targets
+
+
+def set_targets(file: Path, sources: Sequence[ShardDataset], path: Path, binary: bool) -> list[str]:
+    """Put the targets of a CSV in place of the labels of the splits of a data set.
+
+    Args:
+        sources: splits of the data set in the folder `path`.
+        binary: as of `read_targets`.
+
+    Returns:
+        The names of the targets.
+
+    Raises:
+        ValueError: if the CSV does not fit the data set.
+    """
+    key, names, found = read_targets(file, binary=binary)
+    if key == "sample":
+        _check_numbers(file, found, len(ShardDataset(path)))
+    for source in sources:
+        if key == "slide":
+            known = [source.sample(number).slide for number in range(len(source))]
+        else:
+            known = [str(number) for number in sample_numbers(path, source)]
+        targets = match_targets(file, key, found, known, str(path))
+        source.labels = targets  # type: ignore[assignment]
+    return names
+
+
+def _check_numbers(file: Path, found: Iterable[str], samples: int) -> None:
+    for name in found:
+        if not (name.isdecimal() and int(name) < samples and name == str(int(name))):
+            raise ValueError(f"{file}: there is no sample {name}, they are 0 to {samples - 1}")
+
+
+def sample_numbers(path: Path, source: ShardDataset) -> list[int]:
+    """The numbers in the whole data set of the samples of one split of it."""
+    whole = ShardDataset(path)
+    split = source.sample(0).split
+    if len(source) == len(whole):
+        return list(range(len(whole)))
+    return [number for number in range(len(whole)) if whole.sample(number).split == split]

@@ -1,0 +1,51 @@
+"""What autocast runs in float32, for handlers that ask other kernels than PyTorch does.
+
+Ranks without pixels ask none at all, so inputs are cast before a handler sees them. The lists are
+PyTorch's, ``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``; those on a CPU are fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+HALF = (torch.float16, torch.bfloat16)
+
+ON_GPU: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(F.interpolate, torch.norm, Tensor.norm, torch.linalg.vector_norm),
+        *(torch.sum, Tensor.sum, torch.prod, Tensor.prod, torch.logsumexp, Tensor.logsumexp),
+        *(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod),
+    }
+)
+PADS_ON_CPU = ("reflect", "replicate")
+
+
+def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a function as autocast gives them to it."""
+    if func in ON_GPU and kwargs.get("dtype") is None and torch.is_autocast_enabled("cuda"):
+        args, kwargs = tree_map(lambda one: _wide(one, "cuda"), (args, kwargs))
+    return args, kwargs
+
+
+def in_float32(tile: Tensor) -> Tensor:
+    """`tile` as autocast on a GPU gives it to norms and to softmax."""
+    return _wide(tile, "cuda") if torch.is_autocast_enabled("cuda") else tile
+
+
+def padded_as(x: Tensor, mode: str) -> Tensor:
+    """`x` as autocast on a CPU gives it to padding."""
+    if mode in PADS_ON_CPU and torch.is_autocast_enabled("cpu"):
+        return _wide(x, "cpu")  # type: ignore[no-any-return]
+    return x
+
+
+def _wide(one: Any, kind: str) -> Any:
+    if isinstance(one, Tensor) and one.dtype in HALF and one.device.type == kind:
+        return one.float()
+    return one

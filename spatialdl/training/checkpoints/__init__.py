@@ -1,0 +1,1 @@
+"""Checkpoints: what a run needs to go on, in whichever layout."""

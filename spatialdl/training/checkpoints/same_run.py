@@ -1,0 +1,93 @@
+"""Whether a checkpoint is of this run: what must be equal, and what may differ but is said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from spatialdl.data.format import MANIFEST
+from spatialdl.errors import CheckpointError
+from spatialdl.training.checkpoints.reading import sha256
+
+log = logging.getLogger("spatialdl.checkpoints")
+
+_NOT_SAID = (
+    *("ckpt_path", "weights", "data.path", "data.targets"),
+    *("trainer.max_", "trainer.checkpoint", "trainer.trace"),
+)
+
+
+def identity(config: DictConfig) -> dict[str, Any]:
+    """What decides which samples come when, their targets, and what is drawn for them."""
+    data = config.data
+    found = {
+        "seed": int(config.seed),
+        "task": str(config.task.name),
+        "data.batch_size": int(data.batch_size),
+        "data.image_size": list(data.image_size),
+        "data.channels": int(data.channels),
+        "data.num_classes": int(data.num_classes),
+        "data": str(data.name),
+        "optimizer._target_": str(config.optimizer["_target_"]),
+    }
+    if data.name == "synthetic":
+        return {**found, "data.samples": int(data.samples)}
+    folder = Path(data.path).expanduser()
+    found |= {"data.split": str(data.split), "the manifest of data.path": sha256(folder / MANIFEST)}
+    if data.targets is not None:
+        found["the file data.targets"] = sha256(Path(data.targets).expanduser())
+    return found
+
+
+def check_same(content: Mapping[str, Any], config: DictConfig) -> None:
+    """Refuse a checkpoint of other samples or another optimizer; say what else is different.
+
+    Raises:
+        CheckpointError: naming what must be equal.
+    """
+    before, now = content["identity"], identity(config)
+    different = [key for key in (*before, *now) if before.get(key) != now.get(key)]
+    if different:
+        key = different[0]
+        raise CheckpointError(
+            f"the checkpoint of step {content['step']} was trained with {key}={before.get(key)}, "
+            f"this run has {key}={now.get(key)}: the losses would not go on; take the same, or "
+            "start anew without ckpt_path"
+        )
+    slices = [c["parallel"]["microbatches"] * c["parallel"]["data"] for c in _both(content, config)]
+    if slices[0] != slices[1]:
+        log.warning(
+            "batches are cut into %d slices from here on (parallel.microbatches x parallel.data), "
+            "not into %d: BatchNorm sees other samples together",
+            *(slices[1], slices[0]),
+        )
+    changes = [change for change in _changes(content, config) if not change.startswith(_NOT_SAID)]
+    if changes:
+        log.info("different from here on: %s", ", ".join(changes))
+
+
+def _both(content: Mapping[str, Any], config: DictConfig) -> tuple[Any, Any]:
+    return content["config"], OmegaConf.to_container(config, resolve=True)
+
+
+def _changes(content: Mapping[str, Any], config: DictConfig) -> list[str]:
+    before, now = map(_flat, _both(content, config))
+    return [
+        f"{key}={now.get(key)} (was {before.get(key)})"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

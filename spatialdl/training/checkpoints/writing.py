@@ -1,0 +1,226 @@
+"""Writing checkpoints while training goes on.
+
+Each rank hands copies of its tensors to a thread, which writes, hashes and syncs them. Threads
+never talk to other ranks: whether all of them are done is told by two numbers (`status`) that
+travel with a sum over all ranks that every step makes anyway. When nobody is busy any more, rank
+0's thread completes the checkpoint, or, if one of them failed, removes what was written:
+
+    write ──► complete ──► (nothing)
+      └─ failed ─┴──────► discard ──► (nothing)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.training.checkpoints.content import Files
+from spatialdl.training.checkpoints.folder import (
+    BEST,
+    FOLDER,
+    LATEST,
+    clean,
+    point,
+    prune,
+    publish,
+    temporary_of,
+)
+from spatialdl.training.checkpoints.reading import sha256
+
+log = logging.getLogger("spatialdl.checkpoints")
+
+Phase = Literal["write", "complete", "discard"] | None
+
+Records = dict[str, dict[str, Any]]
+"""By the name of a file its bytes and SHA-256."""
+
+
+class Writer:
+    """Writes the checkpoints of a run, one at a time; all ranks must make it and call it together.
+
+    Args:
+        run_dir: the same on every rank.
+        keep: so many checkpoints stay, beside the best.
+        local: a folder on a disk of this machine, where files are written first; None for none.
+    """
+
+    def __init__(
+        self, run_dir: Path, world: Communicator, keep: int, local: Path | None = None
+    ) -> None:
+        self.folder = run_dir / FOLDER
+        self._world, self._keep, self._local = world, keep, local
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._phase: Phase = None
+        self._work: Future[Any] | None = None
+        self._content: dict[str, Any] = {}
+        self._is_best = False
+        self.last: int | None = None
+
+    def start(self, files: Files, content: dict[str, Any], is_best: bool = False) -> None:
+        """Begin to write a checkpoint; if one is under way, wait for it before.
+
+        Args:
+            files: of this rank; they are forgotten as they are written.
+            content: for ``checkpoint.json``, which gets the files too; rank 0's counts.
+            is_best: whether it is the best so far.
+        """
+        self.wait()
+        self._content, self._is_best = content, is_best
+        temporary = temporary_of(self.folder, content["step"])
+        self._work = self._thread.submit(_write, files, temporary, self._local)
+        self._phase = "write"
+
+    def status(self) -> tuple[float, float]:
+        """Whether this rank is busy, and whether it has failed; 0 or 1, to be added up."""
+        if self._work is None:
+            return 0.0, 0.0
+        if not self._work.done():
+            return 1.0, 0.0
+        return 0.0, float(_reason(self._work) is not None)
+
+    def go_on(self, busy: float, failed: float) -> None:
+        """Take the next step if all ranks are done with the last.
+
+        Args:
+            busy: the sum of what `status` told on all ranks, as
+            failed: is.
+        """
+        if self._phase is None or busy:
+            return
+        done, self._work = self._work, None
+        if self._phase == "write":
+            own = (_reason(done), done.result() if done and not done.exception() else {})
+            everybody = self._world.gather(own)
+            if everybody is not None and not failed:
+                self._content["files"] = dict(sorted(merged(one for _, one in everybody).items()))
+                self._submit(self._complete)
+            elif everybody is not None:
+                reasons = [f"rank {r}: {why}" for r, (why, _) in enumerate(everybody) if why]
+                self._give_up("; ".join(reasons))
+        elif self._phase == "complete" and failed and self._world.rank == 0:
+            self._give_up(f"rank 0: {_reason(done)}")
+        elif self._phase == "complete" and not failed:
+            self.last = self._content["step"]
+        self._phase = _after(self._phase, bool(failed))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._work = self._thread.submit(work)
+
+    def _give_up(self, reason: str) -> None:
+        step, folder = self._content["step"], self.folder
+        log.warning(
+            "step %d: no checkpoint (%s); training goes on, the one before is untouched",
+            *(step, reason),
+        )
+        self._submit(lambda: clean(folder))
+
+    def _complete(self) -> None:
+        path = publish(temporary_of(self.folder, self._content["step"]), self._content)
+        if self._is_best:
+            point(self.folder, BEST, path)
+        point(self.folder, LATEST, path)
+        prune(self.folder, path, self._keep)
+        log.info("checkpoint: %s%s", path, ", the best so far" if self._is_best else "")
+
+    def wait(self) -> None:
+        """Return when the checkpoint under way is written, or was given up."""
+        while self._phase is not None:
+            if self._work is not None:
+                self._work.exception()  # waits
+            sums = self._world.all_reduce(torch.tensor(self.status(), dtype=torch.float64))
+            self.go_on(*sums.tolist())
+
+    def close(self) -> None:
+        """End the thread; `wait` before, or what is under way is lost."""
+        self._thread.shutdown()
+
+
+def _after(phase: Phase, failed: bool) -> Phase:
+    if phase == "discard":
+        return None
+    if failed:
+        return "discard"
+    return "complete" if phase == "write" else None
+
+
+def merged(records: Any) -> Records:
+    """Those of all ranks; each has files of its own."""
+    return {name: record for one in records for name, record in one.items()}
+
+
+def _reason(work: Future[Any] | None) -> str | None:
+    """Why it failed, if a file system is to blame; other errors are raised here."""
+    error = work.exception() if work is not None else None
+    if error is None:
+        return None
+    if isinstance(error, OSError | SafetensorError):
+        return " ".join(str(error).split())
+    raise error
+
+
+def _write(files: Files, temporary: Path, local: Path | None) -> Records:
+    if not files:
+        return {}
+    temporary.mkdir(parents=True, exist_ok=True)
+    near = None if local is None else _write_near(files, local)
+    if near is None:
+        return {name: save(temporary / name, files.pop(name)) for name in list(files)}
+    files.clear()
+    folder, records = near
+    try:
+        for name, record in records.items():
+            _move(folder / name, temporary / name, record)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return records
+
+
+def _write_near(files: Files, local: Path) -> tuple[Path, Records] | None:
+    """Write to a disk of this machine; None if that is not possible, which is said."""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="spatialdl-checkpoint-", dir=local))
+        return folder, {name: save(folder / name, tensors) for name, tensors in files.items()}
+    except (OSError, SafetensorError) as error:
+        log.warning("trainer.checkpoint.local=%s cannot be written to (%s)", local, error)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
+def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Any:
+    """Write a safetensors file, which is on disk when this returns; gives its record."""
+    path.touch()
+    mode = path.stat().st_mode  # as other files have it: safetensors lets nobody else read its own
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+    _sync(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _move(source: Path, target: Path, record: dict[str, Any]) -> None:
+    shutil.copyfile(source, target)
+    _sync(target)
+    source.unlink()
+    if sha256(target) != record["sha256"]:
+        raise OSError(f"{target} is not what was copied from {source}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

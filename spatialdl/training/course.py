@@ -1,0 +1,99 @@
+"""How far a run is, and what is due: the same on every rank, and saved in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from signal import Signals
+from typing import Any
+
+from omegaconf import DictConfig
+
+from spatialdl.training.best import Best
+
+
+class Course:
+    """The way of a run through its samples.
+
+    Args:
+        trainer: the configuration's.
+        steps: of the whole run.
+        batches: in an epoch.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        step: optimizer steps made.
+        epoch: whole passes over the samples made.
+        batch: batches of the next one made.
+        stopped: the signal for which the run stops after this step.
+    """
+
+    def __init__(self, trainer: DictConfig, steps: int, batches: int) -> None:
+        self._settings, self.steps, self._batches = trainer, steps, batches
+        self.step = self.epoch = self.batch = 0
+        self.stopped: Signals | None = None
+        self._validated: int | None = None
+        self._best = Best(trainer.checkpoint.best, "trainer.checkpoint.best")
+        early = trainer.early_stopping
+        self._early = Best(early.metric, "trainer.early_stopping.metric", float(early.min_delta))
+
+    def step_done(self) -> None:
+        self.step += 1
+        self.batch += 1
+        if self.batch == self._batches:
+            self.epoch, self.batch = self.epoch + 1, 0
+
+    def is_over(self) -> bool:
+        stale = self._early.worse >= int(self._settings.early_stopping.patience)
+        return self.stopped is not None or self.step >= self.steps or stale
+
+    def validation_is_due(self) -> bool:
+        if self.stopped is not None or self._validated == self.step:
+            return False
+        every, settings = self._settings.validate_every, self._settings
+        if self.step >= self.steps:
+            return True
+        if every is not None:
+            return self.step % int(every) == 0
+        return self.batch == 0 and self.epoch % int(settings.validate_every_epochs) == 0
+
+    @property
+    def validations_an_epoch(self) -> float:
+        """How many, on average."""
+        if self._settings.validate_every is not None:
+            return self._batches / int(self._settings.validate_every)
+        return 1 / int(self._settings.validate_every_epochs)
+
+    def validated(self, found: Mapping[str, Any]) -> bool:
+        """Take note of the metrics of a validation; whether they are the best so far.
+
+        Raises:
+            ValueError: if those that the configuration names are not among them.
+        """
+        self._validated = self.step
+        self._early.update(found)
+        return self._best.update(found)
+
+    def checkpoint_is_due(self) -> bool:
+        """At the end of the run too, however it ends."""
+        every = self._settings.checkpoint
+        by_steps = every.every_steps is not None and self.step % every.every_steps == 0
+        ends = self.batch == 0 and every.every_epochs is not None
+        return self.is_over() or by_steps or (ends and self.epoch % every.every_epochs == 0)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "validated": self._validated,
+            "best": self._best.state(),
+            "early_stopping": self._early.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.step, self.epoch, self.batch = (state[key] for key in ("step", "epoch", "batch"))
+        self._validated = state["validated"]
+        self._best.restore(state["best"])
+        self._early.restore(state["early_stopping"])

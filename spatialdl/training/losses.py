@@ -1,0 +1,254 @@
+"""The losses of the tasks: means over what has a label, by weight, within one slice of a batch.
+
+Numerator and denominator are those of the whole slice. Slices count by their samples, as one
+process counts them that accumulates over the same slices.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.data.format import UNLABELLED
+from spatialdl.spatial.tensor import SpatialTensor
+
+Distance = Literal["mse", "l1", "huber"]
+
+
+def classification_loss(
+    output: Tensor, target: Tensor, weight: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross entropy, the mean over the samples by the weights of their classes.
+
+    Args:
+        output: (N, classes), what the network gives.
+        target: (N,), labels, or (N, classes), the shares of mixed ones.
+        weight: (classes,), at least 0.
+        label_smoothing: share of every label that is spread over all classes.
+
+    Raises:
+        ValueError: if the network gives anything else, or has too few classes.
+    """
+    check_classes(output, target, weight)
+    output = _wide(output)
+    if target.is_floating_point():
+        target = F.pad(target.to(output), (0, output.shape[1] - target.shape[1]))
+    total = F.cross_entropy(
+        output, target, _like(weight, output), reduction="sum", label_smoothing=label_smoothing
+    )
+    if weight is None:
+        return total / len(target)
+    return _over(total, classification_weights(target, weight).sum())
+
+
+def classification_weights(target: Tensor, weight: Tensor) -> Tensor:
+    """(N,): what the samples weigh, by their classes."""
+    if not target.is_floating_point():
+        return weight.to(target.device)[target]
+    return target @ weight.to(target)[: target.shape[1]]
+
+
+def multilabel_loss(
+    output: Tensor, target: Tensor, pos_weight: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    """Binary cross entropy of the logits, the mean over the known labels; 0 if there are none.
+
+    Args:
+        output: (N, classes), what the network gives.
+        target: (N, classes), 1 where a class is present, 0 where not, NaN where nobody knows.
+        pos_weight: (classes,), what a label counts where it is 1.
+        label_smoothing: s makes 1 - s / 2 of 1 and s / 2 of 0.
+
+    Raises:
+        ValueError: if the network gives anything else.
+    """
+    check_columns(output, target, "classes")
+    output = _wide(output)
+    known = known_labels(target)
+    labels = target.nan_to_num(0.0).to(output) * (1 - label_smoothing) + label_smoothing / 2
+    losses = F.binary_cross_entropy_with_logits(
+        output, labels, reduction="none", pos_weight=_like(pos_weight, output)
+    )
+    return _over((losses * known).sum(), known.sum())
+
+
+def regression_loss(
+    output: Tensor, target: Tensor, distance: Distance = "mse", huber_delta: float = 1.0
+) -> Tensor:
+    """Squared, absolute or Huber errors, the mean over the known targets; 0 if there are none.
+
+    Args:
+        output: (N, targets), what the network gives; or (N,) where there is one.
+        target: (N, targets), NaN where nobody knows.
+
+    Raises:
+        ValueError: if the network gives anything else.
+    """
+    output = as_columns(output, target)
+    check_columns(output, target, "targets")
+    output = _wide(output)
+    known = known_labels(target)
+    wanted = target.nan_to_num(0.0).to(output)
+    if distance == "mse":
+        losses = F.mse_loss(output, wanted, reduction="none")
+    elif distance == "l1":
+        losses = F.l1_loss(output, wanted, reduction="none")
+    else:
+        losses = F.huber_loss(output, wanted, reduction="none", delta=huber_delta)
+    return _over((losses * known).sum(), known.sum())
+
+
+def known_labels(target: Tensor) -> Tensor:
+    """Where a target is no NaN."""
+    return ~target.isnan()
+
+
+def segmentation_loss(
+    output: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    dice: float = 0.0,
+) -> Tensor:
+    """Cross entropy, the mean over the pixels with a class, and `dice` times one less soft Dice.
+
+    Soft Dice (Milletari et al., "V-Net", 2016, section 3, without its squares) is 2 |pt| / (|p| +
+    |t|) of probabilities p and classes t over all pixels of all samples, the mean over the classes
+    that occur. Both are 0 where no pixel has a class.
+
+    Args:
+        output: (N, classes, H, W), what the network gives; may be split.
+        target: (N, H, W), the class of every pixel, or `UNLABELLED`; split if `output` is.
+        weight: (classes,), at least 0, in the cross entropy.
+        label_smoothing: share of every label that is spread over all classes, likewise.
+
+    Raises:
+        ValueError: if the network gives anything else, or has too few classes.
+    """
+    check_masks(output, target, weight)
+    output = _wide(output)
+    total = F.cross_entropy(
+        output,
+        target,
+        _like(weight, output),
+        ignore_index=UNLABELLED,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    if weight is None and not dice:
+        return total / (target != UNLABELLED).sum().clamp(min=1)
+    classes = torch.arange(output.shape[1], device=output.device).view(1, -1, 1, 1)
+    is_class = (target.unsqueeze(1) == classes).to(output.dtype)
+    counts = is_class.sum((0, 2, 3))
+    loss = _over(total, counts.sum() if weight is None else (counts * weight.to(counts)).sum())
+    if not dice:
+        return loss
+    shares = output.softmax(1) * (target != UNLABELLED).unsqueeze(1)
+    overlap, told = (shares * is_class).sum((0, 2, 3)), shares.sum((0, 2, 3))
+    return loss + dice * dice_loss(overlap, told, counts)
+
+
+def dice_loss(overlap: Tensor, told: Tensor, counts: Tensor) -> Tensor:
+    """One less the mean soft Dice of the classes that occur.
+
+    Args:
+        overlap: (classes,), the sum of the probabilities of a class over its own pixels.
+        told: (classes,), that over all pixels with a class.
+        counts: (classes,), pixels of each.
+    """
+    occurs = counts > 0
+    coefficients = 2 * overlap / (told + counts).clamp(min=torch.finfo(told.dtype).tiny)
+    return ((1 - coefficients) * occurs).sum() / occurs.sum().clamp(min=1)
+
+
+def _over(total: Tensor, weight: Tensor) -> Tensor:
+    """Their quotient; 0 where nothing weighs anything, as the total is 0 too."""
+    weight = weight.to(total)
+    return total / torch.where(weight > 0, weight, torch.ones_like(weight))
+
+
+def _wide(output: Tensor) -> Tensor:
+    """float32 of outputs in 16 bits, in which neither weights nor counts of pixels fit."""
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def _like(weight: Tensor | None, output: Tensor) -> Tensor | None:
+    return None if weight is None else weight.to(output.device, output.dtype)
+
+
+# --- what does not fit is told before anything is computed
+
+
+def _shape(output: object) -> object:
+    return tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+
+
+def as_columns(output: Tensor, target: Tensor) -> Tensor:
+    """(N, 1) of (N,), which networks with one output give."""
+    alone = isinstance(output, Tensor) and output.dim() == 1 and target.shape[1] == 1
+    return output.unsqueeze(1) if alone else output
+
+
+def check_classes(output: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
+    """Refuse what is no (N, classes) of enough classes."""
+    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(target):
+        raise ValueError(
+            f"the network gives {_shape(output)} for {len(target)} images: to classify, it must "
+            f"give ({len(target)}, classes); a network that tells a class for every pixel trains "
+            "with task=segmentation"
+        )
+    highest = target.shape[1] - 1 if target.dim() == 2 else int(target.max())
+    if highest >= output.shape[1]:
+        raise ValueError(
+            f"the network tells {output.shape[1]} classes apart, but there is a label {highest}: "
+            "leave model.num_classes out, or set data.num_classes"
+        )
+    _check_weight(weight, output.shape[1], "class_weights")
+
+
+def check_columns(output: Tensor, target: Tensor, what: str) -> None:
+    """Refuse what has not the shape of the targets."""
+    if not isinstance(output, Tensor) or output.shape != target.shape:
+        samples, columns = target.shape
+        raise ValueError(
+            f"the network gives {_shape(output)} for {samples} images with {columns} {what} each: "
+            f"it must give ({samples}, {columns}); leave model.num_classes out"
+        )
+
+
+def check_masks(output: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
+    """Refuse what is no (N, classes, H, W) of enough classes."""
+    samples, *size = target.shape
+    fits = isinstance(output, Tensor) and output.dim() == 4 and output.shape[0] == samples
+    if not fits or tuple(output.shape[2:]) != tuple(size):
+        raise ValueError(
+            f"the network gives {_shape(output)} for {samples} masks of {size[0]}x{size[1]}: to "
+            f"segment, it must give ({samples}, classes, {size[0]}, {size[1]}); a network that "
+            "tells one class an image trains with task=classification"
+        )
+    labels = own_pixels(target)
+    labels = labels[labels != UNLABELLED]
+    highest = int(labels.max()) if labels.numel() else -1
+    if highest >= output.shape[1]:
+        raise ValueError(
+            f"the network tells {output.shape[1]} classes apart, but a mask has a pixel of class "
+            f"{highest}: leave model.num_classes out, set data.num_classes, or mark pixels without "
+            f"a class by {UNLABELLED}"
+        )
+    _check_weight(weight, output.shape[1], "class_weights")
+
+
+def _check_weight(weight: Tensor | None, classes: int, key: str) -> None:
+    if weight is not None and len(weight) != classes:
+        raise ValueError(
+            f"task.{key} has {len(weight)} weights, but the network tells {classes} classes apart: "
+            "give one for each"
+        )
+
+
+def own_pixels(x: Tensor) -> Tensor:
+    """What this rank holds of a map."""
+    return x.to_local() if isinstance(x, SpatialTensor) else x

@@ -1,0 +1,58 @@
+"""Mixup: training on convex combinations of two images and their labels.
+
+Zhang, Cisse, Dauphin, Lopez-Paz: "mixup: Beyond Empirical Risk Minimization", ICLR 2018
+(https://arxiv.org/abs/1710.09412), section 2. Pairs lie in one slice of a batch, so no image
+travels; share and pairs follow from (seed, step, slice) alone, so every rank draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.pipeline.placed import Microbatch
+
+_MIXUP = 0x6D697875  # other random numbers than those of other draws from the seed
+
+
+def mixed(
+    microbatches: Sequence[Microbatch],
+    alpha: float,
+    classes: int,
+    seed: int,
+    step: int,
+    replica: int,
+    replicas: int,
+) -> list[Microbatch]:
+    """Every sample mixed with another of its slice; labels become shares of classes.
+
+    Args:
+        microbatches: of this rank.
+        alpha: of Beta(alpha, alpha), from which the share of the first image is drawn, one a slice.
+        classes: of labels (N,).
+        replica: of this rank, one of `replicas`.
+    """
+    if alpha == 0:
+        return list(microbatches)
+    result = []
+    for number, one in enumerate(microbatches):
+        draw = np.random.default_rng([_MIXUP, seed, step, number * replicas + replica])
+        share = float(draw.beta(alpha, alpha))
+        partners = torch.from_numpy(draw.permutation(one.samples))
+        tile, target = one.tile, one.target
+        if target is not None and not target.is_floating_point():
+            target = F.one_hot(target, classes).double()
+        tile, target = (_mix(x, share, partners) for x in (tile, target))
+        result.append(replace(one, tile=tile, target=target))
+    return result
+
+
+def _mix(x: Tensor | None, share: float, partners: Tensor) -> Tensor | None:
+    if x is None:
+        return None
+    return share * x + (1 - share) * x[partners.to(x.device)]

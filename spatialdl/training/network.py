@@ -1,0 +1,83 @@
+"""The network of a run: built from a configuration, and told as it lies on the ranks."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import hydra.utils
+import torch
+from omegaconf import DictConfig, open_dict
+from torch import nn
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.training.freezing import freeze
+from spatialdl.training.settings import Sources
+from spatialdl.training.weights import check_alike, load_weights
+
+log = logging.getLogger("spatialdl.trainer")
+
+
+def build_model(config: DictConfig, sources: Sources) -> nn.Module:
+    """The network of a configuration, its weights drawn from the seed alike on every rank."""
+    with open_dict(config):
+        config.data.image_size = list(sources.image_size)
+        config.data.channels = sources.channels
+        config.data.num_classes = sources.num_classes
+    torch.manual_seed(int(config.seed))
+    try:
+        model = hydra.utils.instantiate(config.model)
+    except hydra.errors.InstantiationException as error:
+        raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model={config.model._target_} gives a {type(model).__name__}, no network"
+        )
+    return model
+
+
+def make_network(config: DictConfig, sources: Sources, world: Communicator) -> nn.Module:
+    """The network to train: built, with the weights to begin with, and what is frozen marked.
+
+    Raises:
+        ValueError: if the weights do not fit, or differ between the ranks.
+    """
+    model = build_model(config, sources)
+    if config.weights is not None:
+        load_weights(model, str(config.weights))
+        check_alike(model, world)
+    freeze(model, list(config.trainer.freeze))
+    return model
+
+
+def describe(pipeline: Pipeline, world: Communicator) -> None:
+    """Log what each stage holds; all ranks must call it."""
+    placement = pipeline.placement
+    own = {
+        stage: sum(p.numel() for p in module.parameters())
+        for stage, module in pipeline.stages.items()
+    }
+    everybody = world.gather(own)
+    if everybody is None:
+        return
+    _, height, width = pipeline.image_size
+    log.info("layout: %s", placement.describe())
+    for stage, count in sorted({key: n for one in everybody for key, n in one.items()}.items()):
+        rows, cols = placement.grids[stage]
+        parts = placement.batch_parts(stage)
+        if parts > 1:
+            where = f"whole images, {parts} ranks that divide the samples"
+        else:
+            where = (
+                f"tiles of about {height // rows}x{width // cols} of {height}x{width} on "
+                f"{rows}x{cols} ranks"
+            )
+        log.info("stage %d: %.2f M parameters, %s", stage, count / 1e6, where)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory so far: of the device on a GPU, resident on a CPU; in MB (2**20 bytes)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

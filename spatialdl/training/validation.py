@@ -1,0 +1,145 @@
+"""What the validation samples come to, over all ranks and micro-batches, each counted once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.shards import ShardDataset
+from spatialdl.data.targets import sample_numbers
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.training.feeding import Feed
+from spatialdl.training.metrics import Scores, undefined
+from spatialdl.training.predictions import Predictions
+from spatialdl.training.segmentation import Segmentation
+from spatialdl.training.settings import Sources
+from spatialdl.training.tasks import SampleTask, Task
+
+log = logging.getLogger("spatialdl.trainer")
+
+
+Own = Tensor | list[tuple[range, Tensor]]
+"""Sums over maps, or samples and their outputs."""
+
+
+class Validation:
+    """Metrics of all validation samples, the same in every layout.
+
+    Outputs for whole images are gathered on rank 0, put in the order of the samples, and there all
+    metrics are taken in float64. Of maps each rank counts its own pixels.
+
+    Args:
+        feed: of the validation samples, in their order.
+        world: all ranks.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, task: Task, sources: Sources, feed: Feed, world: Communicator
+    ) -> None:
+        assert sources.validation is not None
+        self._pipeline, self._task, self._source = pipeline, task, sources.validation
+        self._names, self._feed, self._world = sources.names, feed, world
+        self._predictions: Predictions | None = None
+        self._numbers: list[int] | None = None
+        self._warned = False
+
+    def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
+        """What counts on this rank, of batches of the feed from the first on."""
+        if isinstance(self._task, Segmentation):
+            return self._own_tally(self._task, batches)
+        return list(self._own_outputs(self._task, batches))
+
+    def scores(self, own: Own) -> Scores:
+        """Metrics of all that `own` gave; every rank must call it, and gets them."""
+        if isinstance(own, Tensor) and isinstance(self._task, Segmentation):
+            found = self._task.metrics(self._world.all_reduce(own).tolist())
+        else:
+            everybody = self._world.gather(own)
+            found = {} if everybody is None else self._score([p for one in everybody for p in one])
+            found = self._world.bcast(found)
+        return found if math.isfinite(found["loss"]) else undefined(found)
+
+    def write(self, folder: Path) -> None:
+        """The tables of the last predictions, on rank 0; there are none of maps."""
+        if self._predictions is None:
+            return
+        try:
+            self._predictions.write(folder)
+        except OSError as error:  # such as a full disk, for which no run is lost
+            log.warning("the predictions are not written: %s", error)
+
+    def _own_tally(self, task: Segmentation, batches: Iterable[Sequence[Microbatch]]) -> Tensor:
+        sums = torch.zeros(task.tallied, dtype=torch.float64)
+        for parts in batches:
+            for number, output in self._pipeline.evaluate(parts).items():
+                target, mesh = parts[number].target, self._pipeline.last(number)
+                if target is not None and mesh is not None:
+                    sums += task.tally(output, target, mesh.part)
+        return sums
+
+    def _own_outputs(
+        self, task: SampleTask, batches: Iterable[Sequence[Microbatch]]
+    ) -> Iterator[tuple[range, Tensor]]:
+        """Samples, and their outputs in float64, that count on this rank."""
+        for batch, parts in enumerate(batches):
+            slices = self._feed.own(batch)
+            for number, output in self._pipeline.evaluate(parts).items():
+                mesh, target = self._pipeline.last(number), parts[number].target
+                if mesh is None or target is None:
+                    continue
+                own = self._pipeline.own_outputs(number, parts[number].samples)
+                task.loss(output, target[own.start : own.stop])  # refuses outputs that do not fit
+                if mesh.batch > 1 or mesh.part == 0:
+                    yield slices[number][own.start : own.stop], output.double().cpu()
+
+    def _score(self, pieces: Sequence[tuple[range, Tensor]]) -> Scores:
+        assert not isinstance(self._task, Segmentation)
+        source, names = self._source, self._names
+        order = torch.tensor([sample for samples, _ in pieces for sample in samples])
+        if not torch.equal(order.sort().values, torch.arange(len(source))):
+            raise RuntimeError(
+                f"validation met {len(order)} outputs for {len(source)} samples: this is a bug"
+            )
+        outputs = torch.cat([output for _, output in pieces])[order.argsort()]
+        if isinstance(source, ShardDataset) and self._numbers is None:
+            self._numbers = sample_numbers(source.path, source)
+        self._predictions = Predictions(self._task, outputs, source, names, self._numbers)
+        found = self._predictions.scores()
+        self._tell_missing(found, names)
+        return found
+
+    def _tell_missing(self, found: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Once, which classes have no AUROC."""
+        areas = found.get("auroc_per_class", [])
+        missing = [number for number, area in enumerate(areas) if area is None]
+        if missing and not self._warned:
+            self._warned = True
+            named = ", ".join(names[n] if n < len(names) else str(n) for n in missing)
+            log.warning(
+                "no AUROC for %s: the validation samples need some of the class and some of "
+                "others; the mean leaves it out",
+                named,
+            )
+
+
+_SHARES = ("accuracy", "balanced_accuracy", "auroc", "mean_dice", "mean_iou", "slide_accuracy")
+_NUMBERS = ("mae", "rmse", "r2")
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """Metrics as a line of the log has them."""
+    parts = [f"loss {found['loss']:.4f}"]
+    for name in (*_SHARES, *_NUMBERS):
+        value = found.get(name)
+        if value is not None:
+            text = f"{100 * value:.1f} %" if name in _SHARES else f"{value:.4g}"
+            parts.append(f"{name.replace('_', ' ')} {text}")
+    return f"{', '.join(parts)} of {found['samples']} samples"

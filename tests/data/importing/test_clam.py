@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from spatialdl.data import ShardDataset
+from spatialdl.data.importing import clam
+from spatialdl.data.importing.clam import import_clam
+
+RANDOM = np.random.default_rng(0)
+PATCHES = {
+    name: RANDOM.integers(0, 256, (count, 16, 16, 3), np.uint8)
+    for name, count in (("s1", 5), ("s2.a", 3))
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """As CLAM makes them: grown patch by patch, with attributes."""
+    folder = tmp_path / "patches"
+    folder.mkdir()
+    for name, patches in PATCHES.items():
+        with h5py.File(folder / f"{name}.h5", "w") as file:
+            shape = (None, *patches.shape[1:])
+            images = file.create_dataset(
+                "imgs", (0, *shape[1:]), np.uint8, maxshape=shape, chunks=(1, *shape[1:])
+            )
+            images.attrs["patch_level"] = 0
+            coords = file.create_dataset(
+                "coords", (0, 2), np.int32, maxshape=(None, 2), chunks=(1, 2)
+            )
+            for number, patch in enumerate(patches):
+                images.resize(number + 1, 0)
+                coords.resize(number + 1, 0)
+                images[number], coords[number] = patch, (256 * number, 7)
+    return folder
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Path:
+    path = tmp_path / "labels.csv"
+    path.write_text("case_id,slide_id,label,split\nc,s1,tumour,train\nd,s2.a.svs,benign,val\n")
+    return path
+
+
+def test_patches_become_tiles(
+    tmp_path: Path, files: Path, labels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clam, "_AT_ONCE", 2 * 16 * 16 * 3)
+    import_clam([files], tmp_path / "set", labels=labels, mpp=0.5)
+    data = ShardDataset(tmp_path / "set")
+    assert (data.classes, data.splits, data.mpp) == (["benign", "tumour"], ["train", "val"], 0.5)
+    assert data.labels.tolist() == [1] * 5 + [0] * 3
+    assert (np.stack([image for image, _ in data]) == np.concatenate([*PATCHES.values()])).all()
+    assert [(data.sample(k).slide, data.sample(k).x, data.sample(k).y) for k in (4, 5)] == [
+        ("s1", 1024, 7),
+        ("s2.a", 0, 7),
+    ]
+    import_clam([files / "s1.h5"], tmp_path / "one", codec="lz4")
+    assert ShardDataset(tmp_path / "one").labels.tolist() == [-1] * 5
+
+
+def test_patches_are_never_all_in_memory(
+    tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    read = h5py.Dataset.__getitem__
+
+    def noted(self: h5py.Dataset, key: object, **more: object) -> object:
+        if self.name == "/imgs":
+            asked.append(key)
+        return read(self, key, **more)
+
+    monkeypatch.setattr(clam, "_AT_ONCE", 2 * 16 * 16 * 3)
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", noted)
+    import_clam([files / "s1.h5"], tmp_path / "set")
+    assert asked == [slice(0, 2), slice(2, 4), slice(4, 6)]
+
+
+def bad(folder: Path, name: str, **datasets: np.ndarray) -> None:
+    with h5py.File(folder / f"{name}.h5", "w") as file:
+        for key, value in datasets.items():
+            file[key] = value
+
+
+def test_files_without_patches_are_listed_or_left_out(tmp_path: Path, files: Path) -> None:
+    images, coords = np.zeros((2, 16, 16, 3), np.uint8), np.zeros((2, 2), int)
+    bad(files, "b1", coords=coords)
+    bad(files, "b2", imgs=images[0], coords=coords)
+    bad(files, "b3", imgs=images.astype(np.int32), coords=coords)
+    bad(files, "b4", imgs=images[:0], coords=coords[:0])
+    bad(files, "b5", imgs=images, coords=coords[:1])
+    bad(files, "b6", imgs=images)
+    (files / "b7.h5").write_bytes((files / "s1.h5").read_bytes()[:4000])
+    (files / "b8.h5").write_text("no HDF5")
+    with pytest.raises(ValueError, match="8 files have no patches") as got:
+        import_clam([files], tmp_path / "set")
+    for says in (
+        r"b1.h5: it has no dataset 'imgs'; it has coords",
+        r"b2.h5: 'imgs' has shape (16, 16, 3), expected 4 dims",
+        r"b3.h5: image has type int32",
+        r"b4.h5: it has no patches",
+        r"b5.h5: 'coords' is int64 of shape (1, 2), expected numbers of shape (2, 2)",
+        r"b6.h5: it has no dataset 'coords'; it has imgs",
+        r"b7.h5: ",
+        r"b8.h5: ",
+    ):
+        assert says in str(got.value)
+    assert not (tmp_path / "set").exists()
+    assert len(import_clam([files], tmp_path / "set", skip_broken=True)) == 8
+    assert len(ShardDataset(tmp_path / "set")) == 8
+    with pytest.raises(ValueError, match="1 files have no patches"):
+        import_clam([files / "b1.h5"], tmp_path / "none", skip_broken=True)
+
+
+def test_a_damaged_chunk_is_named_and_nothing_written(tmp_path: Path, files: Path) -> None:
+    images = RANDOM.integers(0, 9, (3, 16, 16, 3), np.uint8)
+    with h5py.File(files / "z.h5", "w") as file:
+        file.create_dataset("imgs", data=images, chunks=(1, 16, 16, 3), compression="gzip")
+        file["coords"] = np.zeros((3, 2), int)
+        where = file["imgs"].id.get_chunk_info(1)
+    with (files / "z.h5").open("rb+") as file:
+        file.seek(where.byte_offset)
+        file.write(bytes(where.size))
+    with pytest.raises(ValueError, match=r"z\.h5 is damaged from patch 0 on, and nothing was"):
+        import_clam([files], tmp_path / "set")
+    assert [path.name for path in tmp_path.iterdir()] == ["patches"]
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ("slide,label\ns1,a\n", "has no column slide_id"),
+        ("slide_id,label\ns1,a\n", r"has no label of slide s2\.a; add a line"),
+        ("slide_id,label\ns1,\n", "line 2: slide_id or label is empty"),
+        ("slide_id,label\ns1,a\ns1,b\n", "line 3: s1 has another label before"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(
+    tmp_path: Path, files: Path, table: str, says: str
+) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text(table)
+    with pytest.raises(ValueError, match=says):
+        import_clam([files], tmp_path / "set", labels=path)
+    assert not (tmp_path / "set").exists()
+
+
+def test_files_that_do_not_go_together_are_refused(tmp_path: Path, files: Path) -> None:
+    bad(files, "t", imgs=np.zeros((2, 8, 8, 3), np.uint8), coords=np.zeros((2, 2), int))
+    with pytest.raises(ValueError, match=r"t\.h5 has patches of \(8, 8, 3\) uint8, .*s1\.h5 of"):
+        import_clam([files], tmp_path / "set")
+    (files / "x").mkdir()
+    (files / "x" / "s1.h5").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"s1\.h5 have the same name"):
+        import_clam([files / "s1.h5", files / "x"], tmp_path / "set")
+    with pytest.raises(ValueError, match="there is no such file"):
+        import_clam([files / "none.h5"], tmp_path / "set")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"there are no files \*\.h5"):
+        import_clam([tmp_path / "empty"], tmp_path / "set")

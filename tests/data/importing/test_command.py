@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from spatialdl.data import ShardDataset
+from spatialdl.data.importing.command import main
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((6, 5, 3), np.uint8)).save(tmp_path / "images" / name / "1.png")
+    return tmp_path / "images"
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "set"
+    more = ("--codec", "zstd", "--level", 19, "--stripes", 2, "--mpp", 0.5, "--stripe-count", 1)
+    assert run("images", images, "--out", out, *more) == 0
+    told = capsys.readouterr()
+    assert told.out == f"wrote 2 regions of 2 classes to {out}\n"
+    assert told.err.startswith("remark: stripes were not set")
+    assert (ShardDataset(out).codec, ShardDataset(out).sample(0).mpp) == ("zstd", 0.5)
+    assert run("images", images, "--out", out) == 1
+    assert "holds a data set already" in capsys.readouterr().err
+    assert run("images", images, "--out", out, "--overwrite", "--codec", "jpeg", "--jobs", 2) == 0
+    assert ShardDataset(out).kind == "tiles"
+
+
+def test_broken_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (images / "b" / "2.png").write_bytes(b"no")
+    out = tmp_path / "set"
+    assert run("images", images, "--out", out) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("error: 1 of 3 images cannot be read, and nothing was written")
+    assert told[1].startswith(f"  {images}/b/2.png: ")
+    assert run("images", images, "--out", out, "--skip-broken") == 0
+    assert capsys.readouterr().err.startswith(f"left out: {images}/b/2.png: ")
+
+
+def test_clam(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file["imgs"], file["coords"] = np.zeros((3, 4, 4, 3), np.uint8), np.zeros((3, 2), int)
+    (tmp_path / "l.csv").write_text("slide_id,label\ns,x\n")
+    out = tmp_path / "set"
+    assert run("clam", tmp_path / "s.h5", "--out", out, "--labels", tmp_path / "l.csv") == 0
+    assert capsys.readouterr().out == f"wrote 3 tiles of 1 classes to {out}\n"
+    assert run("clam", tmp_path / "none.h5", "--out", out) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [["--codec", "png"], ["--shard-size", "x"], ["--jobs", "0"], ["--level", "0"]]
+)
+def test_wrong_arguments(images: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("images", images, "--out", images / "x", *more)
+    assert caught.value.code == 2
+    assert f"argument {more[0]}" in capsys.readouterr().err
+    assert run("images", images, "--out", images.parent / "x", "--level", 23) == 1

@@ -1,0 +1,76 @@
+"""Images whose pixels say which sample, row and column they are; labels are the samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+
+from spatialdl.data.batches import Batching
+from spatialdl.data.views import Views
+
+SIZE = 8, 6
+WHOLE = 0, 8, 0, 6
+
+
+class Numbers:
+    """Args:
+    broken: reading this sample fails.
+    deadly: reading this sample kills the process.
+    """
+
+    channels = 3
+    classes = ("any",)
+    has_masks = True
+
+    def __init__(self, samples: int, broken: int | None = None, deadly: int | None = None) -> None:
+        self.labels = np.arange(samples)
+        self.broken, self.deadly = broken, deadly
+        self.read_by: set[int] = set()
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image_size(self, sample: int) -> tuple[int, int]:
+        return SIZE
+
+    def read(self, sample, box=None):
+        self.read_by.add(threading.get_ident())
+        self.asked.append(sample)
+        if sample == self.broken:
+            raise OSError(f"sample {sample} is gone")
+        if sample == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rows, cols = np.mgrid[0:8, 0:6].astype(np.uint8)
+        image = np.stack([np.full_like(rows, sample), rows, cols], axis=-1)
+        row0, row1, col0, col1 = box or WHOLE
+        return image[row0:row1, col0:col1]
+
+    def read_mask(self, sample, box=None):
+        return self.read(sample, box)[..., 1]
+
+
+def views(samples: int, **how) -> Views:
+    return Views(Numbers(samples, **how), SIZE)
+
+
+def batching(size, microbatches=1, replicas=1, replica=0, box=WHOLE, mask_box=None) -> Batching:
+    return Batching(size, replicas, replica, [box] * microbatches, [mask_box] * microbatches)
+
+
+def contents(batches) -> list[list[tuple]]:
+    """Everything in batches, to be compared."""
+    return [
+        [
+            (
+                part.share,
+                *((x.dtype, tuple(x.shape), x.numpy().tobytes()) for x in part.tensors()),
+                (part.tiles is None, part.masks is None),
+            )
+            for part in batch
+        ]
+        for batch in batches
+    ]

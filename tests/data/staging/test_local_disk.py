@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spatialdl.data.staging.local_disk import Room, find_disk, why_not
+
+
+def test_room_is_what_is_free_but_for_a_reserve(small_disk):
+    disk = small_disk(1000)
+    assert Room(disk).bytes == 950 * 1024  # 5 % of a small disk stay free
+    assert Room(disk, 100_000).bytes == 1000 * 1024 - 100_000
+    (disk / "of-others").write_bytes(bytes(400 * 1024))
+    assert Room(disk).bytes == 550 * 1024
+
+
+def test_room_is_promised_once(small_disk):
+    room = Room(small_disk(1000), keep_free=0)
+    assert room.promise(600 * 1024)
+    assert not room.promise(401 * 1024)
+    assert room.promise(400 * 1024)
+    assert room.bytes == 0
+    room.release(600 * 1024)
+    assert room.promise(600 * 1024)
+
+
+def test_of_a_large_disk_a_gibibyte_stays_free():
+    found = os.statvfs("/")
+    if found.f_blocks * found.f_frsize < 20 * 2**30:
+        pytest.skip("needs a disk of 20 GiB")
+    held = Room(Path("/"), keep_free=0).bytes - Room(Path("/")).bytes
+    assert held == pytest.approx(2**30, abs=2**28)  # others write meanwhile
+
+
+def test_the_first_place_that_will_do_is_taken(tmp_path, small_disk):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "tmp").mkdir()
+    both = {"SLURM_TMPDIR": str(tmp_path / "job"), "TMPDIR": str(tmp_path / "tmp")}
+    assert find_disk(both) == (tmp_path / "job", "")
+    (tmp_path / "job").rmdir()
+    assert find_disk(both) == (tmp_path / "tmp", f"{tmp_path}/job is no folder")
+    memory = small_disk(100)
+    disk, why = find_disk({"TMPDIR": str(memory)})
+    assert disk in (Path("/local/scratch"), Path("/tmp"), None)
+    assert why.startswith(f"{memory} is memory (tmpfs)")
+
+
+def test_what_speaks_against_a_place(tmp_path, small_disk):
+    assert why_not(tmp_path) is None
+    assert why_not(tmp_path / "nothing") == "is no folder"
+    assert why_not(Path("/proc")) == "cannot be written to" or os.getuid() == 0
+    assert why_not(small_disk(100)) == "is memory (tmpfs)"
+    assert why_not(small_disk(100, "ro")) == "cannot be written to"
+    if Path("/dev/mqueue").is_dir():  # a file system that nobody knows to be local
+        assert why_not(Path("/dev/mqueue")) == "is on a network file system (mqueue)"

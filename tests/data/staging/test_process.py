@@ -1,0 +1,288 @@
+"""Real copiers, as a job starts them, and what goes wrong around them."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spatialdl.data.staging.cache import local_name
+from spatialdl.data.staging.copying import fetch
+from spatialdl.data.staging.process import CopierProcess
+from tests.data.staging.conftest import flip_a_bit, until
+
+# a job that is killed before it can end its copier
+JOB = """
+import sys
+from pathlib import Path
+from spatialdl.data.format import Manifest
+from spatialdl.data.staging.process import CopierProcess
+source, disk = map(Path, sys.argv[1:])
+shards = Manifest.load(source).shards
+copier = CopierProcess(source, disk, shards, keep=False)
+copier.start(shards)
+print(copier._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(folder, tmp_path, dataset):
+    """Starts copiers for the shards of the data set, and ends them at last."""
+    started = []
+
+    def run(disk: Path = tmp_path / "disk", keep: bool = False, begin: bool = True):
+        shards = dataset.manifest.shards
+        copier = CopierProcess(folder, disk, shards, keep)
+        started.append(copier)
+        if begin:
+            copier.start(shards)
+        return copier
+
+    yield run
+    for copier in started:
+        copier.close()
+
+
+def is_done(copier: CopierProcess) -> bool:
+    copier.look()
+    return copier.shards["done"] == 1
+
+
+def ended(copier: CopierProcess) -> CopierProcess:
+    until(lambda: is_done(copier))
+    return copier
+
+
+def left_on(disk: Path) -> list[Path]:
+    return list(disk.rglob("*"))
+
+
+def test_the_copies_are_the_shards_and_go_with_the_job(start, folder, tmp_path, dataset):
+    copier = ended(start())
+    assert copier.shards == {"copied": 6, "done": 1}
+    assert copier.bytes["copied"] == sum(info.bytes for info in dataset.manifest.shards)
+    for info in dataset.manifest.shards:
+        copy = copier.folder / local_name(info)
+        assert copy.read_bytes() == (folder / info.file).read_bytes()
+    copier.close()
+    assert not left_on(tmp_path / "disk")
+
+
+def test_kept_copies_are_checked_and_used_again(start, tmp_path, dataset):
+    ended(start(keep=True)).close()
+    shards = tmp_path / "disk" / f".spatialdl-{os.getuid()}" / "shards"
+    damaged = shards / local_name(dataset.manifest.shards[2])
+    damaged.chmod(0o600)
+    flip_a_bit(damaged)
+    copier = ended(start())
+    assert len(copier.there) == 6
+    assert copier.shards == {"reused": 5, "copied": 1, "done": 1}
+    info = dataset.manifest.shards[2]
+    fresh = (copier.folder / local_name(info)).read_bytes()
+    assert fresh == (dataset.path / info.file).read_bytes()
+
+
+def test_two_jobs_share_copies_and_do_not_clash(start, tmp_path):
+    one, two = start(), start()
+    ended(one), ended(two)
+    for copier in (one, two):
+        assert copier.shards["copied"] + copier.shards["reused"] == 6
+        assert len(list(copier.folder.glob("*.h5"))) == 6
+    assert one.shards["copied"] + two.shards["copied"] == 6, "nothing is copied twice"
+    one.close()
+    assert len(list(two.folder.glob("*.h5"))) == 6
+    two.close()
+    assert not left_on(tmp_path / "disk")
+
+
+def test_what_another_job_copies_is_waited_for(start, folder, dataset):
+    info = dataset.manifest.shards[0]
+    other = start(begin=False)
+    part = other._cache.partial(info)
+    with part.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        copier = start()
+        until(lambda: copier.look() or copier.shards["copied"] == 5)
+        assert not copier.shards["done"]
+    part.unlink()
+    fetch(folder / info.file, part, info, lambda: other._cache.publish(info, other.folder))
+    ended(copier)
+    assert copier.shards["copied"] + copier.shards["reused"] == 6
+
+
+def test_a_part_is_resumed(start, folder, dataset):
+    info = dataset.manifest.shards[0]
+    dead = start(begin=False)
+    dead._cache.partial(info).write_bytes((folder / info.file).read_bytes()[:10_000])
+    dead._job.close()
+    assert ended(start()).shards["copied"] == 6
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_a_damaged_shard_is_told(start, folder, damage):
+    path = folder / "shard-00002.h5"
+    flip_a_bit(path) if damage == "flipped" else os.truncate(path, 1000)
+    copier = ended(start())
+    assert list(copier.damaged) == ["shard-00002.h5"]
+    assert copier.shards["copied"] == 5
+
+
+def test_what_cannot_be_read_stays_at_the_source_and_is_said(start, folder, caplog):
+    (folder / "shard-00002.h5").unlink()
+    (folder / "shard-00002.h5").symlink_to(folder)  # for root no permission is denied
+    (folder / "shard-00004.h5").unlink()
+    copier = ended(start())
+    assert not copier.damaged
+    assert copier.shards == {"copied": 4, "unreadable": 2, "done": 1}
+    [told] = caplog.messages
+    assert "shard-0000" in told
+    assert f"is read from {folder}" in told
+
+
+def test_a_small_disk_takes_what_fits(start, small_disk, dataset, caplog):
+    one = max(info.bytes for info in dataset.manifest.shards)
+    disk = small_disk(3 * one // 1024)
+    copier = ended(start(disk))
+    assert copier.shards["copied"] == 2
+    assert copier.shards["left"] == 4
+    assert len(list(copier.folder.glob("*.h5"))) == 2
+    assert not list(disk.rglob("*.part"))
+    [told] = caplog.messages
+    assert "there is no room for it" in told
+
+
+def test_a_disk_that_others_fill_meanwhile_is_left_clean(start, small_disk, dataset):
+    disk = small_disk(sum(info.bytes for info in dataset.manifest.shards) // 1024 + 400)
+    copier = start(disk, begin=False)
+    (disk / "of-others").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096 - 60_000))
+    copier.start(dataset.manifest.shards)
+    ended(copier)
+    assert copier.shards["copied"] + copier.shards["left"] == 6
+    assert copier.shards["left"]
+    assert not list(disk.rglob("*.part"))
+
+
+def test_a_disk_that_fails_is_said_once(start, dataset, caplog):
+    copier = start(begin=False)
+    shards = copier._cache.path / "shards"
+    shards.rename(shards.with_name("elsewhere"))
+    shards.write_text("no folder")
+    copier.start(dataset.manifest.shards)
+    ended(copier)
+    assert copier.shards == {"left": 6, "done": 1}
+    [told] = caplog.messages
+    assert "cannot be written to: Not a directory; what is not in" in told
+    shards.unlink()
+    shards.with_name("elsewhere").rename(shards)
+
+
+def test_a_killed_copier_is_said_once(start, tmp_path, caplog):
+    copier = start()
+    os.kill(copier._process.pid, signal.SIGKILL)
+    copier._process.wait()
+    for _ in range(3):
+        copier.look()
+    [told] = caplog.messages
+    assert "the copier was killed (SIGKILL); what is not in" in told
+    copier.close()
+    assert not left_on(tmp_path / "disk")
+
+
+def test_a_copier_that_fails_says_why(start, caplog, monkeypatch):
+    monkeypatch.setattr("spatialdl.data.staging.process.Order.to_line", lambda order: "nonsense\n")
+    copier = start()
+    until(lambda: copier.look() or bool(caplog.messages))
+    copier.look()
+    [told] = caplog.messages
+    assert "the copier ended (1): json.decoder.JSONDecodeError: " in told
+
+
+def test_signals_to_everybody_do_not_end_it(start, tmp_path):
+    copier = ended(start())
+    process = copier._process
+    assert os.getpgid(process.pid) == process.pid, "it is not in our group"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(process.pid, number)
+    copier.close()
+    assert process.returncode == 0
+    assert not left_on(tmp_path / "disk")
+
+
+def test_a_copier_outlives_a_killed_job_to_clean_up(folder, tmp_path):
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, folder, tmp_path / "disk"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert int(job.stdout.readline())
+    until(lambda: any((tmp_path / "disk").rglob("*.h5")))
+    job.kill()
+    job.communicate()
+    until(lambda: not left_on(tmp_path / "disk"))
+
+
+def test_a_job_is_not_dead_while_its_copier_lives(start, folder, tmp_path):
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, folder, tmp_path / "disk"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    copier = int(job.stdout.readline())
+    until(lambda: len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6)
+    os.kill(copier, signal.SIGSTOP)
+    try:
+        job.kill()
+        job.communicate()
+        other = start(begin=False)
+        assert len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6
+        other.close()
+    finally:
+        os.kill(copier, signal.SIGCONT)
+    until(lambda: not left_on(tmp_path / "disk"))
+
+
+def test_what_job_and_copier_leave_when_both_are_killed_is_found(start, folder, tmp_path):
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, folder, tmp_path / "disk"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    copier = int(job.stdout.readline())
+    until(lambda: any((tmp_path / "disk").rglob("jobs/*/*.h5")))
+    os.kill(copier, signal.SIGKILL)
+    job.kill()
+    job.communicate()
+    [dead] = (tmp_path / "disk").glob(".spatialdl-*/jobs/*")
+    until(lambda: not Path(f"/proc/{copier}/fd").exists())
+    later = start()
+    assert not dead.exists()
+    assert later.there
+    ended(later)
+    assert later.shards["reused"] == len(later.there)
+    later.close()
+    assert not left_on(tmp_path / "disk")
+
+
+def test_copies_are_read_as_they_arrive(start, dataset, monkeypatch, caplog):
+    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
+    expected = [dataset.read(n) for n in range(12)]
+    copier = start(begin=False)
+    dataset.use_copies(copier.folder)
+    assert not any(shard.is_local for shard in dataset._shards._shards.values())
+    with caplog.at_level(logging.WARNING):
+        copier.start(dataset.manifest.shards)
+        while not is_done(copier):
+            assert all((dataset.read(n) == expected[n]).all() for n in range(12))
+    assert all((dataset.read(n) == expected[n]).all() for n in range(12))
+    assert [shard.is_local for shard in dataset._shards._shards.values()] == [True] * 6
+    assert not caplog.messages

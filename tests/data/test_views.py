@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.format import UNLABELLED
+from spatialdl.data.views import Views
+
+ALL = Augmentation("random", 0.5, True, 0.2, 0.2, 0.2, 0.1, 0.1, 2.0)
+
+
+class Images:
+    """One image and its mask for each sample; no box may reach beyond, or be empty."""
+
+    has_masks = True
+    classes = ("a", "b")
+
+    def __init__(self, sizes, dtype="uint8", channels=3):
+        random = np.random.default_rng(0)
+        white = np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else 1
+        self.images = [(random.random((*size, channels)) * white).astype(dtype) for size in sizes]
+        self.masks = [random.integers(0, 2, size).astype(np.uint8) for size in sizes]
+        self.labels = np.zeros(len(sizes), np.int64)
+        self.channels = channels
+        self.asked: list[tuple[int, int, int, int]] = []
+
+    def __len__(self):
+        return len(self.images)
+
+    def image_size(self, sample):
+        return self.images[sample].shape[:2]
+
+    def read(self, sample, box=None):
+        return self._cut(self.images[sample], box)
+
+    def read_mask(self, sample, box=None):
+        return self._cut(self.masks[sample], box)
+
+    def _cut(self, image, box):
+        row0, row1, col0, col1 = box
+        assert 0 <= row0 < row1 <= image.shape[0]
+        assert 0 <= col0 < col1 <= image.shape[1]
+        self.asked.append(box)
+        return image[row0:row1, col0:col1]
+
+
+def whole(views, epoch=0, sample=0):
+    return views.read(epoch, sample, (0, views.size[0], 0, views.size[1]))
+
+
+def whole_mask(views, epoch=0, sample=0):
+    return views.read_mask(epoch, sample, (0, views.size[0], 0, views.size[1]))
+
+
+@st.composite
+def boxes(draw, size):
+    row = sorted(draw(st.tuples(*[st.integers(0, size[0])] * 2)))
+    col = sorted(draw(st.tuples(*[st.integers(0, size[1])] * 2)))
+    return (*row, *col)
+
+
+side = st.integers(1, 40)
+settings = st.builds(
+    Augmentation,
+    crop=st.sampled_from(["centre", "random"]),
+    flip=st.sampled_from([0.0, 0.5, 1.0]),
+    rotate=st.booleans(),
+    brightness=st.sampled_from([0.0, 0.4]),
+    contrast=st.sampled_from([0.0, 0.4]),
+    saturation=st.sampled_from([0.0, 0.4]),
+    hue=st.sampled_from([0.0, 0.5]),
+    stain=st.sampled_from([0.0, 0.2]),
+    blur=st.sampled_from([0.0, 0.7, 5.0]),
+)
+
+
+@given(st.data(), st.tuples(side, side), st.tuples(side, side), settings)
+def test_a_box_is_that_of_the_whole_view(data, stored, size, augmentation):
+    dtype = data.draw(st.sampled_from(["uint8", "uint16", "float32"]))
+    views = Views(Images([stored], dtype), size, None, augmentation, data.draw(st.integers(0, 9)))
+    epoch, box = data.draw(st.integers(0, 3)), data.draw(boxes(size))
+    cut = np.s_[box[0] : box[1], box[2] : box[3]]
+    found, mask = views.read(epoch, 0, box), views.read_mask(epoch, 0, box)
+    assert found.dtype == dtype
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, whole(views, epoch)[cut], strict=True)
+    np.testing.assert_array_equal(mask, whole_mask(views, epoch)[cut], strict=True)
+
+
+def test_without_augmentation_the_own_size_is_the_image_itself():
+    images = Images([(7, 9)])
+    views = Views(images, (7, 9))
+    assert (whole(views) == images.images[0]).all()
+    assert (whole_mask(views) == images.masks[0]).all()
+    assert (views.read(5, 0, (2, 4, 1, 9)) == images.images[0][2:4, 1:9]).all()
+    assert images.asked[-1] == (2, 4, 1, 9)
+
+
+@pytest.mark.parametrize(("dtype", "white"), [("uint8", 255), ("uint16", 65535), ("float32", 1)])
+def test_small_images_lie_in_the_middle_of_the_background(dtype, white):
+    images = Images([(3, 12), (9, 2)], dtype)
+    views = Views(images, (7, 6))
+    found = whole(views)
+    assert (found[2:5] == images.images[0][:, 3:9]).all()
+    assert (found[:2] == white).all()
+    assert (found[5:] == white).all()
+    assert (whole(views, sample=1)[:, 2:4] == images.images[1][1:8]).all()
+    mask = whole_mask(views)
+    assert (mask[2:5] == images.masks[0][:, 3:9]).all()
+    assert (mask[[0, 1, 5, 6]] == UNLABELLED).all()
+
+
+def test_a_background_of_ones_own():
+    images = Images([(2, 2)])
+    assert (whole(Views(images, (4, 4), 7))[0] == 7).all()
+    for wrong in (256, -1, 0.5):
+        with pytest.raises(ValueError, match=r"data.background=.* is no value of uint8.*0 to 255"):
+            whole(Views(images, (4, 4), wrong))
+    assert (whole(Views(Images([(2, 2)], "float32"), (4, 4), 0.5))[0] == 0.5).all()
+
+
+def test_only_what_lies_under_a_box_is_read():
+    images = Images([(40, 50)])
+    views = Views(images, (20, 20), augmentation=Augmentation("random", 0.5, True))
+    for epoch in range(20):
+        views.read(epoch, 0, (3, 8, 11, 18))
+        row0, row1, col0, col1 = images.asked[-1]
+        assert sorted((row1 - row0, col1 - col0)) == [5, 7]
+    blurred = Views(images, (20, 20), augmentation=Augmentation(blur=1.0))
+    blurred.read(0, 0, (5, 8, 5, 12))
+    row0, row1, col0, col1 = images.asked[-1]
+    assert 3 < row1 - row0 <= 9
+    assert 7 < col1 - col0 <= 13
+
+
+def test_masks_move_with_their_images():
+    """Where the image tells the mask, it does so after all changes of geometry."""
+    images = Images([(21, 34)])
+    images.images[0][..., 0] = 100 + 50 * images.masks[0]
+    views = Views(images, (30, 25), augmentation=Augmentation("random", 0.5, True))
+    seen = set()
+    for epoch in range(30):
+        image, mask = whole(views, epoch), whole_mask(views, epoch)
+        inside = mask != UNLABELLED
+        assert 0 < inside.sum() < inside.size
+        assert (image[..., 0][inside] == 100 + 50 * mask[inside]).all()
+        assert (image[~inside] == 255).all()
+        seen.add(mask.tobytes())
+    assert len(seen) >= 8
+
+
+def test_epochs_samples_and_seeds_differ():
+    views = Views(Images([(20, 20)] * 2), (16, 16), augmentation=ALL)
+    images = [whole(views, epoch, sample).tobytes() for epoch in range(4) for sample in range(2)]
+    images.append(whole(Views(views.source, (16, 16), augmentation=ALL, seed=1)).tobytes())
+    assert len(set(images)) == len(images)
+
+
+def test_boxes_beyond_the_view_are_refused():
+    views = Views(Images([(5, 5)]), (8, 8))
+    for box in ((0, 9, 0, 8), (-1, 3, 0, 8), (5, 4, 0, 8)):
+        with pytest.raises(ValueError, match="is not inside a view of 8 x 8"):
+            views.read(0, 0, box)
+
+
+def test_colours_of_other_channels_are_refused():
+    with pytest.raises(ValueError, match=r"data.augment.hue need images of 3 channels"):
+        Views(Images([(5, 5)], channels=1), (5, 5), augmentation=Augmentation(hue=0.1))

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spatialdl.data.batches import Batch, BatchReader, Slice
+from spatialdl.data.loader import Loader
+from spatialdl.data.views import Views
+from spatialdl.data.workers import Workers, pack, unpack
+from tests.data.numbers import SIZE, Numbers, batching, contents, views
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Snoop(Numbers):
+    """Tells what its process is like."""
+
+    def read(self, sample, box=None):
+        from mpi4py import rc
+
+        facts = [
+            os.getpid(),
+            "mpi4py.MPI" in sys.modules,
+            rc.initialize,
+            torch.get_num_threads(),
+            int(os.environ["OMP_NUM_THREADS"]),
+            len(os.listdir("/proc/self/task")) <= 4,  # this one, and those that send
+        ]
+        return np.array(facts, np.int64).reshape(1, 1, 6).repeat(8, 0).repeat(6, 1)
+
+
+class Unpicklable(Numbers):
+    def __reduce__(self):
+        raise TypeError("cannot pickle an open file")
+
+
+class Stubborn(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Odd(Numbers):
+    def read(self, sample, box=None):
+        raise Stubborn("rain", "snow")
+
+
+def test_any_number_of_workers_gives_the_same_batches():
+    cut = batching(3, 2, 2, 1, box=(1, 8, 0, 5), mask_box=(0, 3, 2, 6))
+    expected = [contents(Loader(views(11), cut, 1).batches(epoch)) for epoch in (0, 1)]
+    assert expected[0] != expected[1]
+    before = torch.get_rng_state()
+    for workers in (1, 2, 3):
+        loader = Loader(views(11), cut, 1, workers=workers, prefetch=1)
+        early = loader.batches(1)
+        next(early)
+        early.close()
+        assert [contents(loader.batches(epoch)) for epoch in (0, 1)] == expected
+        loader.close()
+    assert (torch.get_rng_state() == before).all()
+
+
+def test_a_worker_is_no_rank_and_has_one_thread():
+    workers = Workers(BatchReader(Views(Snoop(4), SIZE), batching(2)), workers=2, prefetch=1)
+    found = list(workers.batches([Batch(0, np.arange(2)), Batch(0, np.arange(2, 4))]))
+    facts = [batch[0].tiles[0, 0, 0].tolist() for batch in found]
+    workers.close()
+    assert len({os.getpid(), *(pid for pid, *_ in facts)}) == 3
+    assert [rest for _, *rest in facts] == [[0, 0, 1, 1, 1]] * 2
+
+
+def test_an_error_in_a_worker_comes_out_with_its_sample_and_traceback():
+    loader = Loader(views(9, broken=4), batching(2), workers=2, prefetch=2)
+    batches = loader.batches()
+    assert [next(batches)[0].labels.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(OSError, match="sample 4 is gone") as caught:
+        next(batches)
+    loader.close()
+    assert caught.value.__notes__ == ["(sample 4, epoch 0)"]
+    assert "in read" in str(caught.value.__cause__)
+
+
+def test_an_error_that_cannot_travel_is_told_in_words():
+    loader = Loader(Views(Odd(2), SIZE), batching(2), workers=1)
+    with pytest.raises(RuntimeError, match=r"Stubborn: rain and snow \(sample 0, epoch 0\)"):
+        list(loader.batches())
+    loader.close()
+
+
+def test_a_worker_that_is_killed_ends_the_run_and_its_samples_are_named():
+    loader = Loader(views(6, deadly=4), batching(2), workers=1, prefetch=1)
+    with pytest.raises(ChildProcessError, match=r"while samples .*4, 5 of epoch 0 .*data.workers"):
+        list(loader.batches())
+    loader.close()
+
+
+def test_a_data_set_that_cannot_be_sent_is_refused():
+    loader = Loader(Views(Unpicklable(2), SIZE), batching(2), workers=1)
+    with pytest.raises(ValueError, match=r"cannot be sent .*cannot pickle an open file.*workers=0"):
+        list(loader.batches())
+    loader.close()
+
+
+def test_a_batch_is_one_block():
+    tiles = torch.arange(2 * 3 * 5 * 1, dtype=torch.uint8).view(2, 3, 5, 1)
+    batch = [
+        Slice(torch.tensor([3, 1]), 0.5, tiles, None),
+        Slice(torch.tensor([], dtype=torch.int64), 0.0, None),
+        Slice(torch.tensor([7]), 0.5, None, tiles[:1, ..., 0]),
+        Slice(torch.tensor([8]), 0.5, (tiles * 1000.5).double(), None),
+    ]
+    block, rest = pack(batch)
+    assert block.is_shared()
+    found = unpack(block, rest)
+    assert contents([found]) == contents([batch])
+    storages = {x.untyped_storage().data_ptr() for one in found for x in one.tensors()}
+    assert storages - {0} == {block.untyped_storage().data_ptr()}
+    nothing = [Slice(torch.tensor([], dtype=torch.int64), 0.0, None)]
+    assert contents([unpack(*pack(nothing))]) == contents([nothing])
+
+
+ALONE = """
+import multiprocessing
+import sys
+from spatialdl.data.loader import Loader
+from tests.data.numbers import batching, views
+if __name__ == "__main__":
+    loader = Loader(views(40), batching(2), workers=2)
+    for batch in loader.batches():
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    "endings",
+    [
+        (signal.SIGKILL, signal.SIGINT),
+        pytest.param((signal.SIGTERM, None), marks=pytest.mark.slow),  # None: reads to the end
+    ],
+)
+def test_no_process_stays_behind(tmp_path, endings):
+    (tmp_path / "alone.py").write_text(ALONE)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "alone.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in endings
+    ]
+    for program, ending in zip(programs, endings, strict=True):
+        with program:
+            watched = [os.pidfd_open(int(pid)) for pid in program.stdout.readline().split()]
+            assert len(watched) == 2
+            if ending is None:
+                program.stdin.close()
+            else:
+                program.send_signal(ending)
+            program.wait()
+            for one in watched:
+                assert select.select([one], [], [], 20)[0], "a worker is still there"
+                os.close(one)
+
+
+def test_signals_of_a_launcher_do_not_end_a_worker():
+    """They are sent to whole groups of processes, and the run has a checkpoint to write."""
+    loader = Loader(views(40), batching(2), workers=2)
+    batches = loader.batches()
+    for _ in range(4):  # of both
+        next(batches)
+    servers = [forkserver._forkserver._forkserver_pid]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for pid in (*servers, *(child.pid for child in multiprocessing.active_children())):
+            os.kill(pid, number)
+    assert len(list(batches)) == 16
+    loader.close()
+
+
+NO_ROOM = """
+import torch
+from spatialdl.data.batches import Slice
+from spatialdl.data.workers import pack
+try:
+    pack([Slice(torch.zeros(1, dtype=torch.int64), 1.0, torch.zeros(4 * 2**20, dtype=torch.uint8))])
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0,
+    reason="only root makes /dev/shm small for one process",
+)
+def test_shared_memory_that_is_full_is_told():
+    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, sys.executable, NO_ROOM],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "no room for a batch of 4.0 MB in shared memory, 1.0 MB are free" in done.stdout
+    assert "--shm-size" in done.stdout

@@ -1,0 +1,132 @@
+"""Runs of a small network that are saved in one layout and go on in another."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from hydra import compose, initialize_config_module
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.communicator import Communicator
+from spatialdl.training.checkpoints.content import copies
+from spatialdl.training.trainer import Trainer
+
+SAVED, STEPS = 4, 7  # epochs have three steps, so that both lie in the middle of one
+TINY = [
+    *("model._target_=tests.mpi.training.checkpointed.network", "data.image_size=[37,29]"),
+    *("data.num_classes=3", "data.samples=14", "data.validation_samples=0", "data.batch_size=5"),
+    *("trainer.precision=float64", f"trainer.max_steps={STEPS}", "device=cpu"),
+    *("trainer.checkpoint.every_epochs=null", f"trainer.checkpoint.every_steps={SAVED}"),
+]
+SGD = "optimizer=sgd optimizer.lr=0.05 optimizer.momentum=0.9 trainer.clip_norm=0.5"
+ADAMW = "optimizer=adamw scheduler=cosine scheduler.warmup_steps=3"
+
+
+def network(num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
+    """BatchNorm, dropout of channels and of numbers, widths that divide by nothing."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 7, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(7),
+        nn.ReLU(),
+        nn.Dropout2d(0.2),
+        nn.Conv2d(7, 5, 3, padding=1),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(5, num_classes),
+    )
+
+
+class Layout(NamedTuple):
+    """Of so many ranks; in all of them a batch is cut into four slices."""
+
+    ranks: int
+    overrides: str
+
+
+LAYOUTS = {
+    "none": Layout(1, "parallel=none parallel.microbatches=4"),
+    "dp": Layout(2, "parallel=dp parallel.microbatches=2"),
+    "sp": Layout(2, "parallel=sp parallel.microbatches=4"),
+    "pp": Layout(2, "parallel=pp parallel.microbatches=4"),
+    "gems": Layout(2, "parallel=gems parallel.microbatches=4"),
+    "interleaved": Layout(
+        2,
+        "parallel=pp parallel.microbatches=4 parallel.stages=4 parallel.interleave=2 "
+        "parallel.schedule=interleaved",
+    ),
+    "sp+pp": Layout(3, "parallel=sp+pp parallel.microbatches=4 parallel.grid=[1,2]"),
+    "dp+sp": Layout(4, "parallel=dp+sp parallel.microbatches=2"),
+    "dp4": Layout(4, "parallel=dp parallel.data=4 parallel.microbatches=1"),
+    "shard": Layout(4, "parallel=dp parallel.data=4 parallel.shard_state=true"),
+    "dp+sp shard": Layout(4, "parallel=dp+sp parallel.microbatches=2 parallel.shard_state=true"),
+    "sp+pp 5": Layout(5, "parallel=sp+pp parallel.microbatches=4 parallel.grid=[2,2]"),
+}
+
+
+class Outcome(NamedTuple):
+    """Of a run, on rank 0 of its layout.
+
+    Attributes:
+        losses: by step.
+        state: weights, buffers and optimizer state, under the names of a checkpoint.
+    """
+
+    losses: dict[int, float]
+    state: dict[str, Tensor]
+
+
+def run(run_dir: Path, comm: Communicator, *overrides: str) -> Outcome:
+    """Train with the configuration; every rank of `comm` calls it."""
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        words = [word for one in overrides for word in one.split()]
+        marked = [f"++{word}" if word.startswith("model._") else word for word in (*TINY, *words)]
+        trainer = Trainer(_with_own_keys(compose("train", marked)), comm)
+    trainer.fit(run_dir)
+    files = [tensors for own in comm.allgather(_own(trainer, comm)) for tensors in own.values()]
+    run_dir = comm.bcast(run_dir)
+    state = {name: value for tensors in files for name, value in tensors.items()}
+    with (run_dir / "metrics.csv").open(newline="") as lines:
+        losses = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
+    return Outcome(losses, state)
+
+
+def _own(trainer: Trainer, comm: Communicator) -> dict[str, dict[str, Tensor]]:
+    return copies(trainer.pipeline, trainer.update, comm.rank)
+
+
+def _with_own_keys(config):
+    from omegaconf import open_dict
+
+    with open_dict(config.model):
+        for key in list(config.model):
+            if key not in ("_target_", "num_classes", "in_channels"):
+                del config.model[key]
+    return config
+
+
+def in_layout(world: Communicator, name: str, run_dir: Path, *overrides: str) -> Outcome | None:
+    """A run in a layout, on the first ranks of the world; None on the others."""
+    layout = LAYOUTS[name]
+    comm = Alone() if layout.ranks == 1 else None
+    if comm is None and world.rank < layout.ranks:
+        comm = world if layout.ranks == world.size else world.subset(range(layout.ranks))
+    found = None
+    if comm is not None and world.rank < layout.ranks:
+        found = run(run_dir, comm, layout.overrides, *overrides)
+    MPI.COMM_WORLD.Barrier()
+    return found
+
+
+def assert_same_bits(ours: Outcome, other: Outcome) -> None:
+    assert ours.losses == other.losses
+    assert ours.state.keys() == other.state.keys()
+    for name, value in ours.state.items():
+        assert torch.equal(value, other.state[name]), name

@@ -1,0 +1,109 @@
+"""Saved in one layout, gone on with in another: the curve of one process that never stopped."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.world import world
+from tests.mpi.training.checkpointed import (
+    ADAMW,
+    LAYOUTS,
+    SAVED,
+    SGD,
+    STEPS,
+    Outcome,
+    assert_same_bits,
+    in_layout,
+    run,
+)
+
+WORLD = world()
+SIZE = MPI.COMM_WORLD.size
+HERE = [name for name, layout in LAYOUTS.items() if layout.ranks <= SIZE]
+# state is sharded over all ranks of a world
+HERE = [name for name in HERE if "shard" not in name or LAYOUTS[name].ranks == SIZE]
+QUICK = {
+    3: [("sp+pp", "dp"), ("gems", "none")],
+    4: [("sp+pp", "dp"), ("none", "shard"), ("shard", "sp+pp")],
+}
+CHECKPOINT = f"checkpoints/step-{SAVED:08d}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return Path(WORLD.bcast(tmp_path_factory.mktemp("runs")))
+
+
+@cache
+def reference(folder: Path, optimizer: str) -> Outcome:
+    path = folder / f"reference-{MPI.COMM_WORLD.rank}-{optimizer.split(maxsplit=1)[0]}"
+    return run(path, Alone(), LAYOUTS["none"].overrides, optimizer, "trainer.checkpoint.keep=0")
+
+
+@cache
+def saved(folder: Path, layout: str, optimizer: str) -> Outcome | None:
+    """A run that is not interrupted and leaves a checkpoint on its way."""
+    return in_layout(WORLD, layout, run_dir_of(folder, layout, optimizer), optimizer)
+
+
+def run_dir_of(folder: Path, layout: str, optimizer: str) -> Path:
+    return folder / f"{layout}-{optimizer.split(maxsplit=1)[0]}".replace(" ", "-").replace("=", "-")
+
+
+def pairs() -> list[object]:
+    """Each layout goes on from every other; a few are enough for every day."""
+    found: list[object] = []
+    for number, (before, layout) in enumerate(permutations(HERE, 2)):
+        quick = (before, layout) in QUICK.get(SIZE, [])
+        optimizer = ADAMW if quick or number % 2 else SGD
+        name = f"{before}-to-{layout}".replace(" ", "-")
+        marks = () if quick else pytest.mark.slow
+        found.append(pytest.param(before, layout, optimizer, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("before", "layout", "optimizer"), pairs())
+def test_the_losses_go_on_in_another_layout(before, layout, optimizer, folder, tmp_path):
+    saved(folder, before, optimizer)
+    path = run_dir_of(folder, before, optimizer) / CHECKPOINT
+    ours = in_layout(WORLD, layout, tmp_path / "run", optimizer, f"ckpt_path='{path}'")
+    if ours is None:
+        return
+    plain = reference(folder, optimizer)
+    assert list(ours.losses) == list(range(1, STEPS + 1)), "with the rows of the steps before"
+    assert ours.losses == pytest.approx(plain.losses, abs=1e-10)
+    assert ours.state.keys() == plain.state.keys()
+    for name, value in plain.state.items():
+        difference = (ours.state[name].double() - value.double()).abs().max()
+        assert difference <= 1e-10, f"{name} differs by {difference}"
+
+
+def alike() -> list[object]:
+    return [
+        pytest.param(
+            layout,
+            optimizer,
+            marks=() if SIZE < 5 and (layout, optimizer) == ("sp+pp", SGD) else pytest.mark.slow,
+            id=f"{layout}-{optimizer.split()[0]}".replace(" ", "-"),
+        )
+        for layout in HERE
+        for optimizer in (SGD, ADAMW)
+    ]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), alike())
+def test_the_same_layout_goes_on_bit_for_bit(layout, optimizer, folder, tmp_path):
+    before = saved(folder, layout, optimizer)
+    path = run_dir_of(folder, layout, optimizer) / CHECKPOINT
+    draw_elsewhere = torch.rand(WORLD.rank + 1)  # nobody's business
+    ours = in_layout(WORLD, layout, tmp_path / "run", optimizer, f"ckpt_path='{path}'")
+    assert len(draw_elsewhere)
+    if ours is not None:
+        assert_same_bits(ours, before)

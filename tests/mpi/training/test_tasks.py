@@ -1,0 +1,114 @@
+"""Losses, metrics and predictions of every task in every layout as in one process."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hydra import compose, initialize_config_module
+from mpi4py import MPI
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.training.trainer import Trainer
+
+SMALL = "++model._target_=tests.mpi.training.small.small ~model.width "
+TASKS = {
+    "classes": SMALL + "task.class_weights=[1,2,0.5] task.label_smoothing=0.1 task.mixup=0.4 "
+    "trainer.freeze=[conv1.*,bn1.*]",
+    "balanced": SMALL + "task.class_weights=balanced",
+    "multilabel": SMALL + "task=multilabel task.pos_weight=[1,3,0.5] task.label_smoothing=0.1",
+    "regression": SMALL + "task=regression task.loss=huber task.huber_delta=0.2 task.mixup=0.4",
+    "maps": "model=unet ++model.depth=1 ++model.width=2 task.class_weights=[1,2,0.5] task.dice=0.5",
+    "deep": "++model.width=2 trainer.freeze=[conv1.*,bn1.*,layer1.0.*] task.mixup=1",
+}
+LOCAL = "parallel=sp+lp parallel.grid=[2,1] parallel.local_dp=2 parallel.cut=[conv3]"
+PIPED = "parallel=sp+pp parallel.grid=[3,1] parallel.microbatches=2"
+GEMS = "parallel=dp+gems parallel.microbatches=2"
+SHARDED = "parallel=dp parallel.data=4 parallel.shard_state=true"
+ALL = "classes balanced multilabel regression maps deep"
+
+
+class Row(NamedTuple):
+    """A layout with tasks; batches have so many samples, and one process cuts so many slices."""
+
+    layout: str
+    slices: int
+    batch: int
+    quick: str
+    slow: str = ""
+
+
+ROWS = {
+    2: [Row("parallel=gems parallel.microbatches=2", 2, 4, "classes", ALL)],
+    # batches of 4, and a last one of 2; 5 samples to validate on
+    3: [Row("parallel=dp parallel.data=3", 3, 4, "classes maps", ALL)],
+    4: [
+        Row("parallel=sp parallel.grid=[2,2]", 1, 4, "classes maps", ALL),
+        Row(LOCAL, 1, 4, "balanced multilabel", ALL.replace("maps deep", "")),
+        Row(PIPED, 2, 4, "", ALL),
+        Row(GEMS, 4, 5, "classes", ALL),
+        Row(SHARDED, 4, 5, "classes", "deep"),
+    ],
+}
+CHOSEN = [
+    pytest.param(row, task, marks=[] if task in row.quick.split() else pytest.mark.slow)
+    for row in ROWS.get(MPI.COMM_WORLD.size, [])
+    for task in dict.fromkeys(f"{row.quick} {row.slow}".split())
+]
+
+
+def train(run_dir: Path, comm: Any, layout: str, task: str, batch: int) -> dict[str, Any]:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose(
+            "train",
+            [
+                *("data.image_size=[40,36]", "data.num_classes=3", f"data.batch_size={batch}"),
+                *("data.samples=10", "data.validation_samples=5", "trainer.max_steps=3"),
+                *("trainer.precision=float64", "device=cpu", "comm.check=true"),
+                *(*TASKS[task].split(), *layout.split()),
+            ],
+        )
+    Trainer(config, comm).fit(run_dir)
+    if comm.rank != 0:
+        return {}
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    tables = [run_dir / "predictions.csv"] if "maps" not in task else []
+    cells = [cell for file in tables for line in file.open() for cell in line.strip().split(",")]
+    return {"loss": summary["loss"], "validation": summary["validation"], "predictions": cells}
+
+
+def close(found: Any, expected: Any) -> None:
+    """Numbers and lists of lists of numbers."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+    elif isinstance(expected, str):
+        assert found == expected or float(found) == pytest.approx(float(expected), abs=1e-10)
+    else:
+        assert found == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    @cache
+    def reference(slices: int, task: str, batch: int) -> dict[str, Any]:
+        layout = f"parallel=none parallel.microbatches={slices}"
+        return train(tmp_path_factory.mktemp("plain"), Alone(), layout, task, batch)
+
+    return reference
+
+
+@pytest.mark.parametrize(("row", "task"), CHOSEN)
+def test_tasks_equal_one_process(row, task, tmp_path, plain) -> None:
+    ours = train(tmp_path, MpiCommunicator(MPI.COMM_WORLD), row.layout, task, row.batch)
+    if MPI.COMM_WORLD.rank == 0:
+        close(ours, plain(row.slices, task, row.batch))

@@ -1,0 +1,43 @@
+"""On a GPU; that the types are PyTorch's on a CPU is in tests/mpi/spatial/test_autocast.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spatialdl.spatial.autocast import as_autocast, in_float32, padded_as
+
+HALF = torch.ones(1, 1, 4, 4, dtype=torch.bfloat16)
+
+
+def test_nothing_is_cast_without_autocast():
+    assert as_autocast(F.interpolate, (HALF,), {"scale_factor": 2}) == (
+        (HALF,),
+        {"scale_factor": 2},
+    )
+    assert in_float32(HALF) is HALF
+    assert padded_as(HALF, "reflect") is HALF
+
+
+def test_on_a_cpu_two_ways_of_padding_are_in_float32():
+    with torch.autocast("cpu", torch.bfloat16):
+        for mode in ("reflect", "replicate", "circular", "constant"):
+            plain = F.pad(HALF, (1, 1, 1, 1), mode)
+            assert padded_as(HALF, mode).dtype == plain.dtype
+        assert in_float32(HALF) is HALF
+        (x,), _ = as_autocast(torch.sum, (HALF,), {})
+        assert x is HALF
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the list is that of CUDA")
+def test_on_a_gpu_the_list_is_pytorchs():
+    x = HALF.cuda()
+    plain = [torch.sum, torch.prod, torch.norm, torch.linalg.vector_norm, torch.mean, F.relu]
+    along = [torch.logsumexp, torch.cumsum, torch.cumprod]
+    calls = [(F.interpolate, {"scale_factor": 2, "mode": "bilinear"})]
+    calls += [(one, {}) for one in plain] + [(one, {"dim": 1}) for one in along]
+    with torch.autocast("cuda", torch.bfloat16):
+        for function, options in calls:
+            (cast,), _ = as_autocast(function, (x,), options)
+            assert cast.dtype == function(x, **options).dtype, function

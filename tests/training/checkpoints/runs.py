@@ -1,0 +1,72 @@
+"""Runs of a very small network in this process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.trainer import Trainer
+
+TINY = [
+    *("++model._target_=tests.training.checkpoints.runs.network", "~model.width"),
+    *("data.image_size=[9,8]", "data.num_classes=3", "data.samples=10", "data.batch_size=4"),
+    *("data.validation_samples=3", "trainer.precision=float64", "trainer.max_steps=8"),
+    *("trainer.checkpoint.every_epochs=null", "device=cpu"),
+]
+
+
+def network(num_classes: int = 3, in_channels: int = 3, hidden: int = 4) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, hidden, 3),
+        nn.BatchNorm2d(hidden),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(hidden, num_classes),
+    )
+
+
+class Noise(nn.Module):
+    """Draws by the generators that belong to nobody."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random() + float(np.random.random()))
+
+
+def noisy(num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
+    return nn.Sequential(Noise(), *network(num_classes, in_channels))
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [*TINY, *overrides])
+
+
+def train(run_dir: Path, *overrides: str) -> Trainer:
+    trainer = Trainer(config(*overrides), Alone())
+    trainer.fit(run_dir)
+    return trainer
+
+
+def losses(run_dir: Path) -> list[float]:
+    return json.loads((run_dir / "summary.json").read_text())["loss"]
+
+
+def table(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """The steps of those that are there."""
+    found = (run_dir / "checkpoints").glob("step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in found)

@@ -1,0 +1,110 @@
+"""Names and tensors; whole runs are in test_keeping.py, other layouts in tests/mpi/training."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from spatialdl.errors import CheckpointError
+from spatialdl.training.checkpoints.content import copies, random_states, restore_random
+from spatialdl.training.checkpoints.folder import stage_file
+from tests.training.checkpoints.runs import losses, network, train
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[object]:
+    return [torch.rand(3).tolist(), random.gauss(0, 1), np.random.normal(), random.random()]
+
+
+def test_generators_draw_the_same_again():
+    draw()  # normal numbers come in pairs, of which one is kept
+    states = random_states(CPU)
+    expected = draw() + draw()
+    restore_random(states, CPU)
+    assert draw() + draw() == expected
+
+
+def test_weights_have_their_plain_names_and_optimizers_those_of_their_parameters(tmp_path):
+    trainer = train(tmp_path, "optimizer=adamw", "trainer.max_steps=2", "trainer.checkpoint.keep=0")
+    (found,) = copies(trainer.pipeline, trainer.update, rank=0).values()
+    plain = network()
+    names = set(plain.state_dict())
+    for name, _ in plain.named_parameters():
+        names |= {f"optimizer/{name}/{key}" for key in ("exp_avg", "exp_avg_sq", "step")}
+    assert set(found) == names
+    assert found["optimizer/0.weight/step"] == 2.0
+    assert copies(trainer.pipeline, trainer.update, rank=1) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NAdam", "Adafactor"),  # which keep numbers, and tensors of other sizes
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Adam", "RMSprop", "Rprop")),
+    ],
+)
+def test_other_optimizers_go_on_bit_for_bit(name, tmp_path):
+    chosen = (f"optimizer._target_=torch.optim.{name}", "~optimizer.momentum")
+    chosen += ("~optimizer.weight_decay", "~optimizer.nesterov")
+    saved = ("trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9")
+    train(tmp_path / "whole", *chosen, *saved, "trainer.max_steps=5")
+    path = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    train(tmp_path / "run", *chosen, f"ckpt_path={path}", "trainer.max_steps=5")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_averages_and_the_scale_of_the_loss_go_on_bit_for_bit(tmp_path):
+    chosen = ("trainer.precision=fp16-mixed", "trainer.ema=0.5", "trainer.validate_every=1")
+    chosen += ("scheduler=cosine", "scheduler.T_max=6")
+    saved = ("trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9")
+    whole = train(tmp_path / "whole", *chosen, *saved, "trainer.max_steps=5")
+    path = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    run = train(tmp_path / "run", *chosen, f"ckpt_path={path}", "trainer.max_steps=5")
+    for name in ("metrics.csv", "validation.csv"):
+        rows = [(tmp_path / one / name).read_text().splitlines() for one in ("whole", "run")]
+        numbers = [[row.split(",")[:3] for row in of_one] for of_one in rows]
+        assert numbers[0] == numbers[1]
+    ours, expected = run.update.average.state_dict(), whole.update.average.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    assert run.update.state() == whole.update.state()
+    assert run.update.state()["scaler"]["steps"] == 5
+
+
+def test_an_average_that_was_not_kept_begins_with_the_weights(tmp_path):
+    train(tmp_path / "run", "trainer.max_steps=3", "trainer.validate_every=null")
+    path = tmp_path / "run" / "checkpoints"
+    more = (f"ckpt_path={path}", "trainer.ema=0.999", "trainer.max_steps=3")
+    run = train(tmp_path / "more", *more)
+    weights = dict(run.pipeline.named_parameters())
+    averages = run.update.average.state_dict()
+    assert all(torch.equal(averages[name], weight) for name, weight in weights.items())
+
+
+def test_what_is_no_tensor_is_told(tmp_path):
+    trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
+    parameter = next(trainer.pipeline.parameters())
+    trainer.update.optimizer.state[parameter]["count"] = 3
+    found = copies(trainer.pipeline, trainer.update, 0)[stage_file(0)]
+    assert found["number/0.weight/count"] == 3
+    trainer.update.optimizer.state[parameter]["history"] = [torch.zeros(2)]
+    with pytest.raises(CheckpointError, match=r"SGD keeps a list as 'history' of 0\.weight"):
+        copies(trainer.pipeline, trainer.update, 0)
+
+
+class Extra(torch.nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"anything": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def test_state_of_a_module_that_is_no_tensor_is_told(tmp_path):
+    trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
+    trainer.pipeline.stages[0].add_module("extra", Extra(1, 1))
+    with pytest.raises(CheckpointError, match=r"keeps 'extra\._extra_state', a dict, in its state"):
+        copies(trainer.pipeline, trainer.update, 0)

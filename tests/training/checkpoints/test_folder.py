@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spatialdl.errors import CheckpointError
+from spatialdl.training.checkpoints.folder import (
+    BEST,
+    CONTENT,
+    LATEST,
+    candidates,
+    complete,
+    name_of,
+    point,
+    pointed,
+    prune,
+    publish,
+    temporary_of,
+)
+
+
+def make(folder: Path, step: int, mark: str = "") -> Path:
+    temporary = temporary_of(folder, step)
+    temporary.mkdir(parents=True)
+    path = publish(temporary, {"step": step, "mark": mark})
+    point(folder, LATEST, path)
+    return path
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in complete(folder)]
+
+
+def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path):
+    path = make(tmp_path, 100)
+    assert path == tmp_path / "step-00000100"
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, LATEST}
+    assert pointed(tmp_path / LATEST) == path
+    (tmp_path / name_of(200)).mkdir()  # without a checkpoint.json
+    assert steps(tmp_path) == [100]
+
+
+def test_the_same_step_again_takes_the_place(tmp_path):
+    make(tmp_path, 3, "old")
+    path = make(tmp_path, 3, "new")
+    assert json.loads((path / CONTENT).read_text())["mark"] == "new"
+    prune(tmp_path, path, 1)
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, LATEST}
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [2, 5]), (2, [2, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_the_last_ones_and_the_best_stay(tmp_path, keep, left):
+    for step in range(1, 6):
+        newest = make(tmp_path, step)
+        if step == 2:
+            point(tmp_path, BEST, newest)
+    prune(tmp_path, newest, keep)
+    assert steps(tmp_path) == left
+
+
+def test_steps_of_a_curve_that_was_left_go(tmp_path):
+    for step in (10, 20, 30):
+        make(tmp_path, step)
+    newest = make(tmp_path, 12)  # of a run that went on from 10
+    assert candidates(LATEST, tmp_path.parent) == []
+    assert [path.name[-2:] for path in candidates(str(tmp_path), tmp_path)] == ["12", "10"]
+    prune(tmp_path, newest, 2)
+    assert steps(tmp_path) == [10, 12]
+
+
+def test_every_way_to_name_a_checkpoint(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    first, second = make(folder, 1), make(folder, 2)
+    point(folder, BEST, first)
+    for named, expected in (
+        (LATEST, [second, first]),
+        (str(tmp_path / "run"), [second, first]),
+        (str(folder), [second, first]),
+        (str(first), [first]),
+        (str(folder / BEST), [first]),
+        (str(folder / LATEST), [second]),
+    ):
+        assert candidates(named, tmp_path / "run") == expected
+    assert candidates(LATEST, tmp_path / "another") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("nowhere", "is not there"),
+        (".", "has no whole checkpoint"),
+        ("text", "names no checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told(tmp_path, path, sentence):
+    (tmp_path / "text").write_text("../../etc\n")
+    with pytest.raises(CheckpointError, match=sentence):
+        candidates(str(tmp_path / path), tmp_path)
+
+
+def test_pointers_cannot_lead_elsewhere(tmp_path):
+    make(tmp_path / "other", 7)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LATEST).write_text("../other/step-00000007")
+    assert pointed(tmp_path / "run" / LATEST) is None

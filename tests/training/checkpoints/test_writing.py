@@ -1,0 +1,258 @@
+"""Writing beside training: what is there at the end, and what is left where it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.checkpoints import writing
+from spatialdl.training.checkpoints.folder import LATEST, pointed, stage_file
+from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.checkpoints.reading import damages
+from spatialdl.training.checkpoints.writing import Writer
+from tests.training.checkpoints.runs import checkpoints, losses, train
+
+
+def content(step: int) -> dict:
+    return {"format": 1, "step": step}
+
+
+def tensors(value: float = 1.0, size: int = 1000) -> dict:
+    return {stage_file(0): {"weight": torch.full((size,), value)}}
+
+
+@pytest.fixture
+def writer(tmp_path):
+    made = Writer(tmp_path, Alone(), keep=2)
+    yield made
+    made.close()
+
+
+def weights(tmp_path: Path, step: int) -> torch.Tensor:
+    return load_file(tmp_path / "checkpoints" / f"step-{step:08d}" / stage_file(0))["weight"]
+
+
+def test_a_checkpoint_is_whole_when_all_have_been_told(writer, tmp_path):
+    writer.start(tensors(3.0), content(10))
+    writer.wait()
+    path = pointed(tmp_path / "checkpoints" / LATEST)
+    assert path is not None
+    assert (path.name, writer.last) == ("step-00000010", 10)
+    assert damages(path, Alone()) == []
+    assert weights(tmp_path, 10).tolist() == [3.0] * 1000
+    modes = {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask()}, "readable as every other file"
+
+
+def umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def test_training_goes_on_while_it_is_written(writer, tmp_path, monkeypatch):
+    gate, save = threading.Event(), writing.save
+
+    def slow(*args):
+        gate.wait()
+        return save(*args)
+
+    monkeypatch.setattr(writing, "save", slow)
+    writer.start(tensors(), content(1))
+    for _ in range(3):  # steps
+        assert writer.status() == (1.0, 0.0)
+        writer.go_on(*writer.status())
+        assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+    gate.set()
+    writer.start(tensors(2.0), content(2))  # waits for the first
+    assert checkpoints(tmp_path) == [1]
+    writer.wait()
+    assert checkpoints(tmp_path) == [1, 2]
+
+
+def test_what_is_handed_over_may_change_afterwards_in_the_run_only(tmp_path):
+    """A checkpoint has the weights of its step, however late it is written."""
+    from spatialdl.training.checkpoints.content import copies
+
+    trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
+    files = copies(trainer.pipeline, trainer.update, 0)
+    before = {name: value.clone() for name, value in files[stage_file(0)].items()}
+    with torch.no_grad():
+        for parameter in trainer.pipeline.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(value, before[name]) for name, value in files[stage_file(0)].items())
+
+
+def test_what_a_killed_run_left_is_removed(writer, tmp_path):
+    left = tmp_path / "checkpoints" / ".step-00000007.tmp"
+    left.mkdir(parents=True)
+    (left / "stage-00.safetensors").write_bytes(b"half")
+    writer.start(tensors(), content(8))
+    writer.wait()
+    assert not left.exists()
+
+
+def test_local_files_are_moved_and_none_is_left_there(tmp_path):
+    local = tmp_path / "local"
+    local.mkdir()
+    writer = Writer(tmp_path, Alone(), keep=2, local=local)
+    writer.start(tensors(4.0), content(5))
+    writer.wait()
+    writer.close()
+    assert weights(tmp_path, 5)[0] == 4.0
+    assert list(local.iterdir()) == []
+
+
+def test_without_a_local_disk_files_are_written_straight(tmp_path, caplog):
+    writer = Writer(tmp_path, Alone(), keep=2, local=tmp_path / "gone")
+    writer.start(tensors(4.0), content(5))
+    writer.wait()
+    writer.close()
+    assert weights(tmp_path, 5)[0] == 4.0
+    assert "cannot be written to" in caplog.text
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_the_disk(writer):
+    writer.start({"x": {"weight": object()}}, content(1))  # type: ignore[dict-item]
+    with pytest.raises(Exception, match=r"(?i)tensor|object|attribute|unexpected"):
+        writer.wait()
+
+
+# --- disks that are full or read-only
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk_is_told_and_the_checkpoint_before_untouched(small_disk, caplog):
+    writer = Writer(small_disk, Alone(), keep=2)
+    writer.start(tensors(1.0), content(1))
+    for step in (2, 3):
+        writer.start(tensors(2.0, size=2**20), content(step))
+    writer.start(tensors(4.0), content(4))
+    writer.wait()
+    writer.close()
+    told = [one.getMessage() for one in caplog.records]
+    assert [text.split(":")[0] for text in told] == ["step 2", "step 3"], "at each try"
+    assert all("No space left" in text and "rank 0" in text for text in told)
+    assert checkpoints(small_disk) == [1, 4]
+    assert weights(small_disk, 1)[0] == 1.0
+    assert not list((small_disk / "checkpoints").glob(".*"))
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all that is left."""
+    path = disk / "filler"
+    with path.open("wb", 0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1024))
+    return path
+
+
+def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeypatch):
+    save = Checkpoints.save
+
+    def with_a_busy_neighbour(self: Checkpoints, progress: dict, is_best: bool = False) -> None:
+        self.writer.wait()
+        if progress["step"] == 4:
+            fill(small_disk)
+        elif progress["step"] == 8:
+            (small_disk / "filler").unlink()
+        save(self, progress, is_best)
+
+    run = small_disk / "run"
+    with monkeypatch.context() as during:
+        during.setattr(Checkpoints, "save", with_a_busy_neighbour)
+        train(run, "trainer.checkpoint.every_steps=2", "trainer.checkpoint.best=null")
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    lost = [text.split(":")[0] for text in told if "no checkpoint" in text]
+    assert lost == ["step 4", "step 6"]
+    assert checkpoints(run) == [2, 8]
+    train(tmp_path / "whole")
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_a_read_only_file_system_is_told_and_nothing_changes(small_disk, caplog):
+    writer = Writer(small_disk, Alone(), keep=2)
+    writer.start(tensors(1.0), content(1))
+    writer.wait()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    writer.start(tensors(2.0), content(2))
+    writer.wait()
+    assert "Read-only file system" in caplog.text
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    writer.start(tensors(3.0), content(3))
+    writer.wait()
+    writer.close()
+    assert checkpoints(small_disk) == [1, 3]
+
+
+# --- killed in the middle
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from spatialdl.training.checkpoints import folder, writing
+from tests.training.checkpoints.runs import train
+where, run_dir = sys.argv[1], Path(sys.argv[2])
+module, name = where.split(".")
+module = {"folder": folder, "writing": writing}[module]
+original, calls = getattr(module, name), []
+
+def deadly(*args, **kwargs):
+    calls.append(None)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+
+setattr(module, name, deadly)
+train(run_dir, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.best=null")
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "left"),
+    [
+        pytest.param("writing._sync", [], marks=pytest.mark.slow),  # of the second file
+        ("writing.publish", [3]),
+        pytest.param("folder.fsync_folder", [3, 6], marks=pytest.mark.slow),
+        pytest.param("writing.point", [3, 6], marks=pytest.mark.slow),
+        pytest.param("writing.prune", [3, 6], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_killed_while_it_writes_leaves_whole_checkpoints(where, left, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, where, str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr
+    assert checkpoints(tmp_path / "run") == left
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        assert damages(path, Alone()) == []
+    train(tmp_path / "run", "ckpt_path=latest")
+    train(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*.tmp"))

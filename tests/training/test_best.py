@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from spatialdl.training.best import Best
+
+
+def outcomes(best: Best, values: list[float]) -> list[bool]:
+    return [best.update({best.metric: value, "samples": 5}) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "better"),
+    [
+        ("loss", [3.0, 2.0, 2.0, 2.5, 1.0], [True, True, False, False, True]),
+        ("accuracy", [0.1, 0.3, 0.3, 0.2, 0.9], [True, True, False, False, True]),
+        ("slide_rmse", [3.0, 4.0, 1.0], [True, False, True]),
+        ("auroc", [None, 0.3, None, 0.5], [False, True, False, True]),
+        ("loss", [math.nan, 2.0, math.nan, math.inf, 1.0], [False, True, False, False, True]),
+    ],
+)
+def test_losses_fall_and_others_rise(metric, values, better):
+    assert outcomes(Best(metric, "key"), values) == better
+
+
+def test_a_small_gain_does_not_count():
+    best = Best("loss", "key", min_delta=0.5)
+    assert outcomes(best, [3.0, 2.6, 2.4, 2.0]) == [True, False, True, False]
+    assert (best.value, best.worse) == (2.4, 1)
+
+
+def test_without_a_metric_nothing_is_watched():
+    best = Best(None, "key")
+    assert not best.update({"loss": 1.0})
+    assert best.worse == 0
+
+
+@pytest.mark.parametrize("metric", ["dice", "samples", "slides", "speed"])
+def test_a_metric_that_is_none_is_told_with_those_there_are(metric):
+    found = {"loss": 1.0, "mean_dice": 0.5, "dice": [0.5], "samples": 3, "slides": 1}
+    with pytest.raises(ValueError, match=rf"key={metric} is no metric here: take one of loss, mea"):
+        Best(metric, "key").update(found)
+
+
+def test_it_goes_on_from_what_was_saved_of_the_same_metric():
+    best = Best("loss", "key")
+    outcomes(best, [3.0, 4.0])
+    again, other = Best("loss", "key"), Best("accuracy", "key")
+    for one in (again, other):
+        one.restore(best.state())
+    assert (again.value, again.worse) == (3.0, 1)
+    assert (other.value, other.worse) == (None, 0)

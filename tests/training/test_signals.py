@@ -1,0 +1,89 @@
+"""Real signals to real processes; whole runs that are stopped are in tests/test_stopping.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from spatialdl.training import signals
+from spatialdl.training.signals import MARKER, STOPPING, agreed, flags, write_marker
+
+WAITS = """
+import os, sys, time
+from spatialdl.training import signals
+signals.install()
+signals.install()  # as the jobs of a sweep do
+print("ready", flush=True)
+while not any(signals.flags()):
+    time.sleep(0.001)
+print(*signals.flags(), flush=True)
+if sys.argv[1] == "go on":
+    import ctypes
+    ctypes.CDLL(None).sleep(60)  # as in MPI: no handler of Python's can run
+"""
+
+
+def process(what: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WAITS, what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.mark.parametrize("number", STOPPING, ids=lambda one: one.name)
+def test_the_first_signal_only_asks(number):
+    with process("end") as waits:
+        assert waits.stdout.readline() == "ready\n"
+        waits.send_signal(number)
+        seen = [float(word) for word in waits.stdout.readline().split()]
+        assert agreed(seen) is number
+        assert waits.wait(20) == 0
+        assert "stopping after this step" in waits.stderr.read()
+
+
+def test_nobody_has_asked_for_anything_here():
+    assert flags() == [0.0, 0.0, 0.0]
+    assert agreed([0.0, 0.0, 0.0]) is None
+    assert agreed([0.0, 3.0, 1.0]) is signal.SIGTERM
+
+
+def test_the_marker_says_what_a_script_needs(tmp_path):
+    write_marker(tmp_path, signal.SIGUSR1, 12, 10)
+    found = json.loads((tmp_path / MARKER).read_text())
+    assert found == {"signal": "SIGUSR1", "step": 12, "checkpoint": 10}
+
+
+def test_a_second_one_ends_even_a_process_that_waits_outside_of_python():
+    with process("go on") as waits:
+        assert waits.stdout.readline() == "ready\n"
+        waits.send_signal(signal.SIGINT)
+        waits.stdout.readline()
+        waits.send_signal(signal.SIGINT)
+        assert waits.wait(20) == 128 + signal.SIGINT
+
+
+def test_several_ways_to_tell_the_same_count_once(monkeypatch):
+    """Launchers and schedulers may do so; a user who presses Ctrl-C twice means it."""
+    clock, ended = [100.0], []
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(signals, "end_job", ended.append)
+    monkeypatch.setattr(signals._Seen, "first", None)
+    for number, at, code in (
+        (signal.SIGUSR1, 100.0, None),
+        (signal.SIGTERM, 100.9, None),
+        (signal.SIGINT, 100.9, 130),
+        (signal.SIGTERM, 101.1, 143),
+    ):
+        clock[0] = at
+        signals._see(number)
+        assert ended == ([] if code is None else [code])
+        ended.clear()
+    assert agreed(flags()) is signal.SIGUSR1

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import logging
+import math
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.trainer import Trainer
+from spatialdl.training.validation import told
+
+
+def trainer(*overrides: str) -> Trainer:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose(
+            "train",
+            [
+                *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3"),
+                *("data.samples=3", "data.batch_size=3", "device=cpu", "trainer.max_steps=1"),
+                *overrides,
+            ],
+        )
+    return Trainer(config, Alone())
+
+
+def validated(ours: Trainer, batches: int | None = None) -> dict[str, Any]:
+    feed = ours.validation_feed
+    microbatches = map(feed.microbatches, islice(feed.batches(), batches))
+    return ours.validation.scores(ours.validation.own(microbatches))
+
+
+def test_a_class_without_auroc_is_named_once(tmp_path, caplog):
+    ours = trainer("data.validation_samples=2")
+    with caplog.at_level(logging.WARNING):
+        validated(ours)
+        validated(ours)
+    assert [one.message[:15] for one in caplog.records] == ["no AUROC for 2:"]
+
+
+def test_samples_that_are_met_twice_are_noticed():
+    ours = trainer("data.validation_samples=4")
+    assert validated(ours)["samples"] == 4
+    with pytest.raises(RuntimeError, match="met 3 outputs for 4 samples"):
+        validated(ours, batches=1)
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression", "segmentation"])
+def test_outputs_that_are_no_numbers_have_no_metrics(task):
+    unet = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
+    ours = trainer(*unet, f"task={task}", "data.validation_samples=4")
+    with torch.no_grad():
+        next(ours.pipeline.parameters()).fill_(torch.nan)
+    found = validated(ours)
+    assert math.isnan(found.pop("loss"))
+    assert found.pop("samples") == 4
+    assert all(value in (None, []) for value in found.values())
+
+
+def test_a_line_of_the_log():
+    found = {"loss": 0.5, "samples": 7, "accuracy": 0.25, "auroc": None, "mean_dice": 0.5}
+    assert told(found) == "loss 0.5000, accuracy 25.0 %, mean dice 50.0 % of 7 samples"
+    one = {"loss": 2, "samples": 1, "rmse": 0.123456}
+    assert told(one) == "loss 2.0000, rmse 0.1235 of 1 samples"

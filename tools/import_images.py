@@ -1,0 +1,10 @@
+"""Images or patches as a data set: python tools/import_images.py images|clam ... --out DIR"""
+
+from __future__ import annotations
+
+import sys
+
+from spatialdl.data.importing.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())
