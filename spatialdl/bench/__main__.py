@@ -5,7 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from spatialdl.bench import backend, halo, io, memory, pipeline, plan, scaling, spatial, tiling
+from spatialdl.bench import (
+    backend,
+    halo,
+    io,
+    memory,
+    pipeline,
+    plan,
+    scaling,
+    spatial,
+    tiling,
+    whole_vs_tiles,
+)
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
@@ -17,6 +28,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "scaling": scaling.main,
     "spatial": spatial.main,
     "tiling": tiling.main,
+    "whole_vs_tiles": whole_vs_tiles.main,
 }
 
 

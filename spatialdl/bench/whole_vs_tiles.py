@@ -22,15 +22,19 @@ from typing import Any
 
 from tqdm import tqdm
 
+from spatialdl import worker
 from spatialdl.bench.results import machine, publish
 from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
-from spatialdl import worker
 
 SIDE, TILE, MPP = 2048, 256, 0.5
 WHOLE, TILES = "whole images", "tiles, votes"
 WAYS = (WHOLE, TILES)
-RANKS = 2
+FOLDERS = {WHOLE: "whole", TILES: "tiles"}
 BATCH = 8  # slides in a step
+SETTINGS = (
+    *("model=wide_view", "data=shards", "data.augment.flip=0.5", "optimizer=adamw"),
+    *("optimizer.lr=5e-3", "optimizer.weight_decay=0.01", "scheduler=one_cycle"),
+)
 WANTED, CHANCE = 0.9, 0.5
 COLORS = {WHOLE: "#1f5fa8", TILES: "#d0862a"}
 
@@ -83,9 +87,7 @@ def draw_slides(folder: Path, options: argparse.Namespace) -> None:
         csv.writer(file).writerows([("slide", "label", "split"), *rows])
     with ProcessPoolExecutor() as pool:
         jobs = [
-            pool.submit(
-                write_synthetic_slide, slides / name, kind, (SIDE, SIDE), MPP, seed=number
-            )
+            pool.submit(write_synthetic_slide, slides / name, kind, (SIDE, SIDE), MPP, seed=number)
             for number, (name, kind, _) in enumerate(rows)
         ]
         for job in tqdm(jobs, "drawing slides", unit="slide"):
@@ -97,7 +99,14 @@ def cut(folder: Path, way: str) -> None:
     how = ["--whole"] if way == WHOLE else ["--tile-size", str(TILE)]
     command = [
         *(sys.executable, "-m", "spatialdl.slides.command", str(folder / "slides"), *how),
-        *("--out", str(folder / way), "--mpp", str(MPP), "--labels", str(folder / "labels.csv")),
+        *(
+            "--out",
+            str(folder / FOLDERS[way]),
+            "--mpp",
+            str(MPP),
+            "--labels",
+            str(folder / "labels.csv"),
+        ),
         *("--min-tissue", "0", "--jobs", "2"),
     ]
     worker.run(command, worker.environment(1))
@@ -105,14 +114,15 @@ def cut(folder: Path, way: str) -> None:
 
 def train(folder: Path, way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Accuracy on the slides, memory of the largest rank and seconds of one run."""
-    run = folder / f"{way}-{seed}"
+    data = folder / FOLDERS[way]
+    run = folder / f"{data.name}-{seed}"
     tiles = (SIDE // TILE) ** 2
     layout = ["parallel=sp", f"data.batch_size={BATCH}"]
     if way == TILES:
         layout = ["parallel=dp", f"data.batch_size={BATCH * tiles}"]
     command = [
-        *(sys.executable, "-m", "spatialdl.train", "experiment=whole_vs_tiles", *layout),
-        *(f"data.path={folder / way}", f"seed={seed}", f"hydra.run.dir={run}"),
+        *(sys.executable, "-m", "spatialdl.train", *SETTINGS, *layout),
+        *(f"data.path={data}", f"seed={seed}", f"hydra.run.dir={run}"),
         *(f"trainer.max_epochs={options.epochs}", "trainer.checkpoint.keep=0"),
     ]
     started = time.monotonic()
@@ -178,33 +188,38 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """A slide of each class, and the accuracy on the validation slides over the epochs."""
-    import tifffile
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.35))
-    with tempfile.TemporaryDirectory() as name:
-        for panel, kind in zip(panels, ARRANGEMENTS, strict=False):
-            slide = Path(name) / f"{kind}.tif"
-            write_synthetic_slide(slide, kind, (SIDE, SIDE), MPP, seed=3)
-            panel.imshow(tifffile.imread(slide, key=0)[::3, ::3], extent=(0, SIDE, SIDE, 0))
-            panel.set_title(f"{kind}: one class" if kind == ARRANGEMENTS[0] else f"{kind}: the other")
-            square = [512, 512 + TILE, 512 + TILE, 512, 512], [600, 600, 600 + TILE, 600 + TILE, 600]
-            panel.plot(*square, color="black", linewidth=1.2)
-            panel.text(512, 585, f"a tile of {TILE}", fontsize=8)
-            panel.set_xticks([0, SIDE])
-            panel.set_yticks([0, SIDE])
+    for panel, kind in zip(panels, ARRANGEMENTS, strict=False):
+        _show(panel, kind)
     _draw_curves(panels[2], result)
     figure.savefig(path)
+
+
+def _show(panel: Any, kind: str) -> None:
+    """A slide, and how much of it a tile is."""
+    import tifffile
+    from matplotlib.patches import Rectangle
+
+    with tempfile.TemporaryDirectory() as name:
+        slide = Path(name) / "slide.tif"
+        write_synthetic_slide(slide, kind, (SIDE, SIDE), MPP, seed=3)
+        image = tifffile.imread(slide, key=0)
+    panel.imshow(image[::3, ::3], extent=(0, SIDE, SIDE, 0))
+    panel.add_patch(Rectangle((2 * TILE, 3 * TILE), TILE, TILE, fill=False, linewidth=1.5))
+    panel.annotate("a tile", (2 * TILE, 3 * TILE), (0, 4), textcoords="offset points", fontsize=9)
+    panel.set_title(f'of the class "{kind}"')
+    panel.set_xticks([0, SIDE])
+    panel.set_yticks([0, SIDE])
 
 
 def _draw_curves(panel: Any, result: dict[str, Any]) -> None:
     for run in result["runs"]:
         accuracies = [100 * value for value in run["curve"]]
         label = run["way"] if run["seed"] == 0 else None
-        panel.plot(
-            range(1, len(accuracies) + 1), accuracies, color=COLORS[run["way"]], label=label
-        )
+        panel.plot(range(1, len(accuracies) + 1), accuracies, color=COLORS[run["way"]], label=label)
     panel.axhline(100 * CHANCE, color="#8a8a8a", linewidth=0.8, linestyle="dotted")
     panel.set_ylim(0, 103)
     panel.set_xlabel("epoch")
