@@ -121,7 +121,7 @@ def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> N
 
     from spatialdl.checking.compare import one_step
     from spatialdl.checking.network import switch_off_dropout
-    from spatialdl.checking.record import users_line_of
+    from spatialdl.source_lines import users_line_of
 
     network.to(getattr(torch, options.dtype)).train(options.train)
     switch_off_dropout(network)

@@ -21,3 +21,7 @@ class ShardError(ValueError):
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or of another run."""
+
+
+class NotFinite(ArithmeticError):
+    """A number became NaN or infinite in training (found by ``debug=detect_nan``)."""

@@ -10,17 +10,19 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
-from spatialdl.planning.drawing import draw_layout, draw_timeline
-from spatialdl.planning.search import Row, search
-from spatialdl.planning.setup import cluster_named, job_of, planned_type
-from spatialdl.planning.table import limit, table
-from spatialdl.train import _fit_model_keys, rewritten
+from spatialdl.configuring.help import print_help, wants_help
+from spatialdl.train import _check_words, _fit_model_keys, rewritten
+
+if TYPE_CHECKING:
+    from spatialdl.planning.search import Row
 
 log = logging.getLogger("spatialdl.plan")
 
@@ -29,10 +31,16 @@ def main() -> None:
     """Plan, as the command line says."""
     flags = {"--calibrate": "calibrate=true"}
     sys.argv[1:] = [flags.get(one, rewritten(one)) for one in sys.argv[1:]]
+    if wants_help(sys.argv[1:]):
+        print_help("plan")
+        return
     try:
+        _check_words(get_args_parser().parse_args(sys.argv[1:]), "plan")
         _hydra_main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
+    except ValueError as error:
+        sys.exit(f"error: {describe_error(error)}")
 
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="plan")
@@ -51,12 +59,18 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     Raises:
         ValueError: if the configuration does not fit together, or no layout fits.
     """
+    from spatialdl.planning.drawing import draw_layout, draw_timeline
+    from spatialdl.planning.search import search
+    from spatialdl.planning.setup import cluster_named, job_of, planned_type
+    from spatialdl.planning.table import limit, table
+
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
     if config.parallel.name != "none":
         raise ValueError(
-            f"parallel={config.parallel.name} is a layout already: leave it out to look for one"
+            f"parallel={config.parallel.name} is a layout already: leave it out, or "
+            "write parallel=none, to look for one"
         )
     _fit_model_keys(config, overrides)
     planned_type(config)

@@ -22,7 +22,7 @@ import hydra
 from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
 from spatialdl.comm.launch import (
@@ -33,20 +33,13 @@ from spatialdl.comm.launch import (
     start_ranks,
 )
 from spatialdl.comm.world import start_world
-from spatialdl.mesh import Placement
+from spatialdl.configuring.help import print_help, wants_help
+from spatialdl.configuring.overrides import check_overrides
 from spatialdl.training import signals
+from spatialdl.training.checks import check_config
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
-
-PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
-SWITCHES = ("tf32", "channels_last", "deterministic")
-OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
-DEVICES = ("auto", "cpu", "cuda")
-TASKS = ("classification", "multilabel", "regression", "segmentation")
-BALANCES = ("time", "measured", "memory")
-TRANSPORTS = ("auto", "mpi", "torch")
-BACKENDS = (None, "mpi4py", "gloo", "nccl")
 
 log = logging.getLogger("spatialdl.train")
 
@@ -55,8 +48,12 @@ def main() -> None:
     """Train, on as many ranks as the configuration asks for."""
     arguments = sys.argv[1:] = [rewritten(argument) for argument in sys.argv[1:]]
     info = launched()
+    if wants_help(arguments):
+        if info is None or info.rank == 0:
+            print_help("train")
+        return
     if info is None:
-        _run_alone()
+        _run_alone(arguments)
         return
     install_abort_hook()
     end_with_launcher()
@@ -70,13 +67,27 @@ def main() -> None:
             end_job(stop.code if isinstance(stop.code, int) else 1)
 
 
-def _run_alone() -> None:
+def _run_alone(arguments: Sequence[str]) -> None:
     try:
+        _check_words(get_args_parser().parse_args(arguments))
         _hydra_main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except OSError as error:  # Hydra cannot make the run directory
-        sys.exit(f"error: {describe_error(error)}")
+    except (ValueError, OSError) as error:  # or Hydra cannot make the run directory
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _check_words(flags: Namespace, command: str = "train") -> None:
+    """Refuse what no configuration knows.
+
+    Raises:
+        ValueError: if there is something.
+    """
+    elsewhere = flags.config_path is not None or flags.hydra_help or flags.shell_completion
+    if not elsewhere:
+        overrides, name, folder = flags.overrides, flags.config_name, flags.config_dir
+        check_overrides(overrides, command, name, folder, flags.multirun)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="train")
@@ -88,7 +99,11 @@ def _hydra_main(config: DictConfig) -> None:
     try:
         if config.parallel.name == "auto":
             config, overrides = _choose(config, overrides, run_dir)
-        placement = _plan(config)
+        if config.debug.name == "fakecomm":
+            if not _look(config, overrides):
+                sys.exit(1)
+            return
+        placement = check_config(config)
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
             arguments = [*_sources(), *overrides, *_into(run_dir)]
@@ -104,10 +119,23 @@ def _hydra_main(config: DictConfig) -> None:
         sys.exit(1)
 
 
+def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
+    """Tell what the ranks would do, and whether they would do it."""
+    from spatialdl.training.debug.fakecomm import look
+
+    errors = []
+    try:
+        check_config(config)
+        _fit_model_keys(config, overrides)
+    except ValueError as error:
+        errors.append(describe_error(error))
+    return look(config, errors)
+
+
 def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     """What one of several ranks does: agree on configuration and run directory, then train."""
     flags = get_args_parser().parse_args(arguments)
-    if flags.help or flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
+    if flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
         if info.rank == 0:
             _hydra_main()
         return
@@ -116,10 +144,17 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
             f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
             "itself: leave the launcher out"
         )
+    if "hydra.output_subdir=null" not in flags.overrides:  # else the one that starts ranks has
+        _check_words(flags)
     composed = _compose(flags)
     config = _without_hydra(composed)
+    if config.debug.name == "fakecomm":
+        raise ValueError(
+            f"debug=fakecomm was started on {info.size} ranks, but tells in one process what "
+            "ranks would do: leave the launcher out"
+        )
     if config.parallel.name != "auto":
-        placement = _plan(config)
+        placement = check_config(config)
         arithmetic = placement.describe().rpartition(" = ")[0]
         needed, replica = placement.world_size, placement.replica_size
         check_world_size(info.size, needed, replica, arithmetic, str(config.parallel.name))
@@ -190,76 +225,6 @@ def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
     if config.trainer.max_steps is None and config.trainer.max_epochs is None:
         config.trainer.max_epochs = 1
     trainer.run(config, run_dir)
-
-
-def _plan(config: DictConfig) -> Placement:
-    """Which ranks this configuration needs, after a look at what would fail on all of them."""
-    from spatialdl.training.layouts import (
-        check_batch,
-        check_image,
-        check_task,
-        placement_of,
-        schedule_of,
-    )
-
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
-    choices = {
-        "trainer.precision": PRECISIONS,
-        "device": DEVICES,
-        "task.name": TASKS,
-        "comm.transport": TRANSPORTS,
-        "comm.backend": BACKENDS,
-        "parallel.balance": BALANCES,
-    }
-    for key, known in choices.items():
-        value = OmegaConf.select(config, key)
-        if value not in known:
-            names = ", ".join("null" if one is None else one for one in known)
-            raise ValueError(f"{key}={value} is not supported: take one of {names}")
-    placement = placement_of(config.parallel)
-    accumulate = _check_trainer(config)
-    schedule = schedule_of(config.parallel, placement, accumulate)
-    local, batch = max(placement.batch, default=1), config.data.batch_size
-    if isinstance(batch, int):
-        batch *= accumulate
-    check_batch(batch, schedule.microbatches, placement.data, local)
-    check_task(config.task.name, placement)
-    if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
-        check_image(tuple(config.data.image_size), placement)
-    if config.data.name == "shards" and not Path(config.data.path).is_dir():
-        raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
-    targets = config.data.get("targets")
-    if targets is not None and not Path(targets).expanduser().is_file():
-        raise ValueError(f"data.targets={targets} is no file")
-    return placement
-
-
-def _check_trainer(config: DictConfig) -> int:
-    """Batches that a step accumulates, after a look at the trainer's other settings."""
-    from spatialdl.training.checkpoints.settings import check_settings
-
-    settings = config.trainer
-    for key in SWITCHES:
-        if not isinstance(settings[key], bool):
-            raise ValueError(f"trainer.{key}={settings[key]} must be true or false")
-    check_settings(settings)
-    clip, decay = settings.clip_norm, settings.ema
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
-    if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
-        raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
-    accumulate = settings.accumulate
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"trainer.accumulate={accumulate} must be at least 1 batch")
-    optimizer = str(config.optimizer["_target_"])
-    if config.parallel.shard_state and optimizer.endswith(OF_WHOLE_WEIGHTS):
-        raise ValueError(
-            f"optimizer._target_={optimizer} needs the norms of whole weights, but "
-            "parallel.shard_state=true leaves a part of each on a rank: take sgd or adamw"
-        )
-    return int(accumulate)
 
 
 def rewritten(argument: str) -> str:

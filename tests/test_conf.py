@@ -1,8 +1,15 @@
+"""Every file of the configuration is made into what it stands for; one that nothing here knows
+how to make fails.
+"""
+
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -11,10 +18,19 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from spatialdl.comm.alone import Alone
+from spatialdl.configuring.keys import keys_of
+from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.models import ResNet, ResNetV2, UNet
+from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.cluster import cluster_of
+from spatialdl.training.checks import BACKENDS, TRANSPORTS
+from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks import task_of
+from spatialdl.training.trainer import Trainer
 
 CONF = Path(str(files("spatialdl.conf")))
 RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} | {
@@ -24,6 +40,11 @@ RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} 
 
 
 def config(*overrides: str) -> DictConfig:
+    return composed(*overrides).copy()
+
+
+@cache
+def composed(*overrides: str) -> DictConfig:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         return compose("train", list(overrides))
 
@@ -43,36 +64,91 @@ def test_the_groups_have_the_promised_options():
     assert options("scheduler") == rules
 
 
-@pytest.mark.parametrize("model", options("model"))
-def test_every_model_takes_classes_and_channels_from_the_data(model):
-    small = ["model.width=2"] if model != "amoebanet_d" else ["model.layers=3", "model.filters=16"]
-    cfg = config(f"model={model}", "data.num_classes=4", "data.channels=1", *small)
+SMALL = {"amoebanet_d": ["model.layers=3", "model.filters=16"]}
+TINY = [
+    *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
+    *("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data set of tiles."""
+    rng = np.random.default_rng(0)
+    with ShardWriter(tmp_path / "tiles", classes=["benign", "tumour"]) as writer:
+        for number in range(6):
+            image = rng.integers(0, 256, (40, 36, 3), np.uint8)
+            writer.add(image, label=number % 2, split="train" if number < 4 else "val")
+    return tmp_path / "tiles"
+
+
+# --- every file, group by group
+
+
+def make_model(name: str, folder: Path) -> None:
+    cfg = config(
+        f"model={name}",
+        "data.num_classes=4",
+        "data.channels=1",
+        *SMALL.get(name, ["model.width=2"]),
+    )
     network = instantiate(cfg.model).eval()
     assert isinstance(network, nn.Sequential | ResNet | ResNetV2 | UNet)
     pixels = (16, 16) if cfg.task.name == "segmentation" else ()
     assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 4, *pixels)
 
 
-def test_a_u_net_segments_unless_told_otherwise():
-    assert config().task.name == "classification"
-    assert config("model=unet").task.name == "segmentation"
-    assert config("model=unet", "task=classification").task.name == "classification"
-    assert config("task=segmentation").task.name == "segmentation"
+def make_data(name: str, folder: Path) -> None:
+    given = [f"data.path={folder}"] if name == "shards" else ["data.image_size=[40,36]"]
+    cfg = config(f"data={name}", *given)
+    assert not OmegaConf.missing_keys(cfg)
+    sources = open_sources(cfg.data, 0)
+    assert sources.train.read(0).shape == (40, 36, 3)
+    assert sources.validation is not None
+    assert {"image_size", "channels", "num_classes", "batch_size"} <= set(cfg.data)
 
 
-@pytest.mark.parametrize("task", options("task"))
-def test_every_task_can_be_made_and_leaves_its_extras_off(task):
-    settings = config(f"task={task}").task
+def make_task(name: str, folder: Path) -> None:
+    settings = config(f"task={name}").task
     made = task_of(settings, 3, SyntheticDataset(3, (8, 8), 3))
-    assert made.name == settings.name == task
+    assert made.name == settings.name == name
     assert made.mixup == settings.get("label_smoothing", 0) == settings.get("dice", 0) == 0
     assert settings.get("class_weights") is settings.get("pos_weight") is None
 
 
-@pytest.mark.parametrize("scheduler", options("scheduler"))
-@pytest.mark.parametrize("optimizer", options("optimizer"))
-def test_every_optimizer_and_scheduler_can_be_made(optimizer, scheduler):
-    cfg = config(f"optimizer={optimizer}", f"scheduler={scheduler}")
+def make_augmentation(name: str, folder: Path) -> None:
+    cfg = config(f"data/augment={name}", "data.image_size=[24,20]")
+    views = open_sources(cfg.data, 0).train_views
+    changed = (views.read(0, 0, (0, 24, 0, 20)) != views.source.read(0)).any()
+    assert changed == (name != "none")
+
+
+def make_parallel(name: str, folder: Path) -> None:
+    cfg = config(f"parallel={name}").parallel
+    if name == "auto":
+        assert set(cfg) == {*config().parallel, "world", "device_memory_gb", "cluster"}
+        return
+    assert cfg.name == name
+    assert list(cfg) == list(config().parallel)
+    placement = placement_of(cfg)
+    assert placement.world_size == RANKS[name]
+    assert schedule_of(cfg, placement).microbatches == cfg.microbatches
+    assert cfg.microbatches == (4 if "pp" in name else 2 if "gems" in name else 1)
+    assert cfg.gems.variant == ("mast" if "gems" in name else "none")
+
+
+def make_layout_of_experiment(name: str, folder: Path) -> None:
+    cfg = config(f"parallel=experiment/{name}").parallel
+    assert cfg.name in RANKS
+    assert list(cfg) == list(config().parallel)
+    placement = placement_of(cfg)
+    assert placement.world_size >= RANKS[cfg.name]
+    assert schedule_of(cfg, placement).microbatches == cfg.microbatches
+
+
+def make_steps(name: str, group: str) -> list[float]:
+    """The learning rates of four steps."""
+    cfg = config(f"{group}={name}")
     made = make_optimizer(cfg.optimizer, [nn.Parameter(torch.ones(1))], cfg.data.batch_size)
     rule = make_scheduler(cfg.scheduler, made, 4)
     rates = []
@@ -81,29 +157,124 @@ def test_every_optimizer_and_scheduler_can_be_made(optimizer, scheduler):
         made.step()
         rule.step()
     highest = cfg.optimizer.lr
-    if scheduler == "one_cycle":  # of which the peak lies between two steps
+    if name == "one_cycle":  # of which the peak lies between two steps
         assert highest / 2 < max(rates) < highest
     else:
         assert max(rates) == rates[0] == highest
-    assert (rates[-1] < max(rates)) == (scheduler != "constant")
+    return rates
 
 
-@pytest.mark.parametrize(("parallel", "ranks"), RANKS.items())
-def test_every_layout_has_all_keys_its_name_and_its_number_of_ranks(parallel, ranks):
-    cfg = config(f"parallel={parallel}").parallel
-    assert cfg.name == parallel
-    assert list(cfg) == list(config().parallel)
-    tiles = cfg.grid[0] * cfg.grid[1]
-    assert cfg.data * (cfg.spatial_stages * tiles + cfg.stages - cfg.spatial_stages) == ranks
-    assert cfg.microbatches == (4 if "pp" in parallel else 2 if "gems" in parallel else 1)
-    assert cfg.gems.variant == ("mast" if "gems" in parallel else "none")
+def make_scheduler_of(name: str, folder: Path) -> None:
+    rates = make_steps(name, "scheduler")
+    assert (rates[-1] < max(rates)) == (name != "constant")
 
 
-@pytest.mark.parametrize("data", options("data"))
-def test_every_data_config_is_whole(data):
-    cfg = config(f"data={data}", *(["data.path=somewhere"] if data == "shards" else []))
+def make_comm(name: str, folder: Path) -> None:
+    comm = config(f"comm={name}").comm
+    assert comm.transport in TRANSPORTS
+    assert comm.backend in BACKENDS
+    assert (comm.check, comm.ranks_per_device) == (False, 1)
+
+
+def make_cluster(name: str, folder: Path) -> None:
+    settings = OmegaConf.to_container(cluster_file(name))
+    if name == "this_machine":  # the rest is measured
+        assert settings == {"name": name}
+        return
+    assert cluster_of(settings).memory_bytes(8) == 80e9
+
+
+def make_run(name: str, folder: Path) -> None:
+    """A step of a preset, small and on one rank; tests/test_experiments.py has its ranks."""
+    small = ["parallel=none", "model.width=2", *TINY]
+    if name == "camelyon_like":
+        own = [one for one in small if not one.startswith(("data.image", "data.sam", "data.val"))]
+        small = [*own, f"data.path={folder}", "scheduler.warmup_steps=1"]
+    if name == "hyfi_amoebanet":
+        small = [*(one for one in small if "width" not in one), *SMALL["amoebanet_d"]]
+    cfg = config(f"experiment={name}", *small)
+    trainer = Trainer(cfg, Alone())
+    trainer.fit(folder / "run")
+    assert trainer.course.step == 2
+    assert (folder / "run" / "summary.json").is_file()
+
+
+def make_trainer(name: str, folder: Path) -> None:
+    cfg = config(f"trainer={name}", "model.width=2", *TINY)
+    trainer = Trainer(cfg, Alone())
+    trainer.fit(folder / "run")
+    assert trainer.course.step == 2
+
+
+def make_debug(name: str, folder: Path) -> None:
+    assert config(f"debug={name}").debug.name == name
+
+
+MAKERS: dict[str, Callable[[str, Path], object]] = {
+    "model": make_model,
+    "task": make_task,
+    "data": make_data,
+    "data/augment": make_augmentation,
+    "parallel": make_parallel,
+    "parallel/experiment": make_layout_of_experiment,
+    "optimizer": lambda name, folder: make_steps(name, "optimizer"),
+    "scheduler": make_scheduler_of,
+    "trainer": make_trainer,
+    "comm": make_comm,
+    "cluster": make_cluster,
+    "experiment": make_run,
+    "debug": make_debug,
+}
+FILES = sorted(file for file in CONF.rglob("*.yaml") if file.parent != CONF)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}={f.stem}")
+def test_every_file_can_be_made_into_what_it_stands_for(file, folder):
+    group = file.parent.relative_to(CONF).as_posix()
+    assert group in MAKERS, f"nothing here makes {group}={file.stem}: write what does"
+    MAKERS[group](file.stem, folder)
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_every_command_has_a_configuration(command):
+    assert sorted(file.stem for file in CONF.glob("*.yaml")) == ["plan", "train"]
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        cfg = compose(command, ["+world=2"] if command == "train" else ["world=2"])
     assert not OmegaConf.missing_keys(cfg)
-    assert {"image_size", "channels", "num_classes", "batch_size"} <= set(cfg.data)
+
+
+# --- what they promise
+
+
+def test_a_u_net_segments_unless_told_otherwise():
+    assert config().task.name == "classification"
+    assert config("model=unet").task.name == "segmentation"
+    assert config("model=unet", "task=classification").task.name == "classification"
+    assert config("task=segmentation").task.name == "segmentation"
+    assert config("experiment=segmentation").task.name == "segmentation"
+    words = ("experiment=camelyon_like", "task.class_weights=null", "data.path=x")
+    assert config(words[0], words[2]).task.class_weights == "balanced"
+    assert config(*words).task.class_weights is None
+
+
+def test_overfit_trains_plainly_unless_told_otherwise():
+    words = ("data/augment=pathology", "task.mixup=0.4", "trainer.early_stopping.metric=loss")
+    cfg = config("debug=overfit")
+    assert cfg.data.augment == config().data.augment
+    assert (cfg.trainer.checkpoint.keep, cfg.trainer.early_stopping.metric) == (0, None)
+    cfg = config(*words, "debug=overfit")
+    assert cfg.data.augment != config().data.augment
+    assert (cfg.task.mixup, cfg.trainer.early_stopping.metric) == (0.4, "loss")
+
+
+def test_the_users_words_win_over_a_preset():
+    cfg = config("experiment=hyfi_amoebanet")
+    assert (cfg.model.filters, cfg.parallel.grid, cfg.parallel.stages) == (416, [2, 2], 3)
+    cfg = config("experiment=hyfi_amoebanet", "parallel=lp", "model=resnet18", "data.batch_size=3")
+    assert cfg.parallel == config("parallel=lp").parallel
+    assert cfg.model.width == 64
+    assert cfg.data.batch_size == 3
+    assert cfg.data.image_size == [2048, 2048]
 
 
 def test_a_key_that_does_not_exist_is_refused():
@@ -117,11 +288,17 @@ def test_the_default_run_directory_is_new_every_time():
     assert cfg.hydra.run.dir.startswith("outputs/20")
 
 
-@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize(
+    "file", sorted(CONF.rglob("*.yaml")), ids=lambda f: f"{f.parent.name}={f.stem}"
+)
 def test_a_comment_stands_beside_every_key(file):
-    explained = (CONF / "parallel/none.yaml").read_text() if file.parent.name == "parallel" else ""
-    for line in file.read_text().splitlines():
-        key = line.partition(":")[0]
-        top_level = key and not key.startswith((" ", "#")) and key not in ("defaults", "hydra")
-        if top_level:
-            assert "  # " in line or f"{key}: " in explained, line
+    group = file.parent.relative_to(CONF).as_posix().partition("/")[0]
+    own = group not in ("parallel", "experiment", "debug")  # these set keys that others explain
+    for key in keys_of(file):
+        mapping_of_hydra = key.name in ("hydra", "hydra.run", "hydra.sweep")
+        known = key.name in EXPLAINED and not own
+        assert key.comment or known or mapping_of_hydra, key
+
+
+EXPLAINED = {key.name for file in CONF.rglob("*.yaml") for key in keys_of(file) if key.comment}
+EXPLAINED |= {group.name for group in CONF.iterdir() if group.is_dir()}

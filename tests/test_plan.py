@@ -47,6 +47,13 @@ def test_wrong_questions_are_refused(overrides, sentence, tmp_path):
         plan.plan(config(*SMALL, *overrides), SMALL, tmp_path)
 
 
+def test_an_unknown_word_is_told_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plan.py", "wrld=2"])
+    with pytest.raises(SystemExit) as ended:
+        plan.main()
+    assert str(ended.value).startswith("error: wrld is unknown; nearest: world; `python -m spati")
+
+
 def auto_config(*overrides: str):
     return config(*SMALL[:3], "parallel=auto", *overrides, name="train")
 

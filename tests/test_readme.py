@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_module
 
 from spatialdl import train
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.training.checks import check_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -83,7 +84,7 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     (tmp_path / "receptors.csv").touch()
     overrides = [train.rewritten(word) for word in words[1:] if not word.startswith("-")]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        train._plan(compose("train", overrides))
+        check_config(compose("train", overrides))
 
 
 def test_there_are_commands():

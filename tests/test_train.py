@@ -143,8 +143,12 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["parallel=tp"], "Could not find 'parallel/tp'"),
-        (["data.bach_size=3"], "Could not override 'data.bach_size'"),
+        (
+            ["parallel=tp"],
+            "error: parallel=tp is unknown; there are auto, dp, dp+gems",
+        ),
+        (["data.bach_size=3"], "error: data.bach_size is unknown; nearest: data.batch_size; `pyth"),
+        (["+foo=1"], "error: +foo is unknown; `python -m spatialdl.train --help` lists all"),
         (["data=shards"], "error: data.path has no value: add data.path=..."),
         (
             ["trainer.precision=float16"],
@@ -222,8 +226,18 @@ def test_a_run_ends_after_an_epoch_unless_told_otherwise(inside, arguments, step
     assert (settings.max_steps, settings.max_epochs) == (steps, epochs)
 
 
-def test_help_is_hydras(inside, capsys):
-    assert inside("--help")[0] == 0
+def test_help_is_ours_and_runs_nothing(inside, tmp_path, capsys):
+    code, errors, calls = inside("--help", "parallel=sp")
+    assert (code, errors, calls) == (0, "", [])
+    assert not list(tmp_path.glob("outputs"))
+
+
+def test_a_sweep_with_an_unknown_word_starts_no_job(inside, tmp_path):
+    code, errors, calls = inside("-m", "parallel=dp,non")
+    assert (code, calls) == (1, [])
+    assert errors.startswith("error: parallel=non is unknown; nearest: parallel=none; there are")
+    assert not (tmp_path / "multirun").exists()
+    assert not (tmp_path / "outputs").exists()
 
 
 # --- real processes
@@ -262,6 +276,14 @@ def test_a_launcher_with_the_wrong_number_of_ranks_is_told_the_arithmetic(comman
     assert done.returncode != 0
     sentence = "needs 3 ranks = 1 replica x (2x1 + 1x1), but this world has 2: start it with "
     assert done.stderr.count(f"parallel=sp+pp {sentence}`mpiexec -n 3`") == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_ranks_of_a_launcher_are_told_once_of_an_unknown_word(command, tmp_path):
+    done = command("parallel=sp", "optimzer.lr=2", ranks=2)
+    assert done.returncode != 0
+    assert done.stderr.count("optimzer.lr is unknown; nearest: optimizer.lr;") == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "outputs").exists()
 

@@ -1,178 +1,101 @@
-"""MB per CPU second of boxes of one large image, from a raw shard and from what else there is.
+"""Reading, feeding, staging and writing of data sets, and what they are aimed at.
 
-Windows of 1024 pixels lie anywhere; quarters are what each of 2 x 2 ranks reads of such an image
-of 1024 pixels. All ways take the same boxes in turns, in one process, from the page cache.
+Boxes of one image are read in all formats, warm and cold; the loader feeds an accelerator that is
+emulated; an epoch is staged from a slow source; shards are written; a box of a giant is read.
+Computing is sleeping, as in DLIO.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import h5py
 from tqdm import tqdm
 
-from spatialdl.bench.io_ways import (
-    DECODED,
-    MEMMAP,
-    OURS,
-    PLAIN,
-    PNG,
-    PREAD,
-    THROUGH,
-    WAYS,
-    Read,
-    draw_image,
-    open_all,
-    write_all,
-)
+from spatialdl.bench import io_feeding, io_memory, io_reading, io_staging, io_writing
+from spatialdl.bench.io_report import draw, table
 from spatialdl.bench.results import machine, publish
+from spatialdl.text import size_in_bytes
 
-WINDOW = 1024
-QUARTER = WINDOW // 2
-KINDS = {f"windows of {WINDOW}": WINDOW, f"quarters of {QUARTER}": QUARTER}
-OF_MEMMAP, OF_PLAIN = 0.6, 3.0
-"""What reading a raw shard is to reach of the others' rates."""
-FEWER = 20  # boxes to one that is decoded from files
-WIDE = 28  # columns of names in the table
-COLORS = {MEMMAP: "#8a8a8a", OURS: "#1f5fa8", PREAD: "#5d8fca", THROUGH: "#8fb3dc"}
-OTHERS = "#d0862a"
+Measure = Callable[[argparse.Namespace, Path, Callable[[], object]], Any]
+PARTS: dict[str, Measure] = {
+    "reading": io_reading.measure,
+    "feeding": io_feeding.measure,
+    "staging": io_staging.measure,
+    "writing": io_writing.measure,
+    "memory": lambda options, folder, _: io_memory.measure(options, folder),
+}
 
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        write_all(draw_image(options.side), folder)
-        reads = open_all(folder, options.side)
-        _check_same(reads)
-        found = measure(reads, options)
-    publish(summarise(options, found), table, draw, Path(options.out) / f"io-{options.side}")
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m spatialdl.bench io", *arguments]),
+        "machine": f"{machine()}, HDF5 {h5py.version.hdf5_version}",
+        "date": time.strftime("%Y-%m-%d"),
+        "options": {**vars(options), "parts": list(options.parts)},
+    }
+    with tqdm(total=sum(_ticks(options).values()), unit="run") as bar:
+        for part in options.parts:
+            bar.set_postfix_str(part)
+            with tempfile.TemporaryDirectory(dir=options.folder) as name:
+                result[part] = PARTS[part](options, Path(name), bar.update)
+    publish(result, table, draw, Path(options.out) / "io")
+
+
+def _ticks(options: argparse.Namespace) -> dict[str, int]:
+    """How often each part ticks."""
+    known = {
+        "reading": io_reading.ticks(options),
+        "feeding": len(io_feeding.SETS) * len(options.workers),
+        "staging": len(io_staging.WAYS),
+        "writing": len(io_writing.WAYS) * io_writing.ROUNDS,
+        "memory": 0,
+    }
+    return {part: known[part] for part in options.parts}
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spatialdl.bench io", description=__doc__)
     add = parser.add_argument
-    add("--side", type=int, default=8192, help="of the image in pixels (%(default)s)")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
+    add("--side", type=int, default=8192, help="of the image to be read, in pixels (%(default)s)")
     add("--boxes", type=int, default=100, help="of each kind in a round (%(default)s)")
-    add("--rounds", type=int, default=7, help="of each way (%(default)s)")
-    add("--folder", help="where the files are kept meanwhile (the system's temporary folder)")
+    add("--rounds", type=int, default=7, help="of each way, warm (%(default)s)")
+    add("--tile", type=int, default=1024, help="side of the tiles of data sets (%(default)s)")
+    add("--batch", type=int, default=4, help="tiles a step (%(default)s)")
+    add("--compute", type=float, default=0.3, help="seconds of a step (%(default)s)")
+    add("--workers", type=int, nargs="+", default=[0, 1, 2], help="processes that read (0 1 2)")
+    add("--steps", type=int, default=24, help="of feeding (%(default)s)")
+    add("--skip", type=int, default=4, help="of these, before it is steady (%(default)s)")
+    add("--epoch", type=int, default=100, help="steps of an epoch that is staged (%(default)s)")
+    add("--rate", type=float, default=50, help="of the slow source, MB/s (%(default)s)")
+    add("--shard", type=size_in_bytes, default="128M", help="size, staged, written (%(default)s)")
+    add("--written", type=int, default=340, help="tiles (%(default)s)")
+    add("--giant", type=int, default=100_000, help="side of the largest image (%(default)s)")
+    add("--folder", help="where files are kept meanwhile (the system's temporary folder)")
     add("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
-    if min(options.boxes, options.rounds) < 1:
-        raise ValueError("boxes and rounds must be at least 1")
-    if options.side < WINDOW:
-        raise ValueError(f"side {options.side} is smaller than a window of {WINDOW}")
+    _check(options)
     return options
 
 
-def _check_same(reads: dict[str, Read]) -> None:
-    """All ways that lose nothing give the same pixels."""
-    wanted = reads[MEMMAP](0, 0, WINDOW)
-    for way in (OURS, PREAD, THROUGH, PLAIN, PNG):
-        if not np.array_equal(reads[way](0, 0, WINDOW), wanted):
-            raise RuntimeError(f"{way} gives other pixels than {MEMMAP}")
-
-
-def measure(
-    reads: dict[str, Read], options: argparse.Namespace
-) -> dict[str, dict[str, list[float]]]:
-    """MB per CPU second of every kind of box, way and round."""
-    rng = np.random.default_rng(1)
-    found: dict[str, dict[str, list[float]]] = {k: {way: [] for way in reads} for k in KINDS}
-    with tqdm(total=options.rounds * len(KINDS) * len(reads), unit="run") as bar:
-        for _ in range(options.rounds):
-            for kind, side in KINDS.items():
-                step = 1 if side == WINDOW else QUARTER
-                most = (options.side - side) // step
-                places = (rng.integers(0, most + 1, (options.boxes, 2)) * step).tolist()
-                for way, read in reads.items():
-                    few = -(-len(places) // FEWER) if way in DECODED else len(places)
-                    found[kind][way].append(_rate(read, places[:few], side))
-                    bar.update()
-    return found
-
-
-def _rate(read: Read, places: Sequence[Sequence[int]], side: int) -> float:
-    before, count = time.process_time(), 0
-    for row, col in places:
-        count += read(row, col, side).nbytes
-    return count / 1e6 / (time.process_time() - before)
-
-
-def summarise(
-    options: argparse.Namespace, found: dict[str, dict[str, list[float]]]
-) -> dict[str, Any]:
-    """Medians over the rounds; ratios are taken round by round."""
-    reading = [
-        {
-            "kind": kind,
-            "rates": {way: statistics.median(rates[way]) for way in WAYS},
-            "to_memmap": {way: _ratio(rates[way], rates[MEMMAP]) for way in WAYS},
-            "to_plain": {way: _ratio(rates[way], rates[PLAIN]) for way in WAYS},
-        }
-        for kind, rates in found.items()
-    ]
-    return {
-        "command": f"python -m spatialdl.bench io --side {options.side} --boxes {options.boxes} "
-        f"--rounds {options.rounds}",
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
-        "options": vars(options),
-        "reading": reading,
-        "found": found,
-    }
-
-
-def _ratio(these: Sequence[float], those: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(these, those, strict=True))
-
-
-def table(result: dict[str, Any]) -> str:
-    """MB per CPU second, and their ratios to those of np.memmap and of plain h5py."""
-    side, rows = result["options"]["side"], result["reading"]
-    lines = [
-        result["command"],
-        f"{result['machine']}, {result['date']}",
-        "",
-        f"boxes of an image of {side} x {side} pixels, page cache warm; MB per CPU second, medians",
-        "",
-        f"{'':{WIDE}}" + "".join(f"{row['kind']:>16}{'memmap':>9}{'plain':>8}" for row in rows),
-    ]
-    for way in WAYS:
-        cells = (
-            f"{row['rates'][way]:16.0f}{row['to_memmap'][way]:9.2f}{row['to_plain'][way]:8.2f}"
-            for row in rows
-        )
-        lines.append(f"{way:{WIDE}}" + "".join(cells))
-    lines += [
-        "",
-        f"memmap, plain: ratio to {MEMMAP} and to {PLAIN}, median of the rounds",
-        f"wanted of {OURS}: {OF_MEMMAP} of {MEMMAP}, {OF_PLAIN:.0f} times {PLAIN} in windows",
-    ]
-    return "\n".join(lines)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of MB per CPU second."""
-    from matplotlib.figure import Figure
-
-    rows, side = result["reading"], result["options"]["side"]
-    figure = Figure(figsize=(6.4 * len(rows), 4), dpi=150, layout="constrained")
-    figure.suptitle(f"boxes of an image of {side} x {side} pixels, page cache warm", fontsize=11)
-    for panel, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
-        rates = [row["rates"][way] for way in WAYS]
-        names = [way.replace(", ", ",\n").replace(" of ", "\nof ") for way in WAYS]
-        bars = panel.bar(names, rates, color=[COLORS.get(way, OTHERS) for way in WAYS], width=0.6)
-        shown = [f"{row['rates'][way]:.0f}\n{row['to_memmap'][way]:.2f} x" for way in WAYS]
-        panel.bar_label(bars, shown, fontsize=8)
-        panel.set_ylabel(f"MB per CPU second, {row['kind']}", fontsize=9)
-        panel.tick_params(axis="x", labelsize=7)
-        panel.margins(y=0.16)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+def _check(options: argparse.Namespace) -> None:
+    for name in ("boxes", "rounds", "tile", "batch", "skip", "epoch", "written", "rate"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1")
+    if options.side < io_reading.WINDOW:
+        raise ValueError(f"side {options.side} is smaller than a window of {io_reading.WINDOW}")
+    if options.giant < io_memory.BOX:
+        raise ValueError(f"giant {options.giant} is smaller than a box of {io_memory.BOX}")
+    if options.steps <= options.skip:
+        raise ValueError(f"steps {options.steps} must be more than the {options.skip} skipped")
+    if options.compute <= 0:
+        raise ValueError("compute must be more than 0 seconds")
+    if min(options.workers) < 0:
+        raise ValueError("workers must be 0 or more")

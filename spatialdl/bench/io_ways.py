@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -12,8 +14,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.data.format import sha256_of
+from spatialdl.data.codec import Codec
 from spatialdl.data.raw_reading import Io
+from spatialdl.data.saving import sync
 
 Pixels = npt.NDArray[np.uint8]
 Read = Callable[[int, int, int], Pixels]
@@ -21,14 +24,22 @@ Read = Callable[[int, int, int], Pixels]
 
 MEMMAP = "np.memmap"
 OURS, PREAD, THROUGH = "raw shard", "raw shard, pread", "raw shard, through HDF5"
+ZSTD, LZ4, CODED = "zstd shard", "lz4 shard", "JPEG shard"
 PLAIN = "plain h5py, chunks of 256"
 PNG, JPEG = "folder of PNG", "folder of JPEG"
-WAYS = (MEMMAP, OURS, PREAD, THROUGH, PLAIN, PNG, JPEG)
-DECODED = (PNG, JPEG)
+WAYS = (MEMMAP, OURS, PREAD, THROUGH, ZSTD, LZ4, CODED, PLAIN, PNG, JPEG)
+LOSSY = (CODED, JPEG)
 FILE = 1024
 """Rows and columns of a file in a folder."""
 
-_IOS: dict[str, Io] = {OURS: "auto", PREAD: "pread", THROUGH: "h5py"}
+_SHARDS: dict[str, tuple[Codec, Io]] = {
+    OURS: ("raw", "auto"),
+    PREAD: ("raw", "pread"),
+    THROUGH: ("raw", "h5py"),
+    ZSTD: ("zstd", "auto"),
+    LZ4: ("lz4", "auto"),
+    CODED: ("jpeg", "auto"),
+}
 _SUFFIX = {PNG: "png", JPEG: "jpg"}
 _PLAIN_CHUNK = 256
 _QUALITY = 90
@@ -44,61 +55,69 @@ def draw_image(side: int) -> Pixels:
 
 
 def write_all(image: Pixels, folder: Path) -> None:
-    """Write an image in all ways, and read it once, so that it is in the page cache."""
-    image.tofile(folder / "raw")
-    with ShardWriter(folder / "set", kind="regions") as writer:
-        writer.add(image)
+    """Write an image in all ways; all of it is on the disk then."""
+    image.tofile(folder / "image.raw")
+    for codec in dict.fromkeys(codec for codec, _ in _SHARDS.values()):
+        with ShardWriter(folder / codec, kind="regions", codec=codec, quality=_QUALITY) as writer:
+            writer.add(image)
     with h5py.File(folder / "plain.h5", "w") as file:
         file.create_dataset("image", data=image, chunks=(_PLAIN_CHUNK, _PLAIN_CHUNK, 3))
     places = [
         (row, col) for row in range(0, len(image), FILE) for col in range(0, len(image), FILE)
     ]
+    for way in _SUFFIX:
+        (folder / way).mkdir()
     for row, col in tqdm(places, "writing files", unit="file", leave=False):
         part = Image.fromarray(image[row : row + FILE, col : col + FILE])
         part.save(_file(folder, PNG, row, col))
         part.save(_file(folder, JPEG, row, col), quality=_QUALITY)
     for path in folder.rglob("*"):
         if path.is_file():
-            sha256_of(path)
+            sync(path)
 
 
-def open_all(folder: Path, side: int) -> dict[str, Read]:
-    """How to read a box in each way."""
-    memmap = np.memmap(folder / "raw", np.uint8, "r", shape=(side, side, 3))
-    plain = h5py.File(folder / "plain.h5", "r")["image"]
-    return {
-        MEMMAP: lambda row, col, n: np.array(memmap[row : row + n, col : col + n]),
-        **{way: _shard_reader(folder / "set", io) for way, io in _IOS.items()},
-        PLAIN: lambda row, col, n: np.asarray(plain[row : row + n, col : col + n]),
-        **{way: _folder_reader(folder, way) for way in DECODED},
-    }
+def files_of(folder: Path, way: str) -> list[Path]:
+    """The files in which pixels lie."""
+    if way == MEMMAP:
+        return [folder / "image.raw"]
+    if way == PLAIN:
+        return [folder / "plain.h5"]
+    if way in _SHARDS:
+        return sorted((folder / _SHARDS[way][0]).glob("*.h5"))
+    return sorted((folder / way).iterdir())
 
 
-def _shard_reader(path: Path, io: Io) -> Read:
-    data = ShardDataset(path, io=io)
-    return lambda row, col, n: data.read(0, (row, row + n, col, col + n))
+def open_way(folder: Path, side: int, way: str) -> Read:
+    """How to read a box in a way; files are closed when it is dropped."""
+    if way == MEMMAP:
+        memmap = np.memmap(folder / "image.raw", np.uint8, "r", shape=(side, side, 3))
+        return lambda row, col, n: np.array(memmap[row : row + n, col : col + n])
+    if way == PLAIN:
+        plain = h5py.File(folder / "plain.h5", "r")["image"]
+        return lambda row, col, n: np.asarray(plain[row : row + n, col : col + n])
+    if way in _SHARDS:
+        codec, io = _SHARDS[way]
+        data = ShardDataset(folder / codec, io=io)
+        return lambda row, col, n: data.read(0, (row, row + n, col, col + n))
+    return partial(_read_files, folder, way)
 
 
-def _folder_reader(folder: Path, way: str) -> Read:
-    def read(row: int, col: int, n: int) -> Pixels:
-        out = np.empty((n, n, 3), np.uint8)
-        for y in range(row // FILE * FILE, row + n, FILE):
-            for x in range(col // FILE * FILE, col + n, FILE):
-                with Image.open(_file(folder, way, y, x)) as file:
-                    pixels = np.asarray(file)
-                y0, y1, x0, x1 = (
-                    max(y, row),
-                    min(y + FILE, row + n),
-                    max(x, col),
-                    min(x + FILE, col + n),
-                )
-                out[y0 - row : y1 - row, x0 - col : x1 - col] = pixels[
-                    y0 - y : y1 - y, x0 - x : x1 - x
-                ]
-        return out
-
-    return read
+def _read_files(folder: Path, way: str, row: int, col: int, n: int) -> Pixels:
+    out = np.empty((n, n, 3), np.uint8)
+    for y in range(row // FILE * FILE, row + n, FILE):
+        for x in range(col // FILE * FILE, col + n, FILE):
+            with Image.open(_file(folder, way, y, x)) as file:
+                pixels = np.asarray(file)
+            y0, y1 = max(y, row), min(y + FILE, row + n)
+            x0, x1 = max(x, col), min(x + FILE, col + n)
+            out[y0 - row : y1 - row, x0 - col : x1 - col] = pixels[y0 - y : y1 - y, x0 - x : x1 - x]
+    return out
 
 
 def _file(folder: Path, way: str, row: int, col: int) -> Path:
-    return folder / f"{row}-{col}.{_SUFFIX[way]}"
+    return folder / way / f"{row}-{col}.{_SUFFIX[way]}"
+
+
+def size_of(folder: Path, way: str) -> int:
+    """Bytes of a way on the disk."""
+    return sum(os.stat(path).st_size for path in files_of(folder, way))

@@ -6,30 +6,49 @@ again where that is possible. So one run finds all that is missing, and how ofte
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.source_lines import users_line
 from spatialdl.spatial import SpatialTensor
 from spatialdl.spatial.dims import IMAGE, from_image, to_image
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import from_tile, to_tile
 
-_HERE = Path(__file__).parent.parent
-_LIBRARIES = (
-    f"{Path(torch.__file__).parent}{os.sep}",
-    *(f"{_HERE / name}" for name in ("check.py", f"checking{os.sep}", f"spatial{os.sep}")),
-)
+_VALUES: dict[str, Any] = {
+    "torch.Tensor.item": 1.0,
+    "torch.Tensor.__float__": 1.0,
+    "torch.Tensor.__int__": 1,
+    "torch.Tensor.__index__": 1,
+    "torch.Tensor.__bool__": False,
+}
+"""What a network goes on with that asks for a value where there are none."""
+
+
+class Refusal(NamedTuple):
+    """A place of the network at which an operation is refused.
+
+    Attributes:
+        operation: such as ``torch.nn.functional.conv2d``.
+        where: ``file:line`` in the network's source, or what is known of it.
+        module: name and kind of the module in which it is.
+        reason: why the first call there was.
+    """
+
+    operation: str
+    where: str
+    module: str
+    reason: str
+
+    def place(self) -> str:
+        """The operation, and where it is."""
+        at = f" at {self.where}" if self.where else ""
+        return f"{self.operation}{at}" + (f" in {self.module}" if self.module else "")
 
 
 class Operation:
@@ -54,8 +73,7 @@ class Operation:
 
     def place(self) -> str:
         """The operation, and where the first refused call of it is."""
-        at = f" at {self.where}" if self.where else ""
-        return f"{self.name}{at}" + (f" in {self.module}" if self.module else "")
+        return Refusal(self.name, self.where, self.module, self.reason).place()
 
 
 class Recorder(TorchFunctionMode):
@@ -64,12 +82,21 @@ class Recorder(TorchFunctionMode):
     Args:
         model: tells in which module an operation is.
         keep_going: gather for what is refused; otherwise the refusal is noted and raised.
+        dry: on the ``meta`` device, where values do not matter: also what is written in place, or
+            asks for a value, does not end the run.
+
+    Attributes:
+        operations: all that were called, by name.
+        refusals: all places at which one is refused, in order.
+        guesses: ``file:line`` where a dry run was asked for the value of an ordinary tensor.
     """
 
-    def __init__(self, model: nn.Module, keep_going: bool = True) -> None:
+    def __init__(self, model: nn.Module, keep_going: bool = True, dry: bool = False) -> None:
         super().__init__()
         self.operations: dict[str, Operation] = {}
-        self._keep_going = keep_going
+        self.refusals: list[Refusal] = []
+        self.guesses: list[str] = []
+        self._keep_going, self._dry = keep_going, dry
         self._inside: list[str] = []
         for name, module in model.named_modules():
             _follow(module, f"{name or 'the network'} ({type(module).__name__})", self._inside)
@@ -101,11 +128,16 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _spatial(args, kwargs):
+            if self._dry and _name(func) in _VALUES:
+                self.guesses.append(users_line())
+                return _VALUES[_name(func)]
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
         except UnsupportedSpatialOp as refusal:
             self._note_refusal(func, refusal)
+            if self._dry and (_writes(func, kwargs) or _name(func) in _VALUES):
+                return _VALUES.get(_name(func), args[0])
             if not self._keep_going or _writes(func, kwargs):
                 raise
             return self._gathered(func, args, kwargs)
@@ -121,10 +153,13 @@ class Recorder(TorchFunctionMode):
         operation = self._operation(func)
         operation.calls += 1
         operation.refused += 1
+        where, module = users_line(), self._inside[-1] if self._inside else ""
+        place = Refusal(operation.name, where, module, str(refusal))
+        if not any(place[:3] == known[:3] for known in self.refusals):
+            self.refusals.append(place)
         if operation.refused == 1:
             operation.reason = str(refusal)
-            operation.where = _users_line(sys._getframe())
-            operation.module = self._inside[-1] if self._inside else ""
+            operation.where, operation.module = where, module
 
     def _gathered(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         like = _spatial(args, kwargs)[0]
@@ -179,20 +214,3 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     dunder = name.endswith("__")
     in_place = name.endswith("_") and not dunder
     return in_place or name in ("__setitem__", "__set__") or "out" in kwargs
-
-
-def users_line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of `error` that is neither PyTorch nor this package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [one for one in frames if not one.filename.startswith((*_LIBRARIES, "<"))]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "no line of the network"
-
-
-def _users_line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost caller that is neither PyTorch nor this package."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, "<")):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

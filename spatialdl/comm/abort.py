@@ -18,11 +18,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.launch import launched
-from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.errors import NotFinite, UnsupportedSpatialOp
 
 USER_MISTAKES = (
     ValueError,
     UnsupportedSpatialOp,
+    NotFinite,
     OSError,  # a file or folder that is missing, full, or somebody else's
     HydraException,
     OmegaConfBaseException,

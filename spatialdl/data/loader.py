@@ -37,6 +37,7 @@ class Loader:
         workers: processes that read; 0 reads in a thread of this one.
         prefetch: batches that each process reads ahead; the thread is one ahead.
         device: where batches go.
+        one_batch: whether every epoch is the first batch of the first one.
 
     Raises:
         ValueError: a number is out of range.
@@ -51,8 +52,10 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         device: torch.device | None = None,
+        one_batch: bool = False,
     ) -> None:
         check_workers(workers, prefetch)
+        self._one_batch = one_batch
         self.views, self.batching, self._seed = views, batching, seed
         self._reader = BatchReader(views, batching)
         self._workers = Workers(self._reader, workers, prefetch) if workers else None
@@ -60,7 +63,8 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches an epoch; the last may be smaller."""
-        return (len(self.views) + self.batching.size - 1) // self.batching.size
+        whole = (len(self.views) + self.batching.size - 1) // self.batching.size
+        return min(whole, 1) if self._one_batch else whole
 
     def samples(self, batch: int) -> int:
         """How many a batch of an epoch holds."""
@@ -76,9 +80,11 @@ class Loader:
             Exception: what reading raised.
         """
         count, size = len(self.views), self.batching.size
+        epoch = 0 if self._one_batch else epoch
         order = np.arange(count) if self._seed is None else sample_order(count, self._seed, epoch)
         wanted = [
-            Batch(epoch, order[start : start + size]) for start in range(first * size, count, size)
+            Batch(epoch, order[number * size : (number + 1) * size])
+            for number in range(first, len(self))
         ]
         if not wanted:
             return

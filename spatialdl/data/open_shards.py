@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import h5py
@@ -18,6 +19,7 @@ from spatialdl.data.coded_reading import read_coded
 from spatialdl.data.format import ShardInfo, sha256_of
 from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
 from spatialdl.data.staging.cache import local_name
+from spatialdl.data.staging.giving_way import reading_source
 from spatialdl.errors import ShardError
 
 log = logging.getLogger("spatialdl.data")
@@ -188,6 +190,12 @@ class OpenShards:
                 shard = self._shards[info.file] = self._opened(info)
             self._shards.move_to_end(info.file)
             return shard
+
+    def reading(self, shard: OpenShard) -> AbstractContextManager[None]:
+        """While a box of a shard is read: whoever copies from there gives way."""
+        if shard.is_local or self.local is None:
+            return nullcontext()
+        return reading_source(self.local)
 
     def distrust(self, info: ShardInfo, why: object) -> None:
         """Read a shard from where it came from, from now on: its local copy is no good."""

@@ -28,6 +28,7 @@ from spatialdl.data.format import (
     stored_bytes,
 )
 from spatialdl.data.pixels import as_image, as_mask, image_dtype
+from spatialdl.data.settling import Settling
 from spatialdl.data.shard_file import ImageRows, ShardFile
 from spatialdl.layout import even_bounds
 
@@ -60,7 +61,7 @@ class RegionShards:
         self._stripes = stripes
         self._coding = coding or Coding()
         self._prefix = prefix
-        self._infos: dict[int, ShardInfo] = {}
+        self._settling = Settling()
         self._started = 0
         self._open: dict[int, ShardFile] = {}  # by stripe
         self._channels: int | None = None
@@ -130,12 +131,13 @@ class RegionShards:
         """End the last shards; returns all of them."""
         for stripe in list(self._open):
             self._end(stripe)
-        return [self._infos[number] for number in sorted(self._infos)]
+        return self._settling.finish()
 
     def abort(self) -> None:
-        """Close the shards that are open."""
+        """Close the shards that are open, and let those before them be."""
         for file in self._open.values():
             file.abort()
+        self._settling.abort()
 
     @property
     def _striped(self) -> bool:
@@ -165,8 +167,8 @@ class RegionShards:
         return file
 
     def _end(self, stripe: int) -> None:
-        file = self._open.pop(stripe)
-        self._infos[file.number] = file.finish()
+        self._settling.add(self._open[stripe])
+        del self._open[stripe]
 
 
 def write_band(

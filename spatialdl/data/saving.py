@@ -38,10 +38,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def settle(temporary: Path, path: Path) -> None:
     """Give a file that is written its name, when all of it is on the disk."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(temporary)
     temporary.replace(path)
     fsync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when all of a file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def link(source: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import h5py
 
 from spatialdl.data.format import ShardInfo, sha256_of, shard_name
-from spatialdl.data.saving import settle
+from spatialdl.data.saving import settle, sync
 
 _PAGE = 4096
 _ALIGNED_FROM = 2**17  # bytes; of less the padding would be felt
@@ -49,11 +50,22 @@ class ShardFile:
         )
 
     def finish(self) -> ShardInfo:
-        """Close, sync, rename; returns what the manifest says of it."""
+        """Close and settle."""
+        self.close()
+        return self.settle()
+
+    def close(self) -> None:
+        """Write what is left; nothing can be added then."""
         self.h5.close()
+
+    def settle(self) -> ShardInfo:
+        """Sync and rename a closed shard, in any thread; returns what the manifest says of it."""
+        with ThreadPoolExecutor(1, thread_name_prefix="sync") as thread:
+            synced = thread.submit(sync, self._temporary)
+            digest = sha256_of(self._temporary)  # meanwhile: the pages are in memory still
+            synced.result()
         settle(self._temporary, self._final)
-        size = self._final.stat().st_size
-        return ShardInfo(self._final.name, size, sha256_of(self._final), self.samples)
+        return ShardInfo(self._final.name, self._final.stat().st_size, digest, self.samples)
 
     def abort(self) -> None:
         """Close without keeping anything."""

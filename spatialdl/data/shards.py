@@ -269,7 +269,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         self, opened: OpenShard, out: Pixels, what: str, name: str, where: tuple[int | slice, ...]
     ) -> None:
         codec = self.codec if what == "image" else Coding(self.codec).of_masks.codec
-        opened.read(name, out, where, codec)
+        with self._shards.reading(opened):
+            opened.read(name, out, where, codec)
         self._shards.note_read(out.nbytes)
 
 

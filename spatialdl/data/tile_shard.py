@@ -14,6 +14,7 @@ from spatialdl.data.codec import Coding
 from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import NO_LABEL, ShardInfo, TileSample, chunk_size, stored_bytes
 from spatialdl.data.pixels import as_image, as_mask
+from spatialdl.data.settling import Settling
 from spatialdl.data.shard_file import ShardFile
 
 
@@ -39,7 +40,8 @@ class TileShards:
         self._shard_size = shard_size
         self._coding = coding or Coding()
         self._chunk = chunk
-        self._infos: list[ShardInfo] = []
+        self._settling = Settling()
+        self._started = 0
         self._file: ShardFile | None = None
         self._stacks: dict[str, Chunks] = {}  # of that file
         self._shape: tuple[int, int, int] | None = None
@@ -107,12 +109,13 @@ class TileShards:
         """End the last shard; returns all of them."""
         if self._file is not None:
             self._end(self._file)
-        return self._infos
+        return self._settling.finish()
 
     def abort(self) -> None:
-        """Close the shard that is open."""
+        """Close the shard that is open, and let those before it be."""
         if self._file is not None:
             self._file.abort()
+        self._settling.abort()
 
     @property
     def _known_shape(self) -> tuple[int, int, int]:
@@ -155,7 +158,8 @@ class TileShards:
             raise ValueError("some tiles have masks and some have none; give all of them one")
 
     def _start(self) -> ShardFile:
-        file = self._file = ShardFile(self._folder, len(self._infos))
+        file = self._file = ShardFile(self._folder, self._started)
+        self._started += 1
         rows, cols, channels = self._known_shape
         usual = chunk_size(rows, cols)
         images = Chunks(
@@ -200,5 +204,5 @@ class TileShards:
         file.h5.create_dataset(
             "slides", data=[sample.slide for sample in inside], dtype=h5py.string_dtype("utf-8")
         )
-        self._infos.append(file.finish())
+        self._settling.add(file)
         self._file = None

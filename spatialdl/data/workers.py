@@ -221,8 +221,9 @@ def _begin(_worker: int) -> None:
 
     PyTorch looks whether the fork server has gone, which waits for this process itself.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parent = multiprocessing.parent_process()
     assert parent is not None  # or this would be no worker
 
@@ -230,7 +231,14 @@ def _begin(_worker: int) -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True, name="end with parent").start()
+    def end_for_parent() -> None:
+        """Which ends its processes by SIGTERM, when it ends itself."""
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+            pass
+        os._exit(0)
+
+    for end in (end_with_parent, end_for_parent):
+        threading.Thread(target=end, daemon=True, name=end.__name__).start()
 
 
 def _as_it_is(item: Any) -> Any:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.pipeline.steps import IMAGE, Attribute, Recording, Step, Value, is_reference
 from spatialdl.random import keyed, numbers_drawn
+from spatialdl.source_lines import replays, users_line
 
 
 class CannotRecord(Exception):
@@ -232,7 +233,10 @@ class _Recorder:
                 gives = tuple(Value(len(self._steps), part) for part in range(len(tensors)))
                 with_grad = torch.is_grad_enabled()
                 owner = self.owners[-1]
-                self._steps.append(Step(call, own_args, own_kwargs, gives, owner, nth, with_grad))
+                where = users_line()
+                self._steps.append(
+                    Step(call, own_args, own_kwargs, gives, owner, nth, with_grad, where)
+                )
                 self._note_all(tensors, gives, written)
             return result
         finally:
@@ -294,3 +298,6 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._seen(func, args, kwargs or {})
+
+
+replays(_Recorder.record.__code__)

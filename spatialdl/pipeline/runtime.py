@@ -73,6 +73,7 @@ class Pipeline:
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
         sharded: the same ones, where state is sharded.
+        doing: the action of a training step that is under way.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Pipeline:
         self.image_size, self.seed, self.mixed = image_size, seed, mixed
         self._step, self._scale = 0, 1.0
         self.device = device or torch.device("cpu")
+        self.doing: Action | None = None
         self._comm = comm = as_communicator(comm)
         self._sample_weights = sample_weights
         gather(model, gather_before)
@@ -222,6 +224,7 @@ class Pipeline:
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
             self._expect(action, coming, microbatches)
+            self.doing = action
             with trace.span("compute", describe(action), action):
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
@@ -233,6 +236,7 @@ class Pipeline:
                         total += self._backward(placed, action.microbatch, microbatch)
                 else:
                     self._later.pop(action).add_all()
+        self.doing = None
         self._wait_sent()
         for stage, module in self.stages.items():
             if stage in self.sharded:

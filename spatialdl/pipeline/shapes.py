@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -102,24 +102,43 @@ class HandoverShapes:
     @torch.no_grad()
     def _dry_run(self, samples: int) -> Passing:
         found: Passing = {}
-        size = (samples, *self._image_size)
-        grid = self._placement.grids[0]
-        layout = Layout.even((samples, *self._image_size[1:]), grid)
-        image = torch.empty(size, dtype=self._dtype, device="meta")
-        arrived: list[dict[Value, Tensor]] = [{} for _ in self._placement.grids]
-        arrived[0][IMAGE] = _meta_input(image, layout, grid)
+        arrived = self.entering(samples)
         for number, dry in enumerate(self._stages):
             with torch.device("meta"):  # where layers make tensors of their own, too
                 given = arrived[number] | run_stage(dry, arrived[number], samples)
-            for border, values in self.borders.items():
-                if border.giver == number:
-                    found[border] = {
-                        value: _handover_shape(given[value], border, self._placement, samples)
-                        for value in values
-                    }
-                    grid = self._placement.grids[border.taker]
-                    for value, shape in found[border].items():
-                        arrived[border.taker][value] = _arrived(shape, grid)
+            found |= self.pass_on(number, given, arrived, samples)
+        return found
+
+    def entering(self, samples: int) -> list[dict[Value, Tensor]]:
+        """What arrives at each stage before any of them has run: the images at the first."""
+        image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
+        layout = Layout.even((samples, *self._image_size[1:]), self._placement.grids[0])
+        arrived: list[dict[Value, Tensor]] = [{} for _ in self._placement.grids]
+        arrived[0][IMAGE] = _meta_input(image, layout, self._placement.grids[0])
+        return arrived
+
+    def pass_on(
+        self,
+        giver: int,
+        given: Mapping[Value, Tensor],
+        arrived: Sequence[dict[Value, Tensor]],
+        samples: int,
+    ) -> Passing:
+        """Add what a stage has given to what arrives at later ones.
+
+        Raises:
+            ValueError: if it cannot pass a border.
+        """
+        found: Passing = {}
+        for border, values in self.borders.items():
+            if border.giver == giver:
+                found[border] = {
+                    value: _handover_shape(given[value], border, self._placement, samples)
+                    for value in values
+                }
+                grid = self._placement.grids[border.taker]
+                for value, shape in found[border].items():
+                    arrived[border.taker][value] = _arrived(shape, grid)
         return found
 
 

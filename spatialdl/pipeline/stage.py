@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
 from spatialdl.random import scope
+from spatialdl.source_lines import replays
 from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
 
 OUTPUT = Value(-2)
@@ -143,6 +144,9 @@ def run_stage(module: nn.Module, values: dict[Value, Tensor], samples: int) -> d
         outputs: dict[Value, Any] = module(values, samples)
         return outputs
     return {OUTPUT: module(values[IMAGE])}
+
+
+replays(run_stage.__code__)
 
 
 def run_stage_again(

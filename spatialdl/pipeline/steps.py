@@ -6,7 +6,7 @@ See `pipeline.recording` for where it comes from.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
+
+from spatialdl.source_lines import replays
 
 
 class Value(NamedTuple):
@@ -45,6 +47,7 @@ class Step:
         owner: path of the module whose forward makes the call.
         nth: how often the module has been called before.
         with_grad: whether it is differentiated.
+        where: ``file:line`` of the call in the network's source.
     """
 
     call: str | Callable[..., Any]
@@ -54,6 +57,7 @@ class Step:
     owner: str
     nth: int = 0
     with_grad: bool = True
+    where: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
@@ -154,3 +158,6 @@ def output_of(recording: Recording, values: dict[Value, Tensor]) -> Any:
         recording.output,
         is_leaf=is_reference,
     )
+
+
+replays(run_step.__code__, "step")

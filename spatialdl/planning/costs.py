@@ -159,7 +159,7 @@ class _Run:
                     return
             self._begin("forward", len(self._layers))
             with listening() as talks:
-                self._loss = _loss(self._last, self._segments, self._shape, self._mesh)
+                self._loss = dry_loss(self._last, self._segments, self._shape, self._mesh)
             self._heard("forward", len(self._layers), talks)
 
     def _run_layer(self, number: int, name: str, layer: nn.Module) -> bool:
@@ -333,7 +333,7 @@ def largest_part(layout: Layout) -> int:
     return max(range(rows * cols), key=size)
 
 
-def _loss(
+def dry_loss(
     output: Any, segments: bool, shape: tuple[int, int, int, int], mesh: Mesh
 ) -> Tensor | None:
     """Cross entropy as `training.tasks` takes it, without a look at the labels."""

@@ -32,6 +32,7 @@ class Feed:
         dtype: of the images that the network gets.
         channels_last: whether these lie so in memory.
         seed: of the order; None takes samples as they come.
+        one_batch: whether every epoch is the first batch of the first one.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Feed:
         dtype: torch.dtype,
         channels_last: bool = False,
         seed: int | None = None,
+        one_batch: bool = False,
     ) -> None:
         self._pipeline, self._size = pipeline, views.size
         self._dtype, self._device = dtype, pipeline.device
@@ -65,6 +67,7 @@ class Feed:
             workers=data.workers,
             prefetch=data.prefetch,
             device=self._device,
+            one_batch=one_batch,
         )
 
     def __len__(self) -> int:

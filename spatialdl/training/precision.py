@@ -73,11 +73,13 @@ def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
             ``RuntimeError``; call it before CUDA starts.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
+    if torch.cuda.is_available():
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.deterministic = deterministic
+        if deterministic:
+            torch.backends.cudnn.benchmark = False
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic)
 
 

@@ -25,6 +25,8 @@ from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training import signals
 from spatialdl.training.checkpoints.keeping import Checkpoints
 from spatialdl.training.course import Course
+from spatialdl.training.debug.detect_nan import NanWatch
+from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.metrics import Scores
@@ -42,6 +44,8 @@ from spatialdl.training.update import Update
 from spatialdl.training.validation import Validation, told
 
 log = logging.getLogger("spatialdl.trainer")
+
+_NOT_FINITE = "step %d: the loss is %s: lower optimizer.lr? debug=detect_nan tells where it began"
 
 
 def run(config: DictConfig, run_dir: Path) -> None:
@@ -99,10 +103,15 @@ class Trainer:
             mixed=self.precision.mixed,
             sample_weights=self.task.weights,
         )
+        self._nan_watch: NanWatch | None = None
+        if config.debug.name == "detect_nan":
+            is_scaled = self.precision.mixed is torch.float16  # so that gradients may overflow
+            self._nan_watch = NanWatch(self.pipeline, world, gradients=not is_scaled)
+        self._overfit = Overfit() if config.debug.name == "overfit" else None
         validation, seed = self.sources.validation_views, int(config.seed)
         self.train_feed = self._feed(self.sources.train_views, seed)
         self.validation_feed = self.validation = None
-        if validation is not None:
+        if validation is not None and self._overfit is None:
             self.validation_feed = feed = self._feed(validation, None)
             self.validation = Validation(self.pipeline, self.task, self.sources, feed, world)
         self.steps = self._total_steps()
@@ -162,6 +171,8 @@ class Trainer:
             self._staging.finish()
             memory = self.world.gather(peak_memory_mb(self.device))
             if record is not None:
+                if self._overfit is not None:
+                    log.info("debug=overfit: %s", self._overfit.verdict(self.course.step))
                 record.finish({"world_size": self.world.size, "peak_memory_mb": memory})
                 log.info("run directory: %s", record.path)
                 log.info("loss curve:    %s", record.path / "loss.png")
@@ -197,9 +208,7 @@ class Trainer:
                 )
                 if not math.isfinite(loss) and not self._warned:
                     self._warned = True
-                    log.warning(
-                        "step %d: the loss is %s: lower optimizer.lr?", self.course.step, loss
-                    )
+                    log.warning(_NOT_FINITE, self.course.step, loss)
                 progress.update(loss=loss, images_per_second=rate, data_wait=wait)
             self._between_steps(record)
             if self.course.is_over():
@@ -228,10 +237,15 @@ class Trainer:
             self.placement.data,
         )
         own = self.pipeline.train_step(microbatches, self.course.step, self.update.scale)
+        if self._nan_watch is not None:
+            self._nan_watch.check(self.course.step + 1)
         with trace.span("compute", "optimizer"):
             self.update.step()
         self.course.step_done()
-        return self._together(own)
+        loss = self._together(own)
+        if self._overfit is not None:
+            self._overfit.note(loss)
+        return loss
 
     def validate(self, record: RunDirectory | None) -> Scores | None:
         """Loss and metrics over all validation samples, each counted once.
@@ -291,6 +305,7 @@ class Trainer:
             dtype=self.precision.dtype,
             channels_last=bool(self.config.trainer.channels_last),
             seed=seed,
+            one_batch=self._overfit is not None,
         )
 
     def _close_feeds(self) -> None:
@@ -316,6 +331,7 @@ class Trainer:
         """That of an epoch may be smaller."""
         samples, size = len(self.sources.train), self.batch_size
         left = samples % size
-        if self.config.parallel.shard_state and left and self.steps >= len(self.train_feed):
+        is_met = self.steps >= len(self.train_feed) and self._overfit is None
+        if self.config.parallel.shard_state and left and is_met:
             what = f"the last batch of an epoch of {samples}"
             check_samples(left, self.microbatches, self.placement.data, what)

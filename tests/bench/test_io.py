@@ -6,68 +6,141 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spatialdl.bench import io, io_ways
+from spatialdl.bench import io, io_feeding, io_memory, io_reading, io_report, io_staging, io_ways
+
+SMALL = {
+    "reading": "--side 1100 --boxes 3 --rounds 1",
+    "feeding": "--tile 40 --compute 0.01 --steps 6 --skip 2 --workers 0",
+    "staging": "--tile 40 --compute 0.01 --epoch 6 --shard 40K",
+    "writing": "--tile 64 --written 20 --shard 40K",
+    "memory": "--giant 3000",
+}
 
 
-@pytest.fixture
-def files(tmp_path):
-    image = io_ways.draw_image(1100)
-    io_ways.write_all(image, tmp_path)
-    return tmp_path, image
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder, image = tmp_path_factory.mktemp("ways"), io_ways.draw_image(1100)
+    io_ways.write_all(image, folder)
+    return folder, image
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs parts; what was written, and what is left in the folder for files."""
+
+    def bench(*parts: str):
+        folder, out = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("out")
+        given = " ".join(SMALL[part] for part in parts).split()
+        io.main(["--parts", *parts, *given, "--folder", str(folder), "--out", str(out)])
+        assert not list(folder.iterdir())
+        with Image.open(out / "io.png") as picture:
+            assert len(picture.convert("RGB").getcolors(1_000_000)) > 5
+        return json.loads((out / "io.json").read_text())
+
+    return bench
 
 
 def test_all_ways_read_the_same_boxes(files):
     folder, image = files
-    reads = io_ways.open_all(folder, 1100)
-    assert set(reads) == set(io_ways.WAYS)
-    for row, col, n in [(0, 0, 5), (1000, 1010, 60), (76, 3, 1024), (1050, 200, 50)]:
-        wanted = image[row : row + n, col : col + n]
-        for way, read in reads.items():
+    for way in io_ways.WAYS:
+        read = io_ways.open_way(folder, 1100, way)
+        for row, col, n in [(0, 0, 5), (1000, 1010, 60), (76, 3, 1024), (1050, 200, 50)]:
+            wanted = image[row : row + n, col : col + n]
             got = read(row, col, n)
             assert got.shape == wanted.shape
-            if way == io_ways.JPEG:
+            if way in io_ways.LOSSY:
                 assert np.abs(got.astype(int) - wanted).mean() < 10
             else:
                 assert (got == wanted).all(), way
 
 
+def test_sizes_are_those_of_the_files(files):
+    folder, image = files
+    assert io_ways.size_of(folder, io_ways.MEMMAP) == image.nbytes
+    assert len(io_ways.files_of(folder, io_ways.PNG)) == 4
+    assert io_ways.size_of(folder, io_ways.CODED) < io_ways.size_of(folder, io_ways.OURS) / 2
+
+
 def test_ways_that_differ_are_an_error(files):
     folder, _ = files
-    reads = io_ways.open_all(folder, 1100)
-    io._check_same(reads)
+    reads = {way: io_ways.open_way(folder, 1100, way) for way in io_ways.WAYS}
+    io_reading.check_same(reads)
     reads[io_ways.OURS] = lambda row, col, n: np.zeros((n, n, 3), np.uint8)
     with pytest.raises(RuntimeError, match=r"raw shard gives other pixels than np\.memmap"):
-        io._check_same(reads)
+        io_reading.check_same(reads)
 
 
-def test_table_json_and_picture(monkeypatch, tmp_path, capsys):
-    rates = iter(range(1, 1000))
-    asked = []
-
-    def rate(_read, places, side):
-        asked.append((len(places), side))
-        assert all(0 <= at <= 1100 - side for place in places for at in place)
-        assert side == io.WINDOW or all(at % side == 0 for place in places for at in place)
-        return float(next(rates))
-
-    monkeypatch.setattr(io, "_rate", rate)
-    where = ["--folder", str(tmp_path), "--out", str(tmp_path / "out")]
-    io.main(["--side", "1100", "--boxes", "40", "--rounds", "2", *where])
-    result = json.loads((tmp_path / "out" / "io-1100.json").read_text())
-    windows, quarters = result["reading"]
-    assert windows["rates"][io.MEMMAP] == pytest.approx(8)  # of 1 and 15
-    assert quarters["to_memmap"][io.OURS] == pytest.approx((9 / 8 + 23 / 22) / 2)
-    assert windows["to_plain"][io.PLAIN] == 1
-    assert asked == ([(40, 1024)] * 5 + [(2, 1024)] * 2 + [(40, 512)] * 5 + [(2, 512)] * 2) * 2
+def test_reading_writing_and_memory(run, capsys):
+    result = run("reading", "writing", "memory")
+    warm = result["reading"]["warm"]
+    assert set(warm) == {"windows of 1024", "quarters of 512"}
+    for row in (*warm.values(), result["reading"]["cold"] or warm["windows of 1024"]):
+        assert set(row["rates"]) == set(io_ways.WAYS)
+        assert all(rate > 0 for rate in row["rates"].values())
+        assert row["to_memmap"][io_ways.MEMMAP] == row["to_plain"][io_ways.PLAIN] == 1
+    assert result["writing"]["mb"] == pytest.approx(20 * 64 * 64 * 3 / 1e6)
+    assert result["writing"]["shards"] == 7  # of 3 tiles
+    assert 0 < result["memory"]["mb"] < io_memory.LIMIT < result["memory"]["peak"]
     printed = capsys.readouterr().out
-    assert "raw shard, through HDF5" in printed
-    assert "windows of 1024" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with Image.open(tmp_path / "out" / "io-1100.png") as picture:
-        assert len(picture.convert("RGB").getcolors(100_000)) > 5
+    for text in ("raw shard, through HDF5", "ShardWriter, 7 shards", "MB to read a box of a giant"):
+        assert text in printed
+    assert "utilisation" not in printed
 
 
-@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--boxes", "0"], ["--side", "1000"]])
-def test_nothing_of_a_kind_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"must be at least 1|smaller than a window of 1024"):
-        io.main(wrong)
+def test_feeding(run, monkeypatch, capsys):
+    monkeypatch.setattr(io_feeding, "SETS", {io_feeding.AUGMENTED: "raw"})
+    [row] = run("feeding")["feeding"]
+    assert (row["set"], row["workers"], len(row["ends"])) == ("raw, augmented", 0, 6)
+    assert 0 < row["utilisation"] <= 1
+    assert "raw, augmented" in capsys.readouterr().out
+
+
+def test_utilisation_is_of_steady_steps():
+    assert io_feeding.utilisation([5, 5.3, 5.6, 6.0], 0.3, 2) == pytest.approx(0.6 / 0.7)
+
+
+def test_staging(run, monkeypatch):
+    monkeypatch.setattr(io_staging, "WORKERS", 0)
+    found = run("staging")["staging"]
+    assert found["mb"] == pytest.approx(24 * 40 * 40 * 3 / 1e6)
+    served = {row["way"]: row["served"] / 1e6 for row in found["rows"]}
+    # chunks are read once, all shards are copied once
+    assert served[io_staging.SOURCE] == pytest.approx(found["mb"], rel=0.01)
+    assert found["mb"] < served[io_staging.STAGED] < 2 * found["mb"]
+    seconds = {row["way"]: row["seconds"] for row in found["rows"]}
+    ratio = seconds[io_staging.STAGING] / seconds[io_staging.STAGED]
+    assert found["ratio"] == pytest.approx(ratio)
+    assert min(seconds.values()) > 6 * 0.01
+
+
+def test_what_is_missed_is_said():
+    found = {"ratio": 1.2, "mb": 10, "rows": []}
+    result = {"command": "", "machine": "", "date": "", "options": {"rate": 50}}
+    assert io_report.table({**result, "staging": found}).endswith("missed")
+    assert not io_report.table({**result, "staging": {**found, "ratio": 1}}).endswith("missed")
+
+
+def test_pages_that_stay_are_said(run, monkeypatch, capsys):
+    monkeypatch.setattr(io_reading, "drop", lambda paths: None)
+    monkeypatch.setattr(io_reading, "KINDS", dict.fromkeys(io_reading.KINDS, 8))
+    monkeypatch.setattr(io_reading, "WINDOW", 8)
+    assert run("reading")["reading"]["cold"] is None
+    assert "not permitted here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("--rounds 0", "rounds must be at least 1"),
+        ("--boxes 0", "boxes must be at least 1"),
+        ("--side 1000", "smaller than a window of 1024"),
+        ("--giant 1000", "smaller than a box of 1024"),
+        ("--steps 4", "more than the 4 skipped"),
+        ("--compute 0", "more than 0 seconds"),
+        ("--workers -1", "0 or more"),
+        ("--rate 0.5", "rate must be at least 1"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        io.main(wrong.split())

@@ -8,15 +8,15 @@ import pytest
 from hydra import compose, initialize_config_module
 from PIL import Image
 
-from spatialdl import train
 from spatialdl.bench import plan
+from spatialdl.training.checks import check_config
 
 
 def test_the_layouts_are_at_least_ten_and_the_command_takes_them():
     assert len(plan.LAYOUTS) >= 10
     for overrides in plan.LAYOUTS.values():
         with initialize_config_module("spatialdl.conf", version_base="1.3"):
-            assert train._plan(compose("train", list(overrides))).world_size <= 3
+            assert check_config(compose("train", list(overrides))).world_size <= 3
 
 
 def test_predictions_stand_beside_what_was_measured(monkeypatch, tmp_path, capsys):

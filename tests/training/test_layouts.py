@@ -63,7 +63,8 @@ def test_pipelines_take_these_schedules(name, schedule):
 
 def test_every_shipped_layout_is_in_the_table():
     files = resources.files("spatialdl.conf").joinpath("parallel").iterdir()
-    assert sorted([*SHIPPED, "auto"]) == sorted(file.name.removesuffix(".yaml") for file in files)
+    names = [file.name.removesuffix(".yaml") for file in files if file.is_file()]
+    assert sorted([*SHIPPED, "auto"]) == sorted(names)
 
 
 def test_numbers_can_be_changed():

@@ -24,7 +24,8 @@ while not any(signals.flags()):
 print(*signals.flags(), flush=True)
 if sys.argv[1] == "go on":
     import ctypes
-    ctypes.CDLL(None).sleep(60)  # as in MPI: no handler of Python's can run
+    while True:
+        ctypes.CDLL(None).sleep(60)  # as in MPI, Python's handlers cannot run; a signal ends it
 """
 
 

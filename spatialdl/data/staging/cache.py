@@ -7,6 +7,7 @@
         shards/SHA256.h5      whole and verified
         shards/SHA256.part    on its way; its writer has it locked
         jobs/NAME/lock        held as long as the job or its copier lives
+        jobs/NAME/reading     held while somebody reads from the source
         jobs/NAME/SHA256.h5   hard links: what has arrived for that job
         kept/SHA256.h5        hard links: what is to stay when no job is left
 

@@ -30,6 +30,7 @@ from spatialdl.data.staging.copying import (
     is_whole,
     writing,
 )
+from spatialdl.data.staging.giving_way import GivingWay
 from spatialdl.data.staging.local_disk import Room
 from spatialdl.errors import ShardError
 
@@ -93,12 +94,16 @@ class Copier:
         self._todo = deque(ShardInfo(*shard, samples=0) for shard in order.shards)
         self._tell, self._stopped = tell, stopped
         self._broken = ""
+        self._giving_way = GivingWay(self._job.path, stopped)
 
     def run(self) -> None:
         """Return when all is copied that can be, or when told to stop."""
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            for thread in [threads.submit(self._work) for _ in range(AT_ONCE)]:
-                thread.result()
+        try:
+            with ThreadPoolExecutor(AT_ONCE) as threads:
+                for thread in [threads.submit(self._work) for _ in range(AT_ONCE)]:
+                    thread.result()
+        finally:
+            self._giving_way.close()
         if not self._stopped.is_set():
             self._tell(Event("done"))
 
@@ -128,7 +133,7 @@ class Copier:
                     return "reused", ""
             if self._broken:
                 return "left", self._broken
-            return ("copied", "") if self._copy(info) else ("left", NO_ROOM)
+            return self._copy(info)
         except WriteError as error:
             if not error.is_full:
                 self._broken = f"{self._job.path} cannot be written to: {error.strerror}"
@@ -138,14 +143,14 @@ class Copier:
         except OSError as error:
             return "unreadable", str(error)
 
-    def _copy(self, info: ShardInfo) -> bool:
-        """Copy a shard if there is room for it."""
+    def _copy(self, info: ShardInfo) -> tuple[What, str]:
+        """Copy a shard if there is room for it, and no other job has just done so."""
         partial = self._cache.partial(info)
         with writing():
             there = partial.stat().st_size if partial.exists() else 0
             done, left = 0, max(0, info.bytes - there)
             if not self._room.promise(left):
-                return False
+                return "left", NO_ROOM
 
         def progress(count: int) -> None:
             nonlocal done, left
@@ -155,17 +160,19 @@ class Copier:
             left = now
 
         try:
-            fetch(
+            copied = fetch(
                 self._source / info.file,
                 partial,
                 info,
                 lambda: self._cache.publish(info, self._job.path),
                 stopped=self._stopped.is_set,
                 progress=progress,
+                turn=self._giving_way.turn,
+                arrived=lambda: self._cache.take_over(info, self._job.path),
             )
         finally:
             self._room.release(left)
-        return True
+        return ("copied", "") if copied else ("reused", "")
 
     def _has_old(self, info: ShardInfo) -> bool:
         """Whether an earlier job has left the shard, and as it was."""

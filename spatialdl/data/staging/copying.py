@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from spatialdl.data.format import ShardInfo
@@ -50,7 +50,9 @@ def fetch(
     *,
     stopped: Callable[[], bool] = _never,
     progress: Callable[[int], object] = _unheard,
-) -> None:
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    arrived: Callable[[], bool] = _never,
+) -> bool:
     """Copy a shard to a temporary name, and publish it once every byte is what was written.
 
     What lies under the temporary name is hashed and resumed. Where the sum is wrong in the end,
@@ -65,6 +67,11 @@ def fetch(
         stopped: is asked for every few MB.
         progress: hears of bytes, also of those that were there; of fewer than none when it begins
             anew.
+        turn: each piece is read in such a context.
+        arrived: is asked once nobody else can write to the temporary name.
+
+    Returns:
+        Whether it was copied; it was not where it had arrived in the meantime.
 
     Raises:
         ShardError: the source has other bytes than the manifest says.
@@ -75,12 +82,16 @@ def fetch(
     """
     with _partial_file(partial) as copy:
         try:
-            digest = _copied(source, copy, info, stopped, progress)
+            with writing():
+                if arrived():
+                    partial.unlink(missing_ok=True)
+                    return False
+            digest = _copied(source, copy, info, stopped, progress, turn)
             if digest != info.sha256:
                 with writing():
                     os.ftruncate(copy, 0)
                 progress(-info.bytes)
-                digest = _copied(source, copy, info, stopped, progress)
+                digest = _copied(source, copy, info, stopped, progress, turn)
             if digest != info.sha256:
                 raise ShardError(
                     f"{source} does not have the SHA-256 that the manifest says, "
@@ -90,6 +101,7 @@ def fetch(
             with writing():
                 os.fsync(copy)
                 publish()
+            return True
         except (ShardError, WriteError):
             partial.unlink(missing_ok=True)
             raise
@@ -151,6 +163,7 @@ def _copied(
     info: ShardInfo,
     stopped: Callable[[], bool],
     progress: Callable[[int], object],
+    turn: Callable[[], AbstractContextManager[None]],
 ) -> str:
     """Append what is missing to a copy; the SHA-256 of all of it."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_A_TIME))
@@ -164,7 +177,8 @@ def _copied(
         while done < info.bytes:
             if stopped():
                 raise StoppedError
-            count = os.preadv(file.fileno(), [buffer[: info.bytes - done]], done)
+            with turn():
+                count = os.preadv(file.fileno(), [buffer[: info.bytes - done]], done)
             if not count:
                 _check_size(source, done, info)
             digest.update(buffer[:count])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,23 @@ def test_a_file_is_known_by_its_name(tmp_path):
         assert not is_still(tmp_path / "a", file.fileno())
         (tmp_path / "a").touch()
         assert not is_still(tmp_path / "a", file.fileno())
+
+
+def test_each_piece_is_read_in_its_turn(bring, info, monkeypatch):
+    monkeypatch.setattr(copying, "_AT_A_TIME", 10_000)
+    turns = []
+
+    @contextmanager
+    def turn():
+        turns.append("begins")
+        yield
+        turns.append("ends")
+
+    heard = bring(turn=turn)
+    assert turns == ["begins", "ends"] * len(heard)
+
+
+def test_what_has_arrived_meanwhile_is_not_copied(bring, tmp_path):
+    assert bring(arrived=lambda: True) == []
+    assert not (tmp_path / "part").exists()
+    assert not (tmp_path / "copy").exists()

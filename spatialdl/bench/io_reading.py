@@ -1,0 +1,158 @@
+"""Boxes of one large image, from a raw shard and from what else there is.
+
+Windows of 1024 pixels lie anywhere; quarters are what each of 2 x 2 ranks reads of such an image
+of 1024 pixels. All ways take the same boxes in turns, in one process: from the page cache, as
+writing has left it (files that were dropped and read again lie in smaller pieces there, and boxes
+of them take a third longer), in MB per CPU second; and windows from the disk, in MB per second of
+the clock, where the system drops pages when it is asked to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spatialdl.bench.io_ways import (
+    CODED,
+    JPEG,
+    LOSSY,
+    LZ4,
+    MEMMAP,
+    PLAIN,
+    PNG,
+    WAYS,
+    ZSTD,
+    Read,
+    draw_image,
+    files_of,
+    open_way,
+    size_of,
+    write_all,
+)
+from spatialdl.bench.page_cache import drop, resident
+
+WINDOW = 1024
+QUARTER = WINDOW // 2
+KINDS = {f"windows of {WINDOW}": WINDOW, f"quarters of {QUARTER}": QUARTER}
+WINDOWS, QUARTERS = KINDS
+OF_MEMMAP, OF_PLAIN = 0.6, 3.0
+"""What reading a raw shard is to reach of the others' rates."""
+FEWER = {ZSTD: 4, LZ4: 4, CODED: 4, PNG: 20, JPEG: 20}
+"""Boxes to one of a way that decodes, in the page cache."""
+COLD_ROUNDS = 3
+COLD_FEWER = 4
+_COLD = 0.02  # of the pages, still there
+
+Rates = Mapping[str, Sequence[float]]
+"""MB per second, round by round, in each way."""
+
+
+def ticks(options: argparse.Namespace) -> int:
+    """How often `measure` ticks."""
+    return len(WAYS) * (int(options.rounds) * len(KINDS) + COLD_ROUNDS)
+
+
+def measure(
+    options: argparse.Namespace, folder: Path, tick: Callable[[], object]
+) -> dict[str, Any]:
+    """Rates of all ways, their medians, and medians of their ratios, round by round."""
+    write_all(draw_image(options.side), folder)
+    rng = np.random.default_rng(1)
+    reads = {way: open_way(folder, options.side, way) for way in WAYS}
+    check_same(reads)
+    warm = _warm(options, reads, rng, tick)  # the files have just been written
+    reads.clear()
+    cold = _cold(options, folder, rng, tick)
+    return {
+        "warm": {kind: _summarised(rates) for kind, rates in warm.items()},
+        "cold": None if cold is None else _summarised(cold),
+        "stored": {way: size_of(folder, way) / (3 * options.side**2) for way in WAYS},
+    }
+
+
+def check_same(reads: Mapping[str, Read]) -> None:
+    """All ways that lose nothing give the same pixels.
+
+    Raises:
+        RuntimeError: one does not.
+    """
+    wanted = reads[MEMMAP](0, 0, WINDOW)
+    for way in WAYS:
+        if way not in LOSSY and not np.array_equal(reads[way](0, 0, WINDOW), wanted):
+            raise RuntimeError(f"{way} gives other pixels than {MEMMAP}")
+
+
+def _warm(
+    options: argparse.Namespace,
+    reads: Mapping[str, Read],
+    rng: np.random.Generator,
+    tick: Callable[[], object],
+) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {k: {way: [] for way in WAYS} for k in KINDS}
+    for _ in range(options.rounds):
+        for kind, side in KINDS.items():
+            places = _places(rng, options.side, side, options.boxes)
+            for way, read in reads.items():
+                few = -(-len(places) // FEWER.get(way, 1))
+                found[kind][way].append(_rate(read, places[:few], side, time.process_time))
+                tick()
+    return found
+
+
+def _cold(
+    options: argparse.Namespace, folder: Path, rng: np.random.Generator, tick: Callable[[], object]
+) -> dict[str, list[float]] | None:
+    """None where the pages stay in memory."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(COLD_ROUNDS):
+        places = _places(rng, options.side, WINDOW, -(-options.boxes // COLD_FEWER))
+        for way in WAYS:
+            gc.collect()  # a map that is still there keeps its pages
+            paths = files_of(folder, way)
+            drop(paths)
+            if resident(paths) > _COLD:
+                return None
+            read = open_way(folder, options.side, way)
+            found[way].append(_rate(read, places, WINDOW, time.perf_counter))
+            del read
+            tick()
+    return found
+
+
+def _places(rng: np.random.Generator, whole: int, side: int, count: int) -> list[list[int]]:
+    step = QUARTER if side == QUARTER else 1
+    found: list[list[int]] = (
+        rng.integers(0, (whole - side) // step + 1, (count, 2)) * step
+    ).tolist()
+    return found
+
+
+def _rate(
+    read: Read, places: Sequence[Sequence[int]], side: int, clock: Callable[[], float]
+) -> float:
+    before, count = clock(), 0
+    for row, col in places:
+        count += read(row, col, side).nbytes
+    return count / 1e6 / (clock() - before)
+
+
+def _summarised(rates: Rates) -> dict[str, Any]:
+    def ratios(to: str) -> dict[str, float]:
+        return {
+            way: statistics.median(a / b for a, b in zip(rates[way], rates[to], strict=True))
+            for way in WAYS
+        }
+
+    return {
+        "rates": {way: statistics.median(rates[way]) for way in WAYS},
+        "to_memmap": ratios(MEMMAP),
+        "to_plain": ratios(PLAIN),
+        "rounds": rates,
+    }

@@ -1,0 +1,201 @@
+"""Every operation of a network that a layout would refuse, found in one process without data.
+
+The stages run forwards and backwards on the ``meta`` device, in the shapes of the first rank's
+tile. Whether an operation is refused follows from global sizes, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spatialdl.checking.record import Recorder, Refusal
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.mesh import Placement, dry_mesh
+from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.recording import meta_copy
+from spatialdl.pipeline.shapes import HandoverShapes
+from spatialdl.pipeline.stage import OUTPUT, run_stage
+from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.planning.costs import dry_loss
+from spatialdl.random import keyed
+from spatialdl.source_lines import users_line_of
+from spatialdl.spatial.gather import gather_before as gather
+
+Criterion = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass
+class Preflight:
+    """What would come up.
+
+    Attributes:
+        refusals: operations that are refused, by place.
+        errors: whatever else would end the run; what comes after it is not known.
+        guesses: ``file:line`` where the network asks for a value, which decides what it does: one
+            way was gone, that for 1 or for False.
+        stages: the network cut as the layout wants it, without memory.
+        entering: rows and columns of the largest image that enters each stage; None if none does.
+    """
+
+    refusals: list[Refusal] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    guesses: list[str] = field(default_factory=list)
+    stages: list[nn.Module] = field(default_factory=list)
+    entering: list[tuple[int, int] | None] = field(default_factory=list)
+
+    @property
+    def is_clear(self) -> bool:
+        return not self.refusals and not self.errors
+
+
+def preflight(
+    model: nn.Module,
+    placement: Placement,
+    shape: tuple[int, int, int, int],
+    *,
+    names: Sequence[str] | None = None,
+    gather_before: str | Sequence[str] = (),
+    recompute: bool = False,
+    criterion: Criterion | None = None,
+    segments: bool = False,
+    columns: int | None = None,
+) -> Preflight:
+    """Run a network as a layout would, forwards and backwards.
+
+    Args:
+        model: stays as it is.
+        shape: (N, C, H, W) of the images of a micro-batch of one replica, whole.
+        names: modules with which stages begin, see `pipeline.partition.cut`.
+        gather_before: modules that get whole images, see `spatial.gather`.
+        recompute: whether blocks run again in backward.
+        criterion: tells of outputs that do not fit the task.
+        segments: whether it learns a class for every pixel.
+        columns: numbers that it learns for every image; None for one label.
+    """
+    found = Preflight()
+    shadow = meta_copy(model)
+    try:
+        gather(shadow, gather_before)
+        found.stages = cut(shadow, placement.widths, names, shape[1:], recompute)
+    except ValueError as error:
+        found.errors.append(str(error))
+        # its operations can be told all the same, on the grid of the first stage
+        shadow, placement = meta_copy(model), Placement(1, placement.grids[:1])
+        found.stages = [shadow]
+    dtype = next((p.dtype for p in shadow.parameters()), torch.get_default_dtype())
+    run = _Run(found, placement, shape, dtype)
+    run.forward()
+    if run.output is not None:
+        run.loss(criterion, segments, columns)
+    return found
+
+
+class _Run:
+    def __init__(
+        self,
+        found: Preflight,
+        placement: Placement,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._found, self._placement, self._shape = found, placement, shape
+        self._shapes = HandoverShapes(found.stages, placement, shape[1:], dtype)
+        self._modules = [meta_copy(stage).train() for stage in found.stages]
+        self.output: Any = None
+
+    def forward(self) -> None:
+        """Stage after stage, each with its backward, as its graph is its own."""
+        samples = self._shape[0]
+        arrived = self._shapes.entering(samples)
+        for number, module in enumerate(self._modules):
+            taken = {value: _leaf(value, x) for value, x in arrived[number].items()}
+            self._found.entering.append(_largest(arrived[number].values()))
+            outputs = self._tried(number, partial(run_stage, module, taken, samples))
+            if outputs is None:
+                return
+            self.output = outputs.pop(OUTPUT, None)
+            self._backward(number, list(outputs.values()))
+            try:
+                detached = {value: x.detach() for value, x in (taken | outputs).items()}
+                self._shapes.pass_on(number, detached, arrived, samples)
+            except ValueError as error:
+                self._found.errors.append(str(error))
+                self.output = None
+                return
+
+    def _tried(self, number: int, what: Callable[[], Any]) -> Any:
+        """What it gives; None if an error has ended it, which is noted."""
+        recorder = Recorder(self._modules[number], dry=True)
+        try:
+            with recorder, torch.device("meta"), keyed(0, 0, 0):
+                return what()
+        except UnsupportedSpatialOp as error:
+            if not any(str(error) == one.reason for one in recorder.refusals):
+                self._found.errors.append(str(error))
+        except Exception as error:
+            self._found.errors.append(self._described(number, error))
+        finally:
+            self._found.refusals += recorder.refusals
+            self._found.guesses += recorder.guesses
+        return None
+
+    def _described(self, number: int, error: Exception) -> str:
+        text = " ".join(str(error).split())
+        after = " (after what was refused, which may be why)" if self._found.refusals else ""
+        stage = f"stage {number}: " if len(self._modules) > 1 else ""
+        return f"{stage}{type(error).__name__} at {users_line_of(error)}: {text}{after}"
+
+    def _backward(self, number: int, outputs: Sequence[Any]) -> None:
+        roots = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+        if not roots:
+            return
+        try:
+            with torch.device("meta"):
+                torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+        except UnsupportedSpatialOp as error:
+            self._found.refusals.append(Refusal("backward", "", f"stage {number}", str(error)))
+        except Exception as error:
+            self._found.errors.append(self._described(number, error))
+
+    def loss(self, criterion: Criterion | None, segments: bool, columns: int | None) -> None:
+        """Of the last stage's output, and its backward."""
+        last = len(self._modules) - 1
+        if criterion is not None:
+            self._check_task(criterion, segments, columns)
+        mesh = dry_mesh(self._placement.grids[last])
+        loss = self._tried(last, lambda: (dry_loss(self.output, segments, self._shape, mesh),))
+        if loss is not None and loss[0] is not None:
+            self._backward(last, [loss[0]])
+
+    def _check_task(self, criterion: Criterion, segments: bool, columns: int | None) -> None:
+        """An output of another shape than the task's is told before anybody looks at values."""
+        samples, _, height, width = self._shape
+        size = (height, width) if segments else ()
+        target = torch.empty(samples, *size, dtype=torch.int64, device="meta")
+        if columns is not None:
+            target = torch.empty(samples, columns, dtype=torch.float64, device="meta")
+        try:
+            criterion(self.output, target)
+        except ValueError as error:
+            self._found.errors.append(str(error))
+        except Exception:
+            return  # there are no values
+
+
+def _largest(tensors: Iterable[Tensor]) -> tuple[int, int] | None:
+    sizes = [(int(x.shape[-2]), int(x.shape[-1])) for x in tensors if x.dim() == 4]
+    return max(sizes, key=prod, default=None)
+
+
+def _leaf(value: Value, x: Tensor) -> Tensor:
+    """A tensor of which a gradient is wanted, unless it is the image."""
+    if value == IMAGE or not x.is_floating_point():
+        return x
+    return x.requires_grad_()

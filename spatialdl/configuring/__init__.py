@@ -1,0 +1,1 @@
+"""The command line: keys, their help, and words that no configuration knows."""

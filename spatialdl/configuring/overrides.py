@@ -1,0 +1,282 @@
+"""Words on the command line that no configuration knows, with the nearest that there is.
+
+Looked for before anything else happens: Hydra would tell of the first one in words of its own, and
+what is added by ``+`` it takes without a question, though nobody reads it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from itertools import product
+from pathlib import Path
+from pkgutil import resolve_name
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, ValueType
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from spatialdl.configuring.keys import chosen_by_default, file_of, groups, keys_of
+
+
+def check_overrides(
+    overrides: Sequence[str],
+    command: str = "train",
+    config_name: str | None = None,
+    config_dir: str | None = None,
+    multirun: bool = False,
+) -> None:
+    """Refuse keys, groups and choices that there are not.
+
+    Args:
+        overrides: as ``spatialdl.train`` and ``spatialdl.plan`` take them; also those of a sweep.
+        command: "train" or "plan".
+        config_name: of the user's own main file, if there is one.
+        config_dir: of configurations of the user's own.
+        multirun: whether values with commas are those of a sweep.
+
+    Raises:
+        ValueError: with the nearest word that is known, and how to list all.
+    """
+    _Check(overrides, command, config_name or command, config_dir).run(multirun)
+
+
+class _Check:
+    def __init__(
+        self, overrides: Sequence[str], command: str, config_name: str, config_dir: str | None
+    ) -> None:
+        self._command, self._config_name = command, config_name
+        parser = OverridesParser.create()
+        self._parsed = [_parsed(parser, text) for text in overrides]
+        self._loader = _loader(config_dir, self._parsed)
+        self._all = f"`python -m spatialdl.{command} --help` lists all"
+
+    def run(self, multirun: bool) -> None:
+        if not multirun:
+            _refuse_sweeps(self._parsed)
+        chosen = [one for one in self._parsed if self._is_group(one.key_or_group)]
+        values = [one for one in self._parsed if one not in chosen]
+        for one in chosen:
+            self._check_choice(one)
+        for choices in product(*(list(self._texts(one)) for one in chosen)):
+            config = self._composed(choices)
+            for one in values:
+                self._check_key(one, config)
+        if not multirun:
+            self._composed([str(one.input_line) for one in self._parsed])
+
+    def _is_group(self, name: str) -> bool:
+        return bool(self._loader.repository.group_exists(name))
+
+    def _composed(self, choices: Iterable[str]) -> DictConfig:
+        try:
+            return self._loader.load_configuration(self._config_name, list(choices), RunMode.RUN)
+        except (HydraException, OmegaConfBaseException) as error:
+            said = str(error).partition("\n")[0]
+            raise ValueError(f"the configuration cannot be composed: {said}") from error
+
+    # --- groups
+
+    def _texts(self, one: Override) -> Iterator[str]:
+        """The choice of a group, or each one of a sweep."""
+        if one.is_delete() or not one.is_sweep_override():
+            yield str(one.input_line)
+            return
+        plus = "+" if one.is_add() else ""
+        if one.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            options = self._loader.get_group_options(one.key_or_group, ObjectType.CONFIG)
+            glob = one.value()
+            assert isinstance(glob, Glob)
+            values = glob.filter(options)
+        else:
+            values = list(one.sweep_string_iterator())
+        yield from (f"{plus}{one.get_key_element()}={value}" for value in values)
+
+    def _check_choice(self, one: Override) -> None:
+        group = one.key_or_group
+        known = self._loader.get_group_options(group, ObjectType.CONFIG)
+        for text in self._texts(one):
+            name = text.partition("=")[2]
+            if one.is_delete() or name in ("null", ""):
+                continue
+            if not self._loader.repository.config_exists(f"{group}/{name}"):
+                raise ValueError(
+                    f"{group}={name} is unknown{_perhaps(name, known, f'{group}=')}; there are "
+                    f"{', '.join(known)}"
+                )
+        if group.startswith("hydra"):
+            return
+        used = chosen_by_default(self._command)
+        if one.is_add() and group in used:
+            raise ValueError(f"+{group}: {group} is chosen already, leave the + out")
+        if group in groups() and group not in used:
+            others = " (a group of spatialdl.plan)" if group in chosen_by_default("plan") else ""
+            raise ValueError(
+                f"{group} is no group of spatialdl.{self._command}{others}"
+                f"{_perhaps(group, [name for name in used if name != group])}; {self._all}"
+            )
+
+    # --- keys
+
+    def _check_key(self, one: Override, config: DictConfig) -> None:
+        key = one.key_or_group
+        if _holds(config, key):
+            if one.is_add() and not one.is_force_add() and not _is_open(config, key):
+                raise ValueError(f"+{key}: {key} is there already, leave the + out")
+            return
+        for path in _paths(key):
+            if _is_open(config, path):
+                self._check_taken(one, path, config)
+                return
+        group = key.partition(".")[0]
+        for choice in groups().get(group, []):
+            if key in {known.name for known in keys_of(file_of(group, choice))}:
+                now = config.hydra.runtime.choices.get(group)
+                raise ValueError(
+                    f"{key} is a key of {group}={choice}, but {group}={now} is chosen: add "
+                    f"{group}={choice}, or leave {key} out"
+                )
+        plus = "+" if one.is_add() else ""
+        raise ValueError(
+            f"{plus}{key} is unknown{_perhaps(key, self._names(config, key))}; {self._all}"
+        )
+
+    def _check_taken(self, one: Override, path: str, config: DictConfig) -> None:
+        """A key beside a ``_target_`` is an argument of what is named there.
+
+        Networks of the user's own take whatever the user hands them.
+        """
+        node = OmegaConf.select(config, path, throw_on_missing=False)
+        target = self._target(path) or str(node._target_)
+        if path == "model" and not target.startswith("spatialdl."):
+            return
+        name = one.key_or_group.removeprefix(f"{path}.").partition(".")[0]
+        taken = _arguments(target)
+        if taken is None and (one.is_add() or one.is_force_add()):
+            return
+        known = [*map(str, node), *(taken or ())]
+        if taken is not None and name not in taken:
+            near = _perhaps(name, [word for word in known if word != "_target_"], f"{path}.")
+            raise ValueError(f"{path}.{name} is unknown to {target}{near}; {self._all}")
+        if not (one.is_add() or one.is_force_add()):
+            near = _perhaps(name, list(map(str, node)), f"{path}.")
+            raise ValueError(
+                f"{path}.{name} is unknown{near}; to hand {target} one more argument write "
+                f"+{path}.{name}=..."
+            )
+
+    def _target(self, path: str) -> str | None:
+        """That of the command line."""
+        given = [one.value() for one in self._parsed if one.key_or_group == f"{path}._target_"]
+        return str(given[-1]) if given else None
+
+    def _names(self, config: DictConfig, key: str) -> list[str]:
+        """What it may have meant."""
+        names = list(_all_keys(config))
+        return names if "." in key else [*(name for name in names if "." not in name), *names]
+
+
+def _refuse_sweeps(overrides: Iterable[Override]) -> None:
+    for one in overrides:
+        if one.is_sweep_override():
+            raise ValueError(
+                f"{one.input_line} names several values: add --multirun to run once with each, or "
+                f"write a list as {one.key_or_group}=[...]"
+            )
+
+
+def _parsed(parser: OverridesParser, text: str) -> Override:
+    if text.startswith("="):
+        raise ValueError(f"{text} has no key: write key=value")
+    try:
+        return parser.parse_override(text)
+    except HydraException as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{text} cannot be read as key=value ({said}): put what holds spaces, commas or "
+            "brackets into quotes, key='\"...\"'"
+        ) from error
+
+
+def _loader(config_dir: str | None, overrides: Iterable[Override]) -> ConfigLoaderImpl:
+    Plugins.instance()
+    path = create_config_search_path("pkg://spatialdl.conf")
+    if config_dir is not None:
+        folder = os.path.abspath(config_dir)
+        if not Path(folder).is_dir():
+            raise ValueError(f"--config-dir {config_dir} is no folder")
+        path.prepend("command-line", f"file://{folder}")
+    for one in overrides:
+        folders = one.value() if one.key_or_group == "hydra.searchpath" else None
+        if isinstance(folders, list):
+            for folder in folders:
+                path.prepend("command-line", str(folder))
+    return ConfigLoaderImpl(path)
+
+
+def _paths(key: str) -> list[str]:
+    """All that a key lies in, outermost first."""
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _node(config: DictConfig, key: str) -> object:
+    node: object = config
+    for part in key.split("."):
+        if isinstance(node, DictConfig) and part in node.keys():  # noqa: SIM118 (missing values)
+            node = node._get_node(part)
+        elif isinstance(node, ListConfig) and part.isdigit() and int(part) < len(node):
+            node = node._get_node(int(part))
+        else:
+            return None
+    return node
+
+
+def _holds(config: DictConfig, key: str) -> bool:
+    return _node(config, key) is not None
+
+
+def _is_open(config: DictConfig, key: str) -> bool:
+    """Whether it makes an object, which may take more arguments than the file names."""
+    node = _node(config, key)
+    return isinstance(node, DictConfig) and "_target_" in node
+
+
+def _arguments(target: str) -> list[str] | None:
+    """What a class or function takes; None if anything, or if there is no such thing."""
+    try:
+        parameters = inspect.signature(resolve_name(target)).parameters.values()
+    except Exception:
+        return None  # told when it is made
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return [one.name for one in parameters]
+
+
+def _all_keys(node: object, prefix: str = "") -> Iterator[str]:
+    if not isinstance(node, DictConfig):
+        return
+    for name in map(str, node):
+        if prefix == "" and name == "hydra":
+            yield from ("hydra.run.dir", "hydra.sweep.dir")
+            continue
+        yield f"{prefix}{name}"
+        yield from _all_keys(node._get_node(name), f"{prefix}{name}.")
+
+
+def _perhaps(word: str, known: Sequence[str], prefix: str = "") -> str:
+    """The nearest of the words that are known, or the one that ends alike."""
+    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    if not near:
+        last = {name.rpartition(".")[2]: name for name in known}
+        near = [last[one] for one in get_close_matches(word.rpartition(".")[2], last, n=1)]
+    return f"; nearest: {prefix}{near[0]}" if near else ""

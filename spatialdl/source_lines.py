@@ -1,0 +1,70 @@
+"""Which line of the user's network is being run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+_HERE = Path(__file__).parent
+LIBRARIES = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    *(f"{_HERE / name}{os.sep}" for name in ("checking", "pipeline", "planning", "spatial")),
+    f"{_HERE / 'check.py'}",
+    f"{_HERE / 'random.py'}",
+    f"{_HERE / 'plain_random.py'}",
+)
+"""Files that are nobody's network."""
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is PyTorch's or part of the machinery here; models that come along are not."""
+    return file.startswith((*LIBRARIES, "<"))
+
+
+_replaying: dict[CodeType, str] = {}
+
+
+def replays(code: CodeType, name: str = "") -> None:
+    """Tell that a function runs the network: nobody who calls it is part of that.
+
+    Args:
+        name: of its local that knows ``where`` what it runs was written down.
+    """
+    _replaying[code] = name
+
+
+def users_line(frame: FrameType | None = None) -> str:
+    """``file:line`` of the innermost caller that is the user's; empty if there is none.
+
+    Args:
+        frame: where to begin; by default the caller's.
+    """
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None:
+        where = _where(frame, frame.f_lineno)
+        if where is not None:
+            return where
+        frame = frame.f_back
+    return ""
+
+
+def users_line_of(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of `error` that is the user's."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        where = _where(frame, line)
+        if where is not None:
+            return where or "no line of the network"
+    return "no line of the network"
+
+
+def _where(frame: FrameType, line: int) -> str | None:
+    if frame.f_code in _replaying:
+        name = _replaying[frame.f_code]
+        return str(frame.f_locals[name].where) if name else ""
+    file = frame.f_code.co_filename
+    return None if is_library(file) else f"{file}:{line}"

@@ -1,0 +1,92 @@
+"""What can be told of a configuration before there are ranks, and without PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from spatialdl.mesh import Placement
+
+PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
+SWITCHES = ("tf32", "channels_last", "deterministic")
+OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
+DEVICES = ("auto", "cpu", "cuda")
+TASKS = ("classification", "multilabel", "regression", "segmentation")
+BALANCES = ("time", "measured", "memory")
+TRANSPORTS = ("auto", "mpi", "torch")
+BACKENDS = (None, "mpi4py", "gloo", "nccl")
+
+
+def check_config(config: DictConfig) -> Placement:
+    """Which ranks this configuration needs, after a look at what would fail on all of them.
+
+    Raises:
+        ValueError: if something would.
+    """
+    from spatialdl.training.layouts import (
+        check_batch,
+        check_image,
+        check_task,
+        placement_of,
+        schedule_of,
+    )
+
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    choices = {
+        "trainer.precision": PRECISIONS,
+        "device": DEVICES,
+        "task.name": TASKS,
+        "comm.transport": TRANSPORTS,
+        "comm.backend": BACKENDS,
+        "parallel.balance": BALANCES,
+    }
+    for key, known in choices.items():
+        value = OmegaConf.select(config, key)
+        if value not in known:
+            names = ", ".join("null" if one is None else one for one in known)
+            raise ValueError(f"{key}={value} is not supported: take one of {names}")
+    placement = placement_of(config.parallel)
+    accumulate = _check_trainer(config)
+    schedule = schedule_of(config.parallel, placement, accumulate)
+    local, batch = max(placement.batch, default=1), config.data.batch_size
+    if isinstance(batch, int):
+        batch *= accumulate
+    check_batch(batch, schedule.microbatches, placement.data, local)
+    check_task(config.task.name, placement)
+    if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
+        check_image(tuple(config.data.image_size), placement)
+    if config.data.name == "shards" and not Path(config.data.path).is_dir():
+        raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
+    targets = config.data.get("targets")
+    if targets is not None and not Path(targets).expanduser().is_file():
+        raise ValueError(f"data.targets={targets} is no file")
+    return placement
+
+
+def _check_trainer(config: DictConfig) -> int:
+    """Batches that a step accumulates, after a look at the trainer's other settings."""
+    from spatialdl.training.checkpoints.settings import check_settings
+
+    settings = config.trainer
+    for key in SWITCHES:
+        if not isinstance(settings[key], bool):
+            raise ValueError(f"trainer.{key}={settings[key]} must be true or false")
+    check_settings(settings)
+    clip, decay = settings.clip_norm, settings.ema
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
+    if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
+        raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
+    accumulate = settings.accumulate
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"trainer.accumulate={accumulate} must be at least 1 batch")
+    optimizer = str(config.optimizer["_target_"])
+    if config.parallel.shard_state and optimizer.endswith(OF_WHOLE_WEIGHTS):
+        raise ValueError(
+            f"optimizer._target_={optimizer} needs the norms of whole weights, but "
+            "parallel.shard_state=true leaves a part of each on a rank: take sgd or adamw"
+        )
+    return int(accumulate)

@@ -1,0 +1,1 @@
+"""Runs that look for what is wrong: ``debug=overfit``, ``detect_nan``, ``fakecomm``."""

@@ -1,0 +1,317 @@
+"""``debug=fakecomm``: what the ranks of a layout would do, told by one process without MPI.
+
+Shapes, bytes and operations come from runs on the ``meta`` device, so images of any size and any
+number of ranks take seconds, and no pixel is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil, prod
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from spatialdl.checking.preflight import Preflight, preflight
+from spatialdl.layout import even_bounds
+from spatialdl.mesh import Placement
+from spatialdl.pipeline.schedule import Schedule
+from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.cluster import Cluster
+from spatialdl.planning.job import Job
+from spatialdl.planning.predict import Prediction, predict
+from spatialdl.planning.setup import cluster_named, job_of
+from spatialdl.planning.stage import CannotWork, StageCosts, stage_costs
+from spatialdl.training.layouts import (
+    check_batch,
+    check_image,
+    check_task,
+    placement_of,
+    schedule_of,
+)
+from spatialdl.training.precision import PRECISIONS
+from spatialdl.training.settings import TARGETED, open_sources
+from spatialdl.training.tasks import task_of
+
+DRAWN = 6
+"""Rows and columns of a grid that are drawn."""
+
+
+def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
+    """Print what the ranks of a configuration would do.
+
+    Args:
+        config: of ``spatialdl.train``.
+        known: errors that were found before.
+
+    Returns:
+        Whether it would run.
+    """
+    errors = list(known)
+    placement = _tried(errors, lambda: placement_of(config.parallel))
+    schedule = None
+    if placement is not None:
+        schedule = _tried(errors, lambda: schedule_of(config.parallel, placement))
+    seed, task = int(config.seed), None
+    sources = _tried(errors, lambda: open_sources(config.data, seed, config.task.name))
+    if sources is not None:
+        task = _tried(errors, lambda: task_of(config.task, sources.num_classes, sources.train))
+    if placement is None or sources is None:
+        print("\n".join(_problems(errors, Preflight())))
+        return False
+    _check(errors, config, placement)
+    small = len(errors)
+    _tried(errors, lambda: check_image(sources.image_size, placement))
+    fits = len(errors) == small
+    print("\n".join(_drawn(placement, sources.image_size)), flush=True)
+    cluster = _cluster(config.device)
+    job = _tried(errors, lambda: job_of(_planned(config), cluster))
+    if job is None or not fits:
+        print("\n".join(_problems(errors, Preflight())))
+        return False
+    slices = _Slices(job.batch, schedule.microbatches if schedule else 1, placement.data)
+    found = preflight(
+        job.model,
+        placement,
+        (slices.most, *job.image),
+        names=config.parallel.cut,
+        gather_before=config.parallel.gather_before or (),
+        recompute=config.parallel.recompute == "block",
+        criterion=None if task is None else task.loss,
+        segments=job.segments,
+        columns=sources.num_classes if config.task.name in TARGETED else None,
+    )
+    if schedule is not None:
+        table = _Table(job, cluster, placement, schedule, config.parallel.recompute, slices, found)
+        print("\n".join(["", *table.lines(works=not errors)]), flush=True)
+    print("\n".join(_problems(errors, found)))
+    return found.is_clear and not errors
+
+
+def _check(errors: list[str], config: DictConfig, placement: Placement) -> None:
+    microbatches, batch = config.parallel.microbatches, config.data.batch_size
+    local = max(placement.batch, default=1)
+    _tried(errors, lambda: check_batch(batch, microbatches, placement.data, local))
+    _tried(errors, lambda: check_task(config.task.name, placement))
+
+
+def _planned(config: DictConfig) -> DictConfig:
+    """The same in numbers of which the costs are known."""
+    precision = PRECISIONS.get(config.trainer.precision)
+    if precision is None or precision.mixed is None:
+        return config
+    print(f"note: memory is told for float32, not for {config.trainer.precision}")
+    config = config.copy()
+    config.trainer.precision = "float32"
+    return config
+
+
+def _tried(errors: list[str], what: Callable[[], Any]) -> Any:
+    """What it gives, or None and an error more."""
+    try:
+        return what()
+    except (ValueError, OSError) as error:
+        text = " ".join(str(error).split())
+        if text not in errors:
+            errors.append(text)
+        return None
+
+
+def _cluster(device: str) -> Cluster:
+    """One that takes no memory for itself; what its devices are like only matters for time."""
+    found = replace(cluster_named(cluster_file("infiniband")), base_mb=0.0, base_mb_alone=0.0)
+    return replace(found, cores=1) if device == "cpu" else found
+
+
+# --- the layout
+
+
+def _drawn(placement: Placement, size: tuple[int, int]) -> Iterator[str]:
+    """Of each stage the grid, with the ranks of the first replica."""
+    yield f"layout: {placement.describe()}, images of {size[0]}x{size[1]}"
+    for stage, (rows, cols) in enumerate(placement.grids):
+        parts = placement.batch_parts(stage)
+        ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
+        yield ""
+        if (rows, cols) == (1, 1):
+            what = f"whole images, samples over {parts} ranks" if parts > 1 else "whole images"
+            some = "ranks" if parts > 1 else "rank"
+            yield f"stage {stage}: {what}, {some} {' and '.join(map(_span, ranks))}"
+            continue
+        yield f"stage {stage}: {rows}x{cols} tiles, ranks {' and '.join(map(_span, ranks))}"
+        yield from _grid(rows, cols, ranks)
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+
+def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Rows and columns in the middle of a large grid are left out."""
+    shown_rows, shown_cols = _shown(rows), _shown(cols)
+    texts = [
+        ["..." if None in (r, c) else _names(ranks, r * cols + c) for c in shown_cols]  # type: ignore[operator]
+        for r in shown_rows
+    ]
+    width = max(len(text) for line in texts for text in line) + 2
+    border = "  +" + ("-" * width + "+") * len(shown_cols)
+    yield border
+    for line in texts:
+        yield "  |" + "".join(f"{text:^{width}}|" for text in line)
+        yield border
+
+
+def _names(ranks: Sequence[Sequence[int]], part: int) -> str:
+    return ", ".join(str(one[part]) for one in ranks)
+
+
+def _shown(count: int) -> list[int | None]:
+    if count <= DRAWN:
+        return list(range(count))
+    return [*range(DRAWN - 2), None, count - 1]
+
+
+# --- what the ranks hold
+
+
+class _Slices:
+    """How many samples come to a replica in each micro-batch."""
+
+    def __init__(self, batch: int, microbatches: int, data: int) -> None:
+        micro = [stop - start for start, stop in pairwise(even_bounds(batch, microbatches))]
+        parts = [b - a for size in micro for a, b in pairwise(even_bounds(size, data))]
+        self.most = max(1, *parts)
+        self.text = f"batch of {batch}: {_count(microbatches, 'micro-batch', 'micro-batches')} of "
+        self.text += f"{_range(micro)}, {_count(data, 'replica', 'replicas')} with "
+        self.text += f"{_range(parts)} of these"
+
+
+class _Table:
+    """A line a stage, and one for each kind of ranks."""
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        placement: Placement,
+        schedule: Schedule,
+        recompute: Any,
+        slices: _Slices,
+        found: Preflight,
+    ) -> None:
+        self._job, self._cluster, self._placement = job, cluster, placement
+        self._schedule, self._recompute = schedule, recompute
+        self._slices, self._found = slices, found
+        self._stages: list[StageCosts] = []
+
+    def lines(self, works: bool) -> Iterator[str]:
+        """Without memory if something would not work."""
+        reason = "" if works and self._found.is_clear else "it would not run"
+        if not reason:
+            try:
+                prediction = self._predicted()
+            except CannotWork as error:
+                reason = str(error)
+        yield self._slices.text
+        yield ""
+        yield (
+            f"stage  {'ranks':11}{'tile':>20}{'box of the first':>20}{'samples':>8}"
+            f"{'parameters':>12}{'held, MB':>10}{'halos, MB':>10}"
+        )
+        for stage in range(self._placement.stages):
+            yield self._stage(stage)
+        if reason:
+            yield f"memory is not told: {reason}"
+            return
+        yield "of a micro-batch; held from its forward to its backward; halos that a rank sends"
+        yield ""
+        yield from self._memory(prediction)
+
+    def _predicted(self) -> Prediction:
+        job, cluster, placement = self._job, self._cluster, self._placement
+        microbatches = self._schedule.microbatches
+        self._stages = stage_costs(job, cluster, placement, microbatches, self._recompute)
+        return predict(job, cluster, placement, self._schedule, self._recompute)
+
+    def _stage(self, stage: int) -> str:
+        ranks = _span(self._placement.ranks(stage, 0))
+        parts = self._placement.batch_parts(stage)
+        tile, box = self._tile(stage)
+        line = f"{stage:5}  {ranks:11}{tile:>20}{box:>20}{ceil(self._slices.most / parts):8}"
+        line += f"{_parameters(self._found.stages, stage):>12}"
+        if not self._stages:
+            return line
+        one = self._stages[stage]
+        return f"{line}{one.held / 1e6:10.1f}{self._halos(stage) / 1e6:10.2f}"
+
+    def _tile(self, stage: int) -> tuple[str, str]:
+        """Of what enters a stage: rows and columns of its tiles, and the first of them."""
+        if stage >= len(self._found.entering):
+            return "", ""
+        size = self._found.entering[stage]
+        if size is None:
+            return "no image", ""
+        sides = [
+            [stop - start for start, stop in pairwise(even_bounds(count, parts))]
+            for count, parts in zip(size, self._placement.grids[stage], strict=True)
+        ]
+        return " x ".join(map(_range, sides)), f"0:{sides[0][0]}, 0:{sides[1][0]}"
+
+    def _halos(self, stage: int) -> int:
+        """Bytes that a rank sends to the others of its grid for a micro-batch."""
+        costs = self._job.costs(self._slices.most, self._placement.grids[stage], False)
+        own = costs.layers[slice(*self._stages[stage].layers)]
+        talks = [talk for one in own for talk in (*one.forward_talks, *one.backward_talks)]
+        return sum(talk.bytes for talk in talks if talk.kind == "exchange")
+
+    def _memory(self, prediction: Prediction) -> Iterator[str]:
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self._placement.replica_size):
+            held = (place.stage for place in self._placement.positions(rank))
+            kinds.setdefault(tuple(sorted(held)), []).append(rank)
+        where = "on GPUs" if self._cluster.cores is None else "on CPUs"
+        yield f"memory of a rank {where}, without what Python, PyTorch and MPI take"
+        for stages, ranks in kinds.items():
+            memory = max(prediction.memory[rank] for rank in ranks)
+            count = len(ranks) * self._placement.data
+            names = ", ".join(dict.fromkeys(map(str, stages)))
+            named = f"{'stage' if len(set(stages)) == 1 else 'stages'} {names}"
+            named += " of both copies" if len(set(stages)) < len(stages) else ""
+            yield f"  {count:6} with {named:25}{memory / 1e9:10.3f} GB each"
+        total = sum(prediction.memory) * self._placement.data
+        yield f"  {self._placement.world_size:6} {'together':30}{total / 1e9:10.3f} GB"
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def _count(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
+
+
+def _parameters(stages: Sequence[nn.Module], stage: int) -> str:
+    if stage >= len(stages):
+        return ""
+    tensors: dict[int, Tensor] = {id(p): p for p in stages[stage].parameters()}
+    return f"{sum(prod(p.shape) for p in tensors.values()) / 1e6:.2f} M"
+
+
+# --- what would come up
+
+
+def _problems(errors: Sequence[str], found: Preflight) -> Iterator[str]:
+    yield ""
+    for refusal in found.refusals:
+        yield f"refused: {refusal.place()}"
+        yield f"    {refusal.reason}"
+    for error in (*errors, *(one for one in found.errors if one not in errors)):
+        yield f"error: {error}"
+    for where in dict.fromkeys(found.guesses):
+        yield f"note: {where} asks for a value; only what follows where it is 1, or False, was seen"
+    count = len(found.refusals) + len(errors) + len(found.errors)
+    yield "it would run" if count == 0 else f"it would not run: {count} to be changed"

@@ -1,0 +1,196 @@
+"""All refusals of a network with their lines, of stages as they are cut, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spatialdl.checking.preflight import preflight
+from spatialdl.mesh import Placement
+from spatialdl.models import amoebanet_d, resnet18, resnet50, unet
+from spatialdl.training.segmentation import Segmentation
+from spatialdl.training.tasks import Classification, MultiLabel, Regression
+
+TASKS = {
+    "classification": Classification(),
+    "segmentation": Segmentation(3),
+    "multilabel": MultiLabel(),
+    "regression": Regression(),
+}
+TWO = Placement(1, ((2, 1),))
+THREE = Placement(1, ((2, 1), (1, 1)))
+SHAPE = (2, 3, 33, 18)
+
+
+class Cumulated(nn.Module):
+    def forward(self, x):
+        return x.cumsum(2)  # in a module
+
+
+class Refused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.inner = nn.Sequential(nn.ReLU(), Cumulated())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x.sort(2)[0]  # one
+        x = self.inner(x)
+        x = x.sort(3)[0]  # two
+        x.cumsum_(3)  # in place
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def line(text: str) -> str:
+    """``file:line`` of a comment above."""
+    source = inspect.getsource(inspect.getmodule(Refused)).splitlines()
+    return f"{__file__}:{next(n for n, one in enumerate(source, 1) if one.endswith(f'# {text}'))}"
+
+
+def places(found) -> list[tuple[str, str, str]]:
+    return [(one.operation.rpartition(".")[2], one.where, one.module) for one in found.refusals]
+
+
+EXPECTED = [
+    ("sort", line("one"), "the network (Refused)"),
+    ("cumsum", line("in a module"), "inner.1 (Cumulated)"),
+    ("sort", line("two"), "the network (Refused)"),
+    ("cumsum_", line("in place"), "the network (Refused)"),
+]
+
+
+def test_every_refusal_is_found_with_its_line_and_its_module():
+    found = preflight(Refused(), TWO, SHAPE)
+    assert places(found) == EXPECTED
+    assert found.errors == []
+    assert all("split 2x1 over 33x18" in one.reason for one in found.refusals)
+
+
+def test_in_stages_only_what_is_done_on_tiles_is_refused():
+    found = preflight(Refused(), THREE, SHAPE, names=["inner"])
+    assert [(name, where) for name, where, _ in places(found)] == [EXPECTED[0][:2]]
+    found = preflight(Refused(), Placement(1, ((2, 1), (2, 1))), SHAPE, names=["inner"])
+    assert [(name, where) for name, where, _ in places(found)] == [one[:2] for one in EXPECTED]
+
+
+@pytest.mark.parametrize(
+    ("network", "placement"),
+    [
+        (lambda: resnet18(num_classes=3, width=4), Placement(1, ((2, 2), (2, 1), (1, 1)))),
+        (lambda: unet(num_classes=3, width=4), Placement(1, ((2, 1), (2, 1)))),
+        (lambda: amoebanet_d(num_classes=3, layers=3, filters=16), TWO),
+    ],
+)
+def test_networks_that_work_pass(network, placement):
+    found = preflight(network(), placement, (2, 3, 65, 48))
+    assert found.is_clear, (found.refusals, found.errors)
+    assert len(found.stages) == placement.stages
+    assert found.entering[0] == (65, 48)
+
+
+def test_images_of_any_size_and_hundreds_of_ranks_take_no_memory():
+    found = preflight(resnet50(num_classes=3), Placement(1, ((16, 16),)), (2, 3, 100_000, 100_000))
+    assert found.is_clear
+    assert all(p.device.type == "meta" for one in found.stages for p in one.parameters())
+
+
+def test_a_network_that_cannot_be_cut_is_an_error_and_its_operations_are_told():
+    class Branching(Refused):
+        def forward(self, x):
+            if x.mean() > 0:
+                x = x + 1
+            return super().forward(x)
+
+    found = preflight(Branching(), THREE, SHAPE)
+    assert [name for name, _, _ in places(found)] == ["sort", "cumsum", "sort", "cumsum_"]
+    assert found.errors[0].startswith("Branching cannot be cut into 2 stages")
+    assert len(found.guesses) == 1
+    alone = preflight(Branching(), TWO, SHAPE)
+    assert alone.errors == []
+    assert alone.guesses[0].startswith(__file__)
+
+
+def test_other_errors_name_the_line():
+    class Wrong(Refused):
+        def forward(self, x):
+            return self.head(self.first(x).mean((2, 3)).view(7, 4))  # wrong
+
+    found = preflight(Wrong(), TWO, SHAPE)
+    assert found.refusals == []
+    assert len(found.errors) == 1
+    assert line("wrong") in found.errors[0]
+
+
+def test_a_border_that_cannot_be_passed_is_an_error():
+    found = preflight(
+        resnet18(num_classes=3, width=4),
+        Placement(1, ((2, 2), (8, 8), (1, 1))),
+        (2, 3, 64, 50),
+        names=["layer4", "fc"],
+    )
+    assert len(found.errors) == 1
+    assert "stage 1 would cut images of 4x4 into 8x8 tiles" in found.errors[0]
+
+
+def test_a_gathered_head_is_not_refused():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 2, 3, padding=1)
+            self.fc = nn.Linear(2 * 16, 3)
+
+        def forward(self, x):
+            return self.fc(self.flat(self.conv(x)))
+
+        def flat(self, x):
+            return x.flatten(1).sort(1)[0]
+
+    class Gathering(Flat):
+        def __init__(self):
+            super().__init__()
+            self.sorted = nn.Module()
+            self.sorted.forward = self.flat
+
+        def forward(self, x):
+            return self.fc(self.sorted(self.conv(x)))
+
+    assert not preflight(Flat(), TWO, (2, 3, 4, 4)).is_clear
+    assert preflight(Gathering(), TWO, (2, 3, 4, 4), gather_before="sorted").is_clear
+    missing = preflight(Gathering(), TWO, (2, 3, 4, 4), gather_before="sortet")
+    assert "has no module 'sortet'" in missing.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "task", "sentence"),
+    [
+        (unet, "classification", "the network gives (2, 3, 32, 16) for 2 images: to classify"),
+        (resnet18, "segmentation", "the network gives (2, 3) for 2 masks of 32x16: to segment"),
+        (resnet18, "multilabel", "the network gives (2, 3) for 2 images with 4 classes each: it"),
+        (resnet18, "regression", "the network gives (2, 3) for 2 images with 4 targets each: it"),
+    ],
+)
+def test_an_output_that_does_not_fit_the_task_is_an_error(network, task, sentence):
+    found = preflight(
+        network(num_classes=3, width=4),
+        TWO,
+        (2, 3, 32, 16),
+        criterion=TASKS[task].loss,
+        segments=task == "segmentation",
+        columns=4 if task in ("multilabel", "regression") else None,
+    )
+    assert [error[: len(sentence)] for error in found.errors] == [sentence]
+
+
+def test_the_network_stays_as_it_is():
+    model = Refused()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    preflight(model, THREE, SHAPE, names=["inner"])
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())
+    assert next(model.parameters()).grad is None

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from spatialdl.configuring.overrides import check_overrides
+
+MODELS = "there are amoebanet_d, resnet110_v2, resnet18, resnet50, unet"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("optimzer.lr=1", "optimzer.lr is unknown; nearest: optimizer.lr; `python -m spatialdl"),
+        ("optimzer=sgd", "optimzer is unknown; nearest: optimizer;"),
+        ("model=resnet19", f"model=resnet19 is unknown; nearest: model=resnet18; {MODELS}"),
+        ("parallel=sp+ppp", "parallel=sp+ppp is unknown; nearest: parallel=sp+pp; there are auto"),
+        ("experiment=quikstart", "nearest: experiment=quickstart; there are camelyon_like"),
+        ("debug=overfitt", "nearest: debug=overfit;"),
+        ("parallel.stage=2", "parallel.stage is unknown; nearest: parallel.stages;"),
+        ("parallel.gems.varint=x", "nearest: parallel.gems.variant;"),
+        ("batch_size=3", "batch_size is unknown; nearest: data.batch_size;"),
+        ("+foo=1", "+foo is unknown; `python"),
+        ("++foo=1", "foo is unknown; `python"),
+        ("+seed=1", "+seed: seed is there already, leave the + out"),
+        ("+model=unet", "+model: model is chosen already, leave the + out"),
+        ("data.path=x", "a key of data=shards, but data=synthetic is chosen: add data=shards"),
+        ("parallel.world=2", "parallel=auto, but parallel=none is chosen"),
+        ("data.image_size.2=3", "data.image_size.2 is unknown"),
+        (
+            "++model.widht=3",
+            "model.widht is unknown to spatialdl.models.resnet18; nearest: model.w",
+        ),
+        ("optimizer.momentun=1", "unknown to torch.optim.SGD; nearest: optimizer.momentum;"),
+        ("optimizer.maximize=true", "to hand torch.optim.SGD one more argument write +optimizer.m"),
+        ("+optimizer.nesterv=true", "unknown to torch.optim.SGD; nearest: optimizer.nesterov"),
+        ("optimizer._target_=torch.optim.RMSprop +optimizer.alpah=1", "nearest: optimizer.alpha"),
+        (
+            "cluster=infiniband",
+            "cluster is no group of spatialdl.train (a group of spatialdl.plan)",
+        ),
+        ("hydra.run.dri=x", "hydra.run.dri is unknown; nearest: hydra.run.dir"),
+        ("seed", "seed cannot be read as key=value"),
+        ("=3", "=3 has no key: write key=value"),
+        ("parallel.grid=[2", "parallel.grid=[2 cannot be read as key=value"),
+        ("seed=1,2", "seed=1,2 names several values: add --multirun"),
+        ("parallel.gems={varint:x}", "the configuration cannot be composed: "),
+    ],
+)
+def test_what_is_unknown_is_refused_with_the_nearest(words, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)) as refusal:
+        check_overrides(words.split())
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "seed=1 ++seed=2 data.image_size=[1,2] data.image_size.0=3",
+        "data=shards data.path=x",
+        "experiment=quickstart model=resnet50 parallel=auto parallel.world=2",
+        "++model._target_=networks.Network ++model.anything=3",
+        "+optimizer.maximize=true",
+        "data=shards data.path=x data.stage.to=off ckpt_path=latest weights=x.pt",
+        "data=shards data.path=x data/augment=light data.augment.flip=0 task=multilabel",
+        "model=unet task.dice=1 scheduler=one_cycle scheduler.pct_start=0.2 trainer.freeze=[a.*]",
+        "optimizer._target_=torch.optim.RMSprop +optimizer.alpha=0.9",
+        "hydra.run.dir='ab' hydra.output_subdir=null",
+    ],
+)
+def test_what_is_known_passes(words):
+    check_overrides(words.split())
+
+
+def test_a_sweep_is_looked_through():
+    check_overrides(["parallel=dp,none", "seed=1,2", "data=glob(*)"], multirun=True)
+    with pytest.raises(ValueError, match=r"parallel=non is unknown; nearest: parallel=none"):
+        check_overrides(["parallel=dp,non"], multirun=True)
+    with pytest.raises(ValueError, match=r"data\.path is a key of data=shards"):
+        check_overrides(["data=shards,synthetic", "data.path=x"], multirun=True)
+
+
+def test_the_planner_has_keys_of_its_own():
+    check_overrides(["world=2", "cluster=infiniband", "cluster.memory_gb=40"], "plan")
+    with pytest.raises(
+        ValueError, match=r"wrld is unknown; nearest: world; `python -m spatialdl\.p"
+    ):
+        check_overrides(["wrld=2"], "plan")
+    with pytest.raises(ValueError, match=r"^world is unknown"):
+        check_overrides(["world=2"])
+
+
+def test_configurations_of_the_users_are_known(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "net.yaml").write_text("_target_: mine.Net\nwidth: 5\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "some.yaml").write_text("# @package _global_\nseed: 3\n")
+    folder = str(tmp_path)
+    check_overrides(["model=net", "model.width=3", "++model.more=1"], config_dir=folder)
+    check_overrides(["+mine=some"], config_dir=folder)
+    check_overrides([f"hydra.searchpath=[file://{folder}]", "model=net"])
+    with pytest.raises(ValueError, match=r"model=ned is unknown; nearest: model=net"):
+        check_overrides(["model=ned"], config_dir=folder)
+    with pytest.raises(ValueError, match=r"model=net is unknown"):
+        check_overrides(["model=net"])
+    with pytest.raises(ValueError, match=r"nowhere is no folder"):
+        check_overrides([], config_dir=f"{folder}/nowhere")

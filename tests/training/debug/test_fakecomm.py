@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from spatialdl import train
+from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.predict import predict
+from spatialdl.planning.setup import cluster_named, job_of
+from spatialdl.training.debug.fakecomm import look
+from spatialdl.training.layouts import placement_of, schedule_of
+
+SMALL = ["model.width=4", "data.image_size=[65,48]", "data.batch_size=6", "debug=fakecomm"]
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [*SMALL, *overrides])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("none", "sp", "dp", "lp", "sp+lp", "sp+pp", "dp+sp+gems"),
+        pytest.param("experiment/hyfi_amoebanet", id="hyfi"),
+    ],
+)
+def test_layouts_that_work_would_run(layout, capsys):
+    given = config(f"parallel={layout}")
+    assert look(given)
+    lines = capsys.readouterr().out.splitlines()
+    placement = placement_of(given.parallel)
+    assert lines[0] == f"layout: {placement.describe()}, images of 65x48"
+    assert lines[-1] == "it would run"
+    assert max(map(len, lines)) <= 100
+    rows = [line.split() for line in lines if line[:5].strip().isdigit() and "M" in line]
+    assert [int(row[0]) for row in rows] == list(range(placement.stages))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(["task=multilabel"], ["task=regression"], ["task.class_weights=balanced"]),
+        ["model=unet", "task.dice=1"],
+        ["trainer.precision=bf16-mixed", "trainer.accumulate=2"],
+    ],
+)
+def test_every_task_and_precision_would_run(overrides, capsys):
+    assert train._look(config("parallel=sp", *overrides), overrides)
+    text = capsys.readouterr().out
+    assert text.endswith("it would run\n")
+    assert ("note: memory is told for float32" in text) == ("accumulate" in overrides[-1])
+
+
+def test_sizes_memory_and_halos(capsys):
+    given = config(
+        "parallel=sp+pp", "parallel.grid=[2,1]", "parallel.microbatches=3", "parallel.cut=[layer2]"
+    )
+    assert look(given)
+    text = capsys.readouterr().out
+    assert "batch of 6: 3 micro-batches of 2, 1 replica with 2 of these" in text
+    first, second = (line for line in text.splitlines() if line.startswith(("    0  ", "    1  ")))
+    assert "32 to 33 x 48" in first
+    assert "0:32, 0:48" in first
+    assert "17 x 12" in second
+    cluster = cluster_named(cluster_file("infiniband"))
+    job = job_of(config(*given_again(given)), cluster)
+    placement = placement_of(given.parallel)
+    schedule = schedule_of(given.parallel, placement)
+    memory = predict(job, cluster, placement, schedule, "none").memory
+    base = cluster.base_bytes(3)
+    for rank, stage in ((0, 0), (2, 1)):
+        told = f"{(memory[rank] - base) / 1e9:.3f} GB each"
+        assert any(f"with stage {stage} " in one and told in one for one in text.splitlines())
+
+
+def given_again(given: DictConfig) -> list[str]:
+    return ["parallel=sp+pp", "parallel.cut=[layer2]", "parallel.microbatches=3"]
+
+
+def test_halos_are_those_of_arithmetic_by_hand(capsys, tmp_path, monkeypatch):
+    (tmp_path / "one_conv.py").write_text(
+        "from torch import nn\n"
+        "def net(num_classes, in_channels):\n"
+        "    return nn.Sequential(nn.Conv2d(in_channels, 5, 3, padding=1), nn.Conv2d(5, 7, 3,\n"
+        "        padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(7, num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = config(
+        "parallel=sp", "~model.width", "model._target_=one_conv.net", "data.batch_size=50",
+        "data.image_size=[64,1000]",
+    )  # fmt: skip
+    assert look(given)
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("    0  "))
+    # forward: a row of 3 and of 5 channels; backward: the gradient of that of 5
+    expected = 4 * 50 * 1000 * (3 + 5 + 5) / 1e6
+    assert line.endswith(f" {expected:.2f}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentences"),
+    [
+        (
+            ["parallel=sp+pp", "data.batch_size=3", "parallel.schedule=foo"],
+            ["the schedule foo is unknown", "data.batch_size=3 cannot be cut into parallel.m"],
+        ),
+        (["parallel=sp", "parallel.grid=[2,99]"], ["65x48 is smaller than the grid 2x99"]),
+        (["parallel=lp", "parallel.stages=99"], ["cannot be cut into 99 stages"]),
+        (["parallel=sp", "task=segmentation"], ["the network gives (6, 10) for 6 masks of 65x48"]),
+        (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
+        (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid is [ro"]),
+        (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),
+        (["parallel=sp", "model.num_classes=x"], ["model=spatialdl.models.resnet18 cannot be bu"]),
+    ],
+)
+def test_every_error_is_named(overrides, sentences, capsys):
+    assert not train._look(config(*overrides), overrides)
+    errors = [one for one in capsys.readouterr().out.splitlines() if one.startswith("error: ")]
+    for sentence in sentences:
+        assert sum(sentence in one for one in errors) == 1, (sentence, errors)
+    assert len(errors) == len(sentences)
+
+
+def test_what_is_refused_is_told_with_its_line(capsys):
+    target = "tests.checking.test_preflight.Refused"
+    network = ["~model.width", "~model.num_classes", "~model.in_channels"]
+    assert not look(config("parallel=sp", f"model._target_={target}", *network))
+    text = capsys.readouterr().out
+    assert text.count("refused: ") == 4
+    assert "refused: torch.Tensor.cumsum at " in text
+    assert "in inner.1 (Cumulated)" in text
+    assert text.endswith("it would not run: 4 to be changed\n")
+
+
+def test_the_command_tells_by_its_exit_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "launched", lambda: None)
+    for grid, code in (("[2,1]", None), ("[2,99]", 1)):
+        given = ["train.py", *SMALL, "parallel=sp", f"parallel.grid={grid}"]
+        monkeypatch.setattr("sys.argv", given)
+        try:
+            train.main()
+            ended = None
+        except SystemExit as stop:
+            ended = stop.code
+        assert ended == code
+    assert "it would not run: 1 to be changed" in capsys.readouterr().out
