@@ -1,9 +1,9 @@
 """Whole images on several ranks against tiles with votes, where the class is an arrangement.
 
 Draws slides of 2048 pixels on which crescents some 1,000 pixels apart face each other or look
-away, cuts them whole and into tiles of 256 pixels, and trains one network on both: with the same
-number of steps, and of pixels in a step. Tiles have the class of their slide, and a slide that of
-its tiles' mean probability.
+away, cuts them whole and into tiles of 256 pixels, and trains one network on both: over as many
+epochs, with the same pixels in a step. A tile has the class of its slide, and a slide the class
+that its tiles' mean probabilities tell. What is finished in the folder is not done again.
 """
 
 from __future__ import annotations
@@ -11,49 +11,71 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from spatialdl import worker
 from spatialdl.bench.results import machine, publish
+from spatialdl.bench.whole_vs_tiles_picture import draw
+from spatialdl.data.format import MANIFEST
 from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
 
 SIDE, TILE, MPP = 2048, 256, 0.5
-WHOLE, TILES = "whole images", "tiles, votes"
-WAYS = (WHOLE, TILES)
-FOLDERS = {WHOLE: "whole", TILES: "tiles"}
-BATCH = 8  # slides in a step
-SETTINGS = (
-    *("model=wide_view", "data=shards", "data.augment.flip=0.5", "optimizer=adamw"),
-    *("optimizer.lr=5e-3", "optimizer.weight_decay=0.01", "scheduler=one_cycle"),
-)
-WANTED, CHANCE = 0.9, 0.5
-COLORS = {WHOLE: "#1f5fa8", TILES: "#d0862a"}
+BATCH = 8
+"""Slides in a step, whole or as tiles."""
+CHANCE = 0.5
+LAYOUTS = {
+    1: ("parallel=none",),
+    2: ("parallel=sp",),
+    4: ("parallel=sp", "parallel.grid=[2,2]"),
+}
+"""Of whole images, by the number of ranks: their memory is measured."""
+
+
+class Arm(NamedTuple):
+    """A side of the comparison: its name, how slides are cut, what differs from the preset."""
+
+    title: str
+    cut: tuple[str, ...]
+    settings: tuple[str, ...]
+
+
+def arms() -> dict[str, Arm]:
+    """Both, by the name of their folder; tiles of a step come from everywhere."""
+    tiles = BATCH * (SIDE // TILE) ** 2
+    dp = ("parallel=dp", f"data.batch_size={tiles}")
+    return {
+        "whole": Arm("whole images", ("--whole",), LAYOUTS[2]),
+        "tiles": Arm(f"tiles of {TILE}, votes", ("--tile-size", str(TILE)), dp),
+    }
 
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        draw_slides(folder, options)
-        for way in WAYS:
-            cut(folder, way)
-        turns = [(way, seed) for seed in range(options.seeds) for way in WAYS]
-        runs = [
-            {"way": way, "seed": seed, **train(folder, way, seed, options)}
-            for way, seed in tqdm(turns, "training", unit="run")
-        ]
-        result = summarise(options, runs, time.monotonic() - started)
-        publish(result, table, draw, Path(options.out) / "whole-vs-tiles")
+    folder = Path(options.folder) / f"{options.slides}+{options.validation}"
+    seconds = prepare(folder, options)
+    turns = [(arm, seed) for seed in range(options.seeds) for arm in arms()]
+    with tqdm(total=len(turns) + len(LAYOUTS), desc="training", unit="run") as bar:
+        runs = []
+        for arm, seed in turns:
+            bar.set_postfix_str(f"{arm}, seed {seed}")
+            runs.append({"arm": arm, "seed": seed, **train(folder, arm, seed, options.epochs)})
+            bar.update()
+        memory = {}
+        for ranks in LAYOUTS:
+            bar.set_postfix_str(f"memory of {ranks} ranks")
+            memory[str(ranks)] = measure_memory(folder, ranks)
+            bar.update()
+    result = summarise(options, runs, memory, seconds)
+    publish(result, table, draw, Path(options.out) / "whole-vs-tiles")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -65,166 +87,174 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--slides", type=int, default=256, help="to train on (%(default)s)")
     add("--validation", type=int, default=64, help="slides to validate on (%(default)s)")
     add("--epochs", type=int, default=12, help="of each run (%(default)s)")
-    add("--folder", help="where slides and data sets are kept meanwhile: 10 GB")
+    add(
+        "--folder",
+        default="outputs/bench/whole_vs_tiles",
+        help="where slides, data sets and runs lie and stay, 10 GB (%(default)s)",
+    )
     add("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.seeds, options.epochs) < 1:
         raise ValueError("seeds and epochs must be at least 1")
-    if min(options.slides, options.validation) < 2:
-        raise ValueError("slides and validation must be at least 2, one of each class")
+    if options.slides < BATCH or options.validation < 2:
+        raise ValueError(f"slides must be at least {BATCH}, a step; validation 2, one of a class")
     return options
 
 
-def draw_slides(folder: Path, options: argparse.Namespace) -> None:
+def prepare(folder: Path, options: argparse.Namespace) -> float:
+    """Draw the slides and cut them for both arms; the seconds that it took, now or before."""
+    done = folder / "prepared.json"
+    if not done.exists():
+        started = time.monotonic()
+        draw_slides(folder, options.slides, options.validation)
+        for name, arm in arms().items():
+            cut(folder, name, arm)
+        done.write_text(json.dumps({"seconds": time.monotonic() - started}))
+    return float(json.loads(done.read_text())["seconds"])
+
+
+def draw_slides(folder: Path, training: int, validation: int) -> None:
     """Slides of both classes in turns, every one of another seed, and `labels.csv`."""
     slides = folder / "slides"
-    slides.mkdir()
+    slides.mkdir(parents=True, exist_ok=True)
     rows = []
-    for number in range(options.slides + options.validation):
-        split = "train" if number < options.slides else "val"
+    for number in range(training + validation):
+        split = "train" if number < training else "val"
         rows.append((f"{number:04d}.tif", ARRANGEMENTS[number % 2], split))
     with (folder / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("slide", "label", "split"), *rows])
+    size = (SIDE, SIDE)
     with ProcessPoolExecutor() as pool:
         jobs = [
-            pool.submit(write_synthetic_slide, slides / name, kind, (SIDE, SIDE), MPP, seed=number)
+            pool.submit(write_synthetic_slide, slides / name, kind, size, MPP, seed=number)
             for number, (name, kind, _) in enumerate(rows)
+            if not (slides / name).exists()
         ]
         for job in tqdm(jobs, "drawing slides", unit="slide"):
             job.result()
 
 
-def cut(folder: Path, way: str) -> None:
-    """Make the data set of a way with the command that users have."""
-    how = ["--whole"] if way == WHOLE else ["--tile-size", str(TILE)]
+def cut(folder: Path, name: str, arm: Arm) -> None:
+    """Make the data set of an arm with the command that users have."""
+    if (folder / name / MANIFEST).exists():
+        return
     command = [
-        *(sys.executable, "-m", "spatialdl.slides.command", str(folder / "slides"), *how),
-        *(
-            "--out",
-            str(folder / FOLDERS[way]),
-            "--mpp",
-            str(MPP),
-            "--labels",
-            str(folder / "labels.csv"),
-        ),
-        *("--min-tissue", "0", "--jobs", "2"),
+        *(sys.executable, "-m", "spatialdl.slides.command", str(folder / "slides"), *arm.cut),
+        *("--out", str(folder / name), "--labels", str(folder / "labels.csv")),
+        *("--mpp", str(MPP), "--min-tissue", "0", "--jobs", "2"),
     ]
-    worker.run(command, worker.environment(1))
+    worker.run(command, worker.environment(1), show=True)
 
 
-def train(folder: Path, way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Accuracy on the slides, memory of the largest rank and seconds of one run."""
-    data = folder / FOLDERS[way]
-    run = folder / f"{data.name}-{seed}"
-    tiles = (SIDE // TILE) ** 2
-    layout = ["parallel=sp", f"data.batch_size={BATCH}"]
-    if way == TILES:
-        layout = ["parallel=dp", f"data.batch_size={BATCH * tiles}"]
-    command = [
-        *(sys.executable, "-m", "spatialdl.train", *SETTINGS, *layout),
-        *(f"data.path={data}", f"seed={seed}", f"hydra.run.dir={run}"),
-        *(f"trainer.max_epochs={options.epochs}", "trainer.checkpoint.keep=0"),
-    ]
-    started = time.monotonic()
-    worker.run(command, worker.environment(1))
-    summary = json.loads((run / "summary.json").read_text())
-    last = summary["validation"][-1]
+def train(folder: Path, arm: str, seed: int, epochs: int) -> dict[str, Any]:
+    """Accuracy on the validation slides after every epoch, memory of the largest rank, time."""
+    settings = [*arms()[arm].settings, f"seed={seed}", f"trainer.max_epochs={epochs}"]
+    run = folder / "runs" / f"{arm}-{epochs}epochs-seed{seed}"
+    summary = _trained(folder / arm, run, settings)
+    validations = summary["validation"]
     return {
-        "accuracy": last["slide_accuracy"],
-        "samples": last["samples"],
+        "accuracy": validations[-1]["slide_accuracy"],
+        "slides": validations[-1]["slides"],
         "steps": len(summary["loss"]),
+        "loss": statistics.mean(summary["loss"][-(len(summary["loss"]) // epochs) :]),
         "memory_mb": max(summary["peak_memory_mb"]),
-        "seconds": time.monotonic() - started,
-        "curve": [row["slide_accuracy"] for row in summary["validation"]],
+        "seconds": summary["seconds"],
+        "cpu_seconds": summary["cpu_seconds"],
+        "curve": [row["slide_accuracy"] for row in validations],
     }
 
 
+def measure_memory(folder: Path, ranks: int) -> float:
+    """MB of the largest rank in two steps on whole images."""
+    settings = [*LAYOUTS[ranks], "trainer.max_steps=2", "data.validation_split=null"]
+    summary = _trained(folder / "whole", folder / "runs" / f"memory-{ranks}ranks", settings)
+    return float(max(summary["peak_memory_mb"]))
+
+
+def _trained(data: Path, run: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """The summary of a run with its time; of one that is finished what it left."""
+    done = run / "finished.json"
+    if not done.exists():
+        started, used = time.monotonic(), _cpu_seconds()
+        command = [
+            *(sys.executable, "-m", "spatialdl.train", "experiment=whole_vs_tiles", *settings),
+            *(f"data.path={data}", f"hydra.run.dir={run}", "trainer.checkpoint.keep=0"),
+        ]
+        worker.run(command, worker.environment(1))
+        summary = json.loads((run / "summary.json").read_text())
+        spent = {"seconds": time.monotonic() - started, "cpu_seconds": _cpu_seconds() - used}
+        done.write_text(json.dumps({**summary, **spent}))
+    found: dict[str, Any] = json.loads(done.read_text())
+    return found
+
+
+def _cpu_seconds() -> float:
+    """Of the processes that have ended, with those that they started."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def summarise(
-    options: argparse.Namespace, runs: Sequence[dict[str, Any]], seconds: float
+    options: argparse.Namespace,
+    runs: Sequence[dict[str, Any]],
+    memory: dict[str, float],
+    preparing: float,
 ) -> dict[str, Any]:
-    """What the runs of each way come to."""
+    """What the runs of each arm come to."""
     found = {}
-    for way in WAYS:
-        own = [run for run in runs if run["way"] == way]
+    for name, arm in arms().items():
+        own = [run for run in runs if run["arm"] == name]
         accuracies = [run["accuracy"] for run in own]
-        found[way] = {
+        found[name] = {
+            "title": arm.title,
             "accuracies": accuracies,
             "mean": statistics.mean(accuracies),
             "memory_mb": max(run["memory_mb"] for run in own),
             "seconds": statistics.median(run["seconds"] for run in own),
+            "cpu_seconds": statistics.median(run["cpu_seconds"] for run in own),
             "steps": own[0]["steps"],
         }
     return {
         "command": f"python -m spatialdl.bench whole_vs_tiles --seeds {options.seeds} "
-        f"--slides {options.slides} --epochs {options.epochs}",
+        f"--slides {options.slides} --validation {options.validation} --epochs {options.epochs}",
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "found": found,
+        "memory_mb": memory,
         "runs": list(runs),
-        "seconds": seconds,
+        "preparing_seconds": preparing,
+        "seconds": preparing + sum(run["seconds"] for run in runs),
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """Accuracy of every seed, memory and time."""
+    """Accuracy, memory and time of both arms, and the memory of more ranks."""
+    options = result["options"]
+    heads = f"{'accuracy':>10}{'of the seeds':>16}{'MB a rank':>12}{'steps':>8}{'s a run':>10}"
     lines = [
         result["command"],
-        f"{result['machine']}, {result['date']}, {result['seconds'] / 60:.0f} minutes",
+        f"{result['machine']}, {result['date']}, {result['seconds'] / 60:.0f} minutes, "
+        f"{result['preparing_seconds'] / 60:.0f} of them for the slides",
         "",
-        f"{'':16}{'accuracy on slides':>20}{'each seed':>{7 * result['options']['seeds'] + 4}}"
-        f"{'MB a rank':>12}{'steps':>8}{'s a run':>10}",
+        f"{'':22}{heads}{'CPU s':>8}",
     ]
-    for way in WAYS:
-        one = result["found"][way]
-        each = "".join(f"{100 * value:6.0f}%" for value in one["accuracies"])
+    for one in result["found"].values():
+        lowest, highest = min(one["accuracies"]), max(one["accuracies"])
+        spread = f"{100 * lowest:.1f} to {100 * highest:.1f}%"
         lines.append(
-            f"{way:16}{100 * one['mean']:19.1f}%    {each}{one['memory_mb']:12.0f}"
-            f"{one['steps']:8}{one['seconds']:10.0f}"
+            f"{one['title']:22}{100 * one['mean']:9.1f}%{spread:>16}{one['memory_mb']:12.0f}"
+            f"{one['steps']:8}{one['seconds']:10.0f}{one['cpu_seconds']:8.0f}"
         )
-    lines += ["", f"wanted of {WHOLE}: {100 * WANTED:.0f}%; chance: {100 * CHANCE:.0f}%"]
+    many = [f"{mb:.0f} on {_ranks(ranks)}" for ranks, mb in result["memory_mb"].items()]
+    lines += [
+        "",
+        f"accuracy: on {options['validation']} other slides after the last epoch; "
+        f"chance: {100 * CHANCE:.0f}%",
+        f"MB a rank of whole images, {BATCH} a step: {', '.join(many)}",
+    ]
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """A slide of each class, and the accuracy on the validation slides over the epochs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.35))
-    for panel, kind in zip(panels, ARRANGEMENTS, strict=False):
-        _show(panel, kind)
-    _draw_curves(panels[2], result)
-    figure.savefig(path)
-
-
-def _show(panel: Any, kind: str) -> None:
-    """A slide, and how much of it a tile is."""
-    import tifffile
-    from matplotlib.patches import Rectangle
-
-    with tempfile.TemporaryDirectory() as name:
-        slide = Path(name) / "slide.tif"
-        write_synthetic_slide(slide, kind, (SIDE, SIDE), MPP, seed=3)
-        image = tifffile.imread(slide, key=0)
-    panel.imshow(image[::3, ::3], extent=(0, SIDE, SIDE, 0))
-    panel.add_patch(Rectangle((2 * TILE, 3 * TILE), TILE, TILE, fill=False, linewidth=1.5))
-    panel.annotate("a tile", (2 * TILE, 3 * TILE), (0, 4), textcoords="offset points", fontsize=9)
-    panel.set_title(f'of the class "{kind}"')
-    panel.set_xticks([0, SIDE])
-    panel.set_yticks([0, SIDE])
-
-
-def _draw_curves(panel: Any, result: dict[str, Any]) -> None:
-    for run in result["runs"]:
-        accuracies = [100 * value for value in run["curve"]]
-        label = run["way"] if run["seed"] == 0 else None
-        panel.plot(range(1, len(accuracies) + 1), accuracies, color=COLORS[run["way"]], label=label)
-    panel.axhline(100 * CHANCE, color="#8a8a8a", linewidth=0.8, linestyle="dotted")
-    panel.set_ylim(0, 103)
-    panel.set_xlabel("epoch")
-    panel.set_ylabel("slides told right, %")
-    seeds = result["options"]["seeds"]
-    panel.set_title(f"the same network and steps, {seeds} seeds")
-    panel.legend(frameon=False, loc="lower right")
-    panel.spines[["top", "right"]].set_visible(False)
+def _ranks(count: str) -> str:
+    return "1 rank" if count == "1" else f"{count} ranks"
