@@ -15,7 +15,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,15 +53,19 @@ def arms() -> dict[str, Arm]:
     tiles = BATCH * (SIDE // TILE) ** 2
     dp = ("parallel=dp", f"data.batch_size={tiles}")
     return {
-        "whole": Arm("whole images", ("--whole",), LAYOUTS[2]),
+        "whole": Arm("whole images", ("--whole",), _whole(2)),
         "tiles": Arm(f"tiles of {TILE}, votes", ("--tile-size", str(TILE)), dp),
     }
+
+
+def _whole(ranks: int) -> tuple[str, ...]:
+    return (*LAYOUTS[ranks], f"data.batch_size={BATCH}")
 
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     folder = Path(options.folder) / f"{options.slides}+{options.validation}"
-    seconds = prepare(folder, options)
+    preparing = prepare(folder, options)
     turns = [(arm, seed) for seed in range(options.seeds) for arm in arms()]
     with tqdm(total=len(turns) + len(LAYOUTS), desc="training", unit="run") as bar:
         runs = []
@@ -69,12 +73,12 @@ def main(arguments: Sequence[str]) -> None:
             bar.set_postfix_str(f"{arm}, seed {seed}")
             runs.append({"arm": arm, "seed": seed, **train(folder, arm, seed, options.epochs)})
             bar.update()
-        memory = {}
+        memory = []
         for ranks in LAYOUTS:
             bar.set_postfix_str(f"memory of {ranks} ranks")
-            memory[str(ranks)] = measure_memory(folder, ranks)
+            memory.append({"ranks": ranks, **measure_memory(folder, ranks)})
             bar.update()
-    result = summarise(options, runs, memory, seconds)
+    result = summarise(options, runs, memory, preparing)
     publish(result, table, draw, Path(options.out) / "whole-vs-tiles")
 
 
@@ -86,7 +90,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="runs of each (%(default)s)")
     add("--slides", type=int, default=256, help="to train on (%(default)s)")
     add("--validation", type=int, default=64, help="slides to validate on (%(default)s)")
-    add("--epochs", type=int, default=12, help="of each run (%(default)s)")
+    add("--epochs", type=int, default=6, help="of each run (%(default)s)")
     add(
         "--folder",
         default="outputs/bench/whole_vs_tiles",
@@ -101,16 +105,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def prepare(folder: Path, options: argparse.Namespace) -> float:
-    """Draw the slides and cut them for both arms; the seconds that it took, now or before."""
-    done = folder / "prepared.json"
-    if not done.exists():
-        started = time.monotonic()
+def prepare(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Draw the slides and cut them for both arms; the time that it took, now or before."""
+
+    def work() -> dict[str, Any]:
         draw_slides(folder, options.slides, options.validation)
         for name, arm in arms().items():
             cut(folder, name, arm)
-        done.write_text(json.dumps({"seconds": time.monotonic() - started}))
-    return float(json.loads(done.read_text())["seconds"])
+        return {}
+
+    return _once(folder / "prepared.json", work)
 
 
 def draw_slides(folder: Path, training: int, validation: int) -> None:
@@ -158,34 +162,48 @@ def train(folder: Path, arm: str, seed: int, epochs: int) -> dict[str, Any]:
         "steps": len(summary["loss"]),
         "loss": statistics.mean(summary["loss"][-(len(summary["loss"]) // epochs) :]),
         "memory_mb": max(summary["peak_memory_mb"]),
-        "seconds": summary["seconds"],
-        "cpu_seconds": summary["cpu_seconds"],
+        **_time(summary),
         "curve": [row["slide_accuracy"] for row in validations],
     }
 
 
-def measure_memory(folder: Path, ranks: int) -> float:
-    """MB of the largest rank in two steps on whole images."""
-    settings = [*LAYOUTS[ranks], "trainer.max_steps=2", "data.validation_split=null"]
+def measure_memory(folder: Path, ranks: int) -> dict[str, float]:
+    """MB of the largest rank in two steps on whole images, and the time that it took."""
+    settings = [*_whole(ranks), "trainer.max_steps=2", "data.validation_split=null"]
     summary = _trained(folder / "whole", folder / "runs" / f"memory-{ranks}ranks", settings)
-    return float(max(summary["peak_memory_mb"]))
+    return {"memory_mb": max(summary["peak_memory_mb"]), **_time(summary)}
 
 
 def _trained(data: Path, run: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """The summary of a run with its time; of one that is finished what it left."""
-    done = run / "finished.json"
-    if not done.exists():
-        started, used = time.monotonic(), _cpu_seconds()
+    """The summary of a run, with its time; of one that is finished what it left."""
+
+    def work() -> dict[str, Any]:
         command = [
             *(sys.executable, "-m", "spatialdl.train", "experiment=whole_vs_tiles", *settings),
             *(f"data.path={data}", f"hydra.run.dir={run}", "trainer.checkpoint.keep=0"),
         ]
         worker.run(command, worker.environment(1))
-        summary = json.loads((run / "summary.json").read_text())
+        found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+        return found
+
+    return _once(run / "finished.json", work)
+
+
+def _once(path: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` gave, and its time; the file keeps it for another time."""
+    if not path.exists():
+        started, used = time.monotonic(), _cpu_seconds()
+        found = work()
         spent = {"seconds": time.monotonic() - started, "cpu_seconds": _cpu_seconds() - used}
-        done.write_text(json.dumps({**summary, **spent}))
-    found: dict[str, Any] = json.loads(done.read_text())
-    return found
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps({**found, **spent}))
+        unfinished.replace(path)
+    kept: dict[str, Any] = json.loads(path.read_text())
+    return kept
+
+
+def _time(found: dict[str, Any]) -> dict[str, float]:
+    return {name: found[name] for name in ("seconds", "cpu_seconds")}
 
 
 def _cpu_seconds() -> float:
@@ -197,8 +215,8 @@ def _cpu_seconds() -> float:
 def summarise(
     options: argparse.Namespace,
     runs: Sequence[dict[str, Any]],
-    memory: dict[str, float],
-    preparing: float,
+    memory: Sequence[dict[str, Any]],
+    preparing: dict[str, float],
 ) -> dict[str, Any]:
     """What the runs of each arm come to."""
     found = {}
@@ -214,6 +232,7 @@ def summarise(
             "cpu_seconds": statistics.median(run["cpu_seconds"] for run in own),
             "steps": own[0]["steps"],
         }
+    everything = [preparing, *runs, *memory]
     return {
         "command": f"python -m spatialdl.bench whole_vs_tiles --seeds {options.seeds} "
         f"--slides {options.slides} --validation {options.validation} --epochs {options.epochs}",
@@ -221,10 +240,11 @@ def summarise(
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "found": found,
-        "memory_mb": memory,
+        "memory_mb": {str(one["ranks"]): one["memory_mb"] for one in memory},
         "runs": list(runs),
-        "preparing_seconds": preparing,
-        "seconds": preparing + sum(run["seconds"] for run in runs),
+        "preparing": preparing,
+        "seconds": sum(one["seconds"] for one in everything),
+        "cpu_seconds": sum(one["cpu_seconds"] for one in everything),
     }
 
 
@@ -235,7 +255,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         result["command"],
         f"{result['machine']}, {result['date']}, {result['seconds'] / 60:.0f} minutes, "
-        f"{result['preparing_seconds'] / 60:.0f} of them for the slides",
+        f"{result['cpu_seconds'] / 60:.0f} CPU minutes",
         "",
         f"{'':22}{heads}{'CPU s':>8}",
     ]

@@ -23,7 +23,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with rc_context({"font.size": 10, "axes.titlesize": 10.5, "axes.labelsize": 10}):
-        figure = Figure(figsize=(10.4, 3.1), dpi=200, layout="constrained")
+        figure = Figure(figsize=(10, 3.1), dpi=200, layout="constrained")
         panels = figure.subplots(1, 4, width_ratios=(1, 1, 1.35, 0.8))
         for panel, kind in zip(panels, ARRANGEMENTS, strict=False):
             _show(panel, kind)
@@ -45,10 +45,10 @@ def _show(panel: Any, kind: str) -> None:
     image = image.reshape(rows, 2, cols, 2, 3).mean((1, 3)).round().astype("uint8")
     panel.imshow(image, extent=(0, _SIDE, _SIDE, 0))
     panel.add_patch(Rectangle(_TILE_AT, _TILE, _TILE, fill=False, linewidth=2))
-    panel.set_title(f'class "{kind}"')
+    panel.set_title(f'a slide, "{kind}"')
     panel.set_xticks([])
     panel.set_yticks([])
-    panel.set_xlabel(f"{_SIDE} x {_SIDE} pixels; a tile: {_TILE}")
+    panel.set_xlabel(f"{_SIDE} x {_SIDE}; a tile: {_TILE}")
 
 
 def _draw_accuracy(panel: Any, result: dict[str, Any]) -> None:
@@ -64,6 +64,7 @@ def _draw_accuracy(panel: Any, result: dict[str, Any]) -> None:
     panel.axhline(50, color="#8a8a8a", linewidth=1, linestyle="dotted")
     panel.set_ylim(0, 104)
     panel.set_xlabel("epoch")
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.set_title(f"slides told right, % ({result['options']['seeds']} seeds)")
     panel.legend(frameon=False, loc="lower right")
     panel.spines[["top", "right"]].set_visible(False)
@@ -74,7 +75,8 @@ def _draw_memory(panel: Any, memory: dict[str, float]) -> None:
     gigabytes = [memory[count] / 1024 for count in ranks]
     bars = panel.bar(ranks, gigabytes, color=COLORS["whole"], width=0.6)
     panel.bar_label(bars, [f"{value:.1f}" for value in gigabytes])
+    panel.margins(y=0.12)
     panel.set_xlabel("ranks")
-    panel.set_title("GB a rank, whole")
+    panel.set_title("whole: GB a rank")
     panel.set_yticks([])
     panel.spines[["top", "right", "left"]].set_visible(False)
