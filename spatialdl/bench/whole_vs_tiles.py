@@ -90,7 +90,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="runs of each (%(default)s)")
     add("--slides", type=int, default=256, help="to train on (%(default)s)")
     add("--validation", type=int, default=64, help="slides to validate on (%(default)s)")
-    add("--epochs", type=int, default=6, help="of each run (%(default)s)")
+    add("--epochs", type=int, default=5, help="of each run (%(default)s)")
     add(
         "--folder",
         default="outputs/bench/whole_vs_tiles",

@@ -56,6 +56,7 @@ def test_what_is_finished_is_put_together(tmp_path, capsys, monkeypatch):
         assert len(picture.convert("RGB").getcolors(10_000_000)) > 1000
 
 
+@pytest.mark.slow
 def test_a_small_one_end_to_end_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr(whole_vs_tiles, "SIDE", 512)
     monkeypatch.setattr(whole_vs_tiles, "BATCH", 2)
