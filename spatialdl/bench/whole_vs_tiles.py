@@ -32,6 +32,7 @@ SIDE, TILE, MPP = 2048, 256, 0.5
 BATCH = 8
 """Slides in a step, whole or as tiles."""
 CHANCE = 0.5
+_COMMAND = ("-m", "spatialdl.train", "experiment=whole_vs_tiles")
 LAYOUTS = {
     1: ("parallel=none",),
     2: ("parallel=sp",),
@@ -179,10 +180,12 @@ def _trained(data: Path, run: Path, settings: Sequence[str]) -> dict[str, Any]:
 
     def work() -> dict[str, Any]:
         command = [
-            *(sys.executable, "-m", "spatialdl.train", "experiment=whole_vs_tiles", *settings),
+            *(sys.executable, *_COMMAND, *settings),
             *(f"data.path={data}", f"hydra.run.dir={run}", "trainer.checkpoint.keep=0"),
         ]
         worker.run(command, worker.environment(1))
+        if not (run / "summary.json").exists():
+            raise RuntimeError(f"the run in {run} was stopped: the same command goes on from there")
         found: dict[str, Any] = json.loads((run / "summary.json").read_text())
         return found
 
