@@ -242,6 +242,8 @@ def summarise(
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
+        "side": SIDE,
+        "tile": TILE,
         "found": found,
         "memory_mb": {str(one["ranks"]): one["memory_mb"] for one in memory},
         "runs": list(runs),

@@ -11,9 +11,7 @@ from typing import Any
 from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
 
 COLORS = {"whole": "#1f5fa8", "tiles": "#d0862a"}
-_SIDE, _TILE = 2048, 256
 _SEED = 3  # of the slides that are shown
-_TILE_AT = (512, 512)  # column and row; on a crescent of these slides
 _FACTOR = 4  # by which they are made smaller
 
 
@@ -26,29 +24,29 @@ def draw(result: dict[str, Any], path: Path) -> None:
         figure = Figure(figsize=(10, 3.1), dpi=200, layout="constrained")
         panels = figure.subplots(1, 4, width_ratios=(1, 1, 1.35, 0.8))
         for panel, kind in zip(panels, ARRANGEMENTS, strict=False):
-            _show(panel, kind)
+            _show(panel, kind, result["side"], result["tile"])
         _draw_accuracy(panels[2], result)
         _draw_memory(panels[3], result["memory_mb"])
         figure.savefig(path)
 
 
-def _show(panel: Any, kind: str) -> None:
+def _show(panel: Any, kind: str, side: int, tile: int) -> None:
     """A slide, and how much of it a tile is."""
     import tifffile
     from matplotlib.patches import Rectangle
 
     with tempfile.TemporaryDirectory() as name:
         slide = Path(name) / "slide.tif"
-        write_synthetic_slide(slide, kind, (_SIDE, _SIDE), 0.5, seed=_SEED)
-        image = tifffile.imread(slide, key=0)[:: _FACTOR // 2, :: _FACTOR // 2].astype(float)
-    rows, cols = (side // 2 for side in image.shape[:2])
-    image = image.reshape(rows, 2, cols, 2, 3).mean((1, 3)).round().astype("uint8")
-    panel.imshow(image, extent=(0, _SIDE, _SIDE, 0))
-    panel.add_patch(Rectangle(_TILE_AT, _TILE, _TILE, fill=False, linewidth=2))
+        write_synthetic_slide(slide, kind, (side, side), seed=_SEED)
+        image = tifffile.imread(slide, key=0)
+    small = side // _FACTOR
+    image = image.reshape(small, _FACTOR, small, _FACTOR, 3).mean((1, 3)).astype("uint8")
+    panel.imshow(image, extent=(0, side, side, 0))
+    panel.add_patch(Rectangle((side // 4, side // 4), tile, tile, fill=False, linewidth=2))
     panel.set_title(f'a slide, "{kind}"')
     panel.set_xticks([])
     panel.set_yticks([])
-    panel.set_xlabel(f"{_SIDE} x {_SIDE}; a tile: {_TILE}")
+    panel.set_xlabel(f"{side} x {side}; a tile: {tile}")
 
 
 def _draw_accuracy(panel: Any, result: dict[str, Any]) -> None:
