@@ -56,7 +56,8 @@ def options(group: str) -> list[str]:
 def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
     assert options("cluster") == ["infiniband", "nvlink_node", "this_machine"]
-    assert options("model") == ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet"]
+    models = ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet", "wide_view"]
+    assert options("model") == models
     assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
     assert options("data") == ["shards", "synthetic"]
     assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
@@ -187,9 +188,11 @@ def make_cluster(name: str, folder: Path) -> None:
 def make_run(name: str, folder: Path) -> None:
     """A step of a preset, small and on one rank; tests/test_experiments.py has its ranks."""
     small = ["parallel=none", "model.width=2", *TINY]
-    if name == "camelyon_like":
+    if name in ("camelyon_like", "whole_vs_tiles"):
         own = [one for one in small if not one.startswith(("data.image", "data.sam", "data.val"))]
-        small = [*own, f"data.path={folder}", "scheduler.warmup_steps=1"]
+        small = [*own, f"data.path={folder}"]
+    if name == "camelyon_like":
+        small.append("scheduler.warmup_steps=1")
     if name == "hyfi_amoebanet":
         small = [*(one for one in small if "width" not in one), *SMALL["amoebanet_d"]]
     cfg = config(f"experiment={name}", *small)

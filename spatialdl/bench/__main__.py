@@ -16,6 +16,7 @@ from spatialdl.bench import (
     spatial,
     synthetic,
     tiling,
+    whole_vs_tiles,
 )
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
@@ -29,6 +30,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "spatial": spatial.main,
     "synthetic": synthetic.main,
     "tiling": tiling.main,
+    "whole_vs_tiles": whole_vs_tiles.main,
 }
 
 

@@ -6,6 +6,7 @@ from spatialdl.models.amoebanet import amoebanet_d
 from spatialdl.models.resnet import ResNet, resnet18, resnet50
 from spatialdl.models.resnet_v2 import ResNetV2, resnet110_v2, resnet_v2
 from spatialdl.models.unet import UNet, unet
+from spatialdl.models.wide_view import wide_view
 
 __all__ = [
     "ResNet",
@@ -17,4 +18,5 @@ __all__ = [
     "resnet110_v2",
     "resnet_v2",
     "unet",
+    "wide_view",
 ]

@@ -26,6 +26,7 @@ from PIL import Image
 from scipy import ndimage
 
 from spatialdl.slides.pyramid import write_pyramid
+from spatialdl.slides.synthetic.crescents import Crescents
 from spatialdl.slides.synthetic.fields import Axis, Bytes, Floats, Waves, hashed
 from spatialdl.slides.synthetic.staining import (
     DISTANCE_UNIT,
@@ -47,6 +48,8 @@ from spatialdl.slides.synthetic.staining import (
 )
 
 KINDS = ("ring", "strand")
+ARRANGEMENTS = ("facing", "averted")
+"""Kinds whose glands are the same, and stand to each other in another way; see `crescents`."""
 
 _BLOCK = (1024, 2048)  # rows, columns drawn at a time
 _MARGIN = 112  # pixels around a block that can matter to it
@@ -72,7 +75,7 @@ def write_synthetic_slide(
 
     Args:
         path: the TIFF to write; an old one is replaced when the new one is whole.
-        kind: "ring" or "strand", see `KINDS`.
+        kind: one of `KINDS` or `ARRANGEMENTS`.
         size: rows and columns at level 0.
         mpp: micrometres per pixel that the file claims; the drawing is the same in pixels.
         seed: another seed is another slide, with another stain.
@@ -81,8 +84,9 @@ def write_synthetic_slide(
     Raises:
         ValueError: an unknown kind, or a size or mpp that is not positive.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    if kind not in KINDS + ARRANGEMENTS:
+        known = ", ".join(KINDS + ARRANGEMENTS)
+        raise ValueError(f"kind is {kind!r}, expected one of {known}")
     if min(size) < 1 or mpp <= 0:
         raise ValueError(f"size {size} and mpp {mpp} must be positive")
     picture = _Picture(kind, size, seed)
@@ -150,6 +154,9 @@ class _Picture:
         self._thickness = Waves(random, 1500.0, 0.5, 12)
         self._fibres, self._grain = textures(int(random.integers(1 << 31)))
         self._edge = self._outline_at_coverage(float(random.uniform(0.58, 0.68)))
+        if kind in ARRANGEMENTS:
+            self._edge = -self._piece  # tissue but for the border
+            self._crescents = Crescents(random, size, facing=kind == "facing")
 
     def bands(self) -> Iterator[Bytes]:
         """Bands of rows from top to bottom, (rows, columns, 3)."""
@@ -218,18 +225,26 @@ class _Picture:
 
     def _distance(self, rows: Axis, cols: Axis) -> Floats:
         """Distance in pixels to the edge of the nearest lumen, negative inside."""
-        inside = self._ring_cores(rows, cols) if self._kind == "ring" else self._sides(rows, cols)
+        inside = self._inside(rows, cols)
         edge = np.zeros_like(inside)
         edge[1:] |= inside[1:] != inside[:-1]
         edge[:, 1:] |= inside[:, 1:] != inside[:, :-1]
         if not edge.any():
             return np.full(inside.shape, 100, np.float32)
         far = ndimage.distance_transform_edt(~edge).astype(np.float32) * _COARSE
-        if self._kind == "ring":  # a strand has its core where the sides meet, a ring all inside
+        if self._kind != "strand":  # which has its core where the sides meet, others all inside
             far[inside] *= -1
         np.clip(far, -100, 120, out=far)
         smooth = ndimage.gaussian_filter(far, 1.2, truncate=3)
         return np.asarray(smooth - np.float32(_AROUND_CORE))
+
+    def _inside(self, rows: Axis, cols: Axis) -> npt.NDArray[np.bool_]:
+        """The cores of the lumens, or one side of them."""
+        if self._kind == "ring":
+            return self._ring_cores(rows, cols)
+        if self._kind == "strand":
+            return self._sides(rows, cols)
+        return self._crescents(rows, cols)
 
     def _sides(self, rows: Axis, cols: Axis) -> npt.NDArray[np.bool_]:
         """Which side of the strands a place is on."""
