@@ -59,9 +59,10 @@ def flags_of(arguments: Sequence[str], command: str = "train") -> Namespace:
     flags, unknown = parser.parse_known_args(list(arguments))
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
+        known += ["--help", *(["--calibrate"] if command == "plan" else [])]
         word = unknown[0].partition("=")[0]
         raise ValueError(
-            f"{unknown[0]} is unknown{_perhaps(word, ['--help', *known])}; keys are written as "
+            f"{unknown[0]} is unknown{_perhaps(word, known)}; keys are written as "
             f"key=value, and `python -m spatialdl.{command} --help` lists all"
         )
     return flags

@@ -121,6 +121,8 @@ def test_a_flag_that_is_unknown_is_refused_with_the_nearest(word, nearest):
     with pytest.raises(ValueError, match=re.escape(f"{word} is unknown")) as refusal:
         flags_of([word, "seed=1"])
     assert nearest is None or f"nearest: {nearest};" in str(refusal.value)
+    with pytest.raises(ValueError, match="nearest: --calibrate;"):
+        flags_of(["--calibrat"], "plan")
     assert flags_of(["--cfg", "job", "seed=1"]).overrides == ["seed=1"]
 
 
