@@ -163,6 +163,9 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
     assert "failed: cannot open slide bad.svs" in said
     assert [row["slide"] for row in case.table("bad/slides.csv")] == ["b"]
     assert not list((case.folder / "bad").glob("*.tif"))
+    code, said = here("ckpt_path=run", "slides=b.tif", "mpp=1", "hydra.run.dir=worse")
+    assert code == 1
+    assert "does not say its micrometres per pixel; give them with slide_mpp=..." in said
 
 
 def test_shards_are_predicted_as_in_validation(case, here):
