@@ -19,7 +19,6 @@ from PIL import Image
 
 from spatialdl import predict
 from spatialdl.data import ShardWriter
-from spatialdl.slides.finding.annotations import read_annotations
 from tests.predicting.runs import NETWORK, train, write_slide
 
 NAMES = ["benign", "tumour in situ", "tumour"]
@@ -208,21 +207,3 @@ def test_a_mistake_is_one_sentence(words, sentence, here):
     code, said = here(*words.split(), "hydra.run.dir=wrong")
     assert code == 1
     assert f"error: {sentence}" in said
-
-
-def test_regions_of_geojson_are_read_back(tmp_path):
-    from spatialdl.predicting.geojson import region_features, save_geojson
-
-    means = np.zeros((2, 20, 30))
-    means[0] = 0.4
-    means[1] = 0.1
-    means[1, 4:14, 6:20] = 0.9
-    means[1, 7:10, 9:13] = 0.1  # a hole
-    means[:, :, 25:] = np.nan
-    save_geojson(tmp_path / "a.geojson", region_features(means, 8.0, ["no", "yes"], [1]))
-    (region,) = read_annotations(tmp_path / "a.geojson")
-    assert region.label == "yes"
-    assert len(region.holes) == 1
-    low, high = np.asarray(region.outline).min(0), np.asarray(region.outline).max(0)
-    assert np.allclose(low, [6 * 8, 4 * 8], atol=4.1)
-    assert np.allclose(high, [20 * 8, 14 * 8], atol=4.1)
