@@ -142,8 +142,11 @@ class _Batch:
                 log.warning("%s", problem)
             self._reports.append(Report(todo.name, problem=problem))
         elif record is not None:
+            report = _report(record, self._trained)
             self._records.append(record)
-            self._reports.append(_report(record, self._trained))
+            self._reports.append(report)
+            told = counted(report.tiles, "tile"), report.predicted, report.value
+            log.info("%s: %s, %s %.3f", todo.name, *told)
 
     def _predicted(self, given: Input, key: str) -> Record | None:
         """What is known of a slide in the end, on rank 0."""
