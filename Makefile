@@ -25,7 +25,8 @@ demo: $(READY)
 test: test-serial test-mpi
 
 test-serial: $(READY)
-	$(BIN)/python -m pytest tests --ignore tests/mpi -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests --ignore tests/mpi -m "not slow" -n 2 --dist loadfile \
+	    --max-worker-restart 0  # or it would wait for ever after a test that ran out of time
 
 test-mpi: $(READY)
 	$(RUN) 1200 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi

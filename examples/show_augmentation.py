@@ -28,7 +28,7 @@ def main() -> None:
     options = parser.parse_args()
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", ["data=shards", f"data.path={options.folder}", *options.keys])
-    sources = open_sources(config.data, int(config.seed), config.task)
+    sources = open_sources(config.data, int(config.seed), config.task.name)
     views = sources.train_views
     whole = (0, views.size[0], 0, views.size[1])
     images = [sources.train.read(options.sample)]

@@ -1,5 +1,20 @@
 """Exact training of ordinary vision networks on images split over many ranks.
 
+In a program of your own, on every rank::
+
+    mesh = spatialdl.init_mesh(grid=(2, 1))      # which rank has which part of an image
+    x = spatialdl.shard(image, mesh)             # or from_local(tile, mesh, size=(H, W))
+    loss = criterion(model(x), labels)           # any nn.Module; x.shape is the global one
+    loss.backward()
+    spatialdl.average_gradients(model, mesh)     # or model = SpatialParallel(model, mesh) before
+
+Images are (N, C, H, W) and split along H and W; sizes are (rows, columns) in pixels, boxes
+half-open (row0, row1, col0, col1). What cannot be done on a split image raises
+`UnsupportedSpatialOp`; a setting that does not fit raises ValueError before anything is computed.
+
+`spatialdl.data` reads and writes data sets; commands are ``python -m spatialdl.train``, ``.plan``,
+``.check``, ``.export`` and ``.bench``.
+
 Importing this package starts neither MPI nor a GPU; `init_mesh` does. Nor does it import PyTorch:
 a process that only launches ranks has no use for it. So most names are looked up when first used.
 """
@@ -57,6 +72,7 @@ _FOUND_IN = {
 
 
 def __getattr__(name: str) -> object:
+    """Look a name up when it is first used."""
     if name == "random":
         return import_module("spatialdl.random")
     if name not in _FOUND_IN:
@@ -66,4 +82,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
+    """All names, looked up or not."""
     return sorted({*globals(), *__all__})

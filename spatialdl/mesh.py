@@ -180,7 +180,7 @@ class Mesh:
         return self.data * self.grid[0] * self.grid[1] * self.batch
 
     def layout(self, size: tuple[int, int, int]) -> Layout:
-        """The default layout of images of (samples, rows, columns) on this mesh."""
+        """The default layout of images of `size` (samples, rows, columns) on this mesh."""
         return Layout.even(size, self.grid)
 
     def own_box(self, layout: Layout) -> Box:
@@ -188,7 +188,12 @@ class Mesh:
         return layout.boxes[self.part]
 
     def box(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
-        """This rank's half-open box (row0, row1, col0, col1) of an image of `size` (H, W)."""
+        """This rank's half-open box (row0, row1, col0, col1) of an image of `size` (H, W).
+
+        Args:
+            size: rows and columns of the whole image, in pixels; where there are fewer than parts
+                of the grid, some boxes are empty.
+        """
         own = self.own_box(self.layout((1, *size)))
         return own.row0, own.row1, own.col0, own.col1
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.configuring.help import print_help, wants_help
-from spatialdl.train import _check_words, _fit_model_keys, rewritten
+from spatialdl.configuring.overrides import flags_of
+from spatialdl.starting import check_words
+from spatialdl.train import _fit_model_keys, rewritten
 
 if TYPE_CHECKING:
     from spatialdl.planning.search import Row
@@ -35,7 +36,7 @@ def main() -> None:
         print_help("plan")
         return
     try:
-        _check_words(get_args_parser().parse_args(sys.argv[1:]), "plan")
+        check_words(flags_of(sys.argv[1:], "plan"), "plan")
         _hydra_main()
     except KeyboardInterrupt:
         sys.exit("interrupted")

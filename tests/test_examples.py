@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.slides.reading.reader import Slide
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -23,7 +27,7 @@ def run(folder: Path, *command: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,3 +58,65 @@ def test_a_data_set_of_ones_own(tmp_path):
     assert "11 epochs of it: augmented.png" in out
     with Image.open(tmp_path / "augmented.png") as sheet:
         assert sheet.size == (6 * 76 - 4, 2 * 68 - 4)
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "custom_loss.py"))
+    rows = out.splitlines()[-4:]
+    losses, *_, differences = zip(*(map(float, row.split()[1:]) for row in rows), strict=True)
+    assert all(0 < loss < 1 for loss in losses)
+    assert len(set(losses)) == 4
+    assert max(differences) < 1e-13
+    ranks = [
+        json.loads(Path(tmp_path, "own_loss", p, "summary.json").read_text())
+        for p in ("none", "sp")
+    ]
+    assert [one["world_size"] for one in ranks] == [1, 2]
+
+
+def test_a_network_is_fine_tuned(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "finetuning.py"))
+    assert "fc.weight is new, 2x64; the file has 5x64" in out
+    assert float(out.splitlines()[-1].split()[1].rstrip("%")) > 60
+    again = ["ckpt_path=finetuning/second", "out=tuned.safetensors"]
+    run(tmp_path, sys.executable, "-m", "spatialdl.export", *again)
+    before = load_file(tmp_path / "finetuning" / "pretrained.safetensors")
+    after = load_file(tmp_path / "tuned.safetensors")
+    frozen = ("conv1.", "bn1.", "layer1.")
+    assert all(after[name].equal(before[name]) for name in before if name.startswith(frozen))
+    assert not after["layer4.1.conv2.weight"].equal(before["layer4.1.conv2.weight"])
+    assert (len(before["fc.bias"]), len(after["fc.bias"])) == (5, 2)
+
+
+def test_every_pixel_gets_a_class(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "segmentation.py"))
+    dice = {
+        line.split()[2]: float(line.split()[3]) for line in out.splitlines() if "Dice of" in line
+    }
+    assert list(dice) == ["ground", "round", "square"]
+    assert min(dice.values()) > 0.6
+    with Image.open(tmp_path / "cells" / "overlay.png") as sheet:
+        assert sheet.size == (3 * 56, 4 * 64)
+        shown = np.asarray(sheet.convert("RGB"), np.int16)
+    image, marked, predicted = np.split(shown, 3, axis=1)
+    covered = (marked != image).any(2)
+    assert 0.05 < covered.mean() < 0.5
+    assert (marked == predicted)[covered].mean() > 0.6
+
+
+def test_predictions_for_qupath(tmp_path):
+    out = run(tmp_path, sys.executable, str(EXAMPLES / "predict_to_qupath.py"), "--out", "q")
+    named = [Path(line.split()[0]) for line in out.partition("in QuPath:")[2].splitlines()[1:]]
+    files = [path for path in named if path.suffix in (".geojson", ".tif")]
+    assert len(files) == 5
+    assert all((tmp_path / path).is_file() for path in files)
+    with (tmp_path / "q" / "predicted" / "predictions.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    # most tiles are told as their mean colour says
+    with Slide(tmp_path / "q" / "slide.tiff") as slide:
+        found = [
+            (pixels[..., 0].mean() < pixels[..., 2].mean() + 3) == (row["predicted"] == "gland")
+            for row in rows
+            for pixels in [slide.read_scaled(int(row["x"]), int(row["y"]), (64, 64), 1.0)]
+        ]
+    assert sum(found) > 0.8 * len(rows) > 300

@@ -1,4 +1,4 @@
-"""The README keeps its word: its Python runs, its commands are understood, its links hold."""
+"""README and pages keep their word: Python runs, commands are understood, links hold."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
 
-from spatialdl import train
+from spatialdl import check, export, train
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.configuring.keys import file_of, groups, keys_of
+from spatialdl.configuring.overrides import check_overrides
+from spatialdl.data.importing import command as importing
+from spatialdl.data.staging import command as staging
+from spatialdl.slides.batch import options as tiling
 from spatialdl.training.checks import check_config
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {page: page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+README = PAGES[ROOT / "README.md"]
+ALL = "\n".join(PAGES.values())
 CONF = ROOT / "spatialdl" / "conf"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", ALL, re.MULTILINE | re.DOTALL)
 
 
 def commands(program: str) -> list[list[str]]:
@@ -87,9 +95,65 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
         check_config(compose("train", overrides))
 
 
+def bench(words: list[str]) -> None:
+    import_module(f"spatialdl.bench.{words[0]}")._parse(words[1:])
+
+
+def tile(words: list[str]) -> None:
+    if words[0] in ("inspect", "verify"):
+        tiling.parsed_path(words[0], words[1:])
+    else:
+        tiling.parsed(words)
+
+
+TAKES = {
+    "spatialdl.bench": bench,
+    "spatialdl.check": check._options,
+    "spatialdl.export": export._parse,
+    "spatialdl.plan": lambda words: check_overrides(words, "plan"),
+    "spatialdl-import": lambda words: importing._parser().parse_args(words),
+    "spatialdl-stage": lambda words: staging._parser().parse_args(words),
+    "spatialdl-tile": tile,
+}
+
+
+def in_text(program: str) -> list[list[str]]:
+    """Commands above what they printed."""
+    lines = [shlex.split(line) for text in blocks("text") for line in text.splitlines()[:1]]
+    return [line[line.index(program) :] for line in lines if program in line]
+
+
+OTHERS = [one for program in TAKES for one in (*commands(program), *in_text(program))]
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=" ".join)
+def test_any_other_command_is_understood(words):
+    TAKES[words[0]](words[1:])
+
+
+def test_every_key_that_is_named_is_one():
+    files = [*CONF.glob("*.yaml")]
+    files += [file_of(group, choice) for group, choices in groups().items() for choice in choices]
+    known = {key.name for file in files for key in keys_of(file)} | {
+        g.replace("/", ".") for g in groups()
+    }
+    found = r"(?<![\w./])((?:trainer|data|parallel|optimizer|scheduler|task|comm)(?:\.[a-z0-9_]+)+)"
+    named = set(re.findall(rf"`[^`\n]*?{found}", ALL)) | set(re.findall(rf"[ \"]{found}=", ALL))
+    own = {"task.loss.gamma", "optimizer._target_", "task.loss._target_", "data.py"}
+    assert len(named) > 60
+    assert sorted(named - known - own) == []
+
+
+@pytest.mark.parametrize("words", commands("spatialdl.predict"), ids=" ".join)
+def test_a_predicting_command_is_understood(words):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        compose("predict", words[1:])
+
+
 def test_there_are_commands():
     assert len(commands("spatialdl.train")) >= 6
     assert len(commands("mpiexec")) >= 3
+    assert {words[0] for words in OTHERS} == set(TAKES)
 
 
 @pytest.mark.parametrize("group", ["parallel", "model", "optimizer", "data", "task"])
@@ -101,10 +165,26 @@ def test_every_choice_that_is_named_has_a_file_and_the_other_way_round(group):
         assert named == there
 
 
-def test_every_file_that_is_linked_is_there():
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def headings(page: Path) -> set[str]:
+    """As GitHub makes links of them."""
+    titles = re.findall(r"^#+ (.*)$", PAGES[page], re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_place_that_is_linked_is_there(page):
+    links = re.findall(r"\]\(([^):]+)\)", PAGES[page])
+    for link in links:
+        file, _, heading = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+    assert links or page.name != "README.md"
+
+
+def test_every_page_is_linked_from_the_readme():
+    for page in PAGES:
+        assert page.name == "README.md" or f"](docs/{page.name}" in README
 
 
 def test_make_targets_that_are_named_are_there():

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from spatialdl import train
 from spatialdl.comm.launch import LaunchInfo
+from spatialdl.starting import choose_gpu
 
 # found by every Python below; takes the place of the real trainer before anything imports it
 STAND_IN = """
@@ -305,11 +306,11 @@ def test_ranks_of_a_machine_take_their_gpus_in_order(shared, gpus, chosen, monke
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     config = OmegaConf.create({"device": "auto", "comm": {"ranks_per_device": shared}})
     for local_rank in range(4):
-        train._choose_gpu(config, LaunchInfo(local_rank, 4, local_rank, "mpiexec"))
+        choose_gpu(config, LaunchInfo(local_rank, 4, local_rank, "mpiexec"))
     assert taken == chosen
 
 
 def test_a_gpu_is_shared_by_one_rank_at_least():
     config = OmegaConf.create({"device": "cpu", "comm": {"ranks_per_device": 0}})
     with pytest.raises(ValueError, match=r"ranks_per_device=0 must be at least 1"):
-        train._choose_gpu(config, LaunchInfo(0, 1, 0, "mpiexec"))
+        choose_gpu(config, LaunchInfo(0, 1, 0, "mpiexec"))

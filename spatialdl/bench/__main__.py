@@ -14,6 +14,7 @@ from spatialdl.bench import (
     plan,
     scaling,
     spatial,
+    synthetic,
     tiling,
     whole_vs_tiles,
 )
@@ -27,6 +28,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "plan": plan.main,
     "scaling": scaling.main,
     "spatial": spatial.main,
+    "synthetic": synthetic.main,
     "tiling": tiling.main,
     "whole_vs_tiles": whole_vs_tiles.main,
 }

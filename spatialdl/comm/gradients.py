@@ -28,7 +28,11 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
     """Average the gradients of all parameters over all ranks of the mesh, after backward.
 
     Every rank must call it. A parameter without a gradient on every rank keeps none; without one
-    on some ranks only, it counts as zero there.
+    on some ranks only, it counts as zero there. What is clipped or looked at is right afterwards.
+
+    Args:
+        model: the network, the same on every rank.
+        mesh: the ranks: those of the grid and of all data replicas.
     """
     average(model.parameters(), mesh.comm, mesh.size)
 

@@ -14,6 +14,7 @@ _NAME, _DEFAULT = 28, 18  # columns
 _WHAT = {
     "train": "Train a network on images that are split over ranks. Starts the ranks itself.",
     "plan": "List the layouts that fit a number of ranks, the fastest first. Runs nothing.",
+    "predict": "Predict slides or shards by a trained network, in any layout. Starts the ranks.",
 }
 _EXAMPLES = {
     "train": (
@@ -30,6 +31,11 @@ _EXAMPLES = {
         ("model=resnet50 world=16 cluster=infiniband", "the layouts for 16 devices"),
         ("--calibrate world=2", "measure this machine first"),
     ),
+    "predict": (
+        ("ckpt_path=RUN slides='/data/*.svs'", "cut as the training set was"),
+        ("ckpt_path=RUN slides=a.svs parallel=sp parallel.grid=[2,2]", "over four ranks"),
+        ("ckpt_path=RUN shards=tiles split=test maps=false", "tables only"),
+    ),
 }
 _FLAGS = (
     ("--multirun, -m", "run once for each of the values that are separated by commas"),
@@ -44,7 +50,7 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def print_help(command: str) -> None:
-    """All that ``spatialdl.train`` or ``spatialdl.plan`` takes."""
+    """All that a command of spatialdl takes."""
     sys.stdout.write("\n".join(help_lines(command)) + "\n")
 
 
@@ -63,10 +69,13 @@ def help_lines(command: str) -> Iterator[str]:
     for group, choice in chosen.items():
         yield from _group_keys(group, choice)
     yield from _titled("Flags", [Key(name, "", text) for name, text in _FLAGS])
+    if command == "predict":
+        return
     yield ""
     yield from wrap(
         "Any argument of a network or an optimizer is a key, too: model.KEY=VALUE for a network "
-        "of yours (model._target_=package.Class), +optimizer.KEY=VALUE for PyTorch's.",
+        "of yours (model._target_=package.Class), task.loss.KEY=VALUE for a loss of yours "
+        "(task.loss._target_=package.Loss), +optimizer.KEY=VALUE for PyTorch's.",
         WIDTH,
     )
 
@@ -93,7 +102,7 @@ def _groups(chosen: dict[str, str]) -> Iterator[str]:
 def _own_keys(command: str) -> list[Key]:
     """Those that belong to no group."""
     found = [key for key in keys_of(CONF / f"{command}.yaml") if key.comment]
-    if command != "train":
+    if command == "plan":
         found += [key for key in _own_keys("train") if key.name not in {one.name for one in found}]
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import product
@@ -15,7 +16,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, ValueType
@@ -26,6 +27,45 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.configuring.keys import chosen_by_default, file_of, groups, keys_of
+
+ELSEWHERE = {
+    "accelerator": "device",
+    "accumulate_grad_batches": "trainer.accumulate",
+    "classes": "data.num_classes",
+    "devices": "parallel.data",
+    "gpus": "parallel.data",
+    "gradient_clip_val": "trainer.clip_norm",
+    "learning_rate": "optimizer.lr",
+    "loss": "task.loss",
+    "monitor": "trainer.checkpoint.best",
+    "parts": "parallel.microbatches",
+    "pretrained": "weights",
+    "resume": "ckpt_path",
+    "strategy": "parallel",
+}
+"""What other programs call it, where no key of ours looks like that."""
+
+OWN = ("task.loss",)
+"""Holds a name or nothing, until a user names something of theirs by ``_target_``."""
+
+
+def flags_of(arguments: Sequence[str], command: str = "train") -> Namespace:
+    """The flags of a command line, and its overrides.
+
+    Raises:
+        ValueError: there is no such flag; with the nearest one.
+    """
+    parser = get_args_parser()
+    flags, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        known += ["--help", *(["--calibrate"] if command == "plan" else [])]
+        word = unknown[0].partition("=")[0]
+        raise ValueError(
+            f"{unknown[0]} is unknown{_perhaps(word, known)}; keys are written as "
+            f"key=value, and `python -m spatialdl.{command} --help` lists all"
+        )
+    return flags
 
 
 def check_overrides(
@@ -38,8 +78,8 @@ def check_overrides(
     """Refuse keys, groups and choices that there are not.
 
     Args:
-        overrides: as ``spatialdl.train`` and ``spatialdl.plan`` take them; also those of a sweep.
-        command: "train" or "plan".
+        overrides: as the command takes them; also those of a sweep.
+        command: "train", "plan" or "predict".
         config_name: of the user's own main file, if there is one.
         config_dir: of configurations of the user's own.
         multirun: whether values with commas are those of a sweep.
@@ -134,7 +174,7 @@ class _Check:
                 raise ValueError(f"+{key}: {key} is there already, leave the + out")
             return
         for path in _paths(key):
-            if _is_open(config, path):
+            if _is_open(config, path) or path in OWN:
                 self._check_taken(one, path, config)
                 return
         group = key.partition(".")[0]
@@ -156,14 +196,22 @@ class _Check:
         Networks of the user's own take whatever the user hands them.
         """
         node = OmegaConf.select(config, path, throw_on_missing=False)
-        target = self._target(path) or str(node._target_)
+        target = self._target(path) or (node._target_ if _is_open(config, path) else None)
+        if target is None:
+            raise ValueError(
+                f"{one.key_or_group} is an argument of what is named by {path}._target_: name it, "
+                f"{path}._target_=package.Class"
+            )
+        target = str(target)
+        if one.key_or_group == f"{path}._target_":
+            return
         if path == "model" and not target.startswith("spatialdl."):
             return
         name = one.key_or_group.removeprefix(f"{path}.").partition(".")[0]
         taken = _arguments(target)
         if taken is None and (one.is_add() or one.is_force_add()):
             return
-        known = [*map(str, node), *(taken or ())]
+        known = [*map(str, node if isinstance(node, DictConfig) else ()), *(taken or ())]
         if taken is not None and name not in taken:
             near = _perhaps(name, [word for word in known if word != "_target_"], f"{path}.")
             raise ValueError(f"{path}.{name} is unknown to {target}{near}; {self._all}")
@@ -197,6 +245,8 @@ def _refuse_sweeps(overrides: Iterable[Override]) -> None:
 def _parsed(parser: OverridesParser, text: str) -> Override:
     if text.startswith("="):
         raise ValueError(f"{text} has no key: write key=value")
+    if "=" not in text and not text.startswith("~"):
+        raise ValueError(f"{text} has no value: write {text}=value")
     try:
         return parser.parse_override(text)
     except HydraException as error:
@@ -276,6 +326,9 @@ def _all_keys(node: object, prefix: str = "") -> Iterator[str]:
 def _perhaps(word: str, known: Sequence[str], prefix: str = "") -> str:
     """The nearest of the words that are known, or the one that ends alike."""
     near = get_close_matches(word, known, n=1, cutoff=0.6)
+    meant = ELSEWHERE.get(word.rpartition(".")[2], "").removeprefix(prefix)
+    if meant in known:
+        near = [meant]
     if not near:
         last = {name.rpartition(".")[2]: name for name in known}
         near = [last[one] for one in get_close_matches(word.rpartition(".")[2], last, n=1)]

@@ -1,5 +1,9 @@
 """Data: sharded sets of images, written once, read by boxes.
 
+A data set is a folder with ``manifest.json`` and HDF5 files. Images are arrays (rows, columns,
+channels), masks (rows, columns), boxes half-open (row0, row1, col0, col1) in pixels; what is
+missing, damaged or of another kind raises `spatialdl.ShardError`.
+
 What writes them, and what decodes slides, has no use for PyTorch, so the names are looked up when
 first used.
 """
@@ -24,6 +28,7 @@ _FOUND_IN = {
 
 
 def __getattr__(name: str) -> object:
+    """Look a name up when it is first used."""
     if name not in _FOUND_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_FOUND_IN[name]), name)

@@ -17,6 +17,7 @@ import spatialdl.data.workers  # noqa: F401
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 
-# sent by launchers to everybody, and who reads must go on until the run has written its checkpoint
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, signal.SIG_IGN)
+# Sent by launchers to everybody, and who reads must go on until the run has written its checkpoint.
+# SIGTERM is kept for `workers._begin`: the parent may have sent it before its process was ready.
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -219,11 +219,10 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 def _begin(_worker: int) -> None:
     """Take no notice of what launchers and terminals send to everybody; end with the run.
 
+    The fork server has seen to SIGUSR1, and has blocked SIGTERM, which waits here for its reader.
     PyTorch looks whether the fork server has gone, which waits for this process itself.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None  # or this would be no worker
 

@@ -167,7 +167,9 @@ class Head(nn.Module):
 def amoebanet_d(
     num_classes: int = 10, in_channels: int = 3, layers: int = 18, filters: int = 208
 ) -> nn.Sequential:
-    """AmoebaNet-D with random weights.
+    """AmoebaNet-D (Real et al., 2019) with random weights.
+
+    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
 
     A stem of a convolution and two reduction cells, three groups of cells with reduction cells
     between them, a linear layer; the resolution becomes 1/32 in all.

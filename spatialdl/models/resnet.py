@@ -72,7 +72,9 @@ class ResNet(nn.Sequential):
 
 
 def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> ResNet:
-    """ResNet-18: 11.7 million parameters at 1000 classes.
+    """ResNet-18 (He et al., 2016): 11.7 million parameters at 1000 classes.
+
+    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
 
     Args:
         num_classes: outputs of the last layer.
@@ -83,7 +85,9 @@ def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> 
 
 
 def resnet50(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> ResNet:
-    """ResNet-50: 25.6 million parameters at 1000 classes.
+    """ResNet-50 (He et al., 2016): 25.6 million parameters at 1000 classes.
+
+    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
 
     Args:
         num_classes: outputs of the last layer.

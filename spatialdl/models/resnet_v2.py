@@ -78,7 +78,15 @@ class ResNetV2(nn.Sequential):
 
 
 def resnet110_v2(num_classes: int = 10, in_channels: int = 3, width: int = 16) -> ResNetV2:
-    """ResNet-110 v2, the network of the GEMS papers; see :func:`resnet_v2`."""
+    """ResNet-110 v2 (He et al., 2016), the network of the GEMS papers.
+
+    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
+
+    Args:
+        num_classes: outputs of the last layer.
+        in_channels: channels of the image.
+        width: channels of the stem.
+    """
     return resnet_v2(110, num_classes, in_channels, width)
 
 

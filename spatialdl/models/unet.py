@@ -81,7 +81,19 @@ class UNet(nn.Module):
 
 
 def unet(num_classes: int = 2, in_channels: int = 3, width: int = 64, depth: int = 4) -> UNet:
-    """A U-Net; see :class:`UNet`."""
+    """A U-Net (Ronneberger et al., 2015), see `UNet`.
+
+    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes, H, W).
+
+    Args:
+        num_classes: channels of the output.
+        in_channels: channels of the image.
+        width: channels at full resolution; they double at every halving.
+        depth: halvings.
+
+    Raises:
+        ValueError: if one of them is smaller than 1.
+    """
     return UNet(num_classes, in_channels, width, depth)
 
 

@@ -39,6 +39,9 @@ def register_op(
             arguments that the decorated function does not take, are refused for it. If not given,
             it must look at all arguments itself.
 
+    Returns:
+        A decorator, which gives the function back as it was.
+
     Example:
         >>> @spatialdl.register_op(torch.nn.functional.my_op)
         ... def my_op(x, inplace=False):

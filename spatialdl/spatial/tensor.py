@@ -138,13 +138,17 @@ class SpatialTensor(torch.Tensor):
         return wrapper
 
     def to_local(self) -> Tensor:
-        """This rank's tile; differentiable."""
+        """This rank's tile: (N, C, h, w) of a (N, C, H, W); differentiable.
+
+        A rank may have none: then h or w is 0.
+        """
         return to_tile(self)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, the same on every rank; every rank of the grid must call it.
+        """The whole tensor, of `shape`, the same on every rank.
 
-        Differentiable: backward adds up what all ranks make of it.
+        Every rank of the grid must call it.
+        Differentiable: backward adds up what all ranks make of it (DTensor's does not).
         """
         layout = self.spatial_layout
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)

@@ -55,7 +55,7 @@ def check_config(config: DictConfig) -> Placement:
     if isinstance(batch, int):
         batch *= accumulate
     check_batch(batch, schedule.microbatches, placement.data, local)
-    check_task(config.task.name, placement)
+    check_task(config.task, placement)
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
     if config.data.name == "shards" and not Path(config.data.path).is_dir():

@@ -147,9 +147,18 @@ def check_batch(batch_size: int, microbatches: int, replicas: int, local: int = 
         )
 
 
-def check_task(task: str, placement: Placement) -> None:
+def check_task(task: DictConfig, placement: Placement) -> None:
     """Refuse a task whose loss ranks that divide the samples cannot put together."""
-    if task == "segmentation" and max(placement.batch, default=1) > 1:
+    if max(placement.batch, default=1) == 1:
+        return
+    own = task.get("loss")
+    if isinstance(own, DictConfig):
+        raise ValueError(
+            f"task.loss={own.get('_target_')} does not go with parallel.local_dp="
+            f"{max(placement.batch)}, as nobody knows what some of a micro-batch's samples count "
+            "in it: leave local_dp out"
+        )
+    if task.name == "segmentation":
         raise ValueError(
             f"task=segmentation does not go with parallel.local_dp={max(placement.batch)}, as the "
             "mean over pixels with a class is that of a whole micro-batch: leave local_dp out"

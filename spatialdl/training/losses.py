@@ -33,7 +33,7 @@ def classification_loss(
         ValueError: if the network gives anything else, or has too few classes.
     """
     check_classes(output, target, weight)
-    output = _wide(output)
+    output = wide(output)
     if target.is_floating_point():
         target = F.pad(target.to(output), (0, output.shape[1] - target.shape[1]))
     total = F.cross_entropy(
@@ -66,7 +66,7 @@ def multilabel_loss(
         ValueError: if the network gives anything else.
     """
     check_columns(output, target, "classes")
-    output = _wide(output)
+    output = wide(output)
     known = known_labels(target)
     labels = target.nan_to_num(0.0).to(output) * (1 - label_smoothing) + label_smoothing / 2
     losses = F.binary_cross_entropy_with_logits(
@@ -89,7 +89,7 @@ def regression_loss(
     """
     output = as_columns(output, target)
     check_columns(output, target, "targets")
-    output = _wide(output)
+    output = wide(output)
     known = known_labels(target)
     wanted = target.nan_to_num(0.0).to(output)
     if distance == "mse":
@@ -129,7 +129,7 @@ def segmentation_loss(
         ValueError: if the network gives anything else, or has too few classes.
     """
     check_masks(output, target, weight)
-    output = _wide(output)
+    output = wide(output)
     total = F.cross_entropy(
         output,
         target,
@@ -170,7 +170,7 @@ def _over(total: Tensor, weight: Tensor) -> Tensor:
     return total / torch.where(weight > 0, weight, torch.ones_like(weight))
 
 
-def _wide(output: Tensor) -> Tensor:
+def wide(output: Tensor) -> Tensor:
     """float32 of outputs in 16 bits, in which neither weights nor counts of pixels fit."""
     return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
 

@@ -26,6 +26,15 @@ def build_model(config: DictConfig, sources: Sources) -> nn.Module:
         config.data.channels = sources.channels
         config.data.num_classes = sources.num_classes
     torch.manual_seed(int(config.seed))
+    return instantiate(config)
+
+
+def instantiate(config: DictConfig) -> nn.Module:
+    """The network that a configuration names.
+
+    Raises:
+        ValueError: if there is none, or it cannot be built so.
+    """
     try:
         model = hydra.utils.instantiate(config.model)
     except hydra.errors.InstantiationException as error:

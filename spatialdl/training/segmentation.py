@@ -12,6 +12,7 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.spatial.tensor import SpatialTensor, redistribute
 from spatialdl.training.losses import check_masks, dice_loss, own_pixels, segmentation_loss
 from spatialdl.training.metrics import SHOW_UP_TO, Scores, from_pairs
+from spatialdl.training.own_loss import OwnLoss
 
 
 class Segmentation:
@@ -24,6 +25,7 @@ class Segmentation:
         classes: how many there are.
         weight: (classes,), what they count in the cross entropy.
         dice: what soft Dice counts beside it, see `losses.segmentation_loss`.
+        own: a loss in place of both, which is the mean over the slices by their samples.
     """
 
     name = "segmentation"
@@ -35,12 +37,16 @@ class Segmentation:
         weight: Tensor | None = None,
         label_smoothing: float = 0.0,
         dice: float = 0.0,
+        own: OwnLoss | None = None,
     ) -> None:
-        self.classes, self.weight = classes, weight
+        self.classes, self.weight, self._own = classes, weight, own
         self.label_smoothing, self.dice = label_smoothing, dice
         self.tallied = 2 + classes * (classes + 1) + 2 * classes
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self._own is not None:
+            check_masks(output, target)
+            return self._own(output, target)
         return segmentation_loss(output, target, self.weight, self.label_smoothing, self.dice)
 
     def weights(self, target: Tensor) -> Tensor | None:
@@ -57,21 +63,33 @@ class Segmentation:
         samples = len(target) * (part == 0)
         if isinstance(output, SpatialTensor) and isinstance(target, SpatialTensor):
             target = redistribute(target, output.spatial_layout, output.mesh)
+        own = self._own_of(output, target, counts=part == 0)
         output, target = own_pixels(output), own_pixels(target)
         if not counts or target.numel() == 0:
-            return torch.tensor([0.0, samples] + [0.0] * (self.tallied - 2), dtype=torch.float64)
+            return torch.tensor([own, samples] + [0.0] * (self.tallied - 2), dtype=torch.float64)
         check_masks(output, target, self.weight)
         output = output.double()
-        loss = F.cross_entropy(
-            output,
-            target,
-            None if self.weight is None else self.weight.to(output),
-            ignore_index=UNLABELLED,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )
+        if self._own is not None:
+            loss = output.new_tensor(own)
+        else:
+            loss = F.cross_entropy(
+                output,
+                target,
+                None if self.weight is None else self.weight.to(output),
+                ignore_index=UNLABELLED,
+                reduction="sum",
+                label_smoothing=self.label_smoothing,
+            )
         head = torch.stack([loss, loss.new_tensor(samples)])
         return torch.cat([head, self._confusion(output, target), self._soft(output, target)]).cpu()
+
+    def _own_of(self, output: Tensor, target: Tensor, counts: bool) -> float:
+        """What the user's loss adds to the sum over samples; all ranks of the grid compute it."""
+        if self._own is None:
+            return 0.0
+        check_masks(output, target)
+        loss = float(self._own(output.double(), target))
+        return loss * len(target) if counts else 0.0
 
     def _confusion(self, output: Tensor, target: Tensor) -> Tensor:
         """Pixels per (class, predicted class); the last column is for channels without a class."""
@@ -102,6 +120,8 @@ class Segmentation:
         pairs = given[2 : 2 + cells].view(self.classes, -1)
         counts = pairs.sum(1)
         weight = counts.sum() if self.weight is None else (counts * self.weight).sum()
+        if self._own is not None:
+            weight = given[1]
         loss = given[0] / weight if weight > 0 else given[0]
         if self.dice:
             overlap, told = given[2 + cells :].view(2, -1)

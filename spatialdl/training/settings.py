@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
@@ -60,6 +61,14 @@ class Sources:
         if self.validation is None:
             return None
         return Views(self.validation, self.image_size, self.background)
+
+    def described(self) -> dict[str, Any]:
+        """What later uses of the network want to know: its classes, and how slides were cut."""
+        found: dict[str, Any] = {"classes": list(self.names)}
+        if isinstance(self.train, ShardDataset):
+            found["kind"] = self.train.kind
+            found["made_with"] = dict(self.train.manifest.made_with)
+        return found
 
 
 def open_sources(data: DictConfig, seed: int, task: str = "classification") -> Sources:

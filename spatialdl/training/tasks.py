@@ -21,6 +21,7 @@ from spatialdl.training.metrics import (
     multilabel_scores,
     regression_scores,
 )
+from spatialdl.training.own_loss import OwnLoss, own_loss_of
 from spatialdl.training.segmentation import Segmentation
 from spatialdl.training.weighting import balanced_classes, balanced_labels, given_weights
 
@@ -67,19 +68,28 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
     Raises:
         ValueError: if a setting makes no sense.
     """
-    name = settings.name
+    name, own = settings.name, own_loss_of(settings)
+    if own is not None and name != "segmentation":
+        plain = settings.copy()
+        plain.loss = "mse" if name == "regression" else None
+        task = task_of(plain, classes, train)
+        assert not isinstance(task, Segmentation)
+        return WithOwnLoss(task, own)
     smoothing = _share(settings, "label_smoothing") if "label_smoothing" in settings else 0.0
     mixup = _number(settings, "mixup") if "mixup" in settings else 0.0
     if name == "segmentation":
         weight = given_weights(settings.class_weights, "class_weights", classes, None)
-        return Segmentation(classes, weight, smoothing, _number(settings, "dice"))
+        return Segmentation(classes, weight, smoothing, _number(settings, "dice"), own)
     if name == "multilabel":
         balanced = lambda: balanced_labels(train)  # noqa: E731
         weight = given_weights(settings.pos_weight, "pos_weight", classes, balanced)
         return MultiLabel(weight, smoothing, mixup)
     if name == "regression":
         if settings.loss not in ("mse", "l1", "huber"):
-            raise ValueError(f"task.loss={settings.loss} is unknown: take mse, l1 or huber")
+            raise ValueError(
+                f"task.loss={settings.loss} is unknown: take mse, l1 or huber, or one of yours by "
+                "task.loss._target_=package.Loss"
+            )
         delta = _number(settings, "huber_delta")
         if delta == 0:
             raise ValueError("task.huber_delta=0 must be above 0")
@@ -168,3 +178,24 @@ class Regression:
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
         return regression_scores(predictions, labels)
+
+
+class WithOwnLoss:
+    """A task for whole images with a loss of the user's."""
+
+    def __init__(self, task: SampleTask, loss: OwnLoss) -> None:
+        self.name, self.mixup = task.name, task.mixup
+        self._task, self._loss = task, loss
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self._loss(output, target)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        """None: `training.layouts.check_task` keeps samples of a slice together."""
+        return None
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return self._task.predictions(outputs)
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return self._task.scores(predictions, labels)

@@ -136,7 +136,12 @@ class Trainer:
             if self.world.rank == 0:
                 stack.enter_context(held(run_dir))
             self.checkpoints = Checkpoints(
-                self.config, self.world, self.pipeline, self.update, run_dir
+                self.config,
+                self.world,
+                self.pipeline,
+                self.update,
+                run_dir,
+                self.sources.described(),
             )
             stack.callback(self.checkpoints.writer.close)
             resumed = self.checkpoints.resume()

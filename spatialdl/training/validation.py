@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
+from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.feeding import Feed
@@ -28,6 +29,40 @@ log = logging.getLogger("spatialdl.trainer")
 
 Own = Tensor | list[tuple[range, Tensor]]
 """Sums over maps, or samples and their outputs."""
+
+
+class Evaluated(NamedTuple):
+    """What leaves the network on this rank.
+
+    Attributes:
+        samples: of the data set, in the order of the feed.
+        output: (N, ...), of these.
+        target: (N, ...), of these.
+        mesh: over which they leave.
+        counts: whether no other rank has the same outputs, or this is the first that has.
+    """
+
+    samples: range
+    output: Tensor
+    target: Tensor
+    mesh: Mesh
+    counts: bool
+
+
+def evaluated(
+    pipeline: Pipeline, feed: Feed, batches: Iterable[Sequence[Microbatch]]
+) -> Iterator[Evaluated]:
+    """The outputs of batches of a feed, from the first on; all ranks go through all of them."""
+    for batch, parts in enumerate(batches):
+        slices = feed.own(batch)
+        for number, output in pipeline.evaluate(parts).items():
+            mesh, target = pipeline.last(number), parts[number].target
+            if mesh is None or target is None:
+                continue
+            own = pipeline.own_outputs(number, parts[number].samples)
+            some = slice(own.start, own.stop)
+            counts = mesh.batch > 1 or mesh.part == 0
+            yield Evaluated(slices[number][some], output, target[some], mesh, counts)
 
 
 class Validation:
@@ -89,16 +124,10 @@ class Validation:
         self, task: SampleTask, batches: Iterable[Sequence[Microbatch]]
     ) -> Iterator[tuple[range, Tensor]]:
         """Samples, and their outputs in float64, that count on this rank."""
-        for batch, parts in enumerate(batches):
-            slices = self._feed.own(batch)
-            for number, output in self._pipeline.evaluate(parts).items():
-                mesh, target = self._pipeline.last(number), parts[number].target
-                if mesh is None or target is None:
-                    continue
-                own = self._pipeline.own_outputs(number, parts[number].samples)
-                task.loss(output, target[own.start : own.stop])  # refuses outputs that do not fit
-                if mesh.batch > 1 or mesh.part == 0:
-                    yield slices[number][own.start : own.stop], output.double().cpu()
+        for one in evaluated(self._pipeline, self._feed, batches):
+            task.loss(one.output, one.target)  # refuses outputs that do not fit
+            if one.counts:
+                yield one.samples, one.output.double().cpu()
 
     def _score(self, pieces: Sequence[tuple[range, Tensor]]) -> Scores:
         assert not isinstance(self._task, Segmentation)

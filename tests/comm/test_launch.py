@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -255,16 +257,21 @@ sys.exit(start_ranks(2, "job", []OPTION))
 """
 
 
-def parent(folder: Path, job: str = JOB, option: str = "") -> subprocess.Popen[str]:
+@contextmanager
+def parent(folder: Path, job: str = JOB, option: str = "") -> Iterator[subprocess.Popen[str]]:
     """A process that starts two ranks of a job."""
     (folder / "job.py").write_text(job)
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PARENT.replace("OPTION", option)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +282,7 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
         ranks = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
         assert len(ranks) == 2
         process.send_signal(number)
-        assert process.wait(timeout=20) == code
+        assert process.wait(timeout=60) == code
         for rank in ranks:
             assert select.select([rank], [], [], 5)[0], "a rank is still there"
             os.close(rank)
@@ -298,7 +305,7 @@ def test_ranks_that_stop_by_themselves_end_well(tmp_path, number):
     with parent(tmp_path, STOPS, ", stops=True") as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
@@ -307,7 +314,7 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert process.wait(timeout=60) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 FAIL = """

@@ -108,7 +108,10 @@ def test_an_error_on_a_rank_of_torchrun_ends_all(start):
     train = ["-m", "spatialdl.train", *SMALL, "data.image_size=[1,37]"]
     done = start([sys.executable, *TORCHRUN, *train], mpi=False)
     assert done.returncode != 0
-    assert done.stderr.count("1x37") == 1
+    said = [line for line in done.stderr.splitlines() if "1x37" in line]
+    assert said, done.stderr
+    assert {line[:6] for line in said} <= {"rank 0", "rank 1"}  # one may be ended before it speaks
+    assert len(said) <= 2
     assert "mpiexec" not in done.stderr
 
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from spatialdl.configuring.overrides import check_overrides
+from spatialdl.configuring.keys import file_of, groups, keys_of
+from spatialdl.configuring.overrides import ELSEWHERE, check_overrides, flags_of
 
 MODELS = "there are amoebanet_d, resnet110_v2, resnet18, resnet50, unet"
 
@@ -41,7 +42,11 @@ MODELS = "there are amoebanet_d, resnet110_v2, resnet18, resnet50, unet"
             "cluster is no group of spatialdl.train (a group of spatialdl.plan)",
         ),
         ("hydra.run.dri=x", "hydra.run.dri is unknown; nearest: hydra.run.dir"),
-        ("seed", "seed cannot be read as key=value"),
+        ("seed", "seed has no value: write seed=value"),
+        ("optimizer.learning_rate=1", "unknown to torch.optim.SGD; nearest: optimizer.lr;"),
+        ("learning_rate=1", "learning_rate is unknown; nearest: optimizer.lr;"),
+        ("gradient_clip_val=1", "gradient_clip_val is unknown; nearest: trainer.clip_norm;"),
+        ("strategy=ddp", "strategy is unknown; nearest: parallel;"),
         ("=3", "=3 has no key: write key=value"),
         ("parallel.grid=[2", "parallel.grid=[2 cannot be read as key=value"),
         ("seed=1,2", "seed=1,2 names several values: add --multirun"),
@@ -107,3 +112,21 @@ def test_configurations_of_the_users_are_known(tmp_path):
         check_overrides(["model=net"])
     with pytest.raises(ValueError, match=r"nowhere is no folder"):
         check_overrides([], config_dir=f"{folder}/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"), [("--multirn", "--multirun"), ("--hlep", "--help"), ("-x", None)]
+)
+def test_a_flag_that_is_unknown_is_refused_with_the_nearest(word, nearest):
+    with pytest.raises(ValueError, match=re.escape(f"{word} is unknown")) as refusal:
+        flags_of([word, "seed=1"])
+    assert nearest is None or f"nearest: {nearest};" in str(refusal.value)
+    with pytest.raises(ValueError, match="nearest: --calibrate;"):
+        flags_of(["--calibrat"], "plan")
+    assert flags_of(["--cfg", "job", "seed=1"]).overrides == ["seed=1"]
+
+
+def test_what_others_call_it_is_a_key_here():
+    choices = [(group, choice) for group, names in groups().items() for choice in names]
+    known = {key.name for one in choices for key in keys_of(file_of(*one))}
+    assert set(ELSEWHERE.values()) - known <= {"weights", "ckpt_path", "device", "parallel"}

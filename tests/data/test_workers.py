@@ -171,10 +171,39 @@ def test_no_process_stays_behind(tmp_path, endings):
                 program.stdin.close()
             else:
                 program.send_signal(ending)
-            program.wait()
+            try:
+                program.wait(60)
+            finally:
+                program.kill()
             for one in watched:
-                assert select.select([one], [], [], 20)[0], "a worker is still there"
+                assert select.select([one], [], [], 60)[0], "a worker is still there"
                 os.close(one)
+
+
+class Slow(Numbers):
+    """Its process cannot begin before somebody writes to a pipe."""
+
+    gate = ""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        with open(self.gate) as gate:
+            gate.read()
+
+
+def test_a_process_that_is_ended_before_it_begins_ends(tmp_path):
+    """It lost the signal once, and a program stopped at that moment waited for it for ever."""
+    source = Slow(40)
+    source.gate = str(tmp_path / "gate")
+    os.mkfifo(source.gate)
+    workers = Workers(BatchReader(Views(source, SIZE), batching(2)), 1, 1)
+    workers._start()
+    (child,) = multiprocessing.active_children()
+    child.terminate()
+    Path(source.gate).write_text("go on")
+    child.join(20)
+    assert child.exitcode == 0
+    workers.close()
 
 
 def test_signals_of_a_launcher_do_not_end_a_worker():

@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.mesh import Placement
 from spatialdl.training.layouts import (
@@ -207,10 +207,15 @@ def test_ranks_that_divide_samples_need_samples_and_labels():
     ):
         check_batch(7, 2, 2, 2)
     divided = Placement(1, ((2, 1), ONE), batch=(1, 2))
-    check_task("classification", divided)
-    check_task("segmentation", Placement(1, ((2, 1), ONE)))
+    classes, maps = ({"name": name, "loss": None} for name in ("classification", "segmentation"))
+    check_task(OmegaConf.create(classes), divided)
+    check_task(OmegaConf.create(maps), Placement(1, ((2, 1), ONE)))
     with pytest.raises(ValueError, match=r"segmentation does not go with parallel\.local_dp=2"):
-        check_task("segmentation", divided)
+        check_task(OmegaConf.create(maps), divided)
+    own = OmegaConf.create({**classes, "loss": {"_target_": "my.Loss"}})
+    check_task(own, Placement(1, ((2, 1), ONE)))
+    with pytest.raises(ValueError, match=r"task\.loss=my\.Loss does not go with parallel\.local_d"):
+        check_task(own, divided)
 
 
 @pytest.mark.parametrize("size", [(2, 9), (9, 2)])

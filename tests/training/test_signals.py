@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -29,14 +31,19 @@ if sys.argv[1] == "go on":
 """
 
 
-def process(what: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def process(what: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, "-c", WAITS, what],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    ) as waits:
+        try:
+            yield waits
+        finally:
+            waits.kill()
 
 
 @pytest.mark.parametrize("number", STOPPING, ids=lambda one: one.name)
@@ -46,7 +53,7 @@ def test_the_first_signal_only_asks(number):
         waits.send_signal(number)
         seen = [float(word) for word in waits.stdout.readline().split()]
         assert agreed(seen) is number
-        assert waits.wait(20) == 0
+        assert waits.wait(60) == 0
         assert "stopping after this step" in waits.stderr.read()
 
 
@@ -68,7 +75,7 @@ def test_a_second_one_ends_even_a_process_that_waits_outside_of_python():
         waits.send_signal(signal.SIGINT)
         waits.stdout.readline()
         waits.send_signal(signal.SIGINT)
-        assert waits.wait(20) == 128 + signal.SIGINT
+        assert waits.wait(60) == 128 + signal.SIGINT
 
 
 def test_several_ways_to_tell_the_same_count_once(monkeypatch):

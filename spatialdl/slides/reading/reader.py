@@ -239,25 +239,50 @@ class Slide:
         Raises:
             SlideError: the file is damaged there.
         """
-        first, last = rows
+        return self.read_box(x, y, size, scale, (*rows, 0, size[1]), again=again)
+
+    def read_box(
+        self,
+        x: int,
+        y: int,
+        size: tuple[int, int],
+        scale: float,
+        box: tuple[int, int, int, int],
+        *,
+        again: bool = True,
+    ) -> Bytes:
+        """A box of a region, as it is in it: without seams where several are put together.
+
+        Args:
+            x, y, size, scale, again: of the region; see `read_scaled`.
+            box: half-open (row0, row1, col0, col1) of the region, not empty.
+
+        Returns:
+            uint8 (row1 - row0, col1 - col0, 3).
+
+        Raises:
+            SlideError: the file is damaged there.
+        """
+        first, last, left, right = box
         level = self.level(scale)
         down = self._downsamples[level]
-        factor, cols = scale / down, size[1]
+        factor, cols = scale / down, right - left
         if abs(factor - 1) * max(size) < _HALF:
-            return self._source.read(x, round(y + first * down), level, (last - first, cols), again)
+            place = round(x + left * down), round(y + first * down)
+            return self._source.read(*place, level, (last - first, cols), again)
         # some at a time: a slide without levels is not read into memory whole
         step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))
-        margin = ceil(_REACH * max(1.0, factor)) + 1
+        col0, col1 = _reach(left, right, factor, size[1])
         parts = []
         for row in range(first, last, step):
             count = min(step, last - row)
-            top = max(0, floor(row * factor) - margin)
-            bottom = min(ceil(size[0] * factor), ceil((row + count) * factor) + margin)
-            pixels = self._source.read(
-                x, round(y + top * down), level, (bottom - top, ceil(cols * factor)), again
-            )
-            box = (0.0, row * factor - top, cols * factor, (row + count) * factor - top)
-            parts.append(_resampled(pixels, box, (count, cols)))
+            row0, row1 = _reach(row, row + count, factor, size[0])
+            place = round(x + col0 * down), round(y + row0 * down)
+            pixels = self._source.read(*place, level, (row1 - row0, col1 - col0), again)
+            across = left * factor - col0, right * factor - col0
+            along = row * factor - row0, (row + count) * factor - row0
+            inside = (across[0], along[0], across[1], along[1])
+            parts.append(_resampled(pixels, inside, (count, cols)))
         return np.concatenate(parts)
 
     def thumbnail(self, scale: float) -> Thumbnail:
@@ -310,6 +335,15 @@ def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]
     rows, cols = (row0, (row0 + row1) // 2, row1), (col0, (col0 + col1) // 2, col1)
     halves = [(*down, *across) for down in pairwise(rows) for across in pairwise(cols)]
     return [part for part in halves if part[0] < part[1] and part[2] < part[3]]
+
+
+def _reach(first: int, last: int, factor: float, length: int) -> tuple[int, int]:
+    """Pixels of a level that the filter looks at for some of the result, along one dim."""
+    margin = ceil(_REACH * max(1.0, factor)) + 1
+    return (
+        max(0, floor(first * factor) - margin),
+        min(ceil(length * factor), ceil(last * factor) + margin),
+    )
 
 
 def _resampled(

@@ -25,9 +25,9 @@ import numpy.typing as npt
 from PIL import Image
 from scipy import ndimage
 
+from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.synthetic.crescents import Crescents
 from spatialdl.slides.synthetic.fields import Axis, Bytes, Floats, Waves, hashed
-from spatialdl.slides.synthetic.pyramid import write_pyramid
 from spatialdl.slides.synthetic.staining import (
     DISTANCE_UNIT,
     DISTANCE_ZERO,

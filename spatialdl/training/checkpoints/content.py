@@ -127,17 +127,46 @@ def restore(pipeline: Pipeline, update: Update, source: Source, world: Communica
     Raises:
         CheckpointError: if the network or the optimizer is another one; nothing was changed then.
     """
+    _check_network(pipeline, source, world)
+    _restore_network(pipeline, source)
+    for stage, module in pipeline.stages.items():
+        for name, value in _averages(module, update):
+            _fill(pipeline, stage, value, source, _or_weight(source, name))
+    _restore_optimizer(pipeline, update.optimizer, source)
+
+
+@torch.no_grad()
+def restore_network(
+    pipeline: Pipeline, source: Source, world: Communicator, *, averaged: bool
+) -> None:
+    """Fill this rank's stages; all ranks must call it.
+
+    Args:
+        averaged: whether to take the averages of weights, of those that have one.
+
+    Raises:
+        CheckpointError: if the network is another one; nothing was changed then.
+    """
+    _check_network(pipeline, source, world)
+    _restore_network(pipeline, source, AVERAGE if averaged else "")
+
+
+def _check_network(pipeline: Pipeline, source: Source, world: Communicator) -> None:
     wrong = [_unlike(pipeline, source), *_left_over(pipeline, source, world)]
     found = [text for text in world.allgather(next(filter(None, wrong), None)) if text]
     if found:
         raise CheckpointError(found[0])
+
+
+def _restore_network(pipeline: Pipeline, source: Source, prefix: str = "") -> None:
     for stage, module in pipeline.stages.items():
         for name, value in module.state_dict().items():
-            _fill(pipeline, stage, value, source, name)
-        for name, value in _averages(module, update):
-            there = source.shape(name) is not None
-            _fill(pipeline, stage, value, source, name if there else name.removeprefix(AVERAGE))
-    _restore_optimizer(pipeline, update.optimizer, source)
+            _fill(pipeline, stage, value, source, _or_weight(source, prefix + name))
+
+
+def _or_weight(source: Source, name: str) -> str:
+    """An average, or the weight itself where there is none."""
+    return name if source.shape(name) is not None else name.removeprefix(AVERAGE)
 
 
 def _unlike(pipeline: Pipeline, source: Source) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ class Checkpoints:
 
     Args:
         run_dir: the same on every rank.
+        data: what is worth knowing of the data where a network is used later.
 
     Attributes:
         writer: tells and is told what travels with the sums over all ranks, see `Writer`.
@@ -53,8 +54,10 @@ class Checkpoints:
         pipeline: Pipeline,
         update: Update,
         run_dir: Path,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         settings = config.trainer.checkpoint
+        self._data = dict(data or {})
         self._config, self._world, self._run_dir = config, world, run_dir
         self._pipeline, self._update = pipeline, update
         self.keep = int(settings.keep)
@@ -96,6 +99,7 @@ class Checkpoints:
             "layout": self._layout(),
             "identity": identity(self._config),
             "config": OmegaConf.to_container(self._config, resolve=True),
+            "data": self._data,
             "versions": {
                 "spatialdl": __version__,
                 "torch": torch.__version__,

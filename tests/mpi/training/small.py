@@ -1,10 +1,12 @@
-"""A network that is quick to train, with a part that frozen layers come before."""
+"""A network that is quick to train, with a part that frozen layers come before; losses."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 def small(num_classes: int, in_channels: int) -> nn.Sequential:
@@ -22,3 +24,29 @@ def small(num_classes: int, in_channels: int) -> nn.Sequential:
             fc=nn.Linear(6, num_classes),
         )
     )
+
+
+def focal(output: Tensor, target: Tensor, gamma: float = 0.0) -> Tensor:
+    """A loss of a user's, for images."""
+    log = F.log_softmax(output, 1).gather(1, target.unsqueeze(1)).squeeze(1)
+    return -((1 - log.exp()) ** gamma * log).mean()
+
+
+class Overlap(nn.Module):
+    """One for pixels, which is no mean over them: what slices there are tells."""
+
+    weights: Tensor
+
+    def __init__(self, weights: list[float], power: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+        self.power = power
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        shares, losses = output.softmax(1), []
+        known = (target != 255).to(output.dtype)
+        for number, weight in enumerate(self.weights):
+            share, is_class = shares[:, number] * known, (target == number).to(output.dtype)
+            both, either = (share * is_class).sum(), (share + is_class).sum()
+            losses.append(weight * (1 - (2 * both + 1) / (either + 1)) ** self.power)
+        return torch.stack(losses).mean()

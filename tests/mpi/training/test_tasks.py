@@ -23,13 +23,16 @@ TASKS = {
     "multilabel": SMALL + "task=multilabel task.pos_weight=[1,3,0.5] task.label_smoothing=0.1",
     "regression": SMALL + "task=regression task.loss=huber task.huber_delta=0.2 task.mixup=0.4",
     "maps": "model=unet ++model.depth=1 ++model.width=2 task.class_weights=[1,2,0.5] task.dice=0.5",
+    "own": SMALL + "++task.loss._target_=tests.mpi.training.small.focal ++task.loss.gamma=1.5",
+    "own_maps": "model=unet ++model.depth=1 ++model.width=2 ++task.loss.weights=[1,2,0.5] "
+    "++task.loss._target_=tests.mpi.training.small.Overlap ++task.loss.power=1.5",
     "deep": "++model.width=2 trainer.freeze=[conv1.*,bn1.*,layer1.0.*] task.mixup=1",
 }
 LOCAL = "parallel=sp+lp parallel.grid=[2,1] parallel.local_dp=2 parallel.cut=[conv3]"
 PIPED = "parallel=sp+pp parallel.grid=[3,1] parallel.microbatches=2"
 GEMS = "parallel=dp+gems parallel.microbatches=2"
 SHARDED = "parallel=dp parallel.data=4 parallel.shard_state=true"
-ALL = "classes balanced multilabel regression maps deep"
+ALL = "classes balanced multilabel regression maps own own_maps deep"
 
 
 class Row(NamedTuple):
@@ -43,13 +46,13 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    2: [Row("parallel=gems parallel.microbatches=2", 2, 4, "classes", ALL)],
+    2: [Row("parallel=gems parallel.microbatches=2", 2, 4, "classes own_maps", ALL)],
     # batches of 4, and a last one of 2; 5 samples to validate on
     3: [Row("parallel=dp parallel.data=3", 3, 4, "classes maps", ALL)],
     4: [
-        Row("parallel=sp parallel.grid=[2,2]", 1, 4, "classes maps", ALL),
-        Row(LOCAL, 1, 4, "balanced multilabel", ALL.replace("maps deep", "")),
-        Row(PIPED, 2, 4, "", ALL),
+        Row("parallel=sp parallel.grid=[2,2]", 1, 4, "classes maps own", ALL),
+        Row(LOCAL, 1, 4, "balanced multilabel", "classes regression"),
+        Row(PIPED, 2, 4, "own_maps", ALL),
         Row(GEMS, 4, 5, "classes", ALL),
         Row(SHARDED, 4, 5, "classes", "deep"),
     ],

@@ -16,8 +16,8 @@ from spatialdl.slides.batch import choosing
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.command import main
 from spatialdl.slides.cutting.normalise import own_colours
+from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.synthetic.pyramid import write_pyramid
 
 TILES = ["--tile-size", "256", "--mpp", "0.5"]
 

@@ -1,11 +1,16 @@
-"""Writing a pyramidal, tiled JPEG TIFF from bands of rows, in memory that does not grow."""
+"""Writing a pyramidal, tiled TIFF from bands of rows, in memory that does not grow.
+
+Colours are kept as JPEG, grey values without loss.
+"""
 
 from __future__ import annotations
 
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from uuid import uuid4
 
 import imagecodecs
 import numpy as np
@@ -17,28 +22,39 @@ Bytes = npt.NDArray[np.uint8]
 
 TILE = 256
 _QUALITY = 85
+_EFFORT = 6
 _SMALLEST = 512
 
 
-def write_pyramid(path: Path, bands: Iterable[Bytes], size: tuple[int, int], mpp: float) -> None:
+def write_pyramid(
+    path: Path,
+    bands: Iterable[Bytes],
+    size: tuple[int, int],
+    mpp: float | None,
+    *,
+    grey: bool = False,
+    description: str | None = None,
+) -> None:
     """Write `path`: level 0 from `bands`, every further level half of the one before.
 
     Args:
         path: the TIFF; written under a temporary name, then renamed.
-        bands: from top to bottom, uint8 (rows, columns, 3); rows a multiple of `TILE`, except
-            in the last.
+        bands: from top to bottom, uint8 (rows, columns, 3), or (rows, columns) of grey values; rows
+            a multiple of `TILE`, except in the last.
         size: rows and columns of level 0.
-        mpp: micrometres per pixel, kept as the resolution of the file.
+        mpp: micrometres per pixel, kept as the resolution of the file; None where nobody knows.
+        grey: whether there are grey values.
+        description: kept in the file, which openslide calls ``tiff.ImageDescription``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{uuid4().hex}.tmp")
     sizes = level_sizes(size)
     try:
         with tempfile.TemporaryFile() as spool, tifffile.TiffWriter(temporary) as tiff:
             levels = [_Level(spool) for _ in sizes[1:]]
-            _write_level(tiff, _level0(bands, levels, size[0]), size, mpp, 0)
-            for number, level in enumerate(levels, 1):
-                _write_level(tiff, level.tiles(), sizes[number], mpp, number)
+            given = _level0(bands, levels, size[0])
+            for number, tiles in enumerate([given, *(level.tiles() for level in levels)]):
+                _write_level(tiff, tiles, sizes[number], number, grey, mpp, description)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -106,13 +122,16 @@ def _halved(rows: Bytes) -> Bytes:
 
 
 def _encoded(rows: Bytes) -> Iterator[bytes]:
-    """JPEG tiles in reading order; those at the edges are filled by repeating it."""
+    """Tiles in reading order; those at the edges are filled by repeating it."""
     height, width = rows.shape[:2]
-    fill = ((0, -height % TILE), (0, -width % TILE), (0, 0))
+    fill = ((0, -height % TILE), (0, -width % TILE), (0, 0))[: rows.ndim]
     padded = np.pad(rows, fill, mode="edge") if any(map(any, fill)) else rows
     for row in range(0, height, TILE):
         for col in range(0, width, TILE):
             tile = np.ascontiguousarray(padded[row : row + TILE, col : col + TILE])
+            if tile.ndim == 2:
+                yield zlib.compress(tile.tobytes(), _EFFORT)
+                continue
             yield bytes(
                 imagecodecs.jpeg8_encode(
                     tile,
@@ -128,21 +147,26 @@ def _write_level(
     tiff: tifffile.TiffWriter,
     tiles: Iterator[bytes],
     size: tuple[int, int],
-    mpp: float,
     number: int,
+    grey: bool,
+    mpp: float | None,
+    description: str | None,
 ) -> None:
-    per_cm = 1e4 / (mpp * 2**number)
+    more: dict[str, Any] = {"photometric": "minisblack", "compression": "adobe_deflate"}
+    if not grey:
+        more = {"photometric": "ycbcr", "compression": "jpeg", "subsampling": (2, 2)}
+    if mpp is not None:
+        per_cm = 1e4 / (mpp * 2**number)
+        more |= {"resolution": (per_cm, per_cm), "resolutionunit": "CENTIMETER"}
+    if number == 0 and description is not None:
+        more["description"] = description
     tiff.write(
         tiles,
-        shape=(*size, 3),
+        shape=size if grey else (*size, 3),
         dtype=np.uint8,
         tile=(TILE, TILE),
-        photometric="ycbcr",
-        compression="jpeg",
-        subsampling=(2, 2),
         subfiletype=1 if number else 0,
-        resolution=(per_cm, per_cm),
-        resolutionunit="CENTIMETER",
         metadata=None,
         software="spatialdl",
+        **more,
     )

@@ -7,7 +7,7 @@ import numpy as np
 import openslide
 import pytest
 
-from spatialdl.slides.synthetic.pyramid import level_sizes, write_pyramid
+from spatialdl.slides.pyramid import level_sizes, write_pyramid
 
 
 def smooth(rows: int, cols: int) -> np.ndarray:

@@ -1,0 +1,246 @@
+"""Images a second of training, for any keys of `spatialdl.train`, without loading data.
+
+One batch is made, and trained on again and again. Steps are timed in rounds, and told as other
+synthetic benchmarks do: the mean of the rounds, and 1.96 standard deviations. Keys with several
+values, as in parallel=none,sp, are compared: each configuration takes its turns, in ranks of its
+own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from omegaconf import DictConfig, OmegaConf
+
+from spatialdl.bench.results import machine, publish
+from spatialdl.comm.launch import launched, start_ranks
+from spatialdl.configuring.overrides import check_overrides
+from spatialdl.mesh import Placement
+from spatialdl.train import _choose, _fit_model_keys, rewritten
+from spatialdl.training.checks import check_config
+
+WORKER = "spatialdl.bench.synthetic_worker"
+SPREAD = 1.96
+"""Standard deviations around a mean, between which lie 95 % of a normal distribution."""
+
+
+class Side(NamedTuple):
+    """One of the configurations that are compared.
+
+    Attributes:
+        name: the keys in which it differs from the others.
+        config: what `spatialdl.train` would train.
+        placement: the ranks that it needs.
+    """
+
+    name: str
+    config: DictConfig
+    placement: Placement
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
+    if launched() is not None:
+        raise ValueError("the benchmark starts its ranks itself: leave the launcher out")
+    out = Path(options.out)
+    sides = sides_of(options.keys, out)
+    turns = options.turns or min(2, len(sides))
+    runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+    out.mkdir(parents=True, exist_ok=True)  # a folder that all nodes see
+    with tempfile.TemporaryDirectory(prefix=".synthetic-", dir=out) as folder:
+        for turn in range(turns):
+            for side in sides if turn % 2 == 0 else reversed(sides):
+                print(f"{side.name}: {side.placement.describe()}", flush=True)
+                runs[side.name].append(_run(side, options, Path(folder)))
+    command = " ".join(["python -m spatialdl.bench synthetic", *_without_out(arguments)])
+    publish(summarise(command, options, runs), table, draw, out / "synthetic")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m spatialdl.bench synthetic", description=__doc__
+    )
+    add = parser.add_argument
+    add("keys", nargs="*", metavar="key=value", help="of spatialdl.train, such as model=resnet50")
+    add("--warmup", type=int, default=3, help="steps that do not count (%(default)s)")
+    add("--rounds", type=int, default=5, help="timed ones, of --steps steps (%(default)s)")
+    add("--steps", type=int, default=3, help="of a round (%(default)s)")
+    add("--turns", type=int, help="of each configuration (2 where there are several, else 1)")
+    add("--out", default="outputs/bench", help="folder (%(default)s)")
+    options = parser.parse_intermixed_args(arguments)
+    for name, least in (("warmup", 1), ("rounds", 2), ("steps", 1), ("turns", 1)):
+        given = getattr(options, name)
+        if given is not None and given < least:
+            raise ValueError(f"--{name} {given} must be at least {least}")
+    return options
+
+
+def _without_out(arguments: Sequence[str]) -> Iterator[str]:
+    previous = ""
+    for word in arguments:
+        if not word.startswith("--out") and previous != "--out":
+            yield word
+        previous = word
+
+
+def sides_of(keys: Sequence[str], out: Path) -> list[Side]:
+    """The configurations that keys of ``spatialdl.train`` name.
+
+    Args:
+        keys: one with several values, separated by commas, makes a configuration of each.
+        out: a folder for what ``parallel=auto`` may leave.
+
+    Raises:
+        ValueError: there is no such key, or a configuration does not fit together.
+    """
+    keys = [rewritten(key) for key in keys]
+    check_overrides(keys, multirun=True)
+    choices = [list(_values(one)) for one in OverridesParser.create().parse_overrides(keys)]
+    varied = [number for number, values in enumerate(choices) if len(values) > 1]
+    sides = []
+    for values in itertools.product(*choices):
+        name = " ".join(values[number].lstrip("+") for number in varied)
+        sides.append(_side(name or "configuration", list(values), out))
+    return sides
+
+
+def _values(one: Override) -> Iterator[str]:
+    """A key with each of its values, every one once."""
+    if not one.is_sweep_override():
+        yield str(one.input_line)
+        return
+    if one.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        raise ValueError(f"{one.input_line}: name the choices, separated by commas")
+    key = str(one.input_line).partition("=")[0]
+    yield from dict.fromkeys(f"{key}={value}" for value in one.sweep_string_iterator())
+
+
+def _side(name: str, keys: list[str], out: Path) -> Side:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose("train", keys)
+    if config.debug.name != "none":
+        raise ValueError(f"debug={config.debug.name} is not timed: leave it out")
+    if config.parallel.name == "auto":
+        config, _ = _choose(config, keys, out)
+    placement = check_config(config)
+    _fit_model_keys(config, keys)
+    return Side(name, config, placement)
+
+
+def _run(side: Side, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What the ranks of a configuration found.
+
+    Raises:
+        RuntimeError: they failed, and have said why.
+    """
+    given, found = folder / "config.yaml", folder / "found.json"
+    OmegaConf.save(side.config, given)
+    found.unlink(missing_ok=True)
+    counts = (f"--{name}={getattr(options, name)}" for name in ("warmup", "rounds", "steps"))
+    arguments = [str(given), str(found), *counts]
+    size = side.placement.world_size
+    if size > 1:
+        code = start_ranks(size, WORKER, arguments)
+    else:
+        command = [sys.executable, "-m", WORKER, *arguments]
+        code = subprocess.run(command, check=False).returncode
+    if code or not found.exists():
+        raise RuntimeError(f"{side.name} failed (exit code {code}): see above")
+    result: dict[str, Any] = json.loads(found.read_text())
+    return result
+
+
+def summarise(
+    command: str, options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Mean and spread of the rounds of all turns; beside the first configuration, turn by turn."""
+    totals = {
+        name: [
+            run["images"] * options.steps / seconds for run in found for seconds in run["rounds"]
+        ]
+        for name, found in runs.items()
+    }
+    first = next(iter(totals.values()))
+    sides = {}
+    for name, found in runs.items():
+        ranks, total = found[0]["ranks"], totals[name]
+        mean, spread = statistics.fmean(total), SPREAD * statistics.stdev(total)
+        sides[name] = {
+            "ranks": ranks,
+            "images": found[0]["images"],
+            "total": mean,
+            "total_spread": spread,
+            "per_rank": mean / ranks,
+            "per_rank_spread": spread / ranks,
+            "ratio": statistics.median(a / b for a, b in zip(total, first, strict=True)),
+            "memory_mb": max(run["memory_mb"] for run in found),
+            "rounds": total,
+        }
+    return {
+        "command": command,
+        "machine": machine(),
+        "device": next(iter(runs.values()))[0]["device"],
+        "date": time.strftime("%Y-%m-%d"),
+        "options": vars(options),
+        "sides": sides,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Images a second of a rank and of all, as text."""
+    sides = result["sides"]
+    lines = [result["command"], f"{result['machine']}, {result['device']}, {result['date']}", ""]
+    for name, one in sides.items():
+        if len(sides) > 1:
+            lines.append(name)
+        lines += [
+            f"img/sec per rank: {one['per_rank']:.2f} +- {one['per_rank_spread']:.2f}",
+            f"total img/sec on {one['ranks']} rank(s): {one['total']:.2f} "
+            f"+- {one['total_spread']:.2f}",
+            f"peak memory of the largest rank: {one['memory_mb']:.0f} MB",
+        ]
+        if len(sides) > 1 and name != next(iter(sides)):
+            lines.append(f"{one['ratio']:.2f} times {next(iter(sides))}")
+        lines.append("")
+    rounds = len(next(iter(sides.values()))["rounds"])
+    lines.append(
+        f"+-: {SPREAD} standard deviations of {rounds} rounds of {result['options']['steps']} steps"
+    )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A bar for each configuration, its spread, and every round as a point."""
+    from matplotlib.figure import Figure
+
+    sides = result["sides"]
+    figure = Figure(figsize=(8, 1.6 + 0.5 * len(sides)), dpi=150, layout="constrained")
+    panel, ends = figure.subplots(), []
+    for row, one in enumerate(sides.values()):
+        panel.barh(row, one["total"], height=0.6, color="#1f5fa8", xerr=one["total_spread"])
+        panel.plot(one["rounds"], [row] * len(one["rounds"]), "o", color="black", markersize=2.5)
+        ends.append(max(*one["rounds"], one["total"] + one["total_spread"]))
+        text = f"  {one['per_rank']:.3g} a rank"
+        if row > 0:
+            text += f", {one['ratio']:.2f} times the first"
+        panel.text(ends[-1], row, text, va="center", fontsize=8)
+    names = [f"{name}, {one['ranks']} rank(s)" for name, one in sides.items()]
+    panel.set_yticks(range(len(sides)), names, fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.5 * max(ends))
+    panel.set_xlabel(f"images a second of all ranks; bars: {SPREAD} standard deviations")
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

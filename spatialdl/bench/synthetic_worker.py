@@ -1,0 +1,113 @@
+"""The ranks of the synthetic benchmark: training steps of a configuration on one batch.
+
+Rank 0 prints a line a round, and writes a file of JSON: seconds of each round, images of a step,
+ranks, and the peak memory of the largest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from spatialdl.comm import check
+from spatialdl.comm.abort import install_abort_hook
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
+from spatialdl.comm.world import start_world
+from spatialdl.starting import choose_gpu
+from spatialdl.training.network import peak_memory_mb
+from spatialdl.training.trainer import Trainer
+
+
+def main() -> None:
+    install_abort_hook()
+    end_with_launcher()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("found", type=Path)
+    for name in ("warmup", "rounds", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    options = parser.parse_args()
+    config = OmegaConf.load(options.config)
+    assert isinstance(config, DictConfig)
+    OmegaConf.set_struct(config, True)
+    info = launched()
+    if info is not None:
+        choose_gpu(config, info)
+    world = start_world(str(config.comm.transport))
+    found = measure(config, options, world)
+    if world.rank == 0:
+        options.found.write_text(json.dumps(found))
+
+
+def measure(config: DictConfig, options: argparse.Namespace, world: Communicator) -> dict[str, Any]:
+    """Time `options.rounds` rounds of `options.steps` steps, after `options.warmup` steps."""
+    check.enable(bool(config.comm.check))
+    total = options.warmup + options.rounds * options.steps
+    trainer = Trainer(_settled(config, total), world)
+    feed = trainer.train_feed
+    batch = feed.microbatches(next(iter(feed.batches())))
+    images = feed.samples(0)
+
+    def steps(first: int, count: int) -> Iterator[int]:
+        for number in range(first, first + count):
+            trainer.pipeline.train_step(batch, number, trainer.update.scale)
+            trainer.update.step()
+            yield number
+
+    rounds = []
+    is_shown = world.rank == 0 and (os.isatty(2) or TERMINAL in os.environ)
+    with tqdm(total=total, desc="steps", unit="step", leave=False, disable=not is_shown) as bar:
+        for _ in steps(0, options.warmup):
+            bar.update()
+        for number in range(options.rounds):
+            started = _now(world, trainer.device)
+            for _ in steps(options.warmup + number * options.steps, options.steps):
+                bar.update()
+            rounds.append(_now(world, trainer.device) - started)
+            rate = images * options.steps / rounds[-1] / world.size
+            if world.rank == 0:
+                bar.write(f"round {number + 1}: {rate:.2f} img/sec per rank")
+    feed.close()
+    memory = world.gather(peak_memory_mb(trainer.device)) or [0.0]
+    return {
+        "rounds": rounds,
+        "images": images,
+        "ranks": world.size,
+        "memory_mb": max(memory),
+        "device": _name(trainer.device),
+    }
+
+
+def _settled(config: DictConfig, steps: int) -> DictConfig:
+    """As many steps as are timed, for rules of the learning rate; a batch is all the data."""
+    config.trainer.max_steps, config.trainer.max_epochs = steps, None
+    if config.data.name == "synthetic":
+        config.data.samples = int(config.data.batch_size) * int(config.trainer.accumulate)
+        config.data.validation_samples = 0
+    return config
+
+
+def _now(world: Communicator, device: torch.device) -> float:
+    """Seconds of a clock, when all ranks have done what they began."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    world.barrier()
+    return time.perf_counter()
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The predicting command: ``python -m spatialdl.predict ckpt_path=... slides=...``.
+
+It starts as ``spatialdl.train`` does, on as many ranks as ``parallel`` needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from spatialdl.comm.abort import describe_error
+from spatialdl.comm.launch import LaunchInfo, check_world_size, launched, start_ranks
+from spatialdl.comm.world import start_world
+from spatialdl.configuring.help import print_help, wants_help
+from spatialdl.configuring.overrides import flags_of
+from spatialdl.predicting.checks import check_config
+from spatialdl.starting import (
+    agree,
+    alone,
+    as_rank,
+    check_words,
+    choose_gpu,
+    composed_for,
+    into,
+    sources,
+    start_log,
+    was_sent,
+    without_hydra,
+)
+
+log = logging.getLogger("spatialdl.predict")
+
+
+def main() -> None:
+    """Predict, on as many ranks as the configuration asks for."""
+    info = launched()
+    if wants_help(sys.argv[1:]):
+        if info is None or info.rank == 0:
+            print_help("predict")
+        return
+    if info is None:
+        alone(_run_alone)
+    else:
+        as_rank(lambda: _run_rank(info))
+
+
+def _run_alone() -> None:
+    check_words(flags_of(sys.argv[1:], "predict"), "predict")
+    _hydra_main()
+
+
+@hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="predict")
+def _hydra_main(config: DictConfig) -> None:
+    """One job of Hydra, in a process that no launcher has started."""
+    job = HydraConfig.get()
+    run_dir = Path(job.runtime.output_dir)
+    try:
+        placement = check_config(config)
+        if placement.world_size > 1:
+            log.info("%s: starting %s", run_dir, placement.describe())
+            arguments = [*sources(), *job.overrides.task, *into(run_dir)]
+            code = start_ranks(placement.world_size, "spatialdl.predict", arguments)
+            if code:
+                sys.exit(code)
+        else:
+            start_world()
+            _predict(config, run_dir)
+    except Exception as error:
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run_rank(info: LaunchInfo) -> None:
+    """What one of several ranks does: agree on configuration and run directory, then predict."""
+    flags = flags_of(sys.argv[1:], "predict")
+    if flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
+        if info.rank == 0:
+            _hydra_main()
+        return
+    if flags.multirun:
+        raise ValueError(
+            f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
+            "itself: leave the launcher out"
+        )
+    if not was_sent(flags):  # else the one that starts ranks has looked
+        check_words(flags, "predict")
+    composed = composed_for(flags, "predict")
+    config = without_hydra(composed)
+    placement = check_config(config)
+    arithmetic = placement.describe().rpartition(" = ")[0]
+    needed, replica = placement.world_size, placement.replica_size
+    check_world_size(info.size, needed, replica, arithmetic, str(config.parallel.name))
+    choose_gpu(config, info)
+    world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    config, run_dir = agree(world, composed, config)
+    start_log(run_dir, info.rank, "predict")
+    _predict(config, run_dir)
+
+
+def _predict(config: DictConfig, run_dir: Path) -> None:
+    """Predict in this process, which is the only rank or one of several."""
+    from spatialdl.comm.world import world
+    from spatialdl.predicting.batch import run
+
+    ranks = world()
+    if not run(config, run_dir, ranks):
+        sys.stdout.flush()
+        ranks.barrier()  # nobody is ended before it has said all
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

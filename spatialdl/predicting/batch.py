@@ -1,0 +1,222 @@
+"""All slides of a command, one after the other: predicted, written, or reported as failed."""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from spatialdl.comm import check
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.shards import ShardDataset
+from spatialdl.errors import SlideError
+from spatialdl.predicting.checks import check_whole
+from spatialdl.predicting.cutting import Cutting, cutting_of
+from spatialdl.predicting.inputs import Input, SlideImages, shard_inputs, slide_input
+from spatialdl.predicting.records import Record, key_of
+from spatialdl.predicting.report import Report, table
+from spatialdl.predicting.results import Maps
+from spatialdl.predicting.running import Outcome, Runner
+from spatialdl.predicting.tables import save_tables
+from spatialdl.predicting.trained import Trained, find_trained
+from spatialdl.slides.batch.finding_slides import find_slides, slide_names
+from spatialdl.text import counted
+from spatialdl.training.layouts import placement_of
+
+log = logging.getLogger("spatialdl.predict")
+
+
+def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
+    """Predict all slides; every rank of the world calls it.
+
+    Returns:
+        Whether there are predictions for all of them.
+
+    Raises:
+        ValueError: if the configuration does not fit the checkpoint or the data.
+    """
+    check.enable(bool(config.comm.check))
+    return _Batch(config, world.bcast(run_dir), world).run()
+
+
+@dataclass(frozen=True)
+class _Todo:
+    """A slide, how its images are found on rank 0, and what they are made of."""
+
+    name: str
+    key: str
+    find: Callable[[], Input]
+
+
+class _Batch:
+    def __init__(self, config: DictConfig, run_dir: Path, world: Communicator) -> None:
+        self._config, self._run_dir, self._world = config, run_dir, world
+        self._trained = trained = find_trained(str(config.ckpt_path), world)
+        self._shown = _shown(config, trained)
+        self._runner = Runner(trained, config, world)
+        self._reports: list[Report] = []
+        self._records: list[Record] = []
+
+    def run(self) -> bool:
+        trained = self._trained
+        log.info("the network of %s, step %d, task=%s", trained.path, trained.step, trained.task)
+        for todo in self._todo():
+            self._one(todo)
+        if self._world.rank == 0:
+            classes, kind = trained.classes, str(self._config.table)
+            paths = save_tables(self._run_dir, self._records, classes, trained.task, kind)
+            print(table(self._reports))
+            log.info("written: %s", ", ".join(map(str, paths)))
+        return not any(report.problem for report in self._reports)
+
+    # --- what there is to do
+
+    def _todo(self) -> Iterator[_Todo]:
+        config, trained = self._config, self._trained
+        if config.shards is not None:
+            yield from self._of_shards(Path(config.shards).expanduser())
+            return
+        cutting = cutting_of(config, trained)
+        if cutting.whole:
+            self._check_whole()
+        slides = given_slides(config.slides)
+        for path, name in slide_names(slides).items():
+            yield _Todo(name, self._key(cutting, path), _finder(path, name, cutting))
+
+    def _of_shards(self, folder: Path) -> Iterator[_Todo]:
+        trained = self._trained
+        dataset = ShardDataset(folder, self._config.split)
+        maps = trained.task == "segmentation"
+        found = shard_inputs(dataset, trained.image_size, maps=maps)
+        if any(one.whole for one in found):
+            self._check_whole()
+        for one in found:
+            yield _Todo(one.name, self._key(None, folder / "manifest.json"), _known(one))
+
+    def _check_whole(self) -> None:
+        parallel = self._config.parallel
+        check_whole(placement_of(parallel), int(parallel.microbatches))
+
+    def _key(self, cutting: Cutting | None, path: Path) -> str:
+        config = self._config
+        chosen = ("average", "maps", "activation", "classes", "precision", "split")
+        asked = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
+        how = None if cutting is None else cutting.key()
+        try:
+            return key_of([str(self._trained.path), self._trained.step, asked, how], path)
+        except OSError as error:
+            return f"{path}: {error.strerror}"  # told when it is opened
+
+    # --- one slide
+
+    def _one(self, todo: _Todo) -> None:
+        record = problem = given = None
+        if self._world.rank == 0:
+            if not self._config.overwrite:
+                record = Record.load(self._run_dir, todo.name, todo.key)
+            if record is None:
+                try:
+                    given = todo.find()
+                except (SlideError, OSError) as error:
+                    problem = str(error)
+        done, problem, given = self._world.bcast((record is not None, problem, given))
+        if done:
+            log.info("%s is done already; overwrite=true predicts it again", todo.name)
+        elif given is not None:
+            try:
+                record = self._predicted(given, todo.key)
+            except SlideError as error:  # the same on all ranks
+                problem = str(error)
+            finally:
+                if isinstance(given.source, SlideImages):
+                    given.source.close()
+        if problem is not None:
+            if self._world.rank == 0:
+                log.warning("%s", problem)
+            self._reports.append(Report(todo.name, problem=problem))
+        elif record is not None:
+            self._records.append(record)
+            self._reports.append(_report(record, self._trained))
+
+    def _predicted(self, given: Input, key: str) -> Record | None:
+        """What is known of a slide in the end, on rank 0."""
+        outcome = self._runner.run(given)
+        files: Sequence[str] = []
+        if self._config.maps and self._trained.task != "regression":
+            maps = Maps(self._run_dir, given, self._trained, self._shown, self._world)
+            files = maps.save(outcome)
+        if outcome.values is None:
+            return None
+        record = _record(given, outcome, key, files)
+        record.save(self._run_dir)
+        return record
+
+
+def given_slides(given: Any) -> list[Path]:
+    """Files, folders and patterns as files.
+
+    Raises:
+        ValueError: one of them is not there, or matches nothing.
+    """
+    paths: list[Path] = []
+    for one in given if isinstance(given, list | ListConfig) else [given]:
+        path = Path(str(one)).expanduser()
+        found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(str(path)))]
+        if not found:
+            raise ValueError(f"slides={one} matches no file or folder")
+        paths += found
+    if not paths:
+        raise ValueError("slides=[] names no slide")
+    return find_slides(paths)
+
+
+def _finder(path: Path, name: str, cutting: Cutting) -> Callable[[], Input]:
+    return lambda: slide_input(path, name, cutting)
+
+
+def _known(given: Input) -> Callable[[], Input]:
+    return lambda: given
+
+
+def _shown(config: DictConfig, trained: Trained) -> list[int]:
+    """The classes of which maps are drawn.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    if config.classes is None:
+        return list(range(len(trained.classes)))
+    for name in config.classes:
+        if str(name) not in trained.classes:
+            raise ValueError(
+                f"classes={list(config.classes)}: the network knows no {name}, but "
+                f"{', '.join(trained.classes)}"
+            )
+    return [trained.classes.index(str(name)) for name in config.classes]
+
+
+def _record(given: Input, outcome: Outcome, key: str, files: Sequence[str]) -> Record:
+    assert outcome.values is not None
+    kept = np.asarray(outcome.kept, np.int64)
+    places = np.asarray(given.places, np.int64)[kept]
+    values = outcome.values.numpy()
+    left_out = len(given.places) - len(kept)
+    return Record(given.name, key, places, given.span, values, left_out, files)
+
+
+def _report(record: Record, trained: Trained) -> Report:
+    means = record.values.mean(0)
+    best = int(means.argmax())
+    return Report(
+        record.name,
+        len(record.values),
+        trained.classes[best],
+        float(means[best]),
+        f"{counted(record.left_out, 'tile')} could not be read" if record.left_out else "",
+    )

@@ -1,0 +1,145 @@
+"""What would fail on all ranks, found before they start. No PyTorch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from spatialdl.mesh import Placement
+from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
+from spatialdl.training.checkpoints.folder import LATEST, candidates
+from spatialdl.training.checks import BACKENDS, BALANCES, DEVICES, PRECISIONS, TRANSPORTS
+from spatialdl.training.layouts import placement_of, schedule_of
+
+TABLES = ("csv", "parquet")
+SWITCHES = ("average", "maps", "activation", "overwrite")
+
+
+def check_config(config: DictConfig) -> Placement:
+    """Which ranks this configuration needs, after a look at what would fail on all of them.
+
+    Raises:
+        ValueError: if something would.
+    """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    if str(config.ckpt_path) == LATEST:
+        raise ValueError("ckpt_path=latest of which run? name its directory")
+    candidates(str(config.ckpt_path), Path())
+    _check_choices(config)
+    _check_input(config)
+    _check_numbers(config)
+    if config.parallel.name == "auto":
+        raise ValueError("parallel=auto is for training: name the layout, such as parallel=dp")
+    if config.parallel.shard_state:
+        raise ValueError("parallel.shard_state=true is for training: leave it out")
+    placement = placement_of(config.parallel)
+    schedule = schedule_of(config.parallel, placement)
+    least = schedule.microbatches * placement.data * max(placement.batch, default=1)
+    if config.batch_size < least:
+        raise ValueError(
+            f"batch_size={config.batch_size} leaves ranks without tiles: {placement.describe()}, "
+            f"parallel.microbatches={schedule.microbatches} need at least {least} at a time"
+        )
+    if config.whole:
+        check_whole(placement, schedule.microbatches)
+    return placement
+
+
+def check_whole(placement: Placement, microbatches: int) -> None:
+    """Refuse a layout that divides several images, where there is one at a time.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    counts = {
+        "parallel.data": placement.data,
+        "parallel.microbatches": microbatches,
+        "parallel.local_dp": max(placement.batch, default=1),
+    }
+    for key, count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"{key}={count} divides several images, but a whole region is one: take "
+                "parallel=sp, which divides it by rows and columns, or lp, or whole=false"
+            )
+
+
+def _check_choices(config: DictConfig) -> None:
+    choices: dict[str, tuple[Any, ...]] = {
+        "precision": (None, *PRECISIONS),
+        "device": DEVICES,
+        "table": TABLES,
+        "whole": (None, True, False),
+        "comm.transport": TRANSPORTS,
+        "comm.backend": BACKENDS,
+        "parallel.balance": BALANCES,
+    }
+    choices |= dict.fromkeys(SWITCHES, (True, False))
+    for key, known in choices.items():
+        value = OmegaConf.select(config, key)
+        if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+            names = ", ".join({None: "null"}.get(one, str(one).lower()) for one in known)
+            raise ValueError(f"{key}={value} is not supported: take one of {names}")
+    if config.table == "parquet":
+        need_pyarrow()
+
+
+def need_pyarrow() -> Any:
+    """The module that writes Parquet.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            "table=parquet needs pyarrow: pip install 'spatialdl[parquet]', or take table=csv"
+        ) from None
+    return pyarrow
+
+
+def _check_input(config: DictConfig) -> None:
+    if (config.slides is None) == (config.shards is None):
+        what = "neither is" if config.slides is None else "both are"
+        raise ValueError(f"slides=... or shards=... say what to predict, and {what} given")
+    if config.shards is not None:
+        folder = Path(config.shards).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"shards={config.shards} is no folder")
+        cutting = ("tile_size", "mpp", "level", "overlap", "min_tissue", "slide_mpp", "whole")
+        for key in (*cutting, "stain_reference"):
+            if config[key] is not None:
+                raise ValueError(f"{key} says how to cut slides, but shards are cut: leave it out")
+    elif config.split is not None:
+        raise ValueError(f"split={config.split} is of shards=..., slides have none: leave it out")
+
+
+def _check_numbers(config: DictConfig) -> None:
+    for key, least in (("batch_size", 1), ("tile_size", 1), ("level", 0), ("overlap", 0)):
+        value = config[key]
+        if value is None and key != "batch_size":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{key}={value} must be a whole number of at least {least}")
+    for key in ("mpp", "slide_mpp"):
+        value = config[key]
+        if value is not None and not (_is_number(value) and is_plausible(value)):
+            low, high = PLAUSIBLE_MPP
+            raise ValueError(f"{key}={value} must be micrometres per pixel, {low} to {high}")
+    if config.mpp is not None and config.level is not None:
+        raise ValueError(f"mpp={config.mpp} and level={config.level} both say how fine: leave one")
+    part = config.min_tissue
+    if part is not None and not (_is_number(part) and 0 <= part <= 1):
+        raise ValueError(f"min_tissue={part} must lie between 0 and 1")
+    if config.classes is not None and not isinstance(config.classes, ListConfig):
+        raise ValueError(f"classes={config.classes} is a list of names: write classes=[...]")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,137 @@
+"""How slides are cut: as the training set was, and what is asked for otherwise."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from spatialdl.predicting.trained import Trained
+from spatialdl.slides.reading.resolution import Wanted
+
+_SIDE_OF_WHOLE = 512
+"""Of the tiles by which the tissue of a whole region is found."""
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Of all slides of a batch.
+
+    Attributes:
+        tile_size: rows and columns of a tile.
+        view: rows and columns that the network sees, in the middle of a tile.
+        wanted: resolution of the images.
+        whole: whether a slide's tissue is one image.
+        filters: names and limits of those that drop tiles, see `slides.cutting.filters`.
+        slide_mpp: micrometres per level-0 pixel in place of what slides say.
+    """
+
+    tile_size: int
+    view: tuple[int, int]
+    wanted: Wanted
+    whole: bool
+    overlap: int = 0
+    min_tissue: float = 0.5
+    background: str = "auto"
+    filters: Mapping[str, float] | None = None
+    stain_normalise: str | None = None
+    stain_reference: str | None = None
+    slide_mpp: float | None = None
+
+    def options(self) -> Namespace:
+        """The same as options of the tiling command."""
+        reference = None if self.stain_reference is None else Path(self.stain_reference)
+        return Namespace(
+            tile_size=self.tile_size,
+            overlap=self.overlap,
+            background=self.background,
+            filter=dict(self.filters or {}),
+            stain_normalise=self.stain_normalise,
+            stain_reference=reference,
+            mask_dir=None,
+            annotations=None,
+        )
+
+    def key(self) -> dict[str, Any]:
+        """What decides on the images of a slide."""
+        return asdict(self)
+
+
+def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
+    """How slides are cut for a network.
+
+    Raises:
+        ValueError: if nobody says at which resolution, or the settings do not fit.
+    """
+    before = trained.made_with
+    whole = config.whole
+    if whole is None:
+        whole = trained.task == "segmentation" or trained.kind == "regions"
+    if trained.task == "segmentation" and not whole:
+        raise ValueError(
+            "whole=false cuts tiles, but the checkpoint's network tells a class for every pixel, "
+            "which has no seams on the whole tissue: leave it out"
+        )
+    tile_size = _tile_size(config, trained, whole)
+    as_trained = config.tile_size is None and not whole
+    found = Cutting(
+        tile_size,
+        trained.image_size if as_trained else (tile_size, tile_size),
+        _resolution(config, before),
+        whole,
+        overlap=int(_either(config.overlap, before.get("overlap"), 0)),
+        min_tissue=float(_either(config.min_tissue, before.get("min_tissue"), 0.5)),
+        background=str(before.get("background", "auto")),
+        filters={} if whole else before.get("filter"),
+        stain_normalise=before.get("stain_normalise"),
+        stain_reference=config.stain_reference,
+        slide_mpp=_either(config.slide_mpp, before.get("slide_mpp"), None),
+    )
+    if not 0 <= found.overlap < found.tile_size:
+        raise ValueError(f"overlap={found.overlap} must be less than a tile, {found.tile_size}")
+    if before.get("stain_reference") and config.stain_reference is None:
+        raise ValueError(
+            "the training set was brought to the stains of an image of its own: name that image "
+            "by stain_reference=..."
+        )
+    if config.stain_reference is not None and not found.stain_normalise:
+        raise ValueError(
+            f"stain_reference={config.stain_reference} is given, but the stains of the training "
+            "set were left as they are: leave it out"
+        )
+    return found
+
+
+def _tile_size(config: DictConfig, trained: Trained, whole: bool) -> int:
+    if whole:
+        return _SIDE_OF_WHOLE
+    size = _either(config.tile_size, trained.made_with.get("tile_size"), None)
+    if size is not None:
+        return int(size)
+    rows, cols = trained.image_size
+    if rows != cols:
+        raise ValueError(
+            f"the network was trained on images of {rows}x{cols}, tiles are squares: add "
+            "tile_size=..."
+        )
+    return rows
+
+
+def _resolution(config: DictConfig, before: Mapping[str, Any]) -> Wanted:
+    if config.mpp is not None or config.level is not None:
+        return Wanted(config.mpp, None, config.level)
+    said = Wanted(before.get("mpp"), before.get("mag"), before.get("level"))
+    if said == Wanted():
+        raise ValueError(
+            "the checkpoint does not say at which resolution its training images were cut: add "
+            "mpp=... (micrometres per pixel), or level=0"
+        )
+    return said
+
+
+def _either(*choices: Any) -> Any:
+    return next((one for one in choices if one is not None), None)

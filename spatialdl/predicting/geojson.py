@@ -1,0 +1,118 @@
+"""Predictions as GeoJSON that QuPath reads: tiles, or the regions of classes in a map.
+
+Coordinates are level-0 pixels. Properties are those of QuPath since 0.4: ``objectType``,
+``classification`` with a name and a colour, and ``measurements`` by name.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import ndimage
+from skimage.measure import approximate_polygon, find_contours
+
+from spatialdl.data.saving import replacing
+
+_SPECK = 4  # pixels of an overview; smaller regions are noise
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def save_geojson(path: Path, features: Iterable[Mapping[str, Any]]) -> None:
+    """Write a feature collection, whole or not at all."""
+    with replacing(path) as out:
+        out.write(b'{"type": "FeatureCollection", "features": [')
+        for number, feature in enumerate(features):
+            out.write(b",\n" if number else b"\n")
+            out.write(json.dumps(feature, allow_nan=False).encode())
+        out.write(b"\n]}\n")
+
+
+def tile_features(
+    places: npt.NDArray[np.int64],
+    span: tuple[float, float],
+    values: npt.NDArray[np.float64],
+    classes: Sequence[str],
+    *,
+    one_class: bool,
+) -> Iterator[dict[str, Any]]:
+    """A square a tile, with the probability of every class.
+
+    Args:
+        one_class: whether a tile is of the class with the largest; else of all above a half.
+    """
+    height, width = span
+    for (x, y), row in zip(places.tolist(), values, strict=True):
+        ring = [(x, y), (x + width, y), (x + width, y + height), (x, y + height), (x, y)]
+        chosen = [int(row.argmax())] if one_class else np.flatnonzero(row > 0.5).tolist()
+        measured = {f"probability {name}": float(row[k]) for k, name in enumerate(classes)}
+        geometry = {"type": "Polygon", "coordinates": [ring]}
+        yield _feature("tile", geometry, chosen, classes, measured)
+
+
+def region_features(
+    means: npt.NDArray[np.float64], scale: float, classes: Sequence[str], shown: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Regions in which one class is the most probable, with its mean probability.
+
+    Args:
+        means: (classes, rows, columns), NaN where there is nothing.
+        scale: level-0 pixels per pixel.
+        shown: the classes whose regions are wanted.
+    """
+    known = np.isfinite(means).all(0)
+    best = np.where(known, np.where(known, means, 0).argmax(0), -1)
+    for number in shown:
+        pieces, count = ndimage.label(best == number)
+        for piece, place in enumerate(ndimage.find_objects(pieces), 1):
+            mask = pieces[place] == piece
+            if count == 0 or mask.sum() < _SPECK:
+                continue
+            rings = _rings(mask, place[0].start, place[1].start, scale)
+            inside = means[number][place][mask]
+            measured = {f"probability {classes[number]}": float(inside.mean())}
+            geometry = {"type": "Polygon", "coordinates": rings}
+            yield _feature("annotation", geometry, [number], classes, measured)
+
+
+def _rings(
+    mask: npt.NDArray[np.bool_], row: int, col: int, scale: float
+) -> list[list[tuple[float, float]]]:
+    """The outline of a region, then those of its holes, as rings of (x, y)."""
+    # a border of nothing closes all contours; pixels are squares around their centres
+    contours = find_contours(np.pad(mask, 1).astype(np.float64), 0.5)  # type: ignore[no-untyped-call]
+    lines = [approximate_polygon(line, 0.5) for line in contours]  # type: ignore[no-untyped-call]
+    lines = [line for line in lines if len(line) > 3]
+    lines.sort(key=lambda line: -_area(line))
+    at = np.array([row - 0.5, col - 0.5])
+    return [[(float(x), float(y)) for y, x in (line + at) * scale] for line in lines]
+
+
+def _area(line: npt.NDArray[np.float64]) -> float:
+    y, x = line[:, 0], line[:, 1]
+    return abs(float((x[:-1] * y[1:] - x[1:] * y[:-1]).sum())) / 2
+
+
+def _feature(
+    kind: str,
+    geometry: dict[str, Any],
+    chosen: Sequence[int],
+    classes: Sequence[str],
+    measured: Mapping[str, float],
+) -> dict[str, Any]:
+    properties: dict[str, Any] = {"objectType": kind, "measurements": dict(measured)}
+    if chosen:
+        name = ": ".join(classes[number] for number in chosen)  # QuPath's word for several
+        properties["classification"] = {"name": name, "color": colour_of(chosen[0])}
+    return {"type": "Feature", "geometry": geometry, "properties": properties}
+
+
+def colour_of(number: int) -> list[int]:
+    """Red, green and blue of a class, 0 to 255; neighbours in number are far apart in hue."""
+    parts = colorsys.hsv_to_rgb((0.6 + number * _GOLDEN) % 1, 0.75, 0.9)
+    return [round(255 * part) for part in parts]

@@ -1,0 +1,270 @@
+"""Slides and data sets as images that a network takes, one slide after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spatialdl.data.format import TileSample
+from spatialdl.data.image_source import Box, ImageSource, Pixels
+from spatialdl.data.shards import ShardDataset
+from spatialdl.errors import SlideError
+from spatialdl.predicting.cutting import Cutting
+from spatialdl.slides.batch.choosing import Choosing
+from spatialdl.slides.cutting.stains import Colours
+from spatialdl.slides.cutting.tiling import cut_tiles, plan_tiles
+from spatialdl.slides.cutting.whole import plan_whole
+from spatialdl.slides.reading.reader import Slide
+
+WHITE = 255
+_NEIGHBOURS = 4  # rows and columns of tiles that tell how far neighbours are apart
+
+
+@dataclass(frozen=True)
+class Input:
+    """A slide: its images, and where they lie.
+
+    Attributes:
+        name: of the slide.
+        source: the images.
+        size: (rows, columns) that the network sees, in the middle of each.
+        places: level-0 (x, y) of their top-left corners.
+        span: level-0 (rows, columns) of each; None where nobody knows.
+        extent: level-0 (rows, columns) of the slide; None where nobody knows.
+        mpp: micrometres per level-0 pixel, if known.
+        slide: the file, if there is one.
+        whole: whether its one image is all that there is of the slide.
+    """
+
+    name: str
+    source: ImageSource
+    size: tuple[int, int]
+    places: Sequence[tuple[int, int]]
+    span: tuple[float, float] | None
+    extent: tuple[int, int] | None
+    mpp: float | None
+    slide: Path | None = None
+    whole: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Level-0 pixels per pixel of its images, whose span is known."""
+        assert self.span is not None
+        return self.span[0] / self.size[0]
+
+
+@dataclass
+class SlideImages:
+    """Equal images cut out of a slide, read box by box; a data set as `Feed` takes it.
+
+    Attributes:
+        path: the slide.
+        mpp: of its level 0, in place of what it says.
+        places: level-0 (x, y) of the images.
+        size: rows and columns of each.
+        scale: level-0 pixels per pixel.
+        choosing, own: bring the stains to those of a reference, if there are any.
+        unreadable: images of which something could not be read in this process; it is white.
+    """
+
+    path: Path
+    mpp: float | None
+    places: Sequence[tuple[int, int]]
+    size: tuple[int, int]
+    scale: float
+    choosing: Choosing | None = None
+    own: Colours | None = None
+    channels: int = 3
+    has_masks: bool = False
+    classes: Sequence[str] = ()
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dtype = np.dtype(np.uint8)
+        self.labels = np.zeros(len(self.places), np.int64)  # which nobody knows
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def image_size(self, sample: int) -> tuple[int, int]:
+        return self.size
+
+    def read(self, sample: int, box: Box | None = None) -> Pixels:
+        """A box of an image, uint8 (rows, columns, 3); what cannot be read is noted, and white."""
+        row0, row1, col0, col1 = box or (0, self.size[0], 0, self.size[1])
+        if row0 == row1 or col0 == col1:
+            return np.empty((row1 - row0, col1 - col0, 3), np.uint8)
+        x, y = self.places[sample]
+        try:
+            image = self._slide.read_box(x, y, self.size, self.scale, (row0, row1, col0, col1))
+        except SlideError as error:
+            self.unreadable[sample] = str(error)
+            return np.full((row1 - row0, col1 - col0, 3), WHITE, np.uint8)
+        if self.choosing is None or self.own is None:
+            return image
+        return self.choosing.finished(image, self.own)
+
+    def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
+        raise ValueError("slides have no masks")
+
+    @cached_property
+    def _slide(self) -> Slide:
+        return Slide(self.path, self.mpp)
+
+    def close(self) -> None:
+        """Close the slide; it is opened again when needed."""
+        opened = self.__dict__.pop("_slide", None)
+        if opened is not None:
+            opened.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_slide"}
+
+
+def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
+    """Choose the images of a slide.
+
+    Raises:
+        SlideError: it cannot be used, or there is no tissue.
+    """
+    choosing = Choosing(cutting.options(), [], labelled=True)
+    with Slide(path, cutting.slide_mpp) as slide:
+        plan = plan_tiles(
+            slide,
+            cutting.tile_size,
+            cutting.wanted,
+            0.0 if cutting.whole else cutting.min_tissue,
+            overlap=cutting.overlap,
+            finder=choosing.finder(slide),
+        )
+        own = choosing.own_colours(slide, plan)
+        if isinstance(own, str):
+            raise SlideError(own)
+        size = (cutting.tile_size, cutting.tile_size)
+        if cutting.whole:
+            region = plan_whole(slide, plan)
+            if region is None:
+                raise SlideError(f"slide {path} has no tissue")
+            places, size, scale = [(region.x, region.y)], region.size, region.scale
+        else:
+            scale = plan.scale
+            places = [
+                (tile.x, tile.y)
+                for tile in cut_tiles(slide, plan, read=bool(cutting.filters))
+                if not (tile.problem or tile.bare)
+                and not (tile.image is not None and choosing.refused(tile.image))
+            ]
+            if not places:
+                raise SlideError(f"slide {path} gives no tiles: {plan.reason or 'filters'}")
+        source = SlideImages(path, cutting.slide_mpp, places, size, scale)
+        if own is not None:
+            source.choosing, source.own = choosing, own
+        return Input(
+            name,
+            source,
+            size if cutting.whole else cutting.view,
+            places,
+            (size[0] * scale, size[1] * scale),
+            slide.size,
+            slide.known_mpp,
+            path,
+            cutting.whole,
+        )
+
+
+@dataclass
+class Some:
+    """Some samples of a data set."""
+
+    dataset: ShardDataset
+    numbers: Sequence[int]
+    has_masks: bool = False
+
+    def __post_init__(self) -> None:
+        self.labels = np.zeros(len(self.numbers), np.int64)  # whatever they are
+
+    @property
+    def channels(self) -> int:
+        return self.dataset.channels
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self.dataset.classes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.dataset.dtype
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def image_size(self, sample: int) -> tuple[int, int]:
+        return self.dataset.image_size(self.numbers[sample])
+
+    def read(self, sample: int, box: Box | None = None) -> Pixels:
+        return self.dataset.read(self.numbers[sample], box)
+
+    def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
+        return self.dataset.read_mask(self.numbers[sample], box)
+
+
+def shard_inputs(dataset: ShardDataset, size: tuple[int, int], *, maps: bool) -> list[Input]:
+    """The samples of a data set slide by slide; those without a slide are one of its name.
+
+    Args:
+        size: of the images that a network has seen: those of tiles are cut or padded to it.
+        maps: whether a class is told for each pixel, so that regions are taken as they are.
+    """
+    slides: dict[str, list[int]] = {}
+    for number in range(len(dataset)):
+        slides.setdefault(dataset.sample(number).slide or dataset.path.name, []).append(number)
+    if maps or dataset.kind == "regions":
+        return [
+            _region_input(dataset, number, name if len(numbers) == 1 else f"{name}_{place}")
+            for name, numbers in slides.items()
+            for place, number in enumerate(numbers, 1)
+        ]
+    return [_tiles_input(dataset, numbers, name, size) for name, numbers in slides.items()]
+
+
+def _region_input(dataset: ShardDataset, number: int, name: str) -> Input:
+    """A region is a slide of its own, of which it is level 0."""
+    sample, size = dataset.sample(number), dataset.image_size(number)
+    mpp = dataset.mpp if isinstance(sample, TileSample) else sample.mpp
+    span = (float(size[0]), float(size[1]))
+    return Input(name, Some(dataset, [number]), size, [(0, 0)], span, size, mpp, None, True)
+
+
+def _tiles_input(
+    dataset: ShardDataset, numbers: Sequence[int], name: str, size: tuple[int, int]
+) -> Input:
+    samples = [dataset.sample(number) for number in numbers]
+    places = [(sample.x, sample.y) for sample in samples]
+    stored = dataset.image_size(numbers[0])
+    span = _span(places, stored, int(dataset.manifest.made_with.get("overlap") or 0))
+    extent = mpp = None
+    if span is not None:
+        far = max(y for _, y in places) + span[0], max(x for x, _ in places) + span[1]
+        extent = round(far[0]), round(far[1])
+        mpp = None if dataset.mpp is None else dataset.mpp * stored[0] / span[0]
+    return Input(name, Some(dataset, numbers), size, places, span, extent, mpp)
+
+
+def _span(
+    places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: int
+) -> tuple[float, float] | None:
+    """Level-0 pixels of a tile, told by how far neighbours are apart; None if few have any."""
+    steps = [np.diff(np.unique([place[axis] for place in places])) for axis in (0, 1)]
+    found = np.concatenate(steps)
+    if len(found) < _NEIGHBOURS or size[0] != size[1]:
+        return None
+    nearest = found[found <= found.min() + 1]  # places are rounded
+    if 2 * len(nearest) < len(found):
+        return None
+    span = float(nearest.mean()) * size[0] / (size[0] - overlap)
+    return span, span

@@ -1,0 +1,102 @@
+"""The network of a checkpoint on the ranks of a layout, for images of any size."""
+
+from __future__ import annotations
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.pipeline.recording import meta_copy
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.predicting.trained import Trained
+from spatialdl.training.checkpoints.content import restore_network
+from spatialdl.training.checkpoints.reading import Checkpoint
+from spatialdl.training.layouts import check_image, placement_of, schedule_of
+from spatialdl.training.network import instantiate
+from spatialdl.training.precision import precision_of, set_arithmetic
+from spatialdl.training.settings import device_of
+
+
+class Network:
+    """A trained network; all ranks make it and call it together.
+
+    Args:
+        config: of the command.
+
+    Raises:
+        ValueError: the network cannot be built, or the device not do what is asked.
+    """
+
+    def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
+        settings = trained.config.trainer
+        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
+        self._trained, self._config, self._world = trained, config, world
+        self._device = device_of(config.device)
+        self.precision = precision_of(config.precision or settings.precision, self._device)
+        self.placement = placement_of(config.parallel)
+        self.schedule = schedule_of(config.parallel, self.placement)
+        self._pipeline: Pipeline | None = None
+
+    def pipeline(self, size: tuple[int, int]) -> Pipeline:
+        """This rank's part of it, for images of (H, W), with its weights.
+
+        Raises:
+            ValueError: the network does not take such images.
+            CheckpointError: it is not the one of the checkpoint.
+        """
+        check_image(size, self.placement)
+        found = self._pipeline
+        if found is not None and self.placement.stages == 1 and found.image_size[1:] != size:
+            self._check_takes(next(iter(found.stages.values())), size)
+            found.image_size = (self._trained.channels, *size)
+        elif found is None or found.image_size[1:] != size:
+            self._pipeline = found = self._made(size)
+        return found
+
+    def _made(self, size: tuple[int, int]) -> Pipeline:
+        parallel, trained = self._config.parallel, self._trained
+        model = instantiate(trained.config).to(self.precision.dtype)
+        image = (trained.channels, *size)
+        self._check_takes(model, size)
+        pipeline = Pipeline(
+            model,
+            self.placement,
+            self.schedule,
+            self._world,
+            _no_loss,
+            image,
+            parallel.cut,
+            self._device,
+            balance=parallel.balance,
+            gather_before=parallel.gather_before or (),
+            mixed=self.precision.mixed,
+        )
+        with Checkpoint(trained.path) as source:
+            averaged = bool(self._config.average)
+            restore_network(pipeline, source, self._world, averaged=averaged)
+        return pipeline
+
+    @torch.no_grad()
+    def _check_takes(self, model: nn.Module, size: tuple[int, int]) -> None:
+        """Run it without memory on an image of another size than it was trained with."""
+        trained = self._trained
+        if size == trained.image_size:
+            return
+        dry, dtype = meta_copy(model), self.precision.dtype
+        try:
+            with torch.device("meta"):
+                dry(torch.empty(1, trained.channels, *size, dtype=dtype, device="meta"))
+        except NotImplementedError:  # an operation without a shape of its own, which may well run
+            return
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            rows, cols = trained.image_size
+            said = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{type(model).__name__} does not take images of {size[0]}x{size[1]} ({said}); it "
+                f"was trained on {rows}x{cols}: take tile_size={rows}"
+            ) from error
+
+
+def _no_loss(output: Tensor, target: Tensor) -> Tensor:
+    raise AssertionError("nothing is learned here")

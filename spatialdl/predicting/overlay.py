@@ -1,0 +1,85 @@
+"""A picture of a slide with maps over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.saving import replacing
+from spatialdl.slides.reading.reader import Thumbnail
+from spatialdl.text import fitted
+
+MOST = 8
+"""So many classes are drawn, the first ones."""
+_OPACITY = 0.65
+_PANEL_INCHES, _MOST_INCHES = 4.6, 7.0
+
+
+def save_overlay(
+    path: Path,
+    title: str,
+    maps: Mapping[str, npt.NDArray[Any]],
+    extent: tuple[int, int],
+    thumbnail: Thumbnail | None,
+    what: str,
+    limits: tuple[float, float],
+) -> None:
+    """Draw the slide alone, then one panel a class.
+
+    Args:
+        maps: (rows, columns) by the names of the classes, NaN where there is nothing.
+        extent: level-0 rows and columns of the slide.
+        thumbnail: of it, if there is a slide.
+        what: the maps tell.
+        limits: values that have the first and the last colour.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = dict(list(maps.items())[:MOST])
+    panels = len(drawn) + (thumbnail is not None)
+    cols = 2 if panels == 4 else min(panels, 3)
+    rows = ceil(panels / cols)
+    high = min(_MOST_INCHES, max(1.2, _PANEL_INCHES * extent[0] / extent[1]))
+    size = (_PANEL_INCHES * cols + 0.9, (high + 0.35) * rows + 0.5)
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    axes = list(figure.subplots(rows, cols, squeeze=False).flat)
+    place = (0, extent[1], extent[0], 0)
+    for panel in axes:
+        panel.set_axis_off()
+    if thumbnail is not None:
+        axes[0].imshow(thumbnail.image, extent=place)
+        axes[0].set_title("slide", fontsize=10)
+    grey = None if thumbnail is None else _faint(thumbnail.image)
+    image = None
+    for panel, (name, values) in zip(axes[panels - len(drawn) :], drawn.items(), strict=False):
+        if grey is not None:
+            panel.imshow(grey, extent=place, cmap="gray", vmin=0, vmax=255)
+        image = panel.imshow(
+            np.ma.masked_invalid(values),
+            extent=place,
+            cmap="turbo",
+            vmin=limits[0],
+            vmax=limits[1],
+            alpha=_OPACITY if grey is not None else 1.0,
+            interpolation="nearest",
+        )
+        panel.set_title(fitted(name, 40), fontsize=10)
+        panel.set_xlim(0, extent[1])
+        panel.set_ylim(extent[0], 0)
+    if image is not None:
+        figure.colorbar(image, ax=axes, shrink=0.8, label=what)
+    hidden = len(maps) - len(drawn)
+    more = f" (and {hidden} more classes)" if hidden else ""
+    figure.suptitle(f"{fitted(title, 60)}{more}", fontsize=11)
+    with replacing(path) as out:
+        figure.savefig(out, format="png")
+
+
+def _faint(image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """In grey, and lighter, so that colours over it are those of the bar."""
+    return np.asarray(255 - (255 - image.mean(2)) * 0.6)

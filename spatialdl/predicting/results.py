@@ -1,0 +1,230 @@
+"""The maps of a slide, written: pyramidal TIFFs, pictures, GeoJSON.
+
+NAME-CLASS.tif              probability x 255 of a class over the whole slide
+NAME-heatmap.png            the slide, and the probabilities over it
+NAME.geojson                tiles, or where which class is the most probable, for QuPath
+NAME-CLASS-activation.tif   what each place gives to a class, from 0 to the most of the slide
+NAME-activation.png
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.predicting.geojson import region_features, save_geojson, tile_features
+from spatialdl.predicting.inputs import Input
+from spatialdl.predicting.overlay import save_overlay
+from spatialdl.predicting.overview import Overview
+from spatialdl.predicting.pieces import PiecedMap
+from spatialdl.predicting.running import Outcome
+from spatialdl.predicting.tables import ONE_CLASS
+from spatialdl.predicting.tile_map import TileMap
+from spatialdl.predicting.trained import Trained
+from spatialdl.slides.pyramid import TILE, write_pyramid
+from spatialdl.slides.reading.reader import Slide, Thumbnail
+
+log = logging.getLogger("spatialdl.predict")
+
+Bands = Iterator[npt.NDArray[Any]]
+_ROWS = 2 * TILE  # of a band
+_PICTURE = 1600  # pixels of the longer side of a slide's picture
+
+
+class ClassMap(Protocol):
+    """A map of each class over a slide; its bands are on rank 0, all ranks go through them."""
+
+    size: tuple[int, int]
+
+    def bands(self, column: int, rows: int) -> Bands: ...
+
+
+class Maps:
+    """Writes the maps of one slide; all ranks make it and call it together.
+
+    Args:
+        shown: the classes that are wanted.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        given: Input,
+        trained: Trained,
+        shown: Sequence[int],
+        world: Communicator,
+    ) -> None:
+        self._run_dir, self._given, self._trained = run_dir, given, trained
+        self._shown, self._world = shown, world
+        self._files: list[str] = []
+        self._thumbnail: Thumbnail | None = None
+
+    def save(self, outcome: Outcome) -> list[str]:
+        """Write all that there is to write.
+
+        Returns:
+            The names of the files, on rank 0.
+        """
+        given, rank = self._given, self._world.rank
+        if given.span is None or given.extent is None:
+            text = (
+                "%s: nobody says how large its tiles are on the slide, so there are no maps of it"
+            )
+            log.info(text, given.name)
+            return []
+        if rank == 0 and given.slide is not None:
+            self._thumbnail = _thumbnail(given)
+        if self._trained.task == "segmentation":
+            self._save_map(outcome)
+        elif rank == 0:
+            self._save_tiles(outcome)
+        return self._files
+
+    # --- tiles
+
+    def _save_tiles(self, outcome: Outcome) -> None:
+        given, classes = self._given, self._trained.classes
+        assert outcome.values is not None
+        values = outcome.values.numpy()
+        kept = list(outcome.kept)
+        places = np.asarray(given.places, np.int64)[kept]
+        assert given.span is not None
+        assert given.extent is not None
+        found = TileMap(places, given.span, given.extent, values[:, :, None, None])
+        means = self._tiffs(found, found.scale, (0.0, 1.0), "", "probability")
+        self._picture("heatmap", means, "probability", (0.0, 1.0))
+        if given.slide is not None:
+            one = self._trained.task in ONE_CLASS
+            features = tile_features(places, given.span, values, classes, one_class=one)
+            save_geojson(self._named(f"{given.name}.geojson"), features)
+        if outcome.activation is not None:
+            self._save_activation(places, outcome.activation[kept])
+
+    def _save_activation(self, places: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        given = self._given
+        assert given.span is not None
+        assert given.extent is not None
+        # the network sees the middle of a tile, or a tile and what lies around it
+        shares = np.divide(given.size, given.source.image_size(0))
+        height, width = np.asarray(given.span) * shares
+        inset = np.rint((np.asarray(given.span) - (height, width)) / 2).astype(np.int64)
+        seen = float(height), float(width)
+        found = TileMap(places + inset[::-1], seen, given.extent, values)
+        most = float(values[:, list(self._shown)].max())
+        limits = (0.0, most if most > 0 else 1.0)
+        means = self._tiffs(found, found.scale, limits, "-activation", "activation")
+        self._picture("activation", means, "activation: what a place gives to the logit", limits)
+
+    # --- maps
+
+    def _save_map(self, outcome: Outcome) -> None:
+        """All ranks go through the bands of all classes."""
+        given = self._given
+        assert given.extent is not None
+        scale = given.scale
+        size = tuple(max(1, round(length / scale)) for length in given.extent)
+        x, y = given.places[0]
+        offset = round(y / scale), round(x / scale)
+        whole = (max(size[0], offset[0] + given.size[0]), max(size[1], offset[1] + given.size[1]))
+        found = PiecedMap(self._world, whole, outcome.pieces, given.size, offset)
+        means = self._tiffs(found, scale, (0.0, 1.0), "", "probability")
+        others = [k for k in range(len(self._trained.classes)) if k not in means]
+        for number in others:  # which class is the most probable is told among all
+            means[number] = self._passed(found, number)
+        if self._world.rank != 0:
+            return
+        self._picture("heatmap", means, "probability", (0.0, 1.0))
+        stack = np.stack([means[k] for k in range(len(means))])
+        factor = Overview(found.size).factor
+        classes = self._trained.classes
+        features = region_features(stack, scale * factor, classes, self._shown)
+        save_geojson(self._named(f"{given.name}.geojson"), features)
+
+    def _passed(self, found: ClassMap, number: int) -> npt.NDArray[Any]:
+        overview = Overview(found.size)
+        bands = found.bands(number, _ROWS)
+        for _ in overview.seen(bands) if self._world.rank == 0 else bands:
+            pass
+        return overview.means
+
+    # --- files
+
+    def _tiffs(
+        self, found: ClassMap, scale: float, limits: tuple[float, float], ending: str, what: str
+    ) -> dict[int, npt.NDArray[Any]]:
+        """A pyramid for every class that is shown; their small maps, on rank 0."""
+        mpp = None if self._given.mpp is None else self._given.mpp * scale
+        means: dict[int, npt.NDArray[Any]] = {}
+        for number in self._shown:
+            overview = Overview(found.size)
+            bands = found.bands(number, _ROWS)
+            if self._world.rank != 0:
+                for _ in bands:
+                    pass
+                means[number] = overview.means
+                continue
+            name = self._trained.classes[number]
+            told = {"class": name, "what": what, "value_at_0": limits[0], "value_at_255": limits[1]}
+            write_pyramid(
+                self._named(f"{self._given.name}-{self._file_names()[number]}{ending}.tif"),
+                (_as_bytes(band, limits) for band in overview.seen(bands)),
+                found.size,
+                mpp,
+                grey=True,
+                description=json.dumps(told),
+            )
+            means[number] = overview.means
+        return means
+
+    def _picture(
+        self,
+        what: str,
+        means: dict[int, npt.NDArray[Any]],
+        label: str,
+        limits: tuple[float, float],
+    ) -> None:
+        given = self._given
+        assert given.extent is not None
+        save_overlay(
+            self._named(f"{given.name}-{what}.png"),
+            given.name,
+            {self._trained.classes[k]: means[k] for k in self._shown},
+            given.extent,
+            self._thumbnail,
+            label,
+            limits,
+        )
+
+    def _named(self, name: str) -> Path:
+        self._files.append(name)
+        return self._run_dir / name
+
+    def _file_names(self) -> list[str]:
+        """Of the classes, each another one, whatever they are called."""
+        names = [re.sub(r"[^\w.+-]", "_", name)[:40] for name in self._trained.classes]
+        folded = [name.casefold() for name in names]
+        return [
+            name if folded.count(name.casefold()) == 1 else f"{name}_{number}"
+            for number, name in enumerate(names)
+        ]
+
+
+def _as_bytes(band: npt.NDArray[Any], limits: tuple[float, float]) -> npt.NDArray[np.uint8]:
+    """0 to 255 between the limits; 0 where there is nothing."""
+    shares = (np.nan_to_num(band, nan=limits[0]) - limits[0]) / (limits[1] - limits[0])
+    return np.asarray(np.rint(255 * shares.clip(0, 1)), np.uint8)
+
+
+def _thumbnail(given: Input) -> Thumbnail:
+    assert given.slide is not None
+    source: Any = given.source
+    with Slide(given.slide, source.mpp) as slide:
+        return slide.thumbnail(max(1.0, max(slide.size) / _PICTURE))

@@ -1,0 +1,187 @@
+"""The network at work on a slide, in whatever layout: what it says, gathered where it is wanted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from tqdm import tqdm
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.batches import Slice
+from spatialdl.data.views import Views
+from spatialdl.errors import CheckpointError, SlideError
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.predicting.activation import Activations
+from spatialdl.predicting.inputs import Input
+from spatialdl.predicting.network import Network
+from spatialdl.predicting.pieces import Piece, own_pieces
+from spatialdl.predicting.trained import Trained
+from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.training.feeding import Feed
+from spatialdl.training.tasks import Classification, MultiLabel, Regression, SampleTask
+from spatialdl.training.validation import evaluated
+
+TASKS: Mapping[str, type[Any]] = {
+    "classification": Classification,
+    "multilabel": MultiLabel,
+    "regression": Regression,
+}
+
+
+@dataclass
+class Outcome:
+    """What the network says of a slide.
+
+    Attributes:
+        values: float64 (N, columns), probabilities or values of its images, on rank 0 only; of a
+            map its mean.
+        kept: which images were predicted, the others could not be read; on rank 0 only.
+        pieces: this rank's parts of the probability map, where there is one for pixels.
+        activation: float32 (images, classes, rows, columns), of all images, on rank 0 only, if
+            asked for; see `predicting.activation`.
+    """
+
+    values: Tensor | None = None
+    kept: Sequence[int] = ()
+    pieces: Sequence[Piece] = ()
+    activation: npt.NDArray[np.float32] | None = None
+
+
+class Runner:
+    """Predicts slide after slide; all ranks make it and call it together.
+
+    Args:
+        config: of the command.
+    """
+
+    def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
+        self._trained, self._config, self._world = trained, config, world
+        self._network = Network(trained, config, world)
+
+    def run(self, given: Input) -> Outcome:
+        """Predict all images of a slide.
+
+        Raises:
+            SlideError: none of them can be read, or the network does not take them.
+            ValueError: it does not do what is asked of it.
+        """
+        if given.source.channels != self._trained.channels:
+            raise ValueError(
+                f"{given.name} has {given.source.channels} channels, the network was trained on "
+                f"{self._trained.channels}"
+            )
+        try:
+            pipeline = self._network.pipeline(given.size)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # the same on all ranks
+            raise SlideError(f"{given.name}: {error}") from error
+        feed = Feed(
+            OmegaConf.create({"workers": 0, "prefetch": 2}),
+            Views(given.source, given.size, self._trained.background),
+            pipeline,
+            batch_size=1 if given.whole else int(self._config.batch_size),
+            masks=False,
+            dtype=self._network.precision.dtype,
+        )
+        try:
+            if self._trained.task == "segmentation":
+                return self._map(pipeline, feed, given)
+            return self._samples(pipeline, feed, given)
+        finally:
+            feed.close()
+
+    def _samples(self, pipeline: Pipeline, feed: Feed, given: Input) -> Outcome:
+        task: SampleTask = TASKS[self._trained.task]()
+        own: list[tuple[range, Tensor]] = []
+        columns = len(self._trained.classes)
+        watch = Activations(pipeline) if self._config.activation else None
+        for one in evaluated(pipeline, feed, self._microbatches(feed, given)):
+            if watch is not None:
+                watch.note(one)
+            if one.output.dim() > 2 or one.output.numel() != len(one.samples) * columns:
+                raise ValueError(
+                    f"the network gives {list(one.output.shape)} for {len(one.samples)} images, "
+                    f"the checkpoint's task={self._trained.task} has {columns} columns"
+                )
+            if one.counts:
+                own.append((one.samples, one.output.double().cpu().view(-1, columns)))
+        activation = watch.gathered(self._world, len(given.places)) if watch is not None else None
+        kept = self._kept(given)
+        everybody = self._world.gather(own)
+        if everybody is None:
+            return Outcome()
+        found = torch.empty(len(given.places), columns, dtype=torch.float64)
+        missing = set(range(len(given.places)))
+        for samples, output in (piece for one_rank in everybody for piece in one_rank):
+            found[samples.start : samples.stop] = output
+            missing -= set(samples)
+        if missing:
+            raise RuntimeError(f"{len(missing)} images have no output: this is a bug")
+        return Outcome(task.predictions(found)[kept], kept, activation=activation)
+
+    def _map(self, pipeline: Pipeline, feed: Feed, given: Input) -> Outcome:
+        """One image, of which each rank keeps its part of the map."""
+        columns = len(self._trained.classes)
+        own: list[Piece] = []
+        for one in evaluated(pipeline, feed, self._microbatches(feed, given)):
+            self._check_map(one.output, given.size, columns)
+            probabilities = _local(one.output).softmax(1)
+            own += own_pieces(probabilities, one)
+        sums = torch.zeros(columns, dtype=torch.float64)
+        for piece in own:
+            sums += piece.values.double().sum((1, 2))
+        means = self._world.all_reduce(sums) / (given.size[0] * given.size[1])
+        kept = self._kept(given)
+        return Outcome(means[None] if self._world.rank == 0 else None, kept, own)
+
+    def _check_map(self, output: Tensor, size: tuple[int, int], columns: int) -> None:
+        if tuple(output.shape) != (1, columns, *size):
+            raise ValueError(
+                f"the network gives {list(output.shape)} for an image of {size[0]}x{size[1]}, but "
+                f"a class for every pixel is {[1, columns, *size]}"
+            )
+
+    def _microbatches(self, feed: Feed, given: Input) -> Iterator[Any]:
+        batches: Iterable[list[Slice]] = feed.batches()
+        if self._world.rank == 0 and not given.whole:
+            batches = tqdm(
+                batches,
+                given.name,
+                total=len(feed),
+                unit="batch",
+                disable=None,
+                leave=False,
+                file=sys.stderr,
+                dynamic_ncols=True,
+            )
+        for batch in batches:
+            yield feed.microbatches(batch)
+
+    def _kept(self, given: Input) -> list[int]:
+        """The images of which every rank could read its part.
+
+        Raises:
+            SlideError: there are none.
+        """
+        own: Mapping[int, str] = getattr(given.source, "unreadable", {})
+        bad = {
+            number: why for one in self._world.allgather(dict(own)) for number, why in one.items()
+        }
+        kept = [number for number in range(len(given.places)) if number not in bad]
+        if not kept:
+            raise SlideError(next(iter(bad.values())))
+        return kept
+
+
+def _local(output: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return output.to_local() if isinstance(output, SpatialTensor) else output

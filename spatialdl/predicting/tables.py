@@ -1,0 +1,99 @@
+"""Tables of predictions: a row a tile, and a row a slide, as CSV or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spatialdl.data.saving import replacing
+from spatialdl.predicting.checks import need_pyarrow
+from spatialdl.predicting.records import Record
+from spatialdl.training.aggregation import to_slides
+
+Columns = dict[str, Sequence[Any]]
+
+
+def save_tables(
+    folder: Path, records: Sequence[Record], classes: Sequence[str], task: str, kind: str
+) -> list[Path]:
+    """Write predictions.KIND and slides.KIND, each whole or not at all.
+
+    Args:
+        records: of slides.
+        kind: "csv" or "parquet".
+    """
+    tables = {"predictions": tile_columns(records, classes, task)}
+    tables["slides"] = slide_columns(records, classes, task)
+    paths = []
+    for name, columns in tables.items():
+        paths.append(folder / f"{name}.{kind}")
+        (_save_csv if kind == "csv" else _save_parquet)(paths[-1], columns)
+    return paths
+
+
+def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -> Columns:
+    """Of all tiles: where they lie, in level-0 pixels of their slide, and what was predicted."""
+    found: Columns = {"slide": [], "x": [], "y": [], "width": [], "height": []}
+    for record in records:
+        count = len(record.values)
+        height, width = record.span or (None, None)
+        rows = {
+            "slide": [record.name] * count,
+            "x": record.places[:, 0].tolist(),
+            "y": record.places[:, 1].tolist(),
+            "width": [width] * count,
+            "height": [height] * count,
+        }
+        found = {key: [*found[key], *rows[key]] for key in found}
+    return found | _told(_stacked(records, len(classes)), classes, task)
+
+
+def slide_columns(records: Sequence[Record], classes: Sequence[str], task: str) -> Columns:
+    """Of all slides: tiles, the class of most of them, and the means of what was predicted."""
+    values = torch.from_numpy(_stacked(records, len(classes)))
+    names = [record.name for record in records for _ in record.values]
+    if not names:
+        return {"slide": [], "tiles": []} | _told(values.numpy(), classes, task)
+    slides = to_slides(values, torch.zeros(len(names)), names)
+    found: Columns = {"slide": slides.slides, "tiles": slides.tiles.tolist()}
+    if task in ONE_CLASS:
+        found["vote"] = [classes[number] for number in slides.votes.tolist()]
+    return found | _told(slides.means.numpy(), classes, task)
+
+
+ONE_CLASS = ("classification", "segmentation")
+"""Tasks with one class for everything."""
+
+
+def _told(values: Any, classes: Sequence[str], task: str) -> Columns:
+    found: Columns = {}
+    if task in ONE_CLASS:
+        found["predicted"] = [classes[number] for number in values.argmax(1).tolist()]
+    what = "predicted" if task == "regression" else "probability"
+    return found | {f"{what}_{name}": values[:, k].tolist() for k, name in enumerate(classes)}
+
+
+def _stacked(records: Sequence[Record], columns: int) -> Any:
+    return np.concatenate([np.empty((0, columns)), *(record.values for record in records)])
+
+
+def _save_csv(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    with replacing(path) as out:
+        text = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", newline="")
+        table = csv.writer(text)
+        table.writerow(columns)
+        table.writerows(zip(*columns.values(), strict=True))
+        text.flush()
+        text.detach()
+
+
+def _save_parquet(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    arrow = need_pyarrow()
+    with replacing(path) as out:
+        arrow.parquet.write_table(arrow.table(dict(columns)), out)

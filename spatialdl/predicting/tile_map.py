@@ -1,0 +1,70 @@
+"""The map of a slide that is told tile by tile; rank 0 has all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_LEAST = 8
+"""Pixels of a map along the side of a tile, so that overlaps can be told."""
+
+
+class TileMap:
+    """Values of tiles at their places; where tiles overlap, their mean.
+
+    Args:
+        places: (N, 2), level-0 x and y of the tiles.
+        span: level-0 rows and columns of a tile.
+        extent: level-0 rows and columns of the slide.
+        values: (N, classes, rows, columns), each of which fills its part of a tile.
+
+    Attributes:
+        scale: level-0 pixels per pixel of the map.
+        size: rows and columns of the map.
+    """
+
+    def __init__(
+        self,
+        places: npt.NDArray[np.int64],
+        span: tuple[float, float],
+        extent: tuple[int, int],
+        values: npt.NDArray[Any],
+    ) -> None:
+        self.scale = max(1.0, span[0] / max(_LEAST, values.shape[2]))
+        self.size = ceil(extent[0] / self.scale), ceil(extent[1] / self.scale)
+        self._values = values
+        self._rows = self._edges(places[:, 1], span[0], self.size[0])
+        self._cols = self._edges(places[:, 0], span[1], self.size[1])
+
+    def _edges(self, starts: npt.NDArray[Any], span: float, most: int) -> npt.NDArray[np.int64]:
+        """(N, 2): the first pixel of each tile, and the one behind the last."""
+        first = np.rint(starts / self.scale)
+        last = np.maximum(np.rint((starts + span) / self.scale), first + 1)
+        return np.stack([first, last], 1).astype(np.int64).clip(0, most)
+
+    def bands(self, column: int, rows: int) -> Iterator[npt.NDArray[np.float64]]:
+        """The map of a class, some rows at a time, from top to bottom; NaN where there is none."""
+        for first in range(0, self.size[0], rows):
+            last = min(first + rows, self.size[0])
+            sums = np.zeros((last - first, self.size[1]))
+            counts = np.zeros(sums.shape, np.int32)
+            inside = (self._rows[:, 0] < last) & (self._rows[:, 1] > first)
+            for number in np.flatnonzero(inside).tolist():
+                place, part = self._part(number, column, first, last)
+                sums[place] += part
+                counts[place] += 1
+            with np.errstate(invalid="ignore"):
+                yield sums / counts
+
+    def _part(self, number: int, column: int, first: int, last: int) -> tuple[Any, Any]:
+        """Where a tile lies in a band, and its values there."""
+        (top, bottom), (left, right) = self._rows[number], self._cols[number]
+        values = self._values[number, column]
+        row0, row1 = max(first, top), min(last, bottom)
+        at_rows = (np.arange(row0, row1) - top) * values.shape[0] // (bottom - top)
+        at_cols = np.arange(right - left) * values.shape[1] // max(1, right - left)
+        return np.s_[row0 - first : row1 - first, left:right], values[np.ix_(at_rows, at_cols)]

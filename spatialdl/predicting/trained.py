@@ -1,0 +1,101 @@
+"""What a checkpoint says of its network: how it is built, what it tells, on what it was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.format import Manifest
+from spatialdl.errors import CheckpointError, ShardError
+from spatialdl.training.checkpoints.folder import candidates
+from spatialdl.training.checkpoints.reading import Checkpoint, first_whole
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network that was trained.
+
+    Attributes:
+        path: its checkpoint.
+        step: after which it was written.
+        config: of the run.
+        classes: names of the classes or targets, one for each output.
+        kind: "tiles" or "regions", where it was trained on shards.
+        made_with: how these were cut from slides.
+    """
+
+    path: Path
+    step: int
+    config: DictConfig
+    classes: tuple[str, ...]
+    kind: str | None = None
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        return str(self.config.task.name)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(H, W) of the images that it has seen."""
+        rows, cols = self.config.data.image_size
+        return int(rows), int(cols)
+
+    @property
+    def channels(self) -> int:
+        return int(self.config.data.channels)
+
+    @property
+    def background(self) -> float | None:
+        """What lies beyond an image; None is white."""
+        value = self.config.data.background
+        return None if value is None else float(value)
+
+
+def find_trained(ckpt_path: str, world: Communicator) -> Trained:
+    """The network of a checkpoint that is not damaged; all ranks must ask.
+
+    Raises:
+        CheckpointError: if there is none, or it does not say how the network is built.
+    """
+    path = first_whole(candidates(ckpt_path, Path()), world)
+    with Checkpoint(path) as checkpoint:
+        content = checkpoint.content
+    try:
+        config = OmegaConf.create(content["config"])
+        step, classes = int(content["step"]), int(config.data.num_classes)
+        known = ("task.name", "model._target_", "data.image_size", "data.channels", "data.name")
+        for key in known:
+            if OmegaConf.select(config, key) is None:
+                raise KeyError(key)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} does not say how its network is built ({error}): name a checkpoint of "
+            "spatialdl.train"
+        ) from error
+    told = content.get("data") or _of_manifest(config)
+    names = list(map(str, told.get("classes", [])))[:classes]
+    names += map(str, range(len(names), classes))
+    made_with = told.get("made_with", {})
+    return Trained(path, step, config, tuple(names), told.get("kind"), made_with)
+
+
+def _of_manifest(config: DictConfig) -> dict[str, Any]:
+    """Of checkpoints that do not say it themselves, if the data set is still there."""
+    path = config.data.get("path")
+    if path is None or config.data.get("targets") is not None:
+        return {}
+    try:
+        manifest = Manifest.load(Path(path).expanduser())
+    except ShardError:
+        return {}
+    return {
+        "classes": manifest.classes,
+        "kind": manifest.kind,
+        "made_with": manifest.made_with,
+    }

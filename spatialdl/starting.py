@@ -1,0 +1,168 @@
+"""How commands with a Hydra configuration start: alone, under a launcher, or on ranks they start.
+
+Started as one process, a command is an ordinary Hydra application, which may start itself again on
+several ranks. Started by a launcher, every rank composes the configuration, and all take rank 0's
+run directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
+from spatialdl.comm.launch import LaunchInfo, end_with_launcher
+from spatialdl.configuring.overrides import check_overrides
+
+if TYPE_CHECKING:
+    from spatialdl.comm.communicator import Communicator
+
+# --- processes
+
+
+def alone(work: Callable[[], object]) -> None:
+    """Run a process that no launcher has started; what goes wrong is one line."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    except (ValueError, OSError) as error:  # or Hydra cannot make the run directory
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def as_rank(work: Callable[[], object]) -> None:
+    """Run one of several ranks: what goes wrong on it ends all."""
+    install_abort_hook()
+    end_with_launcher()
+    try:
+        work()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        if stop.code:
+            end_job(stop.code if isinstance(stop.code, int) else 1)
+
+
+# --- the configuration
+
+
+def check_words(flags: Namespace, command: str) -> None:
+    """Refuse what no configuration knows.
+
+    Raises:
+        ValueError: if there is something.
+    """
+    elsewhere = flags.config_path is not None or flags.hydra_help or flags.shell_completion
+    if not elsewhere:
+        overrides, name, folder = flags.overrides, flags.config_name, flags.config_dir
+        check_overrides(overrides, command, name, folder, flags.multirun)
+
+
+def sources() -> list[str]:
+    """The flags that say where this job's configuration came from."""
+    job = HydraConfig.get()
+    flags = ["--config-name", str(job.job.config_name)]
+    for source in job.runtime.config_sources:
+        if source.provider == "command-line":
+            flags += ["--config-dir", str(source.path)]
+    return [*flags, *(o for o in job.overrides.hydra if o.startswith("hydra.searchpath="))]
+
+
+def into(run_dir: Path) -> list[str]:
+    """Overrides that send ranks to a directory whose records are already written."""
+    quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.run.dir='{quoted}'", "hydra.output_subdir=null"]
+
+
+def was_sent(flags: Namespace) -> bool:
+    """Whether the process that started this rank has used `into`."""
+    return "hydra.output_subdir=null" in flags.overrides
+
+
+def composed_for(flags: Namespace, command: str) -> DictConfig:
+    """The configuration with Hydra's own part, as ``hydra.main`` would make it."""
+    if flags.config_path is not None:
+        raise ValueError("--config-path is not known here: name the folder with --config-dir")
+    overrides = list(flags.overrides)
+    if flags.config_dir is not None:
+        overrides.append(f"hydra.searchpath=['file://{os.path.abspath(flags.config_dir)}']")
+    with initialize_config_module("spatialdl.conf", job_name=command, version_base="1.3"):
+        return compose(flags.config_name or command, overrides, return_hydra_config=True)
+
+
+def without_hydra(composed: DictConfig) -> DictConfig:
+    """The command's own keys."""
+    config = composed.copy()
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def agree(world: Communicator, composed: DictConfig, config: DictConfig) -> tuple[DictConfig, Path]:
+    """Rank 0's configuration and its run directory, which is there when this returns."""
+    run_dir = Path(composed.hydra.run.dir).absolute()
+    if world.rank == 0:
+        _write_records(composed, config, run_dir)
+    text, run_dir = world.bcast((OmegaConf.to_yaml(config), run_dir))
+    with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
+        composed.hydra.runtime.output_dir = str(run_dir)
+    HydraConfig.instance().set_config(composed)
+    agreed = OmegaConf.create(text)
+    OmegaConf.set_struct(agreed, True)
+    return agreed, run_dir
+
+
+def _write_records(composed: DictConfig, config: DictConfig, run_dir: Path) -> None:
+    """What Hydra writes into a run directory, unless the process before this one did."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if composed.hydra.output_subdir is None:
+        return
+    records = run_dir / str(composed.hydra.output_subdir)
+    records.mkdir(exist_ok=True)
+    OmegaConf.save(config, records / "config.yaml")
+    OmegaConf.save(OmegaConf.create({"hydra": composed.hydra}), records / "hydra.yaml")
+    OmegaConf.save(composed.hydra.overrides.task, records / "overrides.yaml")
+
+
+# --- a rank
+
+
+def choose_gpu(config: DictConfig, info: LaunchInfo) -> None:
+    """The GPU of this rank, before MPI looks which one is current.
+
+    Ranks of a machine that follow each other share one if told so. A launcher may show each rank
+    its own GPU only, so there may be fewer than ranks.
+    """
+    shared = config.comm.ranks_per_device
+    if not isinstance(shared, int) or shared < 1:
+        raise ValueError(f"comm.ranks_per_device={shared} must be at least 1 rank")
+    if config.device == "cpu":
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(info.local_rank // shared % torch.cuda.device_count())
+
+
+def start_log(run_dir: Path, rank: int, command: str) -> None:
+    """Rank 0 logs as Hydra does, to the terminal and a file; the others only what is wrong."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if rank == 0:
+        handlers.append(logging.FileHandler(run_dir / f"{command}.log"))
+    who = "" if rank == 0 else f"[rank {rank}]"
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format=f"[%(asctime)s]{who}[%(name)s][%(levelname)s] - %(message)s",
+        handlers=handlers,
+        force=True,
+    )

@@ -1,0 +1,116 @@
+"""Predictions in every layout are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.predicting.cutting import cutting_of
+from spatialdl.predicting.inputs import Input, slide_input
+from spatialdl.predicting.pieces import PiecedMap
+from spatialdl.predicting.running import Outcome, Runner
+from spatialdl.predicting.trained import find_trained
+from tests.predicting.runs import MAPS, NETWORK, command, train, write_slide
+
+WORLD = MpiCommunicator(MPI.COMM_WORLD)
+TILES = {
+    2: ["parallel=gems parallel.microbatches=2"],
+    3: ["parallel=sp parallel.grid=[1,3]", "parallel=dp parallel.data=3"],
+    4: [
+        "parallel=sp parallel.grid=[2,2]",
+        "parallel=dp+pp parallel.microbatches=2",
+        "parallel=sp+lp parallel.grid=[2,1] parallel.local_dp=2 parallel.cut=[conv3]",
+    ],
+}.get(WORLD.size, [])
+REGIONS = {
+    2: ["parallel=lp"],
+    3: ["parallel=sp parallel.grid=[3,1]"],
+    4: ["parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.grid=[1,4]"],
+}.get(WORLD.size, [])
+TOLERANCE = 1e-10
+
+
+class Case(NamedTuple):
+    """A trained network, and a slide."""
+
+    run: Path
+    slide: Path
+
+
+def on_rank_0(tmp_path_factory: pytest.TempPathFactory, *overrides: str) -> Case:
+    folder = None
+    if WORLD.rank == 0:
+        folder = tmp_path_factory.mktemp("case")
+        train(folder / "run", *overrides)
+        write_slide(folder / "a.tiff", 203, 187)
+    folder = WORLD.bcast(folder)
+    return Case(folder / "run", folder / "a.tiff")
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory) -> Case:
+    return on_rank_0(tmp_path_factory, *NETWORK)
+
+
+@pytest.fixture(scope="module")
+def maps(tmp_path_factory) -> Case:
+    return on_rank_0(tmp_path_factory, "task=segmentation", *MAPS)
+
+
+def predict(case: Case, comm: Any, layout: str) -> tuple[Input, Outcome]:
+    words = ["level=0", "overlap=5", "batch_size=5", "min_tissue=0.3", "activation=true"]
+    words += [f"ckpt_path={case.run}", f"slides={case.slide}", *layout.split()]
+    config = command(*words)
+    trained = find_trained(str(case.run), comm)
+    given = slide_input(case.slide, "a", cutting_of(config, trained))
+    return given, Runner(trained, config, comm).run(given)
+
+
+@pytest.mark.parametrize("layout", TILES)
+def test_tiles_equal_one_process(layout, tiles):
+    _, ours = predict(tiles, WORLD, layout)
+    if WORLD.rank:
+        assert ours.values is None
+        return
+    given, plain = predict(tiles, Alone(), "parallel=none")
+    assert len(given.places) > 30
+    assert torch.allclose(ours.values, plain.values, rtol=0, atol=TOLERANCE)
+    assert float(plain.values.std(0).min()) > 1e-4  # or any would be equal
+    assert list(ours.kept) == list(plain.kept)
+    assert np.allclose(ours.activation, plain.activation, rtol=0, atol=1e-6)
+    # the mean of what places give to a class is its logit
+    logits = torch.from_numpy(plain.activation).double().mean((2, 3))
+    assert torch.allclose(logits.softmax(1), plain.values, rtol=0, atol=1e-6)
+
+
+def whole_map(comm: Any, given: Input, outcome: Outcome) -> Any:
+    """All classes, on rank 0."""
+    found = PiecedMap(comm, given.size, outcome.pieces, given.size)
+    return np.stack([np.concatenate(list(found.bands(column, 16))) for column in range(3)])
+
+
+@pytest.mark.parametrize("layout", REGIONS)
+def test_a_map_has_no_seams(layout, maps):
+    given, ours = predict(maps, WORLD, f"{layout} activation=false")
+    found = whole_map(WORLD, given, ours)
+    if "sp" in layout:  # nobody holds it whole
+        held = sum(piece.values[0].numel() for piece in ours.pieces)
+        assert held <= -(-given.size[0] * given.size[1] // WORLD.size) * 1.1
+    if WORLD.rank:
+        return
+    assert all(length % 2 for length in given.size)
+    _, plain = predict(maps, Alone(), "parallel=none activation=false")
+    expected = whole_map(Alone(), given, plain)
+    assert expected.shape == (3, *given.size)
+    assert np.abs(found - expected).max() < TOLERANCE
+    assert np.abs(expected.sum(0) - 1).max() < TOLERANCE
+    assert expected.std() > 1e-3
+    assert torch.allclose(ours.values, plain.values, rtol=0, atol=TOLERANCE)
+    assert np.allclose(plain.values[0], expected.mean((1, 2)), rtol=0, atol=TOLERANCE)

@@ -1,0 +1,59 @@
+"""Small networks that were trained, small slides, and what is predicted for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tifffile
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.trainer import Trainer
+
+NETWORK = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
+MAPS = ["model=unet", "++model.depth=2", "++model.width=3"]
+
+
+SYNTHETIC = (
+    *("data.image_size=[32,32]", "data.num_classes=3", "data.batch_size=4"),
+    *("data.samples=8", "data.validation_samples=0"),
+)
+
+
+def train(run_dir: Path, *overrides: str, data: Sequence[str] = SYNTHETIC) -> Path:
+    """Two steps in float64, in this process; the run directory."""
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose(
+            "train",
+            [
+                *("trainer.precision=float64", "device=cpu", "optimizer.lr=0.1"),
+                *("trainer.max_steps=2", *data, *overrides),
+            ],
+        )
+    Trainer(config, Alone()).fit(run_dir)
+    return run_dir
+
+
+def command(*overrides: str) -> DictConfig:
+    """The configuration of the command."""
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("predict", ["device=cpu", *overrides])
+
+
+def picture(rows: int, cols: int, seed: int = 0) -> Any:
+    """Coloured blots on glass, uint8 (rows, cols, 3), with tissue everywhere but at the rim."""
+    rng = np.random.default_rng(seed)
+    image = rng.integers(60, 200, (rows, cols, 3), np.uint8)
+    image[..., 1] //= 2
+    image[: rows // 9], image[:, : cols // 11] = 245, 245
+    return image
+
+
+def write_slide(path: Path, rows: int, cols: int, seed: int = 0) -> Path:
+    """A tiled TIFF of one level, whose resolution nobody says."""
+    tifffile.imwrite(path, picture(rows, cols, seed), tile=(64, 64), photometric="rgb")
+    return path

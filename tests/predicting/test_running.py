@@ -1,0 +1,134 @@
+"""One network, one slide, one process; other layouts are in tests/mpi/predicting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spatialdl.comm.alone import Alone
+from spatialdl.data.loader import to_input
+from spatialdl.errors import SlideError
+from spatialdl.predicting.cutting import cutting_of
+from spatialdl.predicting.inputs import Input, slide_input
+from spatialdl.predicting.running import Outcome, Runner
+from spatialdl.predicting.trained import find_trained
+from spatialdl.slides.reading.reader import Slide
+from tests.mpi.training.small import small
+from tests.predicting.runs import NETWORK, command, train, write_slide
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("running")
+    train(path / "run", *NETWORK, "trainer.ema=0.5")
+    write_slide(path / "a.tiff", 203, 187)
+    return path
+
+
+def prepared(folder: Path, *words: str) -> tuple[Input, Runner]:
+    run, slide = folder / "run", folder / "a.tiff"
+    config = command(f"ckpt_path={run}", f"slides={slide}", "level=0", *words)
+    trained = find_trained(str(run), Alone())
+    given = slide_input(slide, "a", cutting_of(config, trained))
+    return given, Runner(trained, config, Alone())
+
+
+def predicted(folder: Path, *words: str) -> tuple[Input, Outcome]:
+    given, runner = prepared(folder, *words)
+    return given, runner.run(given)
+
+
+@pytest.mark.parametrize("average", ["true", "false"])
+def test_it_is_the_plain_network_on_the_plain_tiles(folder, average):
+    given, outcome = predicted(folder, f"average={average}")
+    (file,) = (folder / "run" / "checkpoints").glob("step-00000002/stage-00.safetensors")
+    kept = load_file(file)
+    plain = small(3, 3).double().eval()
+    prefix = "average/" if average == "true" else ""
+    plain.load_state_dict({k: kept.get(prefix + k, kept[k]) for k in plain.state_dict()})
+    with Slide(folder / "a.tiff") as slide:
+        tiles = [slide.read_scaled(x, y, (32, 32), 1.0) for x, y in given.places]
+    images = to_input(torch.from_numpy(np.stack(tiles)), torch.float64, torch.device("cpu"))
+    with torch.no_grad():
+        expected = plain(images).softmax(1)
+    assert torch.allclose(outcome.values, expected, rtol=0, atol=1e-12)
+
+
+def test_averages_are_other_weights(folder):
+    values = [predicted(folder, f"average={one}")[1].values for one in ("true", "false")]
+    assert float((values[0] - values[1]).abs().max()) > 1e-6
+
+
+def test_tiles_that_cannot_be_read_are_left_out(folder):
+    given, runner = prepared(folder)
+    whole = Slide.read_box
+
+    class Torn(Slide):
+        def read_box(self, x, y, *more, **others):
+            if (x, y) == given.places[3]:
+                raise SlideError("torn")
+            return whole(self, x, y, *more, **others)
+
+    given.source.__dict__["_slide"] = Torn(given.slide)
+    outcome = runner.run(given)
+    others = [number for number in range(len(given.places)) if number != 3]
+    assert outcome.kept == others
+    expected = predicted(folder)[1].values[others]
+    assert torch.allclose(outcome.values, expected, rtol=0, atol=1e-12)
+
+    class Gone(Slide):
+        def read_box(self, *more, **others):
+            raise SlideError("all of it is torn")
+
+    given.source.__dict__["_slide"] = Gone(given.slide)
+    with pytest.raises(SlideError, match="all of it is torn"):
+        runner.run(given)
+
+
+def test_tiles_of_another_size_and_regions(folder):
+    given, outcome = predicted(folder, "tile_size=50", "overlap=10", "min_tissue=0.9")
+    assert given.size == (50, 50)
+    assert len(outcome.values) == len(given.places) > 4
+    given, outcome = predicted(folder, "whole=true", "activation=true")
+    assert given.size[0] > 150
+    assert len(given.places) == 1
+    assert outcome.activation.shape[:2] == (1, 3)
+    logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
+    assert torch.allclose(logits.softmax(1), outcome.values, atol=1e-6)
+
+
+def test_a_network_that_does_not_end_with_a_mean_has_no_activation_maps(folder, tmp_path):
+    train(tmp_path / "run", "++model._target_=tests.predicting.test_running.flat", "~model.width")
+    write_slide(tmp_path / "a.tiff", 80, 90)
+    with pytest.raises(ValueError, match=r"activation=true needs a network .* is not the mean"):
+        predicted(tmp_path, "activation=true", "min_tissue=0")
+    with pytest.raises(SlideError, match=r"Sequential does not take images of 40x40 .* 32x32"):
+        predicted(tmp_path, "tile_size=40", "min_tissue=0")
+
+
+def flat(num_classes: int, in_channels: int) -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(in_channels, 4, 32),
+        torch.nn.Flatten(),
+        torch.nn.Sigmoid(),
+        torch.nn.Linear(4, num_classes),
+    )
+
+
+def test_settings_come_from_the_training_set_unless_said(folder):
+    trained = find_trained(str(folder / "run"), Alone())
+    with pytest.raises(ValueError, match="does not say at which resolution"):
+        cutting_of(command("ckpt_path=x", "slides=x"), trained)
+    trained.__dict__["made_with"] = {"tile_size": 64, "mag": 20.0, "overlap": 8, "whole": None}
+    found = cutting_of(command("ckpt_path=x", "slides=x"), trained)
+    assert (found.tile_size, found.overlap, found.wanted.mag) == (64, 8, 20.0)
+    found = cutting_of(command("ckpt_path=x", "slides=x", "mpp=1", "overlap=0"), trained)
+    assert (found.overlap, found.wanted.mpp, found.wanted.mag) == (0, 1.0, None)
+    trained.__dict__["made_with"] = {"level": 0, "stain_normalise": "macenko"}
+    trained.__dict__["made_with"]["stain_reference"] = True
+    with pytest.raises(ValueError, match="name that image by stain_reference"):
+        cutting_of(command("ckpt_path=x", "slides=x"), trained)

@@ -1,0 +1,207 @@
+"""The command, as a user starts it: slides and shards in, tables and maps out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import openslide
+import pytest
+from PIL import Image
+
+from spatialdl.data import ShardWriter
+from spatialdl.slides.finding.annotations import read_annotations
+from tests.predicting.runs import NETWORK, train, write_slide
+
+NAMES = ["benign", "tumour in situ", "tumour"]
+
+
+class Case(NamedTuple):
+    """A folder with a network that was trained on shards, and slides."""
+
+    folder: Path
+
+    def predict(self, *words: str, code: int = 0) -> str:
+        """What the command says; a run directory is made where there is none."""
+        done = subprocess.run(
+            [sys.executable, "-m", "spatialdl.predict", *words, "device=cpu"],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stdout + done.stderr
+
+    def table(self, name: str) -> list[dict[str, str]]:
+        with (self.folder / name).open(newline="") as lines:
+            return list(csv.DictReader(lines))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predict")
+    made_with = {"tile_size": 32, "level": 0, "overlap": 6, "min_tissue": 0.4, "filter": {}}
+    rng = np.random.default_rng(0)
+    with ShardWriter(folder / "tiles", classes=NAMES, made_with=made_with) as writer:
+        for number in range(12):
+            image = rng.integers(0, 256, (32, 32, 3), np.uint8)
+            split = "val" if number % 4 == 0 else "train"
+            xy = (number % 4 * 26, number // 4 * 26)
+            writer.add(image, NAMES[number % 3], split, slide="one", xy=xy)
+    shards = ("data=shards", f"data.path={folder / 'tiles'}", "data.batch_size=4")
+    train(folder / "run", *NETWORK, data=shards)
+    write_slide(folder / "a.tiff", 203, 187)
+    write_slide(folder / "b.tif", 90, 101, seed=1)
+    (folder / "bad.svs").write_text("no slide")
+    return Case(folder)
+
+
+def test_slides_are_predicted_as_the_training_set_was_cut(case):
+    out = case.predict("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", "parallel=sp")
+    tiles, slides = case.table("p/predictions.csv"), case.table("p/slides.csv")
+    assert [row["slide"] for row in slides] == ["a", "b"]
+    assert sum(int(row["tiles"]) for row in slides) == len(tiles)
+    xs = sorted({int(row["x"]) for row in tiles})
+    assert {b - a for a, b in pairwise(xs)} == {26}
+    assert {(row["width"], row["height"]) for row in tiles} == {("32.0", "32.0")}
+    for row in (*tiles, *slides):
+        probabilities = [float(row[f"probability_{name}"]) for name in NAMES]
+        assert sum(probabilities) == pytest.approx(1)
+        assert row["predicted"] == NAMES[int(np.argmax(probabilities))]
+    own = [float(row["probability_tumour"]) for row in tiles if row["slide"] == "a"]
+    assert float(slides[0]["probability_tumour"]) == pytest.approx(np.mean(own), abs=1e-12)
+    assert f"a      {len(own):>5}  {slides[0]['predicted']}" in out
+    _check_tiff(case, tiles)
+    _check_geojson(case, tiles)
+    with Image.open(case.folder / "p" / "a-heatmap.png") as picture:
+        assert min(picture.size) > 300
+    _check_resuming(case)
+
+
+def _check_tiff(case: Case, tiles: list[dict[str, str]]) -> None:
+    with openslide.OpenSlide(case.folder / "p" / "a-tumour_in_situ.tif") as found:
+        assert found.properties["openslide.vendor"] == "generic-tiff"
+        told = json.loads(found.properties["tiff.ImageDescription"])
+        assert told["class"] == "tumour in situ"
+        cols, rows = found.dimensions
+        assert (rows, cols) == (-(-203 // 4), -(-187 // 4))  # a pixel is an eighth of a tile
+        image = np.asarray(found.read_region((0, 0), 0, (cols, rows)).convert("L"))
+    own = [row for row in tiles if row["slide"] == "a"]
+    corner = min(own, key=lambda row: (int(row["y"]), int(row["x"])))
+    x, y = int(corner["x"]), int(corner["y"])
+    value = 255 * float(corner["probability_tumour in situ"])
+    assert abs(float(image[round(y / 4), round(x / 4)]) - value) <= 0.5
+    assert image[0, 0] == 0  # glass
+
+
+def _check_geojson(case: Case, tiles: list[dict[str, str]]) -> None:
+    path = case.folder / "p" / "a.geojson"
+    features = json.loads(path.read_text())["features"]
+    own = [row for row in tiles if row["slide"] == "a"]
+    assert len(features) == len(own)
+    properties = features[0]["properties"]
+    assert properties["objectType"] == "tile"
+    assert properties["classification"]["name"] == own[0]["predicted"]
+    assert len(properties["classification"]["color"]) == 3
+    measured = properties["measurements"]["probability tumour"]
+    assert measured == pytest.approx(float(own[0]["probability_tumour"]), abs=1e-12)
+    (ring,) = features[0]["geometry"]["coordinates"]
+    assert ring[0] == ring[-1] == [int(own[0]["x"]), int(own[0]["y"])]
+
+
+def _check_resuming(case: Case) -> None:
+    """A slide that is done is left as it is, unless a file of it is gone, or others are asked."""
+    before = (case.folder / "p" / "predictions.csv").read_bytes()
+    (case.folder / "p" / "b-tumour.tif").unlink()
+    out = case.predict("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p")
+    assert "a is done already" in out
+    assert "b is done already" not in out
+    assert (case.folder / "p" / "b-tumour.tif").is_file()
+    after = (case.folder / "p" / "predictions.csv").read_bytes()
+    assert len(after.splitlines()) == len(before.splitlines())
+
+
+def test_a_bad_slide_does_not_end_the_others(case):
+    words = ("ckpt_path=run", "slides=[bad.svs,b.tif]", "hydra.run.dir=bad", "maps=false")
+    said = case.predict(*words, code=1)
+    assert "cannot open slide bad.svs: it is a text file" in said
+    assert "failed: cannot open slide bad.svs" in said
+    assert [row["slide"] for row in case.table("bad/slides.csv")] == ["b"]
+    assert not list((case.folder / "bad").glob("*.tif"))
+
+
+def test_shards_are_predicted_as_in_validation(case):
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    words = ("ckpt_path=run", "shards=tiles", "split=val", "hydra.run.dir=s", "table=parquet")
+    case.predict(*words)
+    found = pyarrow.parquet.read_table(case.folder / "s" / "predictions.parquet").to_pydict()
+    validated = case.table("run/predictions.csv")
+    assert found["x"] == [int(row["x"]) for row in validated]
+    assert found["predicted"] == [row["predicted"] for row in validated]
+    for name in NAMES:
+        expected = [float(row[f"probability_{name}"]) for row in validated]
+        assert found[f"probability_{name}"] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("slides=a.tiff", "ckpt_path has no value: add ckpt_path=..."),
+        ("ckpt_path=nowhere slides=a.tiff", "ckpt_path=nowhere is not there"),
+        ("ckpt_path=a.tiff slides=a.tiff", "ckpt_path=a.tiff names no checkpoint"),
+        ("ckpt_path=run", "slides=... or shards=... say what to predict, and neither is given"),
+        ("ckpt_path=run slides=*.ndpi", "slides=*.ndpi matches no file or folder"),
+        ("ckpt_path=run slides=a.tiff mpp=0", "mpp=0 must be micrometres per pixel"),
+        ("ckpt_path=run slides=a.tiff overlap=32", "overlap=32 must be less than a tile, 32"),
+        (
+            "ckpt_path=run slides=a.tiff classes=[x]",
+            "classes=['x']: the network knows no x, but benign",
+        ),
+        ("ckpt_path=run slides=a.tiff parallel=auto", "parallel=auto is for training"),
+        ("ckpt_path=run slides=a.tiff whole=true parallel=dp", "parallel.data=2 divides several"),
+        ("ckpt_path=run shards=tiles mpp=1", "mpp says how to cut slides, but shards are cut"),
+        ("ckpt_path=run slide=a.tiff", "slide is unknown; nearest: slides"),
+        ("ckpt_path=run slides=a.tiff average=perhaps", "average=perhaps is not supported"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words, sentence, case, monkeypatch, capsys):
+    from spatialdl import predict
+
+    monkeypatch.chdir(case.folder)
+    monkeypatch.setattr(sys, "argv", ["predict", *words.split(), "hydra.run.dir=wrong"])
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        predict.main()
+    assert ended.value.code == 1
+    assert f"error: {sentence}" in capsys.readouterr().err
+
+
+def test_regions_of_geojson_are_read_back(tmp_path):
+    from spatialdl.predicting.geojson import region_features, save_geojson
+
+    means = np.zeros((2, 20, 30))
+    means[0] = 0.4
+    means[1] = 0.1
+    means[1, 4:14, 6:20] = 0.9
+    means[1, 7:10, 9:13] = 0.1  # a hole
+    means[:, :, 25:] = np.nan
+    save_geojson(tmp_path / "a.geojson", region_features(means, 8.0, ["no", "yes"], [1]))
+    (region,) = read_annotations(tmp_path / "a.geojson")
+    assert region.label == "yes"
+    assert len(region.holes) == 1
+    low, high = np.asarray(region.outline).min(0), np.asarray(region.outline).max(0)
+    assert np.allclose(low, [6 * 8, 4 * 8], atol=4.1)
+    assert np.allclose(high, [20 * 8, 14 * 8], atol=4.1)
