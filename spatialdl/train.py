@@ -35,7 +35,7 @@ from spatialdl.comm.launch import (
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import check_overrides
-from spatialdl.training import signals
+from spatialdl.training import run_log, signals
 from spatialdl.training.checks import check_config
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def _hydra_main(config: DictConfig) -> None:
                 sys.exit(code)
         else:
             signals.install()
+            run_log.warn_once()
             start_world()
             _train(config, overrides, run_dir)
     except Exception as error:
@@ -164,7 +165,7 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     if config.parallel.name == "auto":
         config = _choose_together(world, config)
     config, run_dir = _agree(world, composed, config)
-    _start_log(run_dir, info.rank)
+    run_log.start_log(run_dir, info.rank)
     _train(config, flags.overrides, run_dir)
 
 
@@ -315,20 +316,6 @@ def _write_records(composed: DictConfig, config: DictConfig, run_dir: Path) -> N
     OmegaConf.save(config, records / "config.yaml")
     OmegaConf.save(OmegaConf.create({"hydra": composed.hydra}), records / "hydra.yaml")
     OmegaConf.save(composed.hydra.overrides.task, records / "overrides.yaml")
-
-
-def _start_log(run_dir: Path, rank: int) -> None:
-    """Rank 0 logs as Hydra does, to the terminal and a file; the others only what is wrong."""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    if rank == 0:
-        handlers.append(logging.FileHandler(run_dir / "train.log"))
-    who = "" if rank == 0 else f"[rank {rank}]"
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format=f"[%(asctime)s]{who}[%(name)s][%(levelname)s] - %(message)s",
-        handlers=handlers,
-        force=True,
-    )
 
 
 if __name__ == "__main__":

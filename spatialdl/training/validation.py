@@ -128,18 +128,3 @@ class Validation:
                 "others; the mean leaves it out",
                 named,
             )
-
-
-_SHARES = ("accuracy", "balanced_accuracy", "auroc", "mean_dice", "mean_iou", "slide_accuracy")
-_NUMBERS = ("mae", "rmse", "r2")
-
-
-def told(found: Mapping[str, Any]) -> str:
-    """Metrics as a line of the log has them."""
-    parts = [f"loss {found['loss']:.4f}"]
-    for name in (*_SHARES, *_NUMBERS):
-        value = found.get(name)
-        if value is not None:
-            text = f"{100 * value:.1f} %" if name in _SHARES else f"{value:.4g}"
-            parts.append(f"{name.replace('_', ' ')} {text}")
-    return f"{', '.join(parts)} of {found['samples']} samples"
