@@ -12,10 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from spatialdl.training.loggers.choosing import Loggers
 from spatialdl.training.metrics import Scores
 from spatialdl.training.progress import Progress
 from spatialdl.training.run_directory import RunDirectory, record_of
-from spatialdl.training.validation_table import validation_table
+from spatialdl.training.validation_table import metrics_of, validation_table
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -51,6 +52,8 @@ class Reporter:
             RunDirectory(run_dir, config, *earlier, columns=columns)
         )
         done = 0 if resumed is None else int(resumed[1]["step"])
+        self.loggers = Loggers(config, run_dir, done)
+        self._open.callback(self.loggers.close)
         self._progress = self._open.enter_context(Progress(steps, done))
         self._warned = False
 
@@ -90,6 +93,7 @@ class Reporter:
             "data_wait": data_wait,
         }
         self.record.log_step(step=step, epoch=epoch, **shown, **more)
+        self.loggers.log_step(step, {**shown, **more, "epoch": epoch, "memory_mb": memory_mb})
         if not math.isfinite(loss) and not self._warned:
             self._warned = True
             log.warning(_NOT_FINITE, step, loss)
@@ -101,6 +105,8 @@ class Reporter:
         before = earlier[-1] if earlier else None
         log.info("%s", validation_table(found, step, self._names, before))
         self.record.log_validation(step=step, **found)
+        known = metrics_of(found)
+        self.loggers.log_validation(step, {k: v for k, v in known.items() if v is not None})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run has come to its end."""
