@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
 _POINTS_UP_TO = 40  # so few steps are drawn as points, too
 _LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
-_BLUE, _ORANGE, _GREY, _GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
+BLUE, ORANGE, GREY, GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
 _LABELS = {
     "accuracy": "accuracy",
     "mean_dice": "Dice",
@@ -41,10 +41,10 @@ def draw(
     figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
     if validations:
         panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        _draw_metrics(panels[1], validations)
+        draw_metrics(panels[1], validations)
     else:
         panels = [figure.subplots()]
-    _draw_loss(panels[0], steps, validations)
+    draw_loss(panels[0], steps, validations)
     panels[0].set_title(title, loc="left")
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
@@ -55,7 +55,7 @@ def draw(
     figure.savefig(path)
 
 
-def _draw_loss(
+def draw_loss(
     panel: Axes,
     steps: Sequence[Mapping[str, float]],
     validations: Sequence[Mapping[str, Any]],
@@ -63,15 +63,15 @@ def _draw_loss(
     x = np.array([row["step"] for row in steps])
     loss = np.array([row["loss"] for row in steps])
     marker = "o" if len(steps) <= _POINTS_UP_TO else None
-    panel.plot(x, loss, color=_GREY, linewidth=0.8, marker=marker, markersize=3, label="training")
+    panel.plot(x, loss, color=GREY, linewidth=0.8, marker=marker, markersize=3, label="training")
     width = round(len(steps) * _SMOOTH_OVER)
     if width > 1:
-        panel.plot(x, _smoothed(loss, width), color=_BLUE, label=f"training, mean of {width} steps")
+        panel.plot(x, _smoothed(loss, width), color=BLUE, label=f"training, mean of {width} steps")
     if validations:
         panel.plot(
             [row["step"] for row in validations],
             [row["loss"] for row in validations],
-            color=_ORANGE,
+            color=ORANGE,
             marker="o",
             markersize=4,
             label="validation",
@@ -83,12 +83,12 @@ def _draw_loss(
     panel.legend(frameon=False)
 
 
-def _draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
     """Shares from 0 to 100 %; errors where the task has no shares."""
     shares = [name for name in _SHARES if name in validations[0]]
     names = shares or [name for name in _ERRORS if name in validations[0]]
     steps = [row["step"] for row in validations]
-    for name, colour in zip(names, (_ORANGE, _BLUE, _GREY, _GREEN), strict=False):
+    for name, colour in zip(names, (ORANGE, BLUE, GREY, GREEN), strict=False):
         scale = 100 if shares else 1
         values = [np.nan if row[name] is None else scale * row[name] for row in validations]
         panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])

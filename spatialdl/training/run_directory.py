@@ -6,6 +6,7 @@ predictions.csv  a row a sample of the last validation, and slides.csv a row a s
                  `training.predictions`
 summary.json     written at the end, whole or not at all
 loss.png         loss and validation over the steps
+report.html      all of it to look at, see `training.report`
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class RunDirectory:
         self._config = config
         self._steps: list[dict[str, float]] = [dict(row) for row in steps]
         self._validations: list[dict[str, Any]] = [dict(row) for row in validations]
-        for name in ("summary.json", "loss.png"):
+        for name in ("summary.json", "loss.png", "report.html"):
             (self.path / name).unlink(missing_ok=True)
         self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
         self._validation: _Table | None = None
@@ -71,6 +72,11 @@ class RunDirectory:
         else:
             for name in _OF_VALIDATIONS:
                 (self.path / name).unlink(missing_ok=True)
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """All so far."""
+        return self._steps
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -150,7 +156,7 @@ class RunDirectory:
         self.close()
         found = {
             "loss": [row["loss"] for row in self._steps],
-            "images_per_second": self._images_per_second(),
+            "images_per_second": self.images_per_second(),
             "parallel": str(self._config.parallel.name),
             "validation": self._validations,
         }
@@ -159,15 +165,16 @@ class RunDirectory:
         unfinished.write_text(text)
         unfinished.replace(self.path / "summary.json")
         if self._steps:
-            draw(self.path / "loss.png", self._title(summary), self._steps, self._validations)
+            draw(self.path / "loss.png", self.title(summary), self._steps, self._validations)
 
-    def _images_per_second(self) -> float | None:
+    def images_per_second(self) -> float | None:
         """Over all steps but the first, which also warms up."""
         rates = [row["images_per_second"] for row in self._steps]
         rates = rates[1:] or rates
         return len(rates) / sum(1 / rate for rate in rates) if rates and min(rates) > 0 else None
 
-    def _title(self, summary: Mapping[str, Any]) -> str:
+    def title(self, summary: Mapping[str, Any]) -> str:
+        """Of the run, in a line."""
         network = str(self._config.model["_target_"]).rpartition(".")[2]
         ranks = int(summary.get("world_size", 1))
         counted = "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -26,6 +27,7 @@ from spatialdl.training.debug.detect_nan import NanWatch
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.meeting import Meeting
 from spatialdl.training.metrics import Scores
 from spatialdl.training.mixup import mixed
@@ -130,8 +132,6 @@ class Trainer:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
         run_dir = self.world.bcast(run_dir)
         table = start_table(self.pipeline, self.world, self.config, self.batch_size)
-        if table is not None:
-            log.info("%s", table)
         with ExitStack() as stack:
             if self.world.rank == 0:
                 stack.enter_context(held(run_dir))
@@ -143,12 +143,13 @@ class Trainer:
             if resumed is not None:
                 self.course.restore(resumed[1])
             reporter = None
-            if self.world.rank == 0:
+            if table is not None:
                 reporter = stack.enter_context(
                     Reporter(
                         self.config,
                         run_dir,
                         steps=self.steps,
+                        table=table,
                         names=self.sources.names,
                         columns=[*self.update.told, *COLUMNS],
                         resumed=resumed,
@@ -175,30 +176,38 @@ class Trainer:
             writer.wait()
             tell_warnings(self.world)
             if self.course.stopped is not None:
-                self._leave(run_dir, self.course.stopped)
+                self._leave(reporter, run_dir, self.course.stopped)
                 return
             staging.finish()
             self._finish(reporter)
 
     def _finish(self, reporter: Reporter | None) -> None:
-        memory = self.world.gather(peak_memory_mb(self.device))
+        summary = self._summary()
+        examples = self.validation.examples() if self.validation is not None else None
         if reporter is None:
             return
         if self._overfit is not None:
             log.info("debug=overfit: %s", self._overfit.verdict(self.course.step))
-        reporter.finish(
-            {
-                "world_size": self.world.size,
-                "peak_memory_mb": memory,
-                "time_split": self._split.summary(),
-            }
-        )
+        reporter.finish(summary, examples or ())
 
-    def _leave(self, run_dir: Path, number: Signals) -> None:
+    def _summary(self) -> dict[str, Any]:
+        """What all ranks together know of the run; each must call it."""
+        return {
+            "world_size": self.world.size,
+            "peak_memory_mb": self.world.gather(peak_memory_mb(self.device)),
+            "time_split": self._split.summary(),
+        }
+
+    def _leave(self, reporter: Reporter | None, run_dir: Path, number: Signals) -> None:
         step, saved = self.course.step, self.checkpoints.writer.last
         if self.world.rank == 0:
             write_marker(run_dir, number, step, saved)
             log.info("stopped by %s after step %d: ckpt_path=latest goes on", number.name, step)
+        summary = self._summary()
+        if reporter is not None:
+            reporter.stopped(
+                summary, f"Stopped by {number.name} after step {step} of {self.steps}."
+            )
 
     def _train_epoch(self, reporter: Reporter | None) -> None:
         """What is left of an epoch, or of the run."""
@@ -283,6 +292,10 @@ class Trainer:
         if reporter is not None:
             reporter.validated(self.course.step, found)
             self.validation.write(reporter.record.path)
+        if wants_images(self.config.get("logger") or {}):
+            examples = self.validation.examples()
+            if reporter is not None:
+                reporter.show(self.course.step, examples or ())
         return found
 
     def _until_stopped(self, feed: Feed) -> Iterator[list[Microbatch]]:

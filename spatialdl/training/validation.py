@@ -17,6 +17,7 @@ from spatialdl.data.targets import sample_numbers
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.feeding import Feed
+from spatialdl.training.gallery import Example, Gallery
 from spatialdl.training.metrics import Scores, undefined
 from spatialdl.training.predictions import Predictions
 from spatialdl.training.segmentation import Segmentation
@@ -50,9 +51,13 @@ class Validation:
         self._predictions: Predictions | None = None
         self._numbers: list[int] | None = None
         self._warned = False
+        views = sources.validation_views
+        assert views is not None
+        self._gallery = Gallery(world, pipeline.placement, views, sources.names)
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
         """What counts on this rank, of batches of the feed from the first on."""
+        self._gallery.begin()
         if isinstance(self._task, Segmentation):
             return self._own_tally(self._task, batches)
         return list(self._own_outputs(self._task, batches))
@@ -76,13 +81,19 @@ class Validation:
         except OSError as error:  # such as a full disk, for which no run is lost
             log.warning("the predictions are not written: %s", error)
 
+    def examples(self) -> list[Example] | None:
+        """The worst and the best of the last predictions on rank 0; all ranks must call it."""
+        return self._gallery.examples(self._predictions)
+
     def _own_tally(self, task: Segmentation, batches: Iterable[Sequence[Microbatch]]) -> Tensor:
         sums = torch.zeros(task.tallied, dtype=torch.float64)
-        for parts in batches:
+        for batch, parts in enumerate(batches):
+            slices = self._feed.own(batch)
             for number, output in self._pipeline.evaluate(parts).items():
                 target, mesh = parts[number].target, self._pipeline.last(number)
                 if target is not None and mesh is not None:
                     sums += task.tally(output, target, mesh.part)
+                    self._gallery.note(slices[number], output, target, mesh)
         return sums
 
     def _own_outputs(

@@ -51,10 +51,14 @@ class Loggers:
         config: of the run.
         run_dir: its directory.
         done: steps that an earlier run has made.
+
+    Attributes:
+        take_images: whether any of them does.
     """
 
     def __init__(self, config: DictConfig, run_dir: Path, done: int) -> None:
         self._open: dict[str, Logger] = {}
+        self.take_images = wants_images(config.get("logger") or {})
         plain = OmegaConf.to_container(config, resolve=True)
         assert isinstance(plain, dict)
         for name, settings in (config.get("logger") or {}).items():
