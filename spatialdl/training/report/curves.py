@@ -36,6 +36,8 @@ def curves(steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[s
     speed.plot(x, [row["images_per_second"] for row in few], color=GREY, marker=marker, lw=1)
     speed.set_ylabel("images per second")
     speed.set_ylim(bottom=0)
+    if len(few) < 2:
+        rate.set_xlim(x[0] - 1, x[0] + 1)
     for panel in (loss, metrics, rate, speed):
         panel.grid(color="0.9")
         panel.set_axisbelow(True)
