@@ -403,3 +403,25 @@ def test_predictions_of_the_last_validation_are_written(tmp_path):
     assert [int(row["label"]) for row in rows] == target.tolist()
     shares = [[float(row[f"probability_{c}"]) for c in range(3)] for row in rows]
     torch.testing.assert_close(torch.tensor(shares).double(), output.softmax(1))
+
+
+def test_a_run_can_be_seen(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, "trainer.validate_every=2", "logger=tensorboard", "optimizer=adamw")
+    split = summary(tmp_path)["time_split"]
+    assert split.pop("seconds_per_step") > 0
+    assert sum(split.values()) == pytest.approx(1)
+    assert split["halo"] == split["hand_over"] == 0 < split["compute"]
+    rows = table(tmp_path / "metrics.csv")
+    assert all(float(row["halo"]) == 0 <= float(row["reduce"]) < 1 for row in rows)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<figure>") == 5
+    assert "global batch: 1 micro-batch x 1 replica x 4 images = 4 images a step" in page
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    assert [one.step for one in events.Scalars("train/loss")] == [1, 2, 3]
+    assert [one.step for one in events.Scalars("validation/accuracy")] == [2, 3]
+    assert tags["images"] == [*(f"validation/{n}" for n in range(5)), "run/loss"]
+    assert [one.step for one in events.Images("validation/0")] == [2, 3]
