@@ -76,12 +76,20 @@ def test_a_run_leaves_a_loss_and_a_row_a_step(tmp_path):
     assert len(summary(tmp_path)["peak_memory_mb"]) == 1
 
 
+def decaying(parameters):
+    """As the optimizers' configurations have it: weights decay, norms and biases do not."""
+    parameters = list(parameters)
+    weights = [one for one in parameters if one.dim() > 1]
+    others = [one for one in parameters if one.dim() <= 1]
+    return [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+
+
 def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     settings = config("scheduler=cosine", "optimizer=adamw", "parallel.microbatches=2")
     trainer = Trainer(settings, Alone())
     model = build_model(config(), trainer.sources).double()
     trainer.fit(tmp_path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(decaying(model.parameters()), lr=1e-3, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     order = sample_order(10, 0, 0).tolist()
     losses, rates = [], []
@@ -232,7 +240,7 @@ def test_segmentation_s_losses_are_those_of_a_plain_loop(tmp_path):
     trainer = Trainer(settings, Alone())
     model = build_model(settings, trainer.sources).double()
     trainer.fit(tmp_path)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4)
     order = sample_order(10, 0, 0).tolist()
     losses = []
     for samples in (order[:4], order[4:8], order[8:]):
@@ -310,7 +318,7 @@ def test_averaged_weights_are_validated_and_the_others_trained(tmp_path):
 def test_mixed_precision_trains_as_a_plain_loop_does(tmp_path, precision):
     trainer = train(tmp_path, f"trainer.precision={precision}", "trainer.max_steps=2")
     model = build_model(config(), trainer.sources)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16-mixed")
     order = sample_order(10, 0, 0).tolist()
     losses, scales = [], []
@@ -376,7 +384,7 @@ def test_what_is_frozen_stays_and_the_rest_is_that_of_a_plain_loop(tmp_path):
     for module in still:
         module.requires_grad_(False).eval()
     learning = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(learning, lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(decaying(learning), lr=0.05, momentum=0.9, weight_decay=1e-4)
     weight = torch.tensor([1, 2, 0.5], dtype=torch.float64)
     order = sample_order(10, 5, 0).tolist()
     losses = []
