@@ -240,7 +240,9 @@ def test_segmentation_s_losses_are_those_of_a_plain_loop(tmp_path):
     trainer = Trainer(settings, Alone())
     model = build_model(settings, trainer.sources).double()
     trainer.fit(tmp_path)
-    optimizer = torch.optim.SGD(decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(
+        decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4
+    )
     order = sample_order(10, 0, 0).tolist()
     losses = []
     for samples in (order[:4], order[4:8], order[8:]):
@@ -318,7 +320,9 @@ def test_averaged_weights_are_validated_and_the_others_trained(tmp_path):
 def test_mixed_precision_trains_as_a_plain_loop_does(tmp_path, precision):
     trainer = train(tmp_path, f"trainer.precision={precision}", "trainer.max_steps=2")
     model = build_model(config(), trainer.sources)
-    optimizer = torch.optim.SGD(decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(
+        decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16-mixed")
     order = sample_order(10, 0, 0).tolist()
     losses, scales = [], []
