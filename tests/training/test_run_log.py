@@ -14,6 +14,7 @@ def clean():
     """The root's handlers as they were."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    logging.captureWarnings(False)  # commands that ran in this process have left it on
     yield
     for handler in root.handlers:
         if handler not in handlers:
