@@ -1,19 +1,23 @@
-"""Training mode, in which frozen BatchNorm layers do not take part."""
+"""Training mode, in which layers that were told to rest do not take part."""
 
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+_RESTS = "rests_in_training"  # an attribute, so that copies of the layer have it too
+
+
+def rest_in_training(layer: nn.Module) -> None:
+    """Keep a layer in evaluation mode while others train: BatchNorm, with its statistics frozen.
+
+    Weights that do not learn are no such sign: in PyTorch their BatchNorm goes on counting.
+    """
+    setattr(layer, _RESTS, True)
 
 
 def start_training(stage: nn.Module) -> None:
-    """Put a stage into training mode, but not BatchNorm layers of which nothing learns.
-
-    They go on with their running statistics, as the weights after them expect. Layers without
-    parameters are in training mode.
-    """
+    """Put a stage into training mode, but not the layers that rest."""
     stage.train()
     for layer in stage.modules():
-        own = list(layer.parameters(recurse=False))
-        if isinstance(layer, _BatchNorm) and own and not any(p.requires_grad for p in own):
+        if getattr(layer, _RESTS, False):
             layer.eval()

@@ -8,6 +8,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spatialdl.pipeline.modes import rest_in_training
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -15,13 +18,14 @@ log = logging.getLogger("spatialdl.trainer")
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match one of the patterns (``layer1.*``, ``*.bias``).
 
-    BatchNorm layers of which all parameters are frozen stay in evaluation mode while the others
-    train, see `pipeline.modes`: their running statistics are frozen too.
+    BatchNorm layers of which all parameters are frozen here stay in evaluation mode while the
+    others train, see `pipeline.modes`: their running statistics are frozen too.
 
     Raises:
         ValueError: if a pattern matches nothing, or nothing is left to learn.
     """
     parameters = dict(model.named_parameters())
+    stilled: set[nn.Parameter] = set()
     for pattern in patterns:
         chosen = [name for name in parameters if fnmatchcase(name, pattern)]
         if not chosen:
@@ -33,6 +37,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         for name in chosen:
             parameters[name].requires_grad_(False)
+            stilled.add(parameters[name])
+    for layer in model.modules():
+        own = set(layer.parameters(recurse=False))
+        if isinstance(layer, _BatchNorm) and own and own <= stilled:
+            rest_in_training(layer)
     frozen = [p.numel() for p in parameters.values() if not p.requires_grad]
     if patterns and len(frozen) == len(parameters):
         raise ValueError(
