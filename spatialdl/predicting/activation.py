@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.training.activation import Activations
+from spatialdl.training.activation import NEEDED, Activations
 from spatialdl.training.validation import Evaluated
 
 
@@ -39,8 +39,7 @@ class ActivationMaps:
         seen = self._watch.take(one.output)
         if seen is None:
             raise ValueError(
-                f"activation=true needs a network that ends with the mean over all places and a "
-                f"linear layer in one stage, and {self._watch.refusal}: leave it out"
+                f"activation=true needs {NEEDED}, and {self._watch.refusal}: leave it out"
             )
         if seen.is_split or one.counts:
             values = seen.values.float().cpu().numpy()

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.tensor import SpatialTensor
 
+NEEDED = "a network that ends with the mean over all places and a linear layer in one stage"
+
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
