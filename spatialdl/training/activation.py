@@ -68,8 +68,9 @@ class Activations:
         if not linears:
             self.refusal = "its last stage has no linear layer"
             return
-        self._handles.append(last.register_forward_pre_hook(self._enters))
-        self._handles += [module.register_forward_hook(self._passed) for module in modules]
+        self._handles.append(last.register_forward_pre_hook(self._begins))
+        self._handles += [module.register_forward_pre_hook(self._enters) for module in modules]
+        self._handles += [module.register_forward_hook(self._leaves) for module in modules]
         self._handles.append(linears[-1].register_forward_hook(self._classified))
 
     def take(self, output: Tensor) -> Activation | None:
@@ -86,13 +87,16 @@ class Activations:
         self._map = self._last = None
         self._seen.clear()
 
-    def _enters(self, module: nn.Module, args: Any) -> None:
+    def _begins(self, module: nn.Module, args: Any) -> None:
         """A stage takes tensors by their names."""
         self._map = self._last = None
         self._keep(args[0].values() if isinstance(args[0], dict) else args)
 
-    def _passed(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._keep((*args, output))
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        self._keep(args)
+
+    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._keep((output,))
 
     def _keep(self, values: Iterable[Any]) -> None:
         """The last map, and the last one with more than one place."""

@@ -24,9 +24,12 @@ def trainer(network: str) -> Trainer:
 
 
 def evaluated(network: str, images: Tensor, all_classes: bool) -> tuple[Activations, Tensor]:
+    """After a bias has been set by which classes differ from image to image."""
     pipeline = trainer(network).pipeline
-    watch = Activations(pipeline, all_classes=all_classes)
     batch = Microbatch(len(images), 1.0, images, torch.zeros(len(images)))
+    if hasattr(pipeline.stages[0], "fc"):
+        pipeline.stages[0].fc.bias.data -= pipeline.evaluate([batch])[0].mean(0)
+    watch = Activations(pipeline, all_classes=all_classes)
     return watch, pipeline.evaluate([batch])[0]
 
 
@@ -44,7 +47,9 @@ def test_the_mean_of_a_map_is_the_logit():
     only = watch.take(output)
     assert only.values.shape == (5, 6, 5)
     assert torch.equal(only.logits, output)
-    expected = seen.values[range(5), output.argmax(1)]
+    classes = output.argmax(1)
+    assert len(set(classes.tolist())) > 1
+    expected = seen.values[range(5), classes]
     assert torch.allclose(only.values, expected, rtol=0, atol=1e-12)
 
 
@@ -55,6 +60,29 @@ def test_a_closed_one_sees_nothing():
     output = ours.pipeline.evaluate([Microbatch(5, 1.0, IMAGES, torch.zeros(5))])[0]
     assert watch.take(output) is None
     assert not any(module._forward_hooks for module in ours.pipeline.stages[0].modules())
+
+
+def nested(num_classes: int, in_channels: int) -> nn.Sequential:
+    """Its last map is an input only, of a layer of a layer."""
+    body = nn.Sequential(nn.Conv2d(in_channels, 6, 3), Squared(), nn.Flatten())
+    return nn.Sequential(OrderedDict(body=body, fc=nn.Linear(6, num_classes)))
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x * x)
+
+
+def test_a_map_may_be_seen_only_where_it_is_pooled():
+    watch, output = evaluated(f"{HERE}.nested", IMAGES, all_classes=True)
+    seen = watch.take(output)
+    assert not watch.refusal
+    assert seen.values.shape == (5, 3, 21, 17)
+    assert torch.allclose(seen.values.mean((2, 3)), output, rtol=0, atol=1e-12)
 
 
 def ends_with_a_map(num_classes: int, in_channels: int) -> nn.Sequential:
@@ -74,6 +102,11 @@ def pools_the_most(num_classes: int, in_channels: int) -> nn.Sequential:
     return network
 
 
+def has_two_layers(num_classes: int, in_channels: int) -> nn.Sequential:
+    end = nn.Sequential(nn.ReLU(), nn.Linear(6, num_classes))
+    return nn.Sequential(OrderedDict(body=small(6, in_channels), end=end))
+
+
 def goes_on(num_classes: int, in_channels: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict(body=small(num_classes, in_channels), end=nn.Softplus()))
 
@@ -84,6 +117,7 @@ def goes_on(num_classes: int, in_channels: int) -> nn.Sequential:
         ("ends_with_a_map", "its last stage has no linear layer"),
         ("flattens", "its last linear layer does not get one number a channel of a map"),
         ("pools_the_most", "what its last linear layer gets is not the mean of the map before it"),
+        ("has_two_layers", "what its last linear layer gets is not the mean of the map before it"),
         ("goes_on", "what leaves it is not what its last linear layer gives"),
     ],
 )
