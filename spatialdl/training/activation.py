@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.tensor import SpatialTensor
@@ -54,9 +55,9 @@ class Activations:
 
     def __init__(self, pipeline: Pipeline, *, all_classes: bool) -> None:
         self._all = all_classes
-        self._checked = False
-        self._map: Tensor | None = None
-        self._last: Tensor | None = None
+        self._chosen: int | None = None
+        self._large: list[Tensor] = []
+        self._last: list[Tensor] = []
         self._seen: deque[Activation] = deque()
         self.refusal = ""
         self._handles: list[Any] = []
@@ -84,12 +85,12 @@ class Activations:
         """Watch no more."""
         for handle in self._handles:
             handle.remove()
-        self._map = self._last = None
+        self._large, self._last = [], []
         self._seen.clear()
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         """A stage takes tensors by their names."""
-        self._map = self._last = None
+        self._large, self._last = [], []
         self._keep(args[0].values() if isinstance(args[0], dict) else args)
 
     def _enters(self, module: nn.Module, args: Any) -> None:
@@ -99,32 +100,37 @@ class Activations:
         self._keep((output,))
 
     def _keep(self, values: Iterable[Any]) -> None:
-        """The last map, and the last one with more than one place."""
-        for value in values:
-            if isinstance(value, Tensor) and value.dim() == 4:
-                self._last = value
-                if value.shape[2] * value.shape[3] > 1:
-                    self._map = value
+        """The last maps, which may be several, and the last ones with more than one place."""
+        leaves = tree_leaves(list(values))
+        maps = [one for one in leaves if isinstance(one, Tensor) and one.dim() == 4]
+        self._last = maps or self._last
+        self._large = [m for m in maps if m.shape[2] * m.shape[3] > 1] or self._large
 
     def _classified(self, module: nn.Linear, args: Any, output: Tensor) -> None:
         features, fitting = args[0], []
         if features.dim() == 2:
-            maps = [one for one in (self._map, self._last) if one is not None]
-            fitting = [one for one in maps if one.shape[1] == features.shape[1]]
-        self._map = self._last = None
+            large, last = (
+                [one for one in maps if one.shape[1] == features.shape[1]]
+                for maps in (self._large, self._last)
+            )
+            fitting = large or last
+        self._large, self._last = [], []
         if self.refusal:
             return
         if not fitting:
             self.refusal = "its last linear layer does not get one number a channel of a map"
             return
-        found = fitting[0]
+        if self._chosen is None:  # looked at once
+            means = (n for n, one in enumerate(fitting) if _is_mean(one, features))
+            self._chosen = next(means, None)
+        if self._chosen is None:
+            self.refusal = "what its last linear layer gets is not the mean of the map before it"
+            return
+        found = fitting[self._chosen]
         tile, row, col = found, 0, 0
         if isinstance(found, SpatialTensor):
             box = found.mesh.own_box(found.spatial_layout)
             tile, row, col = found.to_local(), box.row0, box.col0
-        if not self._is_mean(found, tile, features):
-            self.refusal = "what its last linear layer gets is not the mean of the map before it"
-            return
         size = int(found.shape[2]), int(found.shape[3])
         is_split = isinstance(found, SpatialTensor)
         values = self._values(module, tile, output.argmax(1))
@@ -142,13 +148,12 @@ class Activations:
             values = torch.einsum("nchw,nc->nhw", tile, weight[classes])
             return values if bias is None else values + bias.detach()[classes, None, None]
 
-    def _is_mean(self, found: Tensor, tile: Tensor, features: Tensor) -> bool:
-        """Whether what is classified is the mean of the map; looked at once."""
-        if self._checked:
-            return True
-        self._checked = True
-        means = tile.double().sum((2, 3)) / (found.shape[2] * found.shape[3])
-        if isinstance(found, SpatialTensor):
-            means = found.mesh.grid_comm.all_reduce(means)
-        most = float((means - features.double()).abs().max())
-        return not most > _CLOSE[features.dtype] * float(means.abs().max() + 1)
+
+def _is_mean(found: Tensor, features: Tensor) -> bool:
+    """Whether what is classified is the mean of a map; the ranks of a grid ask together."""
+    tile = found.to_local() if isinstance(found, SpatialTensor) else found
+    means = tile.double().sum((2, 3)) / (found.shape[2] * found.shape[3])
+    if isinstance(found, SpatialTensor):
+        means = found.mesh.grid_comm.all_reduce(means)
+    most = float((means - features.double()).abs().max())
+    return not most > _CLOSE[features.dtype] * float(means.abs().max() + 1)

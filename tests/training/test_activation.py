@@ -68,6 +68,21 @@ def nested(num_classes: int, in_channels: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict(body=body, fc=nn.Linear(6, num_classes)))
 
 
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + 1
+
+
+class Second(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[1].mean((2, 3))
+
+
+def of_a_pair(num_classes: int, in_channels: int) -> nn.Sequential:
+    layers = [nn.Conv2d(in_channels, 6, 3), Twice(), Second(), nn.Linear(6, num_classes)]
+    return nn.Sequential(OrderedDict(zip("abcd", layers, strict=True)))
+
+
 class Squared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +92,9 @@ class Squared(nn.Module):
         return self.pool(x * x)
 
 
-def test_a_map_may_be_seen_only_where_it_is_pooled():
-    watch, output = evaluated(f"{HERE}.nested", IMAGES, all_classes=True)
+@pytest.mark.parametrize("network", ["nested", "of_a_pair"])
+def test_a_map_may_be_seen_only_where_it_is_pooled(network):
+    watch, output = evaluated(f"{HERE}.{network}", IMAGES, all_classes=True)
     seen = watch.take(output)
     assert not watch.refusal
     assert seen.values.shape == (5, 3, 21, 17)
