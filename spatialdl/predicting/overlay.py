@@ -13,10 +13,10 @@ import numpy.typing as npt
 from spatialdl.data.saving import replacing
 from spatialdl.slides.reading.reader import Thumbnail
 from spatialdl.text import fitted
+from spatialdl.training.heat_maps import COLOURS, OPACITY, faint
 
 MOST = 8
 """So many classes are drawn, the first ones."""
-_OPACITY = 0.65
 _PANEL_INCHES, _MOST_INCHES = 4.6, 7.0
 
 
@@ -56,7 +56,7 @@ def save_overlay(
     if thumbnail is not None:
         axes[0].imshow(thumbnail.image, extent=place)
         axes[0].set_title("slide", fontsize=10)
-    grey = None if thumbnail is None else _faint(thumbnail.image)
+    grey = None if thumbnail is None else faint(thumbnail.image)
     image = None
     for panel, (name, values) in zip(axes[panels - len(drawn) :], drawn.items(), strict=False):
         if grey is not None:
@@ -64,10 +64,10 @@ def save_overlay(
         image = panel.imshow(
             np.ma.masked_invalid(values),
             extent=(0, values.shape[1] * scale, values.shape[0] * scale, 0),
-            cmap="turbo",
+            cmap=COLOURS,
             vmin=limits[0],
             vmax=limits[1],
-            alpha=_OPACITY if grey is not None else 1.0,
+            alpha=OPACITY if grey is not None else 1.0,
             interpolation="nearest",
         )
         panel.set_title(fitted(name, 40), fontsize=10)
@@ -80,8 +80,3 @@ def save_overlay(
     figure.suptitle(f"{fitted(title, 60)}{more}", fontsize=11)
     with replacing(path) as out:
         figure.savefig(out, format="png")
-
-
-def _faint(image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """In grey, and lighter, so that colours over it are those of the bar."""
-    return np.asarray(255 - (255 - image.mean(2)) * 0.6)

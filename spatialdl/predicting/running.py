@@ -19,7 +19,7 @@ from spatialdl.data.batches import Slice
 from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.predicting.activation import Activations
+from spatialdl.predicting.activation import ActivationMaps
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
 from spatialdl.predicting.pieces import Piece, own_pieces
@@ -103,7 +103,7 @@ class Runner:
         task: SampleTask = TASKS[self._trained.task]()
         own: list[tuple[range, Tensor]] = []
         columns = len(self._trained.classes)
-        watch = Activations(pipeline) if self._config.activation else None
+        watch = ActivationMaps(pipeline) if self._config.activation else None
         for one in evaluated(pipeline, feed, self._microbatches(feed, given)):
             if watch is not None:
                 watch.note(one)

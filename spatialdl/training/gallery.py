@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +17,13 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.data.views import Views
 from spatialdl.mesh import Mesh, Placement
 from spatialdl.spatial.tensor import SpatialTensor, redistribute
+from spatialdl.training.extremes import errors_of, extremes
+from spatialdl.training.heat_maps import HeatMaps, heated
 from spatialdl.training.losses import own_pixels
 from spatialdl.training.predictions import Predictions
 from spatialdl.training.thumbnails import Patch, gather_thumbnails, joined, middles, thumbnail_size
 
 Picture = npt.NDArray[np.uint8]
-
-SHOWN = 4
-"""So many of the worst, and of the best."""
 
 CANDIDATES = 64
 """Of maps so many samples are looked at, over the whole set."""
@@ -47,7 +47,7 @@ class Example(NamedTuple):
     Attributes:
         title: what was right, and what was predicted.
         error: 0 for a perfect prediction.
-        pictures: by what they show, RGB (rows, columns, 3); a heat map would be one more.
+        pictures: by what they show, RGB (rows, columns, 3).
     """
 
     sample: int
@@ -117,20 +117,24 @@ class Gallery:
                 )
             )
 
-    def examples(self, predictions: Predictions | None) -> list[Example] | None:
+    def examples(
+        self, predictions: Predictions | None, heat_maps: HeatMaps | None = None
+    ) -> list[Example] | None:
         """On rank 0, the worst first; all ranks must call it.
 
         Args:
             predictions: of all samples, on rank 0 where they are not maps.
+            heat_maps: of these, if there may be some.
         """
         everybody = self._world.gather(self._maps)
         chosen: list[tuple[int, float]] = []
         if everybody is not None:
             maps = [part for one in everybody for part in one]
             chosen = _by_map(maps) if maps else _by_prediction(predictions)
-            chosen = _ends(sorted(chosen, key=lambda one: -one[1]))
+            chosen = extremes(chosen)
         numbers = self._world.bcast([sample for sample, _ in chosen])
         images = gather_thumbnails(self._world, self._placement, self._views, numbers)
+        heat = heat_maps.gathered(self._world, numbers) if heat_maps is not None else {}
         if everybody is None or images is None:
             return None
         found = []
@@ -139,8 +143,11 @@ class Gallery:
             if parts:
                 found.append(self._example_of_map(sample, error, image, parts))
             elif predictions is not None:
-                title = _told(predictions, sample)
-                found.append(Example(sample, title, error, {"image": image}))
+                pictures = {"image": image}
+                if sample in heat:
+                    name = _named(predictions.names, heat[sample].label)
+                    pictures[f"heat map of {name}"] = heated(image, heat[sample].values)
+                found.append(Example(sample, _told(predictions, sample), error, pictures))
         return found
 
     def _example_of_map(
@@ -194,29 +201,19 @@ def _by_map(parts: Sequence[_MapPart]) -> list[tuple[int, float]]:
 
 
 def _by_prediction(predictions: Predictions | None) -> list[tuple[int, float]]:
-    """Samples, and 1 - the probability of the true class, or the mean distance to what is known."""
+    """Samples, and their errors."""
     if predictions is None:
         return []
-    values, labels = predictions.values, predictions.labels
-    if predictions.task.name == "classification":
-        errors = 1 - values.gather(1, labels[:, None])[:, 0]
-    else:
-        errors = (values - labels).abs().nanmean(1)
-    pairs = enumerate(errors.tolist())
-    return [(sample, error) for sample, error in pairs if error == error]  # noqa: PLR0124 (NaN)
+    errors = errors_of(predictions.task, predictions.values, predictions.labels)
+    return list(enumerate(errors.tolist()))
 
 
-def _ends(ordered: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The first and the last ones."""
-    return ordered if len(ordered) <= 2 * SHOWN else ordered[:SHOWN] + ordered[-SHOWN:]
+def _named(names: Sequence[str], number: int) -> str:
+    return names[number] if number < len(names) else str(number)
 
 
 def _told(predictions: Predictions, sample: int) -> str:
-    names, row = predictions.names, predictions.values[sample]
-
-    def named(number: int) -> str:
-        return names[number] if number < len(names) else str(number)
-
+    row, named = predictions.values[sample], partial(_named, predictions.names)
     label = predictions.labels[sample]
     if predictions.task.name == "classification":
         best = int(row.argmax())

@@ -98,20 +98,18 @@ def gather_thumbnails(
     everybody = world.gather(patches)
     if everybody is None:
         return None
-    counts, found = _counts(views.size), []
-    for number in range(len(samples)):
-        parts = [one[number] for one in everybody if one]
-        shape = (*thumbnail_size(views.size), parts[0].values.shape[2])
-        found.append(as_rgb(joined(parts, shape) / counts))
-    return found
+    return [
+        as_rgb(means([one[number] for one in everybody if one], views.size))
+        for number in range(len(samples))
+    ]
 
 
-def _counts(size: tuple[int, int]) -> Array:
-    """Pixels below each pixel of a thumbnail."""
-    rows, cols = (
-        np.diff(even_bounds(n, small)) for n, small in zip(size, thumbnail_size(size), strict=True)
-    )
-    return (rows[:, None] * cols[None, :])[..., None]
+def means(patches: Sequence[Patch], size: tuple[int, int]) -> Array:
+    """The thumbnail (rows, columns, channels) of an image (H, W), of its boxes' `sums`."""
+    small = thumbnail_size(size)
+    rows, cols = (np.diff(even_bounds(n, few)) for n, few in zip(size, small, strict=True))
+    whole = joined(patches, (*small, patches[0].values.shape[2]))
+    return np.asarray(whole / (rows[:, None] * cols[None, :])[..., None])
 
 
 def _own_box(

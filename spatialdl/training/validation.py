@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from spatialdl.data.targets import sample_numbers
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.training.extremes import errors_of
 from spatialdl.training.feeding import Feed
 from spatialdl.training.gallery import Example, Gallery
+from spatialdl.training.heat_maps import HeatMaps
 from spatialdl.training.metrics import Scores, undefined
 from spatialdl.training.predictions import Predictions
 from spatialdl.training.segmentation import Segmentation
@@ -89,13 +92,16 @@ class Validation:
         views = sources.validation_views
         assert views is not None
         self._gallery = Gallery(world, pipeline.placement, views, sources.names)
+        tells_classes = task.name in ("classification", "multilabel")
+        self._heat_maps = HeatMaps(pipeline) if tells_classes else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
         """What counts on this rank, of batches of the feed from the first on."""
         self._gallery.begin()
         if isinstance(self._task, Segmentation):
             return self._own_tally(self._task, batches)
-        return list(self._own_outputs(self._task, batches))
+        with self._heat_maps.watching() if self._heat_maps is not None else nullcontext():
+            return list(self._own_outputs(self._task, batches))
 
     def scores(self, own: Own) -> Scores:
         """Metrics of all that `own` gave; every rank must call it, and gets them."""
@@ -118,7 +124,7 @@ class Validation:
 
     def examples(self) -> list[Example] | None:
         """The worst and the best of the last predictions on rank 0; all ranks must call it."""
-        return self._gallery.examples(self._predictions)
+        return self._gallery.examples(self._predictions, self._heat_maps)
 
     def _own_tally(self, task: Segmentation, batches: Iterable[Sequence[Microbatch]]) -> Tensor:
         sums = torch.zeros(task.tallied, dtype=torch.float64)
@@ -137,8 +143,12 @@ class Validation:
         """Samples, and their outputs in float64, that count on this rank."""
         for one in evaluated(self._pipeline, self._feed, batches):
             task.loss(one.output, one.target)  # refuses outputs that do not fit
+            output = one.output.double().cpu()
+            if self._heat_maps is not None:
+                errors = errors_of(task, task.predictions(output), one.target.cpu())
+                self._heat_maps.note(one.samples, one.output, errors, one.counts)
             if one.counts:
-                yield one.samples, one.output.double().cpu()
+                yield one.samples, output
 
     def _score(self, pieces: Sequence[tuple[range, Tensor]]) -> Scores:
         assert not isinstance(self._task, Segmentation)

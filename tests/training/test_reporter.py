@@ -3,9 +3,13 @@ from __future__ import annotations
 import csv
 import logging
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from spatialdl.training.gallery import Example
 from spatialdl.training.reporter import Reporter
 
 STEP = {"epoch": 0, "learning_rate": 0.1, "images_per_second": 5.0, "data_wait": 0.25}
@@ -53,3 +57,19 @@ def test_a_report_that_cannot_be_written_ends_no_run(stops, tmp_path, caplog):
     assert (tmp_path / "summary.json").exists() != stops
     (warning,) = (one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
     assert warning.startswith("the report is not written: ")
+
+
+def test_examples_and_the_timeline_are_in_tensorboard(tmp_path):
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
+    pixels = np.full((10, 400, 3), 7, np.uint8)
+    shown = Example(3, "is a, told b", 0.5, {"image": pixels, "heat map of b": pixels})
+    with reporter(tmp_path) as ours:
+        ours.step(step=3, loss=1.0, memory_mb=9.0, halo=0.5, **STEP)
+        ours.show(3, [shown])
+        ours.finish(SUMMARY, [shown])
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    (picture,) = found.Images("run/timeline")
+    assert (picture.step, picture.width, picture.height) == (3, 30, 20)
+    (picture,) = found.Images("validation/0")
+    assert (picture.step, picture.width) == (3, 800)

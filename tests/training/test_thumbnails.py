@@ -7,9 +7,9 @@ from spatialdl.layout import even_bounds
 from spatialdl.training import thumbnails
 from spatialdl.training.thumbnails import (
     Patch,
-    _counts,
     as_rgb,
     joined,
+    means,
     middles,
     sums,
     thumbnail_size,
@@ -39,14 +39,14 @@ def test_parts_make_the_thumbnail_of_the_whole_image(size, grid):
     rows, cols = thumbnail_size(size)
     assert max(rows, cols) <= 13
     down, right = even_bounds(size[0], rows), even_bounds(size[1], cols)
-    means, picked = np.zeros((rows, cols, 3)), np.zeros((rows, cols))
+    expected, picked = np.zeros((rows, cols, 3)), np.zeros((rows, cols))
     for r in range(rows):
         for c in range(cols):
-            means[r, c] = image[down[r] : down[r + 1], right[c] : right[c + 1]].mean((0, 1))
+            expected[r, c] = image[down[r] : down[r + 1], right[c] : right[c + 1]].mean((0, 1))
             picked[r, c] = mask[(down[r] + down[r + 1]) // 2, (right[c] + right[c + 1]) // 2]
     cut = [(box, np.s_[box[0] : box[1], box[2] : box[3]]) for box in boxes(size, grid)]
-    pixels = joined([sums(image[s], box, size) for box, s in cut], (rows, cols, 3))
-    np.testing.assert_allclose(pixels / _counts(size), means, rtol=1e-12)
+    pixels = means([sums(image[s], box, size) for box, s in cut], size)
+    np.testing.assert_allclose(pixels, expected, rtol=1e-12)
     classes = joined([middles(mask[s], box, size) for box, s in cut], (rows, cols))
     np.testing.assert_array_equal(classes, picked)
 
