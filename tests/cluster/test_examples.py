@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.slurm import ROOT, Job, answer, run
+from tests.predicting.runs import NETWORK, train, write_slide
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, table
 
 SLURM = ROOT / "examples" / "slurm"
@@ -94,3 +96,82 @@ def test_a_run_that_fails_is_not_queued_again(tmp_path):
     done = run(["sbatch", *options, str(SLURM / "train.sbatch"), "run", "parallel=dp"], tmp_path)
     assert done.returncode != 0
     assert "parallel=dp needs 2 ranks = 2 replicas x 1x1" in (tmp_path / "log").read_text()
+
+
+def queued(cwd: Path, script: str, *words: str) -> str:
+    """What a job says that is queued on three nodes, and waited for."""
+    options = [*NODES, "--wait", f"--output={cwd / '%x-%A-%a.log'}"]
+    done = run(["sbatch", *options, *words[:-1], str(SLURM / script), *words[-1].split()], cwd)
+    said = "".join(log.read_text() for log in sorted(cwd.glob("*.log")))
+    assert done.returncode == 0, done.stderr + said
+    return said
+
+
+def slides_of(data: Path) -> dict[str, str]:
+    """Slides, and the sums over the shards, of a data set."""
+    manifest = json.loads((data / "manifest.json").read_text())
+    return {
+        "slides": sorted({sample["slide"] for sample in manifest["samples"]}),
+        "sums": [shard["sha256"] for shard in manifest["shards"]],
+    }
+
+
+@pytest.fixture
+def slides(tmp_path):
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for number in range(5):
+        write_slide(folder / f"slide {number}.tif", 200 + 30 * number, 260, seed=number)
+    return folder
+
+
+@pytest.mark.slow
+def test_tiling_on_nodes_writes_the_bytes_of_one_process(slides, tmp_path):
+    options = "--tile-size 64 --level 0"
+    queued(tmp_path, "tile.sbatch", f"slides tiles {options}")
+    done = run(["spatialdl-tile", "slides", "--out", "one", *options.split()], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert slides_of(tmp_path / "tiles") == slides_of(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_tasks_of_an_array_share_the_slides(slides, tmp_path):
+    queued(tmp_path, "tile.sbatch", "--array=3-4", "slides tiles --tile-size 64 --level 0")
+    found = [slides_of(tmp_path / f"tiles-{task}")["slides"] for task in (3, 4)]
+    assert found == [["slide 0", "slide 2", "slide 4"], ["slide 1", "slide 3"]]
+
+
+@pytest.mark.slow
+def test_tiling_goes_on_after_its_time_limit(slides, tmp_path):
+    words = ["slides", "tiles", "--tile-size", "64", "--level", "0"]
+    with Job(tmp_path, *NODES, str(SLURM / "tile.sbatch"), *words) as job:
+        job.until(lambda: answer("squeue", "-h", "-s", "-j", job.id))
+        answer("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@120 sends
+        job.until(lambda: job.told("Restarts") == "1")
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+    assert len(slides_of(tmp_path / "tiles")["slides"]) == 5
+
+
+@pytest.mark.slow
+def test_predicting_on_nodes_equals_one_process(slides, tmp_path):
+    train(tmp_path / "trained", *NETWORK)
+    words = "slides=[slides] tile_size=64 level=0 min_tissue=0.4 maps=false device=cpu"
+    layout = "parallel=sp parallel.grid=[3,1]"
+    queued(tmp_path, "predict.sbatch", f"trained predicted {layout} {words}")
+    alone = [*words.split(), "ckpt_path=trained", "hydra.run.dir=one"]
+    done = run([sys.executable, "-m", "spatialdl.predict", *alone], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, plain = (table(tmp_path / name / "predictions.csv") for name in ("predicted", "one"))
+    assert len(ours) == len(plain) > 5
+    for row, other in zip(ours, plain, strict=True):
+        assert {key: number(value) for key, value in row.items()} == {
+            key: number(value) for key, value in other.items()
+        }
+
+
+def number(text: str) -> object:
+    try:
+        return pytest.approx(float(text), abs=1e-9)
+    except ValueError:
+        return text
