@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+
+from tests.cluster.slurm import answer, until
 
 NODES = 4
 
@@ -23,8 +27,26 @@ def cluster() -> None:
 
 
 @pytest.fixture
-def nodectl() -> str:
-    found = shutil.which("nodectl")
-    if found is None:
-        pytest.skip("nodes are cut off by nodectl, which is not here")
-    return found
+def lose() -> Iterator[Callable[[str, str, str], None]]:
+    """Take a node away; afterwards it comes back."""
+    nodectl = shutil.which("nodectl")
+    if nodectl is None:
+        pytest.skip("faults of nodes are made by nodectl, which is not here")
+    lost = []
+
+    def take(node: str, fault: str, remedy: str) -> None:
+        lost.append((remedy, node))
+        subprocess.run([nodectl, fault, node], check=True)
+
+    yield take
+    for remedy, node in lost:
+        subprocess.run([nodectl, remedy, node], check=True)
+        until(partial(_is_idle, node), f"{node} does not come back")
+
+
+def _is_idle(node: str) -> bool:
+    # Slurm itself asks a node that was down only now and then
+    subprocess.run(
+        ["scontrol", "update", f"nodename={node}", "state=resume"], capture_output=True, check=False
+    )
+    return answer("sinfo", "-h", "-N", "-n", node, "-o", "%T") == "idle"

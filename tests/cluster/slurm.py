@@ -41,6 +41,15 @@ def answer(*words: str) -> str:
     return run([*words], ROOT).stdout.strip()
 
 
+def until(condition: Callable[[], object], otherwise: str) -> None:
+    """Wait for something that Slurm does by itself."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(otherwise)
+        time.sleep(0.1)
+
+
 class Job:
     """A batch job, cancelled at the end of the `with`; its output is in ``job.log``.
 
@@ -76,13 +85,16 @@ class Job:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait for something that Slurm or a job does by itself."""
-        end = time.monotonic() + PATIENCE_S
-        while not condition():
-            if time.monotonic() > end:
-                pytest.fail(f"nothing happens: {self.told('JobState')}\n{self.said()}")
-            time.sleep(0.1)
+
+        def is_met() -> bool:
+            if condition():
+                return True
+            if self.is_over() and not condition():
+                pytest.fail(f"the job ended: {self.told('JobState')}\n{self.said()}")
+            return False
+
+        until(is_met, f"job {self.id} does nothing")
 
     def says(self, text: str, times: int = 1) -> None:
         """Wait for a text in the job's output."""
-        self.until(lambda: self.said().count(text) >= times or self.is_over())
-        assert self.said().count(text) >= times, self.said()
+        self.until(lambda: self.said().count(text) >= times)

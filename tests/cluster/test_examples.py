@@ -143,14 +143,16 @@ def test_tasks_of_an_array_share_the_slides(slides, tmp_path):
 
 @pytest.mark.slow
 def test_tiling_goes_on_after_its_time_limit(slides, tmp_path):
+    for number in range(12):
+        write_slide(slides / f"large {number}.tif", 1500, 1400, seed=number)
     words = ["slides", "tiles", "--tile-size", "64", "--level", "0"]
     with Job(tmp_path, *NODES, str(SLURM / "tile.sbatch"), *words) as job:
-        job.until(lambda: answer("squeue", "-h", "-s", "-j", job.id))
+        job.until(lambda: list(tmp_path.glob(".tiles*")))
         answer("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@120 sends
         job.until(lambda: job.told("Restarts") == "1")
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
-    assert len(slides_of(tmp_path / "tiles")["slides"]) == 5
+    assert len(slides_of(tmp_path / "tiles")["slides"]) == 17
 
 
 @pytest.mark.slow
