@@ -56,9 +56,12 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "remedy"), [("crash", "boot"), ("cut", "heal")])
+@pytest.mark.parametrize(
+    ("fault", "remedy", "number"),
+    [("crash", "boot", 0), ("crash", "boot", 1), ("cut", "heal", 1)],  # 0 runs the script, too
+)
 def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
-    fault, remedy, lose, uninterrupted, tmp_path
+    fault, remedy, number, lose, uninterrupted, tmp_path
 ):
     script = ROOT / "examples" / "slurm" / "train.sbatch"
     nodes = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1"]
@@ -66,12 +69,12 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
     run_dir = tmp_path / "run"
     with Job(tmp_path, *nodes, *words) as job:
         job.says("step-00000010")
-        lose(
-            answer("scontrol", "show", "hostnames", job.told("NodeList")).split()[1], fault, remedy
-        )
+        names = answer("scontrol", "show", "hostnames", job.told("NodeList")).split()
+        lose(names[number], fault, remedy)
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
         assert job.told("Restarts") == "1"
+        assert "going on after step" in job.said()
     assert losses(run_dir) == losses(uninterrupted)
     assert_every_step_once(run_dir)
 
