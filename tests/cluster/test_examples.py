@@ -92,10 +92,11 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
 def test_a_run_that_fails_is_not_queued_again(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stopped.json").write_text('{"signal": "SIGUSR1"}')  # of an earlier start
-    options = [*NODES, "--wait", f"--output={tmp_path / 'log'}"]
-    done = run(["sbatch", *options, str(SLURM / "train.sbatch"), "run", "parallel=dp"], tmp_path)
-    assert done.returncode != 0
-    assert "parallel=dp needs 2 ranks = 2 replicas x 1x1" in (tmp_path / "log").read_text()
+    with Job(tmp_path, *NODES, str(SLURM / "train.sbatch"), "run", "parallel=dp") as job:
+        job.until(job.is_over)
+        assert job.told("JobState") == "FAILED"
+        assert job.told("Restarts") == "0"
+        assert "parallel=dp needs 2 ranks = 2 replicas x 1x1" in job.said()
 
 
 def queued(cwd: Path, script: str, *words: str) -> str:
