@@ -1,4 +1,4 @@
-# make demo | make test | make test-slow | make lint | make bench
+# make demo | make test | make test-cluster | make test-slow | make lint | make bench
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -12,7 +12,7 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 
-.PHONY: demo test test-serial test-mpi test-slow lint typecheck bench clean
+.PHONY: demo test test-serial test-mpi test-cluster test-slow lint typecheck bench clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -25,7 +25,7 @@ demo: $(READY)
 test: test-serial test-mpi
 
 test-serial: $(READY)
-	$(BIN)/python -m pytest tests --ignore tests/mpi -m "not slow" -n 2 --dist loadfile \
+	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster -m "not slow" -n 2 --dist loadfile \
 	    --max-worker-restart 0  # or it would wait for ever after a test that ran out of time
 
 test-mpi: $(READY)
@@ -40,8 +40,13 @@ test-mpi: $(READY)
 	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py; \
 	done
 
+# on a Slurm of several nodes on this machine, where one can be started
+test-cluster: $(READY)
+	PYTHON=$(BIN)/python tests/cluster/run -m "not slow"
+
 test-slow: $(READY)
-	$(BIN)/python -m pytest tests --ignore tests/mpi -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster -m slow || test $$? -eq 5
+	PYTHON=$(BIN)/python tests/cluster/run -m slow
 	set -e; for ranks in 2 3 4 5 8; do \
 	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m slow tests/mpi || test $$? -eq 5; \
 	done

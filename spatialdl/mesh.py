@@ -214,9 +214,11 @@ def init_mesh(
             the program has initialised that and no MPI launcher has started it.
 
     Raises:
-        ValueError: if ``data * rows * columns`` is not the number of ranks.
+        ValueError: if ``data * rows * columns`` is not the number of ranks, or MPI does not see
+            those that were started together.
     """
     from spatialdl.comm.communicator import as_communicator
+    from spatialdl.comm.launch import check_mpi_world
     from spatialdl.comm.world import world as all_ranks
 
     if not isinstance(grid, tuple | list) or len(grid) != 2:
@@ -225,6 +227,8 @@ def init_mesh(
     placement = Placement(data, ((rows, cols),))
     world = all_ranks() if comm is None else as_communicator(comm)
     if placement.world_size != world.size:
+        if comm is None:
+            check_mpi_world(world.size)  # or the next sentence would be no help
         raise ValueError(
             f"the mesh needs {placement.describe()} (data {data} x rows {rows} x columns {cols}), "
             f"but this world has {world.size}: start it with `mpiexec -n {placement.world_size}` "

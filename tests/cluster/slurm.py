@@ -1,0 +1,100 @@
+"""Commands on several nodes, as users start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = [sys.executable, "-m", "spatialdl.train"]
+SRUN = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--quiet"]
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+}
+PATIENCE_S = 240.0
+"""Nothing here takes so long; then a test gives up."""
+
+
+def run(words: list[str], cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """A command to its end."""
+    return subprocess.run(
+        words,
+        cwd=cwd,
+        env=ENVIRONMENT | more,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
+def answer(*words: str) -> str:
+    return run([*words], ROOT).stdout.strip()
+
+
+def until(condition: Callable[[], object], otherwise: str) -> None:
+    """Wait for something that Slurm does by itself."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(otherwise)
+        time.sleep(0.1)
+
+
+class Job:
+    """A batch job, cancelled at the end of the `with`; its output is in ``job.log``.
+
+    Args:
+        options: of sbatch, before the name of the script and its arguments.
+    """
+
+    def __init__(self, cwd: Path, *options: str, **environment: str) -> None:
+        self.log = cwd / "job.log"
+        words = ["sbatch", "--parsable", f"--output={self.log}", *options]
+        sent = run(words, cwd, **environment)
+        assert sent.returncode == 0, sent.stderr
+        self.id = sent.stdout.strip()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_over():
+            answer("scancel", self.id)
+            self.until(self.is_over)
+
+    def told(self, key: str) -> str:
+        """What Slurm says of it, such as ``JobState``."""
+        found = [w for w in answer("scontrol", "show", "job", self.id).split() if "=" in w]
+        return dict(word.split("=", 1) for word in found)[key]
+
+    def is_over(self) -> bool:
+        return answer("squeue", "-h", "-j", self.id, "-o", "%T") == ""
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something that Slurm or a job does by itself."""
+
+        def is_met() -> bool:
+            if condition():
+                return True
+            if self.is_over() and not condition():
+                pytest.fail(f"the job ended: {self.told('JobState')}\n{self.said()}")
+            return False
+
+        until(is_met, f"job {self.id} does nothing")
+
+    def says(self, text: str, times: int = 1) -> None:
+        """Wait for a text in the job's output."""
+        self.until(lambda: self.said().count(text) >= times)

@@ -1,0 +1,180 @@
+"""The scripts of examples/slurm, queued as a user does it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import ROOT, Job, answer, run
+from tests.predicting.runs import NETWORK, train, write_slide
+from tests.training.checkpoints.runs import TINY, checkpoints, losses, table
+
+SLURM = ROOT / "examples" / "slurm"
+NODES = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1"]
+SP_PP = [*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"]
+STEPS = 200
+
+
+def training(cwd: Path, name: str, *options: str, steps: int = STEPS) -> Job:
+    words = [str(SLURM / "train.sbatch"), name, *SP_PP, f"trainer.max_steps={steps}"]
+    return Job(cwd, *NODES, *options, *words)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("uninterrupted")
+    with training(cwd, "run") as job:
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+    return cwd / "run"
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [int(row["step"]) for row in table(run_dir / "metrics.csv")]
+
+
+def assert_is_the_same_run(run_dir: Path, other: Path) -> None:
+    assert losses(run_dir) == losses(other)
+    assert steps(run_dir) == list(range(1, STEPS + 1))
+    assert not (run_dir / "stopped.json").exists()
+
+
+def test_a_run_that_is_told_of_its_time_limit_goes_on_to_the_same_curve(uninterrupted, tmp_path):
+    with training(tmp_path, "run") as job:
+        job.says("step 1 of")
+        answer("scancel", "--signal=USR1", job.id)  # what --signal=USR1@120 sends
+        job.says("going on after step")
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+        assert job.told("Restarts") == "1"
+        assert job.said().count("stopped by SIGUSR1") == 1
+    assert_is_the_same_run(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_real_time_limit_sends_the_signal(tmp_path):
+    limit = ["--time=2", "--signal=USR1@30"]
+    with training(tmp_path, "run", *limit, steps=1_000_000) as job:
+        job.says("stopped by SIGUSR1")
+        job.says("going on after step")
+        assert job.told("Restarts") == "1"
+
+
+@pytest.mark.slow
+def test_a_run_requeued_from_outside_goes_on_to_the_same_curve(uninterrupted, tmp_path):
+    with training(tmp_path, "run") as job:
+        job.says("step 1 of")
+        answer("scontrol", "requeue", job.id)
+        job.says("going on after step")
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+        assert job.said().count("stopped by SIGTERM") == 1
+    assert_is_the_same_run(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
+    with training(tmp_path, "run", steps=1_000_000) as job:
+        job.says("step 1 of")
+        answer("scancel", job.id)
+        job.until(job.is_over)
+        assert job.told("JobState") == "CANCELLED"
+        assert job.told("Restarts") == "0"
+    marker = json.loads((tmp_path / "run" / "stopped.json").read_text())
+    assert marker["signal"] == "SIGTERM"
+    assert [marker["step"]] == [marker["checkpoint"]] == checkpoints(tmp_path / "run")
+    assert steps(tmp_path / "run") == list(range(1, marker["step"] + 1))
+
+
+def test_a_run_that_fails_is_not_queued_again(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stopped.json").write_text('{"signal": "SIGUSR1"}')  # of an earlier start
+    with Job(tmp_path, *NODES, str(SLURM / "train.sbatch"), "run", "parallel=dp") as job:
+        job.until(job.is_over)
+        assert job.told("JobState") == "FAILED"
+        assert job.told("Restarts") == "0"
+        assert "parallel=dp needs 2 ranks = 2 replicas x 1x1" in job.said()
+
+
+def queued(cwd: Path, script: str, *words: str) -> str:
+    """What a job says that is queued on three nodes, and waited for."""
+    options = [*NODES, "--wait", f"--output={cwd / '%x-%A-%a.log'}"]
+    done = run(["sbatch", *options, *words[:-1], str(SLURM / script), *words[-1].split()], cwd)
+    said = "".join(log.read_text() for log in sorted(cwd.glob("*.log")))
+    assert done.returncode == 0, done.stderr + said
+    return said
+
+
+def slides_of(data: Path) -> dict[str, str]:
+    """Slides, and the sums over the shards, of a data set."""
+    manifest = json.loads((data / "manifest.json").read_text())
+    return {
+        "slides": sorted({sample["slide"] for sample in manifest["samples"]}),
+        "sums": [shard["sha256"] for shard in manifest["shards"]],
+    }
+
+
+@pytest.fixture
+def slides(tmp_path):
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for number in range(5):
+        write_slide(folder / f"slide {number}.tif", 200 + 30 * number, 260, seed=number)
+    return folder
+
+
+@pytest.mark.slow
+def test_tiling_on_nodes_writes_the_bytes_of_one_process(slides, tmp_path):
+    options = "--tile-size 64 --level 0"
+    queued(tmp_path, "tile.sbatch", f"slides tiles {options}")
+    done = run(["spatialdl-tile", "slides", "--out", "one", *options.split()], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert slides_of(tmp_path / "tiles") == slides_of(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_tasks_of_an_array_share_the_slides(slides, tmp_path):
+    queued(tmp_path, "tile.sbatch", "--array=3-4", "slides tiles --tile-size 64 --level 0")
+    found = [slides_of(tmp_path / f"tiles-{task}")["slides"] for task in (3, 4)]
+    assert found == [["slide 0", "slide 2", "slide 4"], ["slide 1", "slide 3"]]
+
+
+@pytest.mark.slow
+def test_tiling_goes_on_after_its_time_limit(slides, tmp_path):
+    for number in range(12):
+        write_slide(slides / f"large {number}.tif", 1500, 1400, seed=number)
+    words = ["slides", "tiles", "--tile-size", "64", "--level", "0"]
+    with Job(tmp_path, *NODES, str(SLURM / "tile.sbatch"), *words) as job:
+        job.until(lambda: list(tmp_path.glob(".tiles*")))
+        answer("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@120 sends
+        job.until(lambda: job.told("Restarts") == "1")
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+    assert len(slides_of(tmp_path / "tiles")["slides"]) == 17
+
+
+@pytest.mark.slow
+def test_predicting_on_nodes_equals_one_process(slides, tmp_path):
+    train(tmp_path / "trained", *NETWORK)
+    words = "slides=[slides] tile_size=64 level=0 min_tissue=0.4 maps=false device=cpu"
+    layout = "parallel=sp parallel.grid=[3,1]"
+    queued(tmp_path, "predict.sbatch", f"trained predicted {layout} {words}")
+    alone = [*words.split(), "ckpt_path=trained", "hydra.run.dir=one"]
+    done = run([sys.executable, "-m", "spatialdl.predict", *alone], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, plain = (table(tmp_path / name / "predictions.csv") for name in ("predicted", "one"))
+    assert len(ours) == len(plain) > 5
+    for row, other in zip(ours, plain, strict=True):
+        assert {key: number(value) for key, value in row.items()} == {
+            key: number(value) for key, value in other.items()
+        }
+
+
+def number(text: str) -> object:
+    try:
+        return pytest.approx(float(text), abs=1e-9)
+    except ValueError:
+        return text

@@ -1,0 +1,88 @@
+"""Ranks and nodes that fail in the middle of a run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, answer, run
+from tests.training.checkpoints.runs import TINY, losses, table
+
+SP_PP = [*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"]
+OFTEN = "trainer.checkpoint.every_steps=10"
+STEPS = 500
+
+
+def with_failing(how: str) -> list[str]:
+    model = ["model._target_=tests.cluster.networks.network", f"++model.how={how}"]
+    return [*SP_PP, *model, "hydra.run.dir=run"]
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
+    done = run([*SRUN, "-N3", "-n3", *TRAIN, *with_failing("raises")], tmp_path)
+    assert done.returncode != 0
+    (told,) = re.findall(r"rank 1 on (\w+): Traceback.*?\n(\w+: .*)", done.stderr, re.DOTALL)
+    assert told[0].startswith("node")
+    assert "RuntimeError: this rank has had enough" in told[1]
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path):
+    done = run([*SRUN, "-N3", "-n3", *TRAIN, *with_failing("dies")], tmp_path)
+    assert done.returncode != 0
+    assert re.search(r"error: node\d+: task 1: Killed", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    words = [*TRAIN, *TINY, "data.validation_samples=0", "hydra.run.dir=run"]
+    longer = [*words, "parallel=dp", "trainer.max_steps=1000000"]
+    with Job(tmp_path, "-N2", "-n2", "--wrap", " ".join([*SRUN, *map(quoted, longer)])) as job:
+        job.says("step 1 of")
+        done = run([*SRUN, "-N2", "-n2", *words, "parallel=dp"], tmp_path)
+        assert done.returncode != 0
+        assert f"another run is writing to {tmp_path / 'run'}: wait for it" in done.stderr
+        assert not job.is_over()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("uninterrupted")
+    layout = ["hydra.run.dir=run", f"trainer.max_steps={STEPS}", OFTEN]
+    done = run([*SRUN, "-N3", "-n3", *TRAIN, *SP_PP, *layout], cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return cwd / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "remedy", "number"),
+    [("crash", "boot", 0), ("crash", "boot", 1), ("cut", "heal", 1)],  # 0 runs the script, too
+)
+def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
+    fault, remedy, number, lose, uninterrupted, tmp_path
+):
+    script = ROOT / "examples" / "slurm" / "train.sbatch"
+    nodes = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    words = [str(script), "run", *SP_PP, f"trainer.max_steps={STEPS}", OFTEN]
+    run_dir = tmp_path / "run"
+    with Job(tmp_path, *nodes, *words) as job:
+        job.says("step-00000010")
+        names = answer("scontrol", "show", "hostnames", job.told("NodeList")).split()
+        lose(names[number], fault, remedy)
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+        assert job.told("Restarts") == "1"
+        assert "going on after step" in job.said()
+    assert losses(run_dir) == losses(uninterrupted)
+    assert_every_step_once(run_dir)
+
+
+def assert_every_step_once(run_dir: Path) -> None:
+    steps = [int(row["step"]) for row in table(run_dir / "metrics.csv")]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def quoted(word: str) -> str:
+    return f"'{word}'"

@@ -1,0 +1,50 @@
+"""Shards on the disks of nodes that cannot see each other's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from spatialdl.data import ShardDataset, ShardWriter
+from tests.cluster.slurm import ROOT, SRUN, Job, run
+
+LOOK = """
+import json, os, socket
+from pathlib import Path
+found = Path(os.environ["SLURM_TMPDIR"]).glob(".spatialdl-*/shards/*")
+print(json.dumps([os.environ["SLURM_PROCID"], sorted(one.name for one in found)]))
+"""
+
+
+def write(folder: Path) -> list[str]:
+    """Images whose upper and lower halves lie in different shards; the names of their copies."""
+    draw = np.random.default_rng(0)
+    with ShardWriter(folder, ("a", "b"), kind="regions", stripes=2) as writer:
+        for number in range(2):
+            writer.add(draw.integers(0, 256, (1024, 24, 3), np.uint8), number % 2, "train")
+    return [f"{shard.sha256}.h5" for shard in ShardDataset(folder).manifest.shards]
+
+
+def test_each_node_stages_only_the_shards_of_its_ranks(tmp_path):
+    upper, lower = write(tmp_path / "set")
+    words = [
+        *("data=shards", f"data.path={tmp_path / 'set'}", "data.batch_size=2", "model.width=2"),
+        *("parallel=sp", "trainer.max_steps=1000000", "data.stage.to='${oc.env:SLURM_TMPDIR}'"),
+        *("device=cpu", "hydra.run.dir=run"),
+    ]
+    script = ROOT / "examples" / "slurm" / "train.sbatch"
+    nodes = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    with Job(tmp_path, *nodes, str(script), "run", *words) as job:
+        job.says("step 1 of")
+        look = [*SRUN, f"--jobid={job.id}", "--overlap", "-n2", sys.executable, "-c", LOOK]
+
+        def on_nodes() -> dict[str, list[str]]:
+            done = run(look, tmp_path)
+            assert done.returncode == 0, done.stderr
+            return dict(json.loads(line) for line in done.stdout.splitlines())
+
+        job.until(lambda: all(name.endswith(".h5") for n in on_nodes().values() for name in n))
+        assert on_nodes() == {"0": [upper], "1": [lower]}
