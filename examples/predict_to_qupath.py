@@ -22,7 +22,7 @@ from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.synthetic.drawing import write_synthetic_slide
 
 TILE, CLASSES = 64, ["gland", "stroma"]
-SIZE = (1600, 2304)
+SIZE = (1200, 1600)
 
 
 def is_gland(tile: np.ndarray) -> bool:
@@ -64,7 +64,7 @@ def main() -> None:
         write_tiles(out / "train.tiff", out / "tiles")
         run(
             "train",
-            *("data=shards", f"data.path={out / 'tiles'}", "data.batch_size=32"),
+            *("data=shards", f"data.path={out / 'tiles'}", "data.batch_size=16"),
             *("model=resnet18", "model.width=8", "optimizer=adamw", "trainer.max_epochs=5"),
             f"hydra.run.dir={trained}",
         )

@@ -28,10 +28,10 @@ from spatialdl.starting import (
     composed_for,
     into,
     sources,
-    start_log,
     was_sent,
     without_hydra,
 )
+from spatialdl.training import run_log
 
 log = logging.getLogger("spatialdl.predict")
 
@@ -98,7 +98,7 @@ def _run_rank(info: LaunchInfo) -> None:
     choose_gpu(config, info)
     world = start_world(str(config.comm.transport))  # from here on this process is a rank
     config, run_dir = agree(world, composed, config)
-    start_log(run_dir, info.rank, "predict")
+    run_log.start_log(run_dir, info.rank, "predict")
     _predict(config, run_dir)
 
 
@@ -108,7 +108,9 @@ def _predict(config: DictConfig, run_dir: Path) -> None:
     from spatialdl.predicting.batch import run
 
     ranks = world()
-    if not run(config, run_dir, ranks):
+    succeeded = run(config, run_dir, ranks)
+    run_log.tell_warnings(ranks)
+    if not succeeded:
         sys.stdout.flush()
         ranks.barrier()  # nobody is ended before it has said all
         sys.exit(1)

@@ -7,7 +7,6 @@ run directory.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from argparse import Namespace
@@ -152,17 +151,3 @@ def choose_gpu(config: DictConfig, info: LaunchInfo) -> None:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(info.local_rank // shared % torch.cuda.device_count())
-
-
-def start_log(run_dir: Path, rank: int, command: str) -> None:
-    """Rank 0 logs as Hydra does, to the terminal and a file; the others only what is wrong."""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    if rank == 0:
-        handlers.append(logging.FileHandler(run_dir / f"{command}.log"))
-    who = "" if rank == 0 else f"[rank {rank}]"
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format=f"[%(asctime)s]{who}[%(name)s][%(levelname)s] - %(message)s",
-        handlers=handlers,
-        force=True,
-    )

@@ -1,15 +1,21 @@
-"""Where the time goes: spans that a rank records between `start` and `stop`; free otherwise."""
+"""Where the time goes: spans that a rank records between `start` and `stop`; free otherwise.
+
+Beside it the seconds that go to waiting, from `count` on: two readings of a clock a span.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 Kind = Literal["compute", "halo", "hand-over", "reduce", "data"]
+
+WAITS: tuple[Kind, ...] = ("halo", "hand-over", "reduce", "data")
+"""Kinds of which seconds are counted."""
 
 
 class Span(NamedTuple):
@@ -44,8 +50,33 @@ class _Recorder:
         return time.perf_counter() - self.began
 
 
+class _Counter:
+    """Seconds of the spans of a kind, of those that lie in no other one."""
+
+    depth, began = 0, 0.0
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        _Counter.depth += 1
+        if _Counter.depth == 1:
+            _Counter.began = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        _Counter.depth -= 1
+        if _Counter.depth == 0:
+            self.seconds += time.perf_counter() - _Counter.began
+
+
 class _State:
     recorder: _Recorder | None = None
+    counters: Mapping[Kind, _Counter] | None = None
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -54,11 +85,19 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class _Open:
     """A span that has not ended."""
 
-    def __init__(self, recorder: _Recorder, kind: Kind, name: str, detail: Any) -> None:
+    def __init__(
+        self,
+        recorder: _Recorder,
+        kind: Kind,
+        name: str,
+        detail: Any,
+        counter: AbstractContextManager[None],
+    ) -> None:
         self._recorder, self._what = recorder, (kind, name)
-        self._detail = detail
+        self._detail, self._counter = detail, counter
 
     def __enter__(self) -> None:
+        self._counter.__enter__()
         self._start = self._recorder.now()
 
     def __exit__(
@@ -67,6 +106,7 @@ class _Open:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        self._counter.__exit__(kind, error, where)
         if self._what[0] == "compute":
             self._recorder.settle()
         span = Span(*self._what, self._start, self._recorder.now(), self._detail)
@@ -96,10 +136,37 @@ def enabled() -> bool:
     return _State.recorder is not None
 
 
+def count() -> None:
+    """Count the seconds of waits from now on."""
+    _State.counters = {kind: _Counter() for kind in WAITS}
+    _Counter.depth = 0
+
+
+def counted() -> dict[Kind, float]:
+    """Seconds of each of `WAITS` since the last call, a moment in two spans once."""
+    counters = _State.counters or {}
+    found = {kind: counter.seconds for kind, counter in counters.items()}
+    for counter in counters.values():
+        counter.seconds = 0.0
+    return found
+
+
+def stop_counting() -> None:
+    _State.counters = None
+
+
+def watched() -> bool:
+    """Whether waits are recorded or counted."""
+    return _State.recorder is not None or _State.counters is not None
+
+
 def span(kind: Kind, name: str, detail: Any = None) -> AbstractContextManager[None]:
     """What is done inside is recorded."""
-    recorder = _State.recorder
-    return _NOTHING if recorder is None else _Open(recorder, kind, name, detail)
+    recorder, counters = _State.recorder, _State.counters
+    counter: AbstractContextManager[None] = _NOTHING
+    if counters is not None and kind != "compute":
+        counter = counters[kind]
+    return counter if recorder is None else _Open(recorder, kind, name, detail, counter)
 
 
 def each(kind: Kind, name: str, items: Iterable[Item]) -> Iterator[Item]:

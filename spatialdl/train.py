@@ -34,11 +34,10 @@ from spatialdl.starting import (
     composed_for,
     into,
     sources,
-    start_log,
     was_sent,
     without_hydra,
 )
-from spatialdl.training import signals
+from spatialdl.training import run_log, signals
 from spatialdl.training.checks import check_config
 
 if TYPE_CHECKING:
@@ -89,6 +88,7 @@ def _hydra_main(config: DictConfig) -> None:
                 sys.exit(code)
         else:
             signals.install()
+            run_log.warn_once()
             start_world()
             _train(config, overrides, run_dir)
     except Exception as error:
@@ -141,7 +141,7 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     if config.parallel.name == "auto":
         config = _choose_together(world, config)
     config, run_dir = agree(world, composed, config)
-    start_log(run_dir, info.rank, "train")
+    run_log.start_log(run_dir, info.rank, "train")
     _train(config, flags.overrides, run_dir)
 
 

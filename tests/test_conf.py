@@ -27,6 +27,7 @@ from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.training.checks import BACKENDS, TRANSPORTS
 from spatialdl.training.layouts import placement_of, schedule_of
+from spatialdl.training.loggers.choosing import PACKAGES, Loggers, check_loggers, wants_images
 from spatialdl.training.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks import task_of
@@ -60,6 +61,7 @@ def test_the_groups_have_the_promised_options():
     assert options("model") == models
     assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
     assert options("data") == ["shards", "synthetic"]
+    assert options("logger") == ["csv", "mlflow", "tensorboard", "wandb"]
     assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
     rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
     assert options("scheduler") == rules
@@ -213,6 +215,18 @@ def make_debug(name: str, folder: Path) -> None:
     assert config(f"debug={name}").debug.name == name
 
 
+def make_logger(name: str, folder: Path) -> None:
+    cfg = config(f"logger={name}")
+    pytest.importorskip(PACKAGES[name] or "numpy")
+    assert list(cfg.logger) == [name]
+    check_loggers(cfg.logger)
+    assert wants_images(cfg.logger) == (name != "csv")
+    if name in ("csv", "tensorboard"):  # the others have tests of their own
+        loggers = Loggers(cfg, folder, 0)
+        assert set(loggers._open) == {name} - {"csv"}
+        loggers.close()
+
+
 MAKERS: dict[str, Callable[[str, Path], object]] = {
     "model": make_model,
     "task": make_task,
@@ -227,6 +241,7 @@ MAKERS: dict[str, Callable[[str, Path], object]] = {
     "cluster": make_cluster,
     "experiment": make_run,
     "debug": make_debug,
+    "logger": make_logger,
 }
 FILES = sorted(file for file in CONF.rglob("*.yaml") if file.parent != CONF)
 
@@ -238,11 +253,14 @@ def test_every_file_can_be_made_into_what_it_stands_for(file, folder):
     MAKERS[group](file.stem, folder)
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_every_command_has_a_configuration(command):
-    assert sorted(file.stem for file in CONF.glob("*.yaml")) == ["plan", "train"]
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("train", ["+world=2"]), ("plan", ["world=2"]), ("predict", ["ckpt_path=run"])],
+)
+def test_every_command_has_a_configuration(command, words):
+    assert sorted(file.stem for file in CONF.glob("*.yaml")) == ["plan", "predict", "train"]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        cfg = compose(command, ["+world=2"] if command == "train" else ["world=2"])
+        cfg = compose(command, words)
     assert not OmegaConf.missing_keys(cfg)
 
 

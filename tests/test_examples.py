@@ -119,4 +119,4 @@ def test_predictions_for_qupath(tmp_path):
             for row in rows
             for pixels in [slide.read_scaled(int(row["x"]), int(row["y"]), (64, 64), 1.0)]
         ]
-    assert sum(found) > 0.8 * len(rows) > 300
+    assert sum(found) > 0.8 * len(rows) > 100

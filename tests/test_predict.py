@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +17,8 @@ import openslide
 import pytest
 from PIL import Image
 
+from spatialdl import predict
 from spatialdl.data import ShardWriter
-from spatialdl.slides.finding.annotations import read_annotations
 from tests.predicting.runs import NETWORK, train, write_slide
 
 NAMES = ["benign", "tumour in situ", "tumour"]
@@ -28,8 +29,8 @@ class Case(NamedTuple):
 
     folder: Path
 
-    def predict(self, *words: str, code: int = 0) -> str:
-        """What the command says; a run directory is made where there is none."""
+    def start(self, *words: str) -> str:
+        """What the command says."""
         done = subprocess.run(
             [sys.executable, "-m", "spatialdl.predict", *words, "device=cpu"],
             cwd=self.folder,
@@ -39,8 +40,8 @@ class Case(NamedTuple):
             timeout=200,
             check=False,
         )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout if code == 0 else done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def table(self, name: str) -> list[dict[str, str]]:
         with (self.folder / name).open(newline="") as lines:
@@ -66,8 +67,29 @@ def case(tmp_path_factory):
     return Case(folder)
 
 
-def test_slides_are_predicted_as_the_training_set_was_cut(case):
-    out = case.predict("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", "parallel=sp")
+@pytest.fixture
+def here(case, monkeypatch, capsys):
+    """Runs the command in this process, and gives its exit code and what it says."""
+    monkeypatch.chdir(case.folder)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["predict", *words, "device=cpu"])
+        code = 0
+        try:
+            predict.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def test_slides_are_predicted_as_the_training_set_was_cut(case, here):
+    words = ("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p")
+    out = case.start(*words, "parallel=sp")
     tiles, slides = case.table("p/predictions.csv"), case.table("p/slides.csv")
     assert [row["slide"] for row in slides] == ["a", "b"]
     assert sum(int(row["tiles"]) for row in slides) == len(tiles)
@@ -85,7 +107,7 @@ def test_slides_are_predicted_as_the_training_set_was_cut(case):
     _check_geojson(case, tiles)
     with Image.open(case.folder / "p" / "a-heatmap.png") as picture:
         assert min(picture.size) > 300
-    _check_resuming(case)
+    _check_resuming(case, here)
 
 
 def _check_tiff(case: Case, tiles: list[dict[str, str]]) -> None:
@@ -119,11 +141,12 @@ def _check_geojson(case: Case, tiles: list[dict[str, str]]) -> None:
     assert ring[0] == ring[-1] == [int(own[0]["x"]), int(own[0]["y"])]
 
 
-def _check_resuming(case: Case) -> None:
+def _check_resuming(case: Case, here: Callable[..., tuple[int, str]]) -> None:
     """A slide that is done is left as it is, unless a file of it is gone, or others are asked."""
     before = (case.folder / "p" / "predictions.csv").read_bytes()
     (case.folder / "p" / "b-tumour.tif").unlink()
-    out = case.predict("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p")
+    code, out = here("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p")
+    assert code == 0
     assert "a is done already" in out
     assert "b is done already" not in out
     assert (case.folder / "p" / "b-tumour.tif").is_file()
@@ -131,21 +154,25 @@ def _check_resuming(case: Case) -> None:
     assert len(after.splitlines()) == len(before.splitlines())
 
 
-def test_a_bad_slide_does_not_end_the_others(case):
+def test_a_bad_slide_does_not_end_the_others(case, here):
     words = ("ckpt_path=run", "slides=[bad.svs,b.tif]", "hydra.run.dir=bad", "maps=false")
-    said = case.predict(*words, code=1)
+    code, said = here(*words)
+    assert code == 1
     assert "cannot open slide bad.svs: it is a text file" in said
     assert "failed: cannot open slide bad.svs" in said
     assert [row["slide"] for row in case.table("bad/slides.csv")] == ["b"]
     assert not list((case.folder / "bad").glob("*.tif"))
+    code, said = here("ckpt_path=run", "slides=b.tif", "mpp=1", "hydra.run.dir=worse")
+    assert code == 1
+    assert "does not say its micrometres per pixel; give them with slide_mpp=..." in said
 
 
-def test_shards_are_predicted_as_in_validation(case):
+def test_shards_are_predicted_as_in_validation(case, here):
     pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
     words = ("ckpt_path=run", "shards=tiles", "split=val", "hydra.run.dir=s", "table=parquet")
-    case.predict(*words)
+    assert here(*words)[0] == 0
     found = pyarrow.parquet.read_table(case.folder / "s" / "predictions.parquet").to_pydict()
     validated = case.table("run/predictions.csv")
     assert found["x"] == [int(row["x"]) for row in validated]
@@ -176,32 +203,7 @@ def test_shards_are_predicted_as_in_validation(case):
         ("ckpt_path=run slides=a.tiff average=perhaps", "average=perhaps is not supported"),
     ],
 )
-def test_a_mistake_is_one_sentence(words, sentence, case, monkeypatch, capsys):
-    from spatialdl import predict
-
-    monkeypatch.chdir(case.folder)
-    monkeypatch.setattr(sys, "argv", ["predict", *words.split(), "hydra.run.dir=wrong"])
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as ended:
-        predict.main()
-    assert ended.value.code == 1
-    assert f"error: {sentence}" in capsys.readouterr().err
-
-
-def test_regions_of_geojson_are_read_back(tmp_path):
-    from spatialdl.predicting.geojson import region_features, save_geojson
-
-    means = np.zeros((2, 20, 30))
-    means[0] = 0.4
-    means[1] = 0.1
-    means[1, 4:14, 6:20] = 0.9
-    means[1, 7:10, 9:13] = 0.1  # a hole
-    means[:, :, 25:] = np.nan
-    save_geojson(tmp_path / "a.geojson", region_features(means, 8.0, ["no", "yes"], [1]))
-    (region,) = read_annotations(tmp_path / "a.geojson")
-    assert region.label == "yes"
-    assert len(region.holes) == 1
-    low, high = np.asarray(region.outline).min(0), np.asarray(region.outline).max(0)
-    assert np.allclose(low, [6 * 8, 4 * 8], atol=4.1)
-    assert np.allclose(high, [20 * 8, 14 * 8], atol=4.1)
+def test_a_mistake_is_one_sentence(words, sentence, here):
+    code, said = here(*words.split(), "hydra.run.dir=wrong")
+    assert code == 1
+    assert f"error: {sentence}" in said

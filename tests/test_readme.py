@@ -156,7 +156,7 @@ def test_there_are_commands():
     assert {words[0] for words in OTHERS} == set(TAKES)
 
 
-@pytest.mark.parametrize("group", ["parallel", "model", "optimizer", "data", "task"])
+@pytest.mark.parametrize("group", ["parallel", "model", "optimizer", "data", "task", "logger"])
 def test_every_choice_that_is_named_has_a_file_and_the_other_way_round(group):
     named = set(re.findall(rf"(?<![\w.]){group}=([\w+]+)", README))
     there = {path.stem for path in (CONF / group).glob("*.yaml")}

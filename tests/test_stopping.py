@@ -70,6 +70,8 @@ def stopped_at(run_dir: Path) -> int:
     assert marker["checkpoint"] == marker["step"] == checkpoints(run_dir)[-1]
     assert not list((run_dir / "checkpoints").glob(".*.tmp"))
     assert not (run_dir / "summary.json").exists()
+    why = f"Stopped by {marker['signal']} after step {marker['step']} of "
+    assert why in (run_dir / "report.html").read_text()
     return int(marker["step"])
 
 

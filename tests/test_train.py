@@ -11,12 +11,9 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from spatialdl import train
-from spatialdl.comm.launch import LaunchInfo
-from spatialdl.starting import choose_gpu
 
 # found by every Python below; takes the place of the real trainer before anything imports it
 STAND_IN = """
@@ -293,24 +290,3 @@ def test_an_error_on_one_rank_reaches_the_exit_code(command):
     done = command("parallel=sp", "seed=1001", "hydra.run.dir=out")
     assert done.returncode == 1
     assert f"rank 1 on {os.uname().nodename}: seed 1001 is not to my liking\n" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("shared", "gpus", "chosen"),
-    [(1, 4, [0, 1, 2, 3]), (2, 2, [0, 0, 1, 1]), (2, 4, [0, 0, 1, 1]), (1, 1, [0, 0, 0, 0])],
-)
-def test_ranks_of_a_machine_take_their_gpus_in_order(shared, gpus, chosen, monkeypatch):
-    taken: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    config = OmegaConf.create({"device": "auto", "comm": {"ranks_per_device": shared}})
-    for local_rank in range(4):
-        choose_gpu(config, LaunchInfo(local_rank, 4, local_rank, "mpiexec"))
-    assert taken == chosen
-
-
-def test_a_gpu_is_shared_by_one_rank_at_least():
-    config = OmegaConf.create({"device": "cpu", "comm": {"ranks_per_device": 0}})
-    with pytest.raises(ValueError, match=r"ranks_per_device=0 must be at least 1"):
-        choose_gpu(config, LaunchInfo(0, 1, 0, "mpiexec"))

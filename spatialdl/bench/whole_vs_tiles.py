@@ -169,8 +169,11 @@ def train(folder: Path, arm: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def measure_memory(folder: Path, ranks: int) -> dict[str, float]:
-    """MB of the largest rank in two steps on whole images, and the time that it took."""
-    settings = [*_whole(ranks), "trainer.max_steps=2", "data.validation_split=null"]
+    """MB of the largest rank on whole images, and the time that it took.
+
+    So many steps, and a validation, that all batches which are read ahead have been there.
+    """
+    settings = [*_whole(ranks), "trainer.max_steps=8", "trainer.validate_every=8"]
     summary = _trained(folder / "whole", folder / "runs" / f"memory-{ranks}ranks", settings)
     return {"memory_mb": max(summary["peak_memory_mb"]), **_time(summary)}
 

@@ -21,7 +21,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with rc_context({"font.size": 10, "axes.titlesize": 10.5, "axes.labelsize": 10}):
-        figure = Figure(figsize=(10, 3.1), dpi=200, layout="constrained")
+        figure = Figure(figsize=(10, 3.1), dpi=160, layout="constrained")
         panels = figure.subplots(1, 4, width_ratios=(1, 1, 1.35, 0.8))
         for panel, kind in zip(panels, ARRANGEMENTS, strict=False):
             _show(panel, kind, result["side"], result["tile"])

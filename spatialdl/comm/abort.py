@@ -7,6 +7,7 @@ the sentence appears once, ranks other than 0 give rank 0 a second to print it a
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -66,6 +67,8 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
     rank = info.rank if info else 0
     if rank != 0:
         time.sleep(_HEAD_START_S)
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # what this rank has kept for rank 0 to say
     who = f"rank {rank} on {socket.gethostname()}" if info else "error"
     sys.stderr.write(f"{who}: {describe_error(error)}\n")  # at once, or launchers mix lines
     end_job(1)

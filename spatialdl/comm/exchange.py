@@ -69,11 +69,11 @@ def _start(
     if check.enabled():
         check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
     pending = comm.start_exchange(plan, sends, receives, adjoint, device)
-    return _Traced(pending, name) if trace.enabled() else pending
+    return _Traced(pending, name) if trace.watched() else pending
 
 
 class _Traced:
-    """An exchange whose wait is recorded."""
+    """An exchange whose wait is recorded or counted."""
 
     def __init__(self, pending: Pending, name: str) -> None:
         self._pending, self._name = pending, name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -145,14 +146,16 @@ class _Check:
         group = one.key_or_group
         known = self._loader.get_group_options(group, ObjectType.CONFIG)
         for text in self._texts(one):
-            name = text.partition("=")[2]
-            if one.is_delete() or name in ("null", ""):
+            choice = text.partition("=")[2]
+            if one.is_delete() or choice in ("null", ""):
                 continue
-            if not self._loader.repository.config_exists(f"{group}/{name}"):
-                raise ValueError(
-                    f"{group}={name} is unknown{_perhaps(name, known, f'{group}=')}; there are "
-                    f"{', '.join(known)}"
-                )
+            several = re.fullmatch(r"\[(.*)\]", choice)
+            for name in several[1].split(",") if several else [choice]:
+                if not self._loader.repository.config_exists(f"{group}/{name.strip()}"):
+                    raise ValueError(
+                        f"{group}={name} is unknown{_perhaps(name, known, f'{group}=')}; there are "
+                        f"{', '.join(known)}"
+                    )
         if group.startswith("hydra"):
             return
         used = chosen_by_default(self._command)

@@ -28,8 +28,14 @@ from torch.utils.data import DataLoader, Dataset
 from spatialdl.data.batches import Batch, BatchReader, Slice
 
 SHARED = "/dev/shm"
-PRELOADED = ("spatialdl.data.fork_server", "hydra")
-"""The second is for the commands: each process imports the main module of its program again."""
+PRELOADED = (
+    "spatialdl.fork_server",
+    "spatialdl.data.shards",
+    "spatialdl.data.synthetic_masks",
+    "spatialdl.data.workers",
+    "hydra",
+)
+"""The last is for the commands: each process imports the main module of its program again."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _ALIGNED = 64  # bytes at which a tensor begins

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spatialdl.pipeline.balance import Costs, balance, estimated
 from spatialdl.pipeline.partition import named_bounds
@@ -20,6 +20,7 @@ from spatialdl.planning.costs import NetworkCosts, between, count
 from spatialdl.planning.layers import Layer, layers_of
 from spatialdl.planning.ledger import Ledger, Work
 from spatialdl.spatial.recompute import recompute, recompute_blocks
+from spatialdl.training.optimizers import state_ratio, stepped
 
 Recompute = Literal["none", "block", "stage"]
 
@@ -160,10 +161,7 @@ class Job:
     @cached_property
     def state_ratio(self) -> float:
         """Bytes that the optimizer keeps for each byte of weights."""
-        parameter, optimizer = self._stepped(nn.Parameter(torch.zeros(64, 64)))
-        kept = [v for state in optimizer.state.values() for v in state.values()]
-        large = [v for v in kept if isinstance(v, Tensor) and v.numel() == parameter.numel()]
-        return sum(v.nbytes for v in large) / parameter.nbytes
+        return state_ratio(self.optimizer)
 
     @cached_property
     def updates(self) -> list[list[Work]]:
@@ -174,14 +172,8 @@ class Job:
         ledger = Ledger()
         for p in layer.parameters():
             shadow = nn.Parameter(torch.empty_like(p, device="meta"))
-            parameter, optimizer = self._stepped(shadow)
+            parameter, optimizer = stepped(self.optimizer, shadow)
             parameter.grad = torch.empty_like(parameter)
             with ledger.watch():
                 optimizer.step()
         return [work for works in ledger.work.values() for work in works]
-
-    def _stepped(self, parameter: nn.Parameter) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        optimizer: torch.optim.Optimizer = self.optimizer([parameter])
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        return parameter, optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ class _Batch:
                 try:
                     given = todo.find()
                 except (SlideError, OSError) as error:
-                    problem = str(error)
+                    problem = _in_keys(str(error))
         done, problem, given = self._world.bcast((record is not None, problem, given))
         if done:
             log.info("%s is done already; overwrite=true predicts it again", todo.name)
@@ -141,8 +142,11 @@ class _Batch:
                 log.warning("%s", problem)
             self._reports.append(Report(todo.name, problem=problem))
         elif record is not None:
+            report = _report(record, self._trained)
             self._records.append(record)
-            self._reports.append(_report(record, self._trained))
+            self._reports.append(report)
+            told = counted(report.tiles, "tile"), report.predicted, report.value
+            log.info("%s: %s, %s %.3f", todo.name, *told)
 
     def _predicted(self, given: Input, key: str) -> Record | None:
         """What is known of a slide in the end, on rank 0."""
@@ -174,6 +178,12 @@ def given_slides(given: Any) -> list[Path]:
     if not paths:
         raise ValueError("slides=[] names no slide")
     return find_slides(paths)
+
+
+def _in_keys(text: str) -> str:
+    """An error of the tiling command, with the keys of this one in place of its options."""
+    text = text.replace(", or a column mpp of the labels", "")
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda m: m[1].replace("-", "_") + "=...", text)
 
 
 def _finder(path: Path, name: str, cutting: Cutting) -> Callable[[], Input]:

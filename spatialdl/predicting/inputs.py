@@ -22,6 +22,7 @@ from spatialdl.slides.cutting.whole import plan_whole
 from spatialdl.slides.reading.reader import Slide
 
 WHITE = 255
+LARGE = 2048  # rows or columns; images up to so many are resampled at once
 _NEIGHBOURS = 4  # rows and columns of tiles that tell how far neighbours are apart
 
 
@@ -101,13 +102,31 @@ class SlideImages:
             return np.empty((row1 - row0, col1 - col0, 3), np.uint8)
         x, y = self.places[sample]
         try:
-            image = self._slide.read_box(x, y, self.size, self.scale, (row0, row1, col0, col1))
+            image = self._box(x, y, (row0, row1, col0, col1))
         except SlideError as error:
             self.unreadable[sample] = str(error)
             return np.full((row1 - row0, col1 - col0, 3), WHITE, np.uint8)
         if self.choosing is None or self.own is None:
             return image
         return self.choosing.finished(image, self.own)
+
+    def _box(self, x: int, y: int, box: Box) -> Pixels:
+        """The same pixels however an image is divided: blocks of it are resampled as a whole."""
+        slide, size = self._slide, self.size
+        if slide.is_exact(self.scale, size):
+            return slide.read_box(x, y, size, self.scale, box)
+        side = max(size) if max(size) <= LARGE else LARGE // 2
+        row0, row1, col0, col1 = box
+        found = np.empty((row1 - row0, col1 - col0, 3), np.uint8)
+        for top in range(row0 // side * side, row1, side):
+            for left in range(col0 // side * side, col1, side):
+                block = (top, min(top + side, size[0]), left, min(left + side, size[1]))
+                pixels = slide.read_box(x, y, size, self.scale, block)
+                rows = max(top, row0), min(block[1], row1)
+                cols = max(left, col0), min(block[3], col1)
+                part = pixels[rows[0] - top : rows[1] - top, cols[0] - left : cols[1] - left]
+                found[rows[0] - row0 : rows[1] - row0, cols[0] - col0 : cols[1] - col0] = part
+        return found
 
     def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
         raise ValueError("slides have no masks")

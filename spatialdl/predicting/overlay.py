@@ -24,6 +24,7 @@ def save_overlay(
     path: Path,
     title: str,
     maps: Mapping[str, npt.NDArray[Any]],
+    scale: float,
     extent: tuple[int, int],
     thumbnail: Thumbnail | None,
     what: str,
@@ -33,6 +34,7 @@ def save_overlay(
 
     Args:
         maps: (rows, columns) by the names of the classes, NaN where there is nothing.
+        scale: level-0 pixels per pixel of the maps.
         extent: level-0 rows and columns of the slide.
         thumbnail: of it, if there is a slide.
         what: the maps tell.
@@ -61,7 +63,7 @@ def save_overlay(
             panel.imshow(grey, extent=place, cmap="gray", vmin=0, vmax=255)
         image = panel.imshow(
             np.ma.masked_invalid(values),
-            extent=place,
+            extent=(0, values.shape[1] * scale, values.shape[0] * scale, 0),
             cmap="turbo",
             vmin=limits[0],
             vmax=limits[1],

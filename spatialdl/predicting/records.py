@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,7 @@ class Record:
             with np.load(_path(run_dir, name)) as found:
                 told = json.loads(str(found["told"]))
                 places, values = found["places"], found["values"]
-        except (OSError, ValueError, KeyError, EOFError):
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return None
         if told["key"] != key or not all((run_dir / file).is_file() for file in told["files"]):
             return None

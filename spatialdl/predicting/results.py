@@ -100,7 +100,7 @@ class Maps:
         assert given.extent is not None
         found = TileMap(places, given.span, given.extent, values[:, :, None, None])
         means = self._tiffs(found, found.scale, (0.0, 1.0), "", "probability")
-        self._picture("heatmap", means, "probability", (0.0, 1.0))
+        self._picture("heatmap", means, _scale(found, found.scale), "probability", (0.0, 1.0))
         if given.slide is not None:
             one = self._trained.task in ONE_CLASS
             features = tile_features(places, given.span, values, classes, one_class=one)
@@ -121,7 +121,8 @@ class Maps:
         most = float(values[:, list(self._shown)].max())
         limits = (0.0, most if most > 0 else 1.0)
         means = self._tiffs(found, found.scale, limits, "-activation", "activation")
-        self._picture("activation", means, "activation: what a place gives to the logit", limits)
+        label = "activation: what a place gives to the logit"
+        self._picture("activation", means, _scale(found, found.scale), label, limits)
 
     # --- maps
 
@@ -141,11 +142,10 @@ class Maps:
             means[number] = self._passed(found, number)
         if self._world.rank != 0:
             return
-        self._picture("heatmap", means, "probability", (0.0, 1.0))
+        self._picture("heatmap", means, _scale(found, scale), "probability", (0.0, 1.0))
         stack = np.stack([means[k] for k in range(len(means))])
-        factor = Overview(found.size).factor
         classes = self._trained.classes
-        features = region_features(stack, scale * factor, classes, self._shown)
+        features = region_features(stack, _scale(found, scale), classes, self._shown)
         save_geojson(self._named(f"{given.name}.geojson"), features)
 
     def _passed(self, found: ClassMap, number: int) -> npt.NDArray[Any]:
@@ -188,6 +188,7 @@ class Maps:
         self,
         what: str,
         means: dict[int, npt.NDArray[Any]],
+        scale: float,
         label: str,
         limits: tuple[float, float],
     ) -> None:
@@ -197,6 +198,7 @@ class Maps:
             self._named(f"{given.name}-{what}.png"),
             given.name,
             {self._trained.classes[k]: means[k] for k in self._shown},
+            scale,
             given.extent,
             self._thumbnail,
             label,
@@ -215,6 +217,11 @@ class Maps:
             name if folded.count(name.casefold()) == 1 else f"{name}_{number}"
             for number, name in enumerate(names)
         ]
+
+
+def _scale(found: ClassMap, scale: float) -> float:
+    """Level-0 pixels per pixel of the small maps."""
+    return scale * Overview(found.size).factor
 
 
 def _as_bytes(band: npt.NDArray[Any], limits: tuple[float, float]) -> npt.NDArray[np.uint8]:

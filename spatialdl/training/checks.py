@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.mesh import Placement
+from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
 SWITCHES = ("tf32", "channels_last", "deterministic")
@@ -56,6 +57,7 @@ def check_config(config: DictConfig) -> Placement:
         batch *= accumulate
     check_batch(batch, schedule.microbatches, placement.data, local)
     check_task(config.task, placement)
+    check_loggers(config.get("logger") or {})
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
     if config.data.name == "shards" and not Path(config.data.path).is_dir():

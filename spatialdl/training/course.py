@@ -97,3 +97,22 @@ class Course:
         self._validated = state["validated"]
         self._best.restore(state["best"])
         self._early.restore(state["early_stopping"])
+
+
+def total_steps(trainer: DictConfig, batches: int) -> int:
+    """Optimizer steps of a whole run, with so many batches in an epoch.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    limits = []
+    if trainer.max_steps is not None:
+        limits.append(int(trainer.max_steps))
+    if trainer.max_epochs is not None:
+        limits.append(int(trainer.max_epochs) * batches)
+    if not limits or min(limits) < 1:
+        raise ValueError(
+            f"trainer.max_steps={trainer.max_steps} and trainer.max_epochs="
+            f"{trainer.max_epochs} leave no step to make: set one of them to at least 1"
+        )
+    return min(limits)

@@ -1,8 +1,7 @@
-"""The network of a run: built from a configuration, and told as it lies on the ranks."""
+"""The network of a run, built from a configuration."""
 
 from __future__ import annotations
 
-import logging
 import resource
 
 import hydra.utils
@@ -11,12 +10,9 @@ from omegaconf import DictConfig, open_dict
 from torch import nn
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.freezing import freeze
 from spatialdl.training.settings import Sources
 from spatialdl.training.weights import check_alike, load_weights
-
-log = logging.getLogger("spatialdl.trainer")
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:
@@ -58,31 +54,6 @@ def make_network(config: DictConfig, sources: Sources, world: Communicator) -> n
         check_alike(model, world)
     freeze(model, list(config.trainer.freeze))
     return model
-
-
-def describe(pipeline: Pipeline, world: Communicator) -> None:
-    """Log what each stage holds; all ranks must call it."""
-    placement = pipeline.placement
-    own = {
-        stage: sum(p.numel() for p in module.parameters())
-        for stage, module in pipeline.stages.items()
-    }
-    everybody = world.gather(own)
-    if everybody is None:
-        return
-    _, height, width = pipeline.image_size
-    log.info("layout: %s", placement.describe())
-    for stage, count in sorted({key: n for one in everybody for key, n in one.items()}.items()):
-        rows, cols = placement.grids[stage]
-        parts = placement.batch_parts(stage)
-        if parts > 1:
-            where = f"whole images, {parts} ranks that divide the samples"
-        else:
-            where = (
-                f"tiles of about {height // rows}x{width // cols} of {height}x{width} on "
-                f"{rows}x{cols} ranks"
-            )
-        log.info("stage %d: %.2f M parameters, %s", stage, count / 1e6, where)
 
 
 def peak_memory_mb(device: torch.device) -> float:

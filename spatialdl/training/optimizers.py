@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import sqrt
 from typing import Any
 
 import hydra.utils
 import torch
 from omegaconf import DictConfig, open_dict
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 SCALES = {
@@ -56,6 +56,24 @@ def make_optimizer(
     except (TypeError, ValueError, hydra.errors.InstantiationException) as error:
         raise ValueError(f"the optimizer cannot be made: {error}") from error
     return optimizer
+
+
+def state_ratio(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> float:
+    """Bytes that an optimizer keeps for each byte of weights."""
+    parameter, optimizer = stepped(make, nn.Parameter(torch.zeros(64, 64)))
+    kept = [v for state in optimizer.state.values() for v in state.values()]
+    large = [v for v in kept if isinstance(v, Tensor) and v.numel() == parameter.numel()]
+    return sum(v.nbytes for v in large) / parameter.nbytes
+
+
+def stepped(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameter: nn.Parameter
+) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """A parameter and its optimizer, whose state is there after a step."""
+    optimizer = make([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return parameter, optimizer
 
 
 def parameter_groups(

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.launch import TERMINAL
+from spatialdl.text import readable_bytes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -29,7 +30,9 @@ class Progress:
 
         with Progress(steps=100) as progress:
             for ...:
-                progress.update(loss=0.3, images_per_second=12.0, data_wait=0.05)
+                progress.update(
+                loss=0.3, learning_rate=0.1, images_per_second=12.0, data_wait=0.05, memory_mb=900.0
+            )
 
     While it is open in a terminal, log messages appear above the bar.
 
@@ -53,7 +56,12 @@ class Progress:
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
 
+            root = logging.getLogger()
+            filters = [one for handler in root.handlers for one in handler.filters]
             self._open.enter_context(logging_redirect_tqdm())
+            for handler in root.handlers:  # those that write above the bar are new
+                for one in filters:
+                    handler.addFilter(one)
             self._bar = self._open.enter_context(
                 tqdm(
                     total=self._steps,
@@ -74,25 +82,35 @@ class Progress:
     ) -> None:
         self._open.close()
 
-    def update(self, *, loss: float, images_per_second: float, data_wait: float) -> None:
+    def update(
+        self,
+        *,
+        loss: float,
+        learning_rate: float,
+        images_per_second: float,
+        data_wait: float,
+        memory_mb: float,
+    ) -> None:
         """One more step is done.
 
         Args:
             loss: of this step.
+            learning_rate: with which it was made.
             images_per_second: over all ranks.
             data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
+            memory_mb: the most that this rank has held so far, in 2**20 bytes.
         """
         self._step += 1
+        told = (
+            f"loss {loss:.4g}, lr {learning_rate:.3g}, {images_per_second:.3g} images/s, "
+            f"data wait {data_wait:.0%}, memory {readable_bytes(round(memory_mb * 2**20))}"
+        )
         if self._bar is not None:
-            text = f"loss {loss:.4g}, {images_per_second:.3g} images/s, data wait {data_wait:.0%}"
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(told, refresh=False)
             self._bar.update()
         elif self._is_worth_a_line():
             self._last_line = time.monotonic()
-            log.info(
-                "step %d of %d: loss %.4g, %.3g images/s, data wait %.0f%%, %s left",
-                *(self._step, self._steps, loss, images_per_second, 100 * data_wait, self._left()),
-            )
+            log.info("step %d of %d: %s, %s left", self._step, self._steps, told, self._left())
 
     def _is_worth_a_line(self) -> bool:
         if self._step - self._done == 1 or self._step == self._steps:

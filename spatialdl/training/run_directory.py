@@ -6,6 +6,7 @@ predictions.csv  a row a sample of the last validation, and slides.csv a row a s
                  `training.predictions`
 summary.json     written at the end, whole or not at all
 loss.png         loss and validation over the steps
+report.html      all of it to look at, see `training.report`
 """
 
 from __future__ import annotations
@@ -21,15 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 from omegaconf import DictConfig
 
 from spatialdl.data.saving import NO_LOCKS, replacing
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from spatialdl.training.loss_picture import draw
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -39,22 +38,6 @@ _LEASE_S = 180.0  # NFS gives a client 90
 _LOOK_EVERY_S = 0.5
 
 _OF_VALIDATIONS = ("validation.csv", "predictions.csv", "slides.csv")
-_SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
-_POINTS_UP_TO = 40  # so few steps are drawn as points, too
-_LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
-_BLUE, _ORANGE, _GREY, _GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
-_LABELS = {
-    "accuracy": "accuracy",
-    "mean_dice": "Dice",
-    "mean_iou": "IoU",
-    "auroc": "AUROC",
-    "slide_accuracy": "accuracy of slides",
-    "slide_auroc": "AUROC of slides",
-    "rmse": "RMSE",
-    "mae": "mean absolute error",
-}
-_ERRORS = ("rmse", "mae")
-_SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
 
 
 class RunDirectory:
@@ -84,7 +67,7 @@ class RunDirectory:
         self._config = config
         self._steps: list[dict[str, float]] = [dict(row) for row in steps]
         self._validations: list[dict[str, Any]] = [dict(row) for row in validations]
-        for name in ("summary.json", "loss.png"):
+        for name in ("summary.json", "loss.png", "report.html"):
             (self.path / name).unlink(missing_ok=True)
         self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
         self._validation: _Table | None = None
@@ -93,6 +76,11 @@ class RunDirectory:
         else:
             for name in _OF_VALIDATIONS:
                 (self.path / name).unlink(missing_ok=True)
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """All so far."""
+        return self._steps
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -172,7 +160,7 @@ class RunDirectory:
         self.close()
         found = {
             "loss": [row["loss"] for row in self._steps],
-            "images_per_second": self._images_per_second(),
+            "images_per_second": self.images_per_second(),
             "parallel": str(self._config.parallel.name),
             "validation": self._validations,
         }
@@ -181,15 +169,16 @@ class RunDirectory:
         unfinished.write_text(text)
         unfinished.replace(self.path / "summary.json")
         if self._steps:
-            _draw(self.path / "loss.png", self._title(summary), self._steps, self._validations)
+            draw(self.path / "loss.png", self.title(summary), self._steps, self._validations)
 
-    def _images_per_second(self) -> float | None:
+    def images_per_second(self) -> float | None:
         """Over all steps but the first, which also warms up."""
         rates = [row["images_per_second"] for row in self._steps]
         rates = rates[1:] or rates
         return len(rates) / sum(1 / rate for rate in rates) if rates and min(rates) > 0 else None
 
-    def _title(self, summary: Mapping[str, Any]) -> str:
+    def title(self, summary: Mapping[str, Any]) -> str:
+        """Of the run, in a line."""
         network = str(self._config.model["_target_"]).rpartition(".")[2]
         ranks = int(summary.get("world_size", 1))
         counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
@@ -333,80 +322,3 @@ def _numbers(row: Mapping[str, str | None]) -> dict[str, float] | None:
     except (KeyError, ValueError):
         return None
     return values | {name: int(values[name]) for name in ("step", "epoch")}
-
-
-def _draw(
-    path: Path,
-    title: str,
-    steps: Sequence[Mapping[str, float]],
-    validations: Sequence[Mapping[str, Any]],
-) -> None:
-    """The loss and, in a panel of its own below, the task's metrics on the validation samples."""
-    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
-
-    figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
-    if validations:
-        panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        _draw_metrics(panels[1], validations)
-    else:
-        panels = [figure.subplots()]
-    _draw_loss(panels[0], steps, validations)
-    panels[0].set_title(title, loc="left")
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    for panel in panels:
-        panel.grid(color="0.9")
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-
-
-def _draw_loss(
-    panel: Axes,
-    steps: Sequence[Mapping[str, float]],
-    validations: Sequence[Mapping[str, Any]],
-) -> None:
-    x = np.array([row["step"] for row in steps])
-    loss = np.array([row["loss"] for row in steps])
-    marker = "o" if len(steps) <= _POINTS_UP_TO else None
-    panel.plot(x, loss, color=_GREY, linewidth=0.8, marker=marker, markersize=3, label="training")
-    width = round(len(steps) * _SMOOTH_OVER)
-    if width > 1:
-        panel.plot(x, _smoothed(loss, width), color=_BLUE, label=f"training, mean of {width} steps")
-    if validations:
-        panel.plot(
-            [row["step"] for row in validations],
-            [row["loss"] for row in validations],
-            color=_ORANGE,
-            marker="o",
-            markersize=4,
-            label="validation",
-        )
-    panel.set_ylabel("loss")
-    highest = max([*loss, *(row["loss"] for row in validations)])
-    if min(loss) > 0 and highest > _LOG_ABOVE * np.median(loss):
-        panel.set_yscale("log")  # or one early validation presses the curve flat
-    panel.legend(frameon=False)
-
-
-def _draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
-    """Shares from 0 to 100 %; errors where the task has no shares."""
-    shares = [name for name in _SHARES if name in validations[0]]
-    names = shares or [name for name in _ERRORS if name in validations[0]]
-    steps = [row["step"] for row in validations]
-    for name, colour in zip(names, (_ORANGE, _BLUE, _GREY, _GREEN), strict=False):
-        scale = 100 if shares else 1
-        values = [np.nan if row[name] is None else scale * row[name] for row in validations]
-        panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])
-    if shares:
-        panel.set_ylim(0, 100)
-    panel.set_ylabel("validation, %" if shares else "validation")
-    if names:
-        panel.legend(frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """Running mean around each value, over fewer values at both ends."""
-    window = np.ones(width)
-    weights = np.convolve(np.ones(len(values)), window, mode="same")
-    return np.asarray(np.convolve(values, window, mode="same") / weights)

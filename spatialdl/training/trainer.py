@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
 
 from spatialdl import trace
 from spatialdl.comm import check
@@ -22,30 +21,32 @@ from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
-from spatialdl.training import signals
 from spatialdl.training.checkpoints.keeping import Checkpoints
-from spatialdl.training.course import Course
+from spatialdl.training.course import Course, total_steps
 from spatialdl.training.debug.detect_nan import NanWatch
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.loggers.choosing import wants_images
+from spatialdl.training.meeting import Meeting
 from spatialdl.training.metrics import Scores
 from spatialdl.training.mixup import mixed
-from spatialdl.training.network import describe, make_network, peak_memory_mb
+from spatialdl.training.network import make_network, peak_memory_mb
 from spatialdl.training.precision import precision_of, set_arithmetic
-from spatialdl.training.progress import Progress
-from spatialdl.training.run_directory import RunDirectory, held, record_of
+from spatialdl.training.reporter import Reporter
+from spatialdl.training.run_directory import held
+from spatialdl.training.run_log import tell_warnings
 from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
-from spatialdl.training.staging import Staging, stage_feeds
+from spatialdl.training.staging import stage_feeds
+from spatialdl.training.start_table import start_table
 from spatialdl.training.tasks import task_of
+from spatialdl.training.time_split import COLUMNS, TimeSplit
 from spatialdl.training.timeline import Timeline
 from spatialdl.training.update import Update
-from spatialdl.training.validation import Validation, told
+from spatialdl.training.validation import Validation
 
 log = logging.getLogger("spatialdl.trainer")
-
-_NOT_FINITE = "step %d: the loss is %s: lower optimizer.lr? debug=detect_nan tells where it began"
 
 
 def run(config: DictConfig, run_dir: Path) -> None:
@@ -114,7 +115,7 @@ class Trainer:
         if validation is not None and self._overfit is None:
             self.validation_feed = feed = self._feed(validation, None)
             self.validation = Validation(self.pipeline, self.task, self.sources, feed, world)
-        self.steps = self._total_steps()
+        self.steps = total_steps(settings, len(self.train_feed))
         self._check_last_batch()
         self.update = Update(
             config,
@@ -124,14 +125,13 @@ class Trainer:
             steps_per_epoch=len(self.train_feed),
         )
         self.course = Course(config.trainer, self.steps, len(self.train_feed))
-        self._warned = False
         self._timeline: Timeline | None = None
-        self._staging = Staging(world)
+        self._split = TimeSplit()
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
         run_dir = self.world.bcast(run_dir)
-        describe(self.pipeline, self.world)
+        table = start_table(self.pipeline, self.world, self.config, self.batch_size)
         with ExitStack() as stack:
             if self.world.rank == 0:
                 stack.enter_context(held(run_dir))
@@ -147,50 +147,77 @@ class Trainer:
             resumed = self.checkpoints.resume()
             if resumed is not None:
                 self.course.restore(resumed[1])
-            record = progress = None
-            if self.world.rank == 0:
-                earlier = record_of(resumed)
-                columns = list(self.update.told)
-                record = stack.enter_context(
-                    RunDirectory(run_dir, self.config, *earlier, columns=columns)
+            reporter = None
+            if table is not None:
+                reporter = stack.enter_context(
+                    Reporter(
+                        self.config,
+                        run_dir,
+                        steps=self.steps,
+                        table=table,
+                        names=self.sources.names,
+                        columns=[*self.update.told, *COLUMNS],
+                        resumed=resumed,
+                    )
                 )
-                progress = stack.enter_context(Progress(self.steps, self.course.step))
                 (run_dir / MARKER).unlink(missing_ok=True)
-            self._staging = stack.enter_context(
+            staging = stack.enter_context(
                 stage_feeds(
                     self.world, self.config, self.train_feed, self.validation_feed, self.course
                 )
             )
             stack.callback(self._close_feeds)
+            writer = self.checkpoints.writer
+            self._meeting = Meeting(self.world, writer, staging, self.course, self._split)
             if self.config.trainer.trace:
                 train = self.pipeline.schedule.train
                 self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
+            trace.count()
+            stack.callback(trace.stop_counting)
             if resumed is not None:
-                self._between_steps(record)  # the run may have been stopped before this
+                self._between_steps(reporter)  # the run may have been stopped before this
             while not self.course.is_over():
-                self._train_epoch(record, progress)
-            self.checkpoints.writer.wait()
+                self._train_epoch(reporter)
+            writer.wait()
+            tell_warnings(self.world)
             if self.course.stopped is not None:
-                self._leave(run_dir, self.course.stopped)
+                self._leave(reporter, run_dir, self.course.stopped)
                 return
-            self._staging.finish()
-            memory = self.world.gather(peak_memory_mb(self.device))
-            if record is not None:
-                if self._overfit is not None:
-                    log.info("debug=overfit: %s", self._overfit.verdict(self.course.step))
-                record.finish({"world_size": self.world.size, "peak_memory_mb": memory})
-                log.info("run directory: %s", record.path)
-                log.info("loss curve:    %s", record.path / "loss.png")
+            staging.finish()
+            self._finish(reporter)
 
-    def _leave(self, run_dir: Path, number: Signals) -> None:
+    def _finish(self, reporter: Reporter | None) -> None:
+        summary = self._summary()
+        examples = self.validation.examples() if self.validation is not None else None
+        if reporter is None:
+            return
+        if self._overfit is not None:
+            log.info("debug=overfit: %s", self._overfit.verdict(self.course.step))
+        reporter.finish(summary, examples or ())
+
+    def _summary(self) -> dict[str, Any]:
+        """What all ranks together know of the run; each must call it."""
+        return {
+            "world_size": self.world.size,
+            "peak_memory_mb": self.world.gather(peak_memory_mb(self.device)),
+            "time_split": self._split.summary(),
+        }
+
+    def _leave(self, reporter: Reporter | None, run_dir: Path, number: Signals) -> None:
         step, saved = self.course.step, self.checkpoints.writer.last
         if self.world.rank == 0:
             write_marker(run_dir, number, step, saved)
             log.info("stopped by %s after step %d: ckpt_path=latest goes on", number.name, step)
+        summary = self._summary()
+        if reporter is not None:
+            reporter.stopped(
+                summary, f"Stopped by {number.name} after step {step} of {self.steps}."
+            )
 
-    def _train_epoch(self, record: RunDirectory | None, progress: Progress | None) -> None:
+    def _train_epoch(self, reporter: Reporter | None) -> None:
         """What is left of an epoch, or of the run."""
         epoch, first = self.course.epoch, self.course.batch
+        self._split.restart()
         started = time.perf_counter()
         batches = self.train_feed.batches(epoch, first)
         for batch in trace.each("data", "wait for the batch", batches):
@@ -200,35 +227,36 @@ class Trainer:
             seconds = time.perf_counter() - started
             if self._timeline is not None:
                 self._timeline.step_done(last=self.course.is_over())
-            if record is not None and progress is not None:
-                rate, wait = images / seconds, waited / seconds
-                record.log_step(
+            if reporter is not None:
+                reporter.step(
                     step=self.course.step,
                     epoch=epoch,
                     loss=loss,
                     learning_rate=self.update.learning_rate,
-                    images_per_second=rate,
-                    data_wait=wait,
+                    images_per_second=images / seconds,
+                    data_wait=waited / seconds,
+                    memory_mb=peak_memory_mb(self.device),
                     **self.update.told,
+                    **{part: self._split.last[part] for part in COLUMNS},
                 )
-                if not math.isfinite(loss) and not self._warned:
-                    self._warned = True
-                    log.warning(_NOT_FINITE, self.course.step, loss)
-                progress.update(loss=loss, images_per_second=rate, data_wait=wait)
-            self._between_steps(record)
+            self._between_steps(reporter)
             if self.course.is_over():
                 break
             started = time.perf_counter()
 
-    def _between_steps(self, record: RunDirectory | None) -> None:
+    def _between_steps(self, reporter: Reporter | None) -> None:
         """Validate, and write a checkpoint, where it is time for it."""
         is_best = False
-        if self.course.validation_is_due():
-            found = self.validate(record)
+        validates, saves = self.course.validation_is_due(), self.course.checkpoint_is_due()
+        if validates:
+            found = self.validate(reporter)
             is_best = found is not None and self.course.validated(found)
-        if is_best or self.course.checkpoint_is_due():
-            validations = record.validations if record is not None else []
+            saves = self.course.checkpoint_is_due()
+        if is_best or saves:
+            validations = reporter.validations if reporter is not None else []
             self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
+        if validates or is_best or saves:
+            self._split.restart()
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
@@ -247,12 +275,12 @@ class Trainer:
         with trace.span("compute", "optimizer"):
             self.update.step()
         self.course.step_done()
-        loss = self._together(own)
+        loss = self._meeting.after_step(own)
         if self._overfit is not None:
             self._overfit.note(loss)
         return loss
 
-    def validate(self, record: RunDirectory | None) -> Scores | None:
+    def validate(self, reporter: Reporter | None) -> Scores | None:
         """Loss and metrics over all validation samples, each counted once.
 
         Returns:
@@ -266,39 +294,21 @@ class Trainer:
         if self.course.stopped is not None:
             return None
         found = self.validation.scores(own)
-        if record is not None:
-            log.info("step %d: validation %s", self.course.step, told(found))
-            record.log_validation(step=self.course.step, **found)
-            self.validation.write(record.path)
+        if reporter is not None:
+            reporter.validated(self.course.step, found)
+            self.validation.write(reporter.record.path)
+        if wants_images(self.config.get("logger") or {}):
+            examples = self.validation.examples()
+            if reporter is not None:
+                reporter.show(self.course.step, examples or ())
         return found
 
     def _until_stopped(self, feed: Feed) -> Iterator[list[Microbatch]]:
         for batch in feed.batches():
-            self._together()
+            self._meeting.between()
             if self.course.stopped is not None:
                 return
             yield feed.microbatches(batch)
-
-    def _together(self, loss: float = 0.0) -> float:
-        """The sum of the ranks' parts of a loss; all hear of signals, checkpoints and damage.
-
-        Raises:
-            ShardError: a shard is damaged.
-        """
-        writer, flags = self.checkpoints.writer, signals.flags()
-        own = [loss, *writer.status(), self._staging.damage(), *flags]
-        total, busy, failed, damaged, *sums = self._over_world(
-            torch.tensor(own, dtype=torch.float64)
-        )
-        if damaged:
-            self._staging.refuse()
-        self.course.stopped = self.course.stopped or signals.agreed(sums)
-        writer.go_on(busy, failed)
-        return total
-
-    def _over_world(self, own: Tensor) -> list[float]:
-        """The sum over all ranks."""
-        return [float(value) for value in self.world.all_reduce(own)]
 
     def _feed(self, views: Views, seed: int | None) -> Feed:
         return Feed(
@@ -317,20 +327,6 @@ class Trainer:
         for feed in (self.train_feed, self.validation_feed):
             if feed is not None:
                 feed.close()
-
-    def _total_steps(self) -> int:
-        settings = self.config.trainer
-        limits = []
-        if settings.max_steps is not None:
-            limits.append(int(settings.max_steps))
-        if settings.max_epochs is not None:
-            limits.append(int(settings.max_epochs) * len(self.train_feed))
-        if not limits or min(limits) < 1:
-            raise ValueError(
-                f"trainer.max_steps={settings.max_steps} and trainer.max_epochs="
-                f"{settings.max_epochs} leave no step to make: set one of them to at least 1"
-            )
-        return min(limits)
 
     def _check_last_batch(self) -> None:
         """That of an epoch may be smaller."""

@@ -18,6 +18,7 @@ from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.feeding import Feed
+from spatialdl.training.gallery import Example, Gallery
 from spatialdl.training.metrics import Scores, undefined
 from spatialdl.training.predictions import Predictions
 from spatialdl.training.segmentation import Segmentation
@@ -85,9 +86,13 @@ class Validation:
         self._predictions: Predictions | None = None
         self._numbers: list[int] | None = None
         self._warned = False
+        views = sources.validation_views
+        assert views is not None
+        self._gallery = Gallery(world, pipeline.placement, views, sources.names)
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
         """What counts on this rank, of batches of the feed from the first on."""
+        self._gallery.begin()
         if isinstance(self._task, Segmentation):
             return self._own_tally(self._task, batches)
         return list(self._own_outputs(self._task, batches))
@@ -111,13 +116,19 @@ class Validation:
         except OSError as error:  # such as a full disk, for which no run is lost
             log.warning("the predictions are not written: %s", error)
 
+    def examples(self) -> list[Example] | None:
+        """The worst and the best of the last predictions on rank 0; all ranks must call it."""
+        return self._gallery.examples(self._predictions)
+
     def _own_tally(self, task: Segmentation, batches: Iterable[Sequence[Microbatch]]) -> Tensor:
         sums = torch.zeros(task.tallied, dtype=torch.float64)
-        for parts in batches:
+        for batch, parts in enumerate(batches):
+            slices = self._feed.own(batch)
             for number, output in self._pipeline.evaluate(parts).items():
                 target, mesh = parts[number].target, self._pipeline.last(number)
                 if target is not None and mesh is not None:
                     sums += task.tally(output, target, mesh.part)
+                    self._gallery.note(slices[number], output, target, mesh)
         return sums
 
     def _own_outputs(
@@ -157,18 +168,3 @@ class Validation:
                 "others; the mean leaves it out",
                 named,
             )
-
-
-_SHARES = ("accuracy", "balanced_accuracy", "auroc", "mean_dice", "mean_iou", "slide_accuracy")
-_NUMBERS = ("mae", "rmse", "r2")
-
-
-def told(found: Mapping[str, Any]) -> str:
-    """Metrics as a line of the log has them."""
-    parts = [f"loss {found['loss']:.4f}"]
-    for name in (*_SHARES, *_NUMBERS):
-        value = found.get(name)
-        if value is not None:
-            text = f"{100 * value:.1f} %" if name in _SHARES else f"{value:.4g}"
-            parts.append(f"{name.replace('_', ' ')} {text}")
-    return f"{', '.join(parts)} of {found['samples']} samples"

@@ -21,6 +21,7 @@ MODELS = "there are amoebanet_d, resnet110_v2, resnet18, resnet50, unet"
         ("debug=overfitt", "nearest: debug=overfit;"),
         ("parallel.stage=2", "parallel.stage is unknown; nearest: parallel.stages;"),
         ("parallel.gems.varint=x", "nearest: parallel.gems.variant;"),
+        ("logger=[csv,tensorbord]", "logger=tensorbord is unknown; nearest: logger=tensorboard;"),
         ("batch_size=3", "batch_size is unknown; nearest: data.batch_size;"),
         ("+foo=1", "+foo is unknown; `python"),
         ("++foo=1", "foo is unknown; `python"),

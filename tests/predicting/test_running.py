@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,22 @@ def test_a_network_that_does_not_end_with_a_mean_has_no_activation_maps(folder, 
         predicted(tmp_path, "activation=true", "min_tissue=0")
     with pytest.raises(SlideError, match=r"Sequential does not take images of 40x40 .* 32x32"):
         predicted(tmp_path, "tile_size=40", "min_tissue=0")
+
+
+def test_the_network_sees_the_middle_of_a_tile_as_in_training(folder):
+    given, runner = prepared(folder)
+    config = command("ckpt_path=x", "slides=x", "level=0")
+    trained = find_trained(str(folder / "run"), Alone())
+    trained.__dict__["made_with"] = {"tile_size": 44}
+    cropped = slide_input(folder / "a.tiff", "a", cutting_of(config, trained))
+    assert cropped.size == (32, 32)
+    assert cropped.span == (44.0, 44.0)
+    centres = [(x - 6, y - 6) for x, y in given.places[:3]]
+    cropped = replace(cropped, places=centres)
+    cropped.source.places = centres
+    cropped.source.__post_init__()
+    expected = runner.run(given).values[:3]
+    assert torch.allclose(runner.run(cropped).values, expected, rtol=0, atol=1e-12)
 
 
 def flat(num_classes: int, in_channels: int) -> torch.nn.Sequential:

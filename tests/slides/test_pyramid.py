@@ -37,6 +37,21 @@ def test_openslide_reads_what_was_written(tmp_path: Path, size: tuple[int, int])
             assert np.abs(got - even.mean((1, 3))).mean() < 2.5
 
 
+def test_grey_values_are_kept_as_they_are(tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (1030, 700), np.uint8)
+    write_pyramid(
+        tmp_path / "a.tif", bands(image, 512), (1030, 700), None, grey=True, description="b"
+    )
+    with openslide.OpenSlide(tmp_path / "a.tif") as slide:
+        assert slide.properties["openslide.vendor"] == "generic-tiff"
+        assert slide.properties["tiff.ImageDescription"] == "b"
+        assert [level[::-1] for level in slide.level_dimensions] == level_sizes((1030, 700))
+        got = np.asarray(slide.read_region((0, 0), 0, (700, 1030)).convert("RGB"))
+        assert np.array_equal(got, np.repeat(image[..., None], 3, 2))
+        small = np.asarray(slide.read_region((0, 0), 1, (350, 515)).convert("L")).astype(float)
+    assert np.abs(small - image.reshape(515, 2, 350, 2).mean((1, 3))).max() <= 0.5
+
+
 def test_levels_halve_down_to_512() -> None:
     assert level_sizes((8192, 8192))[-1] == (512, 512)
     assert level_sizes((1025, 700)) == [(1025, 700), (512, 350)]

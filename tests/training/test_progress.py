@@ -7,6 +7,10 @@ import pytest
 from spatialdl.training import progress as module
 from spatialdl.training.progress import Progress
 
+STEP = {"loss": 0.125, "learning_rate": 0.05, "images_per_second": 12.34, "data_wait": 0.05}
+STEP["memory_mb"] = 900.0
+TOLD = "loss 0.125, lr 0.05, 12.3 images/s, data wait 5%, memory 943.7 MB"
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -20,14 +24,14 @@ def lines(caplog, clock, steps: int, seconds: float, done: int = 0) -> list[str]
     with caplog.at_level(logging.INFO), Progress(steps, done, terminal=False) as progress:
         for _ in range(done, steps):
             clock[0] += seconds
-            progress.update(loss=0.125, images_per_second=12.34, data_wait=0.05)
+            progress.update(**STEP)
     return [record.getMessage() for record in caplog.records]
 
 
 def test_a_log_file_gets_a_few_lines(caplog, clock):
     found = lines(caplog, clock, steps=1000, seconds=0.5)
     assert len(found) == 11
-    assert found[0] == ("step 1 of 1000: loss 0.125, 12.3 images/s, data wait 5%, 0:08:20 left")
+    assert found[0] == f"step 1 of 1000: {TOLD}, 0:08:20 left"
     assert found[-1].startswith("step 1000 of 1000: ")
     assert found[-1].endswith(", 0:00:00 left")
 
@@ -50,10 +54,10 @@ def test_a_terminal_gets_a_bar_and_messages_above_it(capsys, caplog, clock):
     with Progress(4, terminal=True) as progress:
         for _ in range(4):
             clock[0] += 1
-            progress.update(loss=0.125, images_per_second=12.34, data_wait=0.05)
+            progress.update(**STEP)
     errors = capsys.readouterr().err
     assert "4/4" in errors
-    assert "loss 0.125, 12.3 images/s, data wait 5%" in errors
+    assert TOLD in errors
     assert not caplog.records
 
 

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from omegaconf import OmegaConf
-from PIL import Image
 
 from spatialdl.training import run_directory
 from spatialdl.training.run_directory import RunDirectory, earlier_steps, held
@@ -108,22 +107,6 @@ def test_files_of_an_earlier_run_are_replaced(tmp_path):
     RunDirectory(tmp_path, CONFIG)
     assert rows(tmp_path / "metrics.csv") == []
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
-
-
-@pytest.mark.parametrize("steps", [1, 2, 50])
-@pytest.mark.parametrize(
-    "validated",
-    [{}, {"accuracy": 0.75, "auroc": None, "slide_accuracy": 0.5}, {"rmse": 2.5, "mae": 2.0}],
-)
-def test_picture_of_the_loss(tmp_path, steps, validated):
-    run = RunDirectory(tmp_path, CONFIG)
-    log(run, steps)
-    if validated:
-        run.log_validation(step=steps, loss=0.5, samples=8, **validated)
-    run.finish(WORLD)
-    with Image.open(tmp_path / "loss.png") as picture:
-        assert picture.size == (1200, 900 if validated else 600)
-        assert len(picture.convert("RGB").getcolors(100_000)) > 5
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

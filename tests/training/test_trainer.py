@@ -76,12 +76,20 @@ def test_a_run_leaves_a_loss_and_a_row_a_step(tmp_path):
     assert len(summary(tmp_path)["peak_memory_mb"]) == 1
 
 
+def decaying(parameters):
+    """As the optimizers' configurations have it: weights decay, norms and biases do not."""
+    parameters = list(parameters)
+    weights = [one for one in parameters if one.dim() > 1]
+    others = [one for one in parameters if one.dim() <= 1]
+    return [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+
+
 def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     settings = config("scheduler=cosine", "optimizer=adamw", "parallel.microbatches=2")
     trainer = Trainer(settings, Alone())
     model = build_model(config(), trainer.sources).double()
     trainer.fit(tmp_path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(decaying(model.parameters()), lr=1e-3, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     order = sample_order(10, 0, 0).tolist()
     losses, rates = [], []
@@ -232,7 +240,9 @@ def test_segmentation_s_losses_are_those_of_a_plain_loop(tmp_path):
     trainer = Trainer(settings, Alone())
     model = build_model(settings, trainer.sources).double()
     trainer.fit(tmp_path)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(
+        decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4
+    )
     order = sample_order(10, 0, 0).tolist()
     losses = []
     for samples in (order[:4], order[4:8], order[8:]):
@@ -310,7 +320,9 @@ def test_averaged_weights_are_validated_and_the_others_trained(tmp_path):
 def test_mixed_precision_trains_as_a_plain_loop_does(tmp_path, precision):
     trainer = train(tmp_path, f"trainer.precision={precision}", "trainer.max_steps=2")
     model = build_model(config(), trainer.sources)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(
+        decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16-mixed")
     order = sample_order(10, 0, 0).tolist()
     losses, scales = [], []
@@ -376,7 +388,7 @@ def test_what_is_frozen_stays_and_the_rest_is_that_of_a_plain_loop(tmp_path):
     for module in still:
         module.requires_grad_(False).eval()
     learning = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(learning, lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(decaying(learning), lr=0.05, momentum=0.9, weight_decay=1e-4)
     weight = torch.tensor([1, 2, 0.5], dtype=torch.float64)
     order = sample_order(10, 5, 0).tolist()
     losses = []
@@ -403,3 +415,25 @@ def test_predictions_of_the_last_validation_are_written(tmp_path):
     assert [int(row["label"]) for row in rows] == target.tolist()
     shares = [[float(row[f"probability_{c}"]) for c in range(3)] for row in rows]
     torch.testing.assert_close(torch.tensor(shares).double(), output.softmax(1))
+
+
+def test_a_run_can_be_seen(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, "trainer.validate_every=2", "logger=tensorboard", "optimizer=adamw")
+    split = summary(tmp_path)["time_split"]
+    assert split.pop("seconds_per_step") > 0
+    assert sum(split.values()) == pytest.approx(1)
+    assert split["halo"] == split["hand_over"] == 0 < split["compute"]
+    rows = table(tmp_path / "metrics.csv")
+    assert all(float(row["halo"]) == 0 <= float(row["reduce"]) < 1 for row in rows)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<figure>") == 5
+    assert "global batch: 1 micro-batch x 1 replica x 4 images = 4 images a step" in page
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    assert [one.step for one in events.Scalars("train/loss")] == [1, 2, 3]
+    assert [one.step for one in events.Scalars("validation/accuracy")] == [2, 3]
+    assert tags["images"] == [*(f"validation/{n}" for n in range(5)), "run/loss"]
+    assert [one.step for one in events.Images("validation/0")] == [2, 3]

@@ -11,7 +11,6 @@ from hydra import compose, initialize_config_module
 
 from spatialdl.comm.alone import Alone
 from spatialdl.training.trainer import Trainer
-from spatialdl.training.validation import told
 
 
 def trainer(*overrides: str) -> Trainer:
@@ -58,10 +57,3 @@ def test_outputs_that_are_no_numbers_have_no_metrics(task):
     assert math.isnan(found.pop("loss"))
     assert found.pop("samples") == 4
     assert all(value in (None, []) for value in found.values())
-
-
-def test_a_line_of_the_log():
-    found = {"loss": 0.5, "samples": 7, "accuracy": 0.25, "auroc": None, "mean_dice": 0.5}
-    assert told(found) == "loss 0.5000, accuracy 25.0 %, mean dice 50.0 % of 7 samples"
-    one = {"loss": 2, "samples": 1, "rmse": 0.123456}
-    assert told(one) == "loss 2.0000, rmse 0.1235 of 1 samples"

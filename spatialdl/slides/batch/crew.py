@@ -92,7 +92,8 @@ class Processes:
         self._count = count
         # not forked: MPI, HDF5 or threads may have been at work in this one
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([_STEPS])  # imported once, not by every process
+        # imported once, not by every process
+        self._context.set_forkserver_preload(["spatialdl.fork_server", _STEPS])
         self._told = self._context.Value("q", 0)
         self._pool = self._start()
 
@@ -192,6 +193,8 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
 
 def _in_worker(told: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that hands out ends the others
+    # by SIGTERM, which the fork server blocks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def add(tiles: int) -> None:

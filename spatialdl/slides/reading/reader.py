@@ -159,6 +159,15 @@ class Slide:
             int(says[f"openslide.level[{level}].width"]),
         )
 
+    def is_exact(self, scale: float, size: tuple[int, int]) -> bool:
+        """Whether boxes of a region at `scale` have its very pixels, however it is divided.
+
+        Where pixels are resampled, or lie between those of a level, they may differ by two levels
+        or so of 255, as filters round.
+        """
+        down = self._downsamples[self.level(scale)]
+        return down.is_integer() and abs(scale / down - 1) * max(size) < _HALF
+
     def is_native(self, scale: float) -> bool:
         """Whether reads at `scale` take the file's own tiles, without openslide."""
         return self._source.is_native(self.level(scale))
@@ -252,6 +261,8 @@ class Slide:
         again: bool = True,
     ) -> Bytes:
         """A box of a region, as it is in it: without seams where several are put together.
+
+        See `is_exact`.
 
         Args:
             x, y, size, scale, again: of the region; see `read_scaled`.

@@ -25,6 +25,7 @@ from spatialdl.planning.job import Job
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named, job_of
 from spatialdl.planning.stage import CannotWork, StageCosts, stage_costs
+from spatialdl.training.layout_text import drawn
 from spatialdl.training.layouts import (
     check_batch,
     check_image,
@@ -35,9 +36,6 @@ from spatialdl.training.layouts import (
 from spatialdl.training.precision import PRECISIONS
 from spatialdl.training.settings import TARGETED, open_sources
 from spatialdl.training.tasks import task_of
-
-DRAWN = 6
-"""Rows and columns of a grid that are drawn."""
 
 
 def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
@@ -66,7 +64,9 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     small = len(errors)
     _tried(errors, lambda: check_image(sources.image_size, placement))
     fits = len(errors) == small
-    print("\n".join(_drawn(placement, sources.image_size)), flush=True)
+    height, width = sources.image_size
+    print(f"layout: {placement.describe()}, images of {height}x{width}\n")
+    print("\n".join(drawn(placement)), flush=True)
     cluster = _cluster(config.device)
     job = _tried(errors, lambda: job_of(_planned(config), cluster))
     if job is None or not fits:
@@ -126,55 +126,11 @@ def _cluster(device: str) -> Cluster:
     return replace(found, cores=1) if device == "cpu" else found
 
 
-# --- the layout
-
-
-def _drawn(placement: Placement, size: tuple[int, int]) -> Iterator[str]:
-    """Of each stage the grid, with the ranks of the first replica."""
-    yield f"layout: {placement.describe()}, images of {size[0]}x{size[1]}"
-    for stage, (rows, cols) in enumerate(placement.grids):
-        parts = placement.batch_parts(stage)
-        ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
-        yield ""
-        if (rows, cols) == (1, 1):
-            what = f"whole images, samples over {parts} ranks" if parts > 1 else "whole images"
-            some = "ranks" if parts > 1 else "rank"
-            yield f"stage {stage}: {what}, {some} {' and '.join(map(_span, ranks))}"
-            continue
-        yield f"stage {stage}: {rows}x{cols} tiles, ranks {' and '.join(map(_span, ranks))}"
-        yield from _grid(rows, cols, ranks)
+# --- what the ranks hold
 
 
 def _span(ranks: Sequence[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-
-
-def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Rows and columns in the middle of a large grid are left out."""
-    shown_rows, shown_cols = _shown(rows), _shown(cols)
-    texts = [
-        ["..." if None in (r, c) else _names(ranks, r * cols + c) for c in shown_cols]  # type: ignore[operator]
-        for r in shown_rows
-    ]
-    width = max(len(text) for line in texts for text in line) + 2
-    border = "  +" + ("-" * width + "+") * len(shown_cols)
-    yield border
-    for line in texts:
-        yield "  |" + "".join(f"{text:^{width}}|" for text in line)
-        yield border
-
-
-def _names(ranks: Sequence[Sequence[int]], part: int) -> str:
-    return ", ".join(str(one[part]) for one in ranks)
-
-
-def _shown(count: int) -> list[int | None]:
-    if count <= DRAWN:
-        return list(range(count))
-    return [*range(DRAWN - 2), None, count - 1]
-
-
-# --- what the ranks hold
 
 
 class _Slices:

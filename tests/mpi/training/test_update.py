@@ -96,7 +96,11 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
     update = Update(config, pipeline, batch=4, steps=6, steps_per_epoch=6)
 
     plain = network()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    groups = [
+        {"params": [one for one in plain.parameters() if one.dim() > 1]},
+        {"params": [one for one in plain.parameters() if one.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, 6, 0.9)
     scaler = torch.amp.GradScaler("cpu")
     average = copy.deepcopy(plain)
@@ -143,7 +147,7 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
 
 ALL_AT_ONCE = (
     "trainer.accumulate=2 trainer.ema=0.6 trainer.channels_last=true trainer.clip_norm=0.5 "
-    "optimizer.decay_norms_and_biases=false trainer.validate_every=1"
+    "optimizer.decay_norms_and_biases=true trainer.validate_every=1"
 )
 LAYOUTS = {
     2: [

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,8 @@ from spatialdl.slides.batch.crew import (
     executor_of_ranks,
     tell,
 )
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def told_and_pid(tiles: int) -> int:
@@ -78,6 +81,41 @@ def test_stopping_does_not_wait_for_work() -> None:
     for future in futures:
         with pytest.raises((CancelledError, BrokenProcessPool)):
             future.result()
+
+
+AFTER_A_LOADER = """
+import signal
+from spatialdl.data.loader import Loader
+from spatialdl.slides.batch.crew import Processes, tell
+from tests.data.numbers import batching, views
+def work():
+    tell(1)
+    signal.pause()
+if __name__ == "__main__":
+    loader = Loader(views(4), batching(2), workers=1)
+    list(loader.batches())
+    loader.close()
+    crew = Processes(1)
+    crew.submit(work)
+    while not crew.told():
+        pass
+    crew.stop()
+    print("stopped", flush=True)
+"""
+
+
+def test_stopping_ends_processes_of_the_fork_server_of_a_loader(tmp_path) -> None:
+    """Which keeps SIGTERM from those it starts: they went on for ever."""
+    (tmp_path / "after.py").write_text(AFTER_A_LOADER)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "after.py"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
 
 
 ORPHANS = """

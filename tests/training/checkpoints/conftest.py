@@ -8,4 +8,4 @@ from spatialdl.training import run_directory
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     """The picture of the loss takes longer than these runs, and has tests of its own."""
-    monkeypatch.setattr(run_directory, "_draw", lambda *_: None)
+    monkeypatch.setattr(run_directory, "draw", lambda *_: None)

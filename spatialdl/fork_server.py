@@ -1,7 +1,8 @@
-"""What the fork server of the reading processes imports, once, before it forks them.
+"""What a fork server imports first, before it forks processes that read or tile.
 
 Nothing else may import it: it keeps this process and its children from ever starting MPI, whatever
 the program imports that they belong to. They are no ranks, though their environment says so.
+A program has one fork server, whoever of it starts it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,10 @@ import signal
 
 import mpi4py
 
-import spatialdl.data.shards
-import spatialdl.data.synthetic_masks
-import spatialdl.data.workers  # noqa: F401
-
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 
 # Sent by launchers to everybody, and who reads must go on until the run has written its checkpoint.
-# SIGTERM is kept for `workers._begin`: the parent may have sent it before its process was ready.
+# SIGTERM is kept for the processes: their parent may have sent it before they were ready.
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

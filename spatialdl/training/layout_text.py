@@ -1,0 +1,110 @@
+"""A layout drawn in characters: stages side by side, in each the grid with its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from spatialdl.mesh import Placement
+from spatialdl.text import width
+
+WIDEST = 98
+"""Columns of a console that a drawing takes at most."""
+
+DRAWN = 6
+"""Rows and columns of a grid that are drawn, and stages."""
+
+_ARROW = "->"
+
+
+def drawn(placement: Placement) -> list[str]:
+    """The lines of the drawing: the first replica, and words about the others.
+
+    Where two copies lie on the ranks, a tile has the ranks of both.
+    """
+    blocks: list[list[str]] = []
+    for stage in _shown(placement.stages):
+        blocks.append(["", "", " ..."] if stage is None else list(_block(placement, stage)))
+    lines: list[str] = []
+    for line_of_blocks in _fitting(blocks):
+        lines += ([""] if lines else []) + _beside(line_of_blocks, bool(lines))
+    return [*lines, *_words(placement)]
+
+
+def _words(placement: Placement) -> Iterator[str]:
+    first = placement.replica_size
+    if placement.mirrored:
+        yield "  of two ranks in a tile, the second holds it in the copy in inverse order"
+    if placement.data == 2:
+        yield f"  replica 1: the same on {ranks_text(range(first, 2 * first))}"
+    elif placement.data > 2:
+        ranks = ranks_text(range(first, placement.world_size))
+        each = "" if first == 1 else f", {first} each"
+        yield f"  replicas 1 to {placement.data - 1}: the same on {ranks}{each}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0 to 5"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _block(placement: Placement, stage: int) -> Iterator[str]:
+    """A title, and below it the tiles, or the ranks that divide samples."""
+    rows, cols = placement.grids[stage]
+    parts = placement.batch_parts(stage)
+    ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
+    what = f"{rows}x{cols} tiles" if rows * cols > 1 else "whole"
+    yield f"stage {stage}: " + (f"{parts} by samples" if parts > 1 else what)
+    yield from _grid(parts if parts > 1 else rows, cols, ranks)
+
+
+def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Rows and columns in the middle of a large grid are left out."""
+    shown_rows, shown_cols = _shown(rows), _shown(cols)
+    texts = [
+        ["..." if r is None or c is None else _names(ranks, r * cols + c) for c in shown_cols]
+        for r in shown_rows
+    ]
+    wide = max(len(text) for line in texts for text in line) + 2
+    border = "+" + ("-" * wide + "+") * len(shown_cols)
+    yield border
+    for line in texts:
+        yield "|" + "".join(f"{text:^{wide}}|" for text in line)
+        yield border
+
+
+def _names(ranks: Sequence[Sequence[int]], part: int) -> str:
+    return ", ".join(str(one[part]) for one in ranks)
+
+
+def _shown(count: int) -> list[int | None]:
+    if count <= DRAWN:
+        return list(range(count))
+    return [*range(DRAWN - 2), None, count - 1]
+
+
+def _fitting(blocks: list[list[str]]) -> Iterator[list[list[str]]]:
+    """As many side by side as fit."""
+    row: list[list[str]] = []
+    used = 0
+    for block in blocks:
+        needs = max(map(width, block)) + 6
+        if row and used + needs > WIDEST:
+            yield row
+            row, used = [], 0
+        row.append(block)
+        used += needs
+    yield row
+
+
+def _beside(blocks: Sequence[Sequence[str]], goes_on: bool) -> list[str]:
+    """Blocks as lines, an arrow before each but the very first."""
+    lines = []
+    for number in range(max(map(len, blocks))):
+        line = ""
+        for place, block in enumerate(blocks):
+            points = number == 2 and (place > 0 or goes_on)
+            text = block[number] if number < len(block) else ""
+            gap = f" {_ARROW} " if points else " " * 4
+            line += (gap if place > 0 or goes_on else "  ") + text.ljust(max(map(width, block)))
+        lines.append(line.rstrip())
+    return lines

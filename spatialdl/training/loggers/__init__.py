@@ -1,0 +1,1 @@
+"""Where a run is logged to beside its directory: TensorBoard, Weights & Biases, MLflow."""

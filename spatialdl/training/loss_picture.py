@@ -1,0 +1,106 @@
+"""The picture of a run: its loss, and what the validations came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
+_POINTS_UP_TO = 40  # so few steps are drawn as points, too
+_LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
+BLUE, ORANGE, GREY, GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
+_LABELS = {
+    "accuracy": "accuracy",
+    "mean_dice": "Dice",
+    "mean_iou": "IoU",
+    "auroc": "AUROC",
+    "slide_accuracy": "accuracy of slides",
+    "slide_auroc": "AUROC of slides",
+    "rmse": "RMSE",
+    "mae": "mean absolute error",
+}
+_ERRORS = ("rmse", "mae")
+_SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
+
+
+def draw(
+    path: Path,
+    title: str,
+    steps: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, Any]],
+) -> None:
+    """The loss and, in a panel of its own below, the task's metrics on the validation samples."""
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+
+    figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
+    if validations:
+        panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        draw_metrics(panels[1], validations)
+    else:
+        panels = [figure.subplots()]
+    draw_loss(panels[0], steps, validations)
+    panels[0].set_title(title, loc="left")
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    for panel in panels:
+        panel.grid(color="0.9")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def draw_loss(
+    panel: Axes,
+    steps: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, Any]],
+) -> None:
+    x = np.array([row["step"] for row in steps])
+    loss = np.array([row["loss"] for row in steps])
+    marker = "o" if len(steps) <= _POINTS_UP_TO else None
+    panel.plot(x, loss, color=GREY, linewidth=0.8, marker=marker, markersize=3, label="training")
+    width = round(len(steps) * _SMOOTH_OVER)
+    if width > 1:
+        panel.plot(x, _smoothed(loss, width), color=BLUE, label=f"training, mean of {width} steps")
+    if validations:
+        panel.plot(
+            [row["step"] for row in validations],
+            [row["loss"] for row in validations],
+            color=ORANGE,
+            marker="o",
+            markersize=4,
+            label="validation",
+        )
+    panel.set_ylabel("loss")
+    highest = max([*loss, *(row["loss"] for row in validations)])
+    if min(loss) > 0 and highest > _LOG_ABOVE * np.median(loss):
+        panel.set_yscale("log")  # or one early validation presses the curve flat
+    panel.legend(frameon=False)
+
+
+def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+    """Shares from 0 to 100 %; errors where the task has no shares."""
+    shares = [name for name in _SHARES if name in validations[0]]
+    names = shares or [name for name in _ERRORS if name in validations[0]]
+    steps = [row["step"] for row in validations]
+    for name, colour in zip(names, (ORANGE, BLUE, GREY, GREEN), strict=False):
+        scale = 100 if shares else 1
+        values = [np.nan if row[name] is None else scale * row[name] for row in validations]
+        panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])
+    if shares:
+        panel.set_ylim(0, 100)
+    panel.set_ylabel("validation, %" if shares else "validation")
+    if names:
+        panel.legend(frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1))
+
+
+def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    """Running mean around each value, over fewer values at both ends."""
+    window = np.ones(width)
+    weights = np.convolve(np.ones(len(values)), window, mode="same")
+    return np.asarray(np.convolve(values, window, mode="same") / weights)

@@ -1,0 +1,67 @@
+"""Where all ranks meet after every step: one sum in which each says what the others must know."""
+
+from __future__ import annotations
+
+import torch
+
+from spatialdl import trace
+from spatialdl.comm.communicator import Communicator
+from spatialdl.training import run_log, signals
+from spatialdl.training.checkpoints.writing import Writer
+from spatialdl.training.course import Course
+from spatialdl.training.staging import Staging
+from spatialdl.training.time_split import COUNTS, TimeSplit
+
+
+class Meeting:
+    """All ranks hear of signals, checkpoints, damage, warnings, and where the time went.
+
+    Args:
+        course: is told of a signal.
+        split: is told of every step.
+    """
+
+    def __init__(
+        self,
+        world: Communicator,
+        writer: Writer,
+        staging: Staging,
+        course: Course,
+        split: TimeSplit,
+    ) -> None:
+        self._world, self._writer, self._staging = world, writer, staging
+        self._course, self._split = course, split
+
+    def after_step(self, loss: float) -> float:
+        """The sum of the ranks' parts of a loss.
+
+        Raises:
+            ShardError: a shard is damaged.
+        """
+        total, *times = self._meet([loss, *self._split.own()])
+        self._split.note(times, self._world.size)
+        return total
+
+    def between(self) -> None:
+        """Where no step was made.
+
+        Raises:
+            ShardError: a shard is damaged.
+        """
+        self._meet([0.0] * (1 + COUNTS))
+
+    def _meet(self, numbers: list[float]) -> list[float]:
+        warnings = float(run_log.kept_warnings())
+        own = [*self._writer.status(), self._staging.damage(), warnings, *signals.flags()]
+        values = torch.tensor([*numbers, *own], dtype=torch.float64)
+        with trace.span("reduce", "the loss"):
+            sums = [float(value) for value in self._world.all_reduce(values)]
+        found = sums[: len(numbers)]
+        busy, failed, damaged, untold, *seen = sums[len(numbers) :]
+        if untold:
+            run_log.tell_warnings(self._world)
+        if damaged:
+            self._staging.refuse()
+        self._course.stopped = self._course.stopped or signals.agreed(seen)
+        self._writer.go_on(busy, failed)
+        return found

@@ -1,0 +1,1 @@
+"""The report of a run: one page for the browser."""

@@ -1,0 +1,61 @@
+"""The curves of a report, as one drawing without a font of its own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spatialdl.training.loss_picture import BLUE, GREY, draw_loss, draw_metrics
+
+MOST_POINTS = 1000
+"""Of a curve; of more steps, means of some that follow each other are drawn."""
+
+
+def curves(steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, Any]]) -> str:
+    """SVG of the loss, the metrics, the learning rate and the speed; of at least one step."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    few = thinned(steps)
+    figure = Figure(figsize=(11.5, 6.2), layout="constrained")
+    (loss, metrics), (rate, speed) = figure.subplots(2, 2, sharex=True, height_ratios=(3, 2))
+    with np.errstate(invalid="ignore"):
+        draw_loss(loss, few, validations)
+        if validations:
+            draw_metrics(metrics, validations)
+    if not metrics.lines:
+        metrics.set_visible(False)
+    marker = "o" if len(few) < 2 else None
+    x = [row["step"] for row in few]
+    rate.plot(x, [row["learning_rate"] for row in few], color=BLUE, marker=marker)
+    rate.set_ylabel("learning rate")
+    rate.set_ylim(bottom=0)
+    speed.plot(x, [row["images_per_second"] for row in few], color=GREY, marker=marker, lw=1)
+    speed.set_ylabel("images per second")
+    speed.set_ylim(bottom=0)
+    if len(few) < 2:
+        rate.set_xlim(x[0] - 1, x[0] + 1)
+    for panel in (loss, metrics, rate, speed):
+        panel.grid(color="0.9")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in (rate, speed):
+        panel.set_xlabel("step")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    text = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spatialdl"}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+
+
+def thinned(steps: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """At most `MOST_POINTS` rows, each the mean of some that follow each other."""
+    if len(steps) <= MOST_POINTS:
+        return [dict(row) for row in steps]
+    names = ("step", "loss", "learning_rate", "images_per_second")
+    values = np.array([[row[name] for name in names] for row in steps])
+    means = (part.mean(0) for part in np.array_split(values, MOST_POINTS))
+    return [dict(zip(names, mean.tolist(), strict=True)) for mean in means]

@@ -1,0 +1,198 @@
+"""The report of a run: one file for the browser, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from markupsafe import Markup
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+
+from spatialdl.data.saving import replacing
+from spatialdl.text import readable_bytes
+from spatialdl.training.gallery import Example
+from spatialdl.training.report.curves import curves
+from spatialdl.training.report.settings_lines import settings_lines
+from spatialdl.training.time_split import PARTS
+from spatialdl.training.validation_table import (
+    SHARES,
+    class_rows,
+    confusion_rows,
+    metrics_of,
+    told_name,
+    told_value,
+)
+from spatialdl.version import __version__
+
+_QUALITY = 85
+_MOST_ROWS = 30  # of validations; of more, the first ones and the last ones
+_PART_TEXT = {
+    "compute": "the layers, the loss, the optimizer",
+    "halo": "waiting for the edges of other ranks' tiles",
+    "hand_over": "waiting for activations and gradients of other stages",
+    "reduce": "sums over ranks (gradients, BatchNorm, the loss), and waiting for slower ranks",
+    "data": "waiting for the next batch",
+}
+
+
+def save_report(
+    path: Path,
+    *,
+    title: str,
+    config: DictConfig,
+    overrides: Sequence[str],
+    table: str,
+    names: Sequence[str],
+    steps: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    examples: Sequence[Example] = (),
+    timeline: Path | None = None,
+    ended: str = "",
+) -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        path: the HTML file.
+        title: of the run.
+        overrides: of the command line, which are marked in the configuration.
+        table: what was told at the start.
+        names: of the classes or targets.
+        steps: rows of ``metrics.csv``.
+        validations: with their lists.
+        summary: with ``images_per_second``, ``peak_memory_mb`` (a list) and ``time_split``, each
+            if it is known.
+        examples: the worst first.
+        timeline: picture of a step, if there is one.
+        ended: why before its end.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    last = validations[-1] if validations else {}
+    text = environment.get_template("page.html").render(
+        title=title,
+        ended=ended,
+        facts=_facts(steps, validations, summary),
+        table=table,
+        # drawn here from numbers, so it may stand as it is
+        curves=Markup(curves(steps, validations)) if steps else "",
+        split=_split(summary.get("time_split") or {}),
+        step_seconds=(summary.get("time_split") or {}).get("seconds_per_step"),
+        validations=_validations(validations),
+        classes=class_rows(last, names),
+        confusion=_confusion(last, names),
+        examples=[_shown(example) for example in examples],
+        timeline=_as_data(timeline.read_bytes(), "png") if timeline else "",
+        settings=settings_lines({str(k): v for k, v in plain.items()}, overrides),
+        overrides=overrides,
+        environment=_environment(),
+    )
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _facts(
+    steps: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+) -> list[tuple[str, str]]:
+    """What a reader wants first: names and values."""
+    found = []
+    if validations:
+        last = metrics_of(validations[-1])
+        shown = [n for n in last if n in (*SHARES, "rmse", "mae", "r2")][:2]
+        found += [(told_name(name), told_value(name, last[name])) for name in shown]
+        found.append(("validation loss", told_value("loss", last.get("loss"))))
+    if steps:
+        found.append(("training loss", f"{steps[-1]['loss']:.4g}"))
+        found.append(("steps", f"{int(steps[-1]['step']):,}"))
+    rate = summary.get("images_per_second")
+    if rate:
+        found.append(("images per second", f"{rate:.3g}"))
+    memory = summary.get("peak_memory_mb")
+    if memory:
+        found.append(("peak memory of a rank", readable_bytes(round(max(memory) * 2**20))))
+    return found
+
+
+def _split(shares: Mapping[str, float]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": part.replace("_", "-"),
+            "share": 100 * shares[part],
+            "what": _PART_TEXT[part],
+        }
+        for part in PARTS
+        if part in shares
+    ]
+
+
+def _validations(validations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row each below a head."""
+    if not validations:
+        return []
+    names = list(metrics_of(validations[0]))
+    rows = [
+        [str(one["step"]), *(told_value(name, one.get(name)) for name in names)]
+        for one in validations
+    ]
+    if len(rows) > _MOST_ROWS:
+        half = _MOST_ROWS // 2
+        rows = [*rows[:half], ["..."] * len(rows[0]), *rows[-half:]]
+    return [["step", *map(told_name, names)], *rows]
+
+
+def _confusion(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Cells with the share of their row, by which they are shaded."""
+    rows = confusion_rows(found, names)
+    if not rows:
+        return {}
+    pairs = found["confusion_matrix"]
+    body = []
+    for (name, *cells), counts in zip(rows[1:], pairs, strict=True):
+        total = sum(counts) or 1
+        shares = [round(count / total, 3) for count in counts]
+        body.append({"name": name, "cells": list(zip(cells, shares, strict=False))})
+    return {"head": rows[0][1:], "rows": body}
+
+
+def _shown(example: Example) -> dict[str, Any]:
+    pictures = []
+    for name, pixels in example.pictures.items():
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, "JPEG", quality=_QUALITY)
+        rows, cols = pixels.shape[:2]
+        data = _as_data(out.getvalue(), "jpeg")
+        pictures.append({"name": name, "data": data, "rows": rows, "cols": cols})
+    title, error = example.title, f"{example.error:.3f}"
+    return {"sample": example.sample, "title": title, "error": error, "pictures": pictures}
+
+
+def _as_data(content: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def _environment() -> list[tuple[str, str]]:
+    mpi = sys.modules.get("mpi4py.MPI")
+    found = [
+        ("spatialdl", __version__),
+        ("PyTorch", torch.__version__),
+        ("Python", platform.python_version()),
+        ("MPI", mpi.Get_library_version().strip("\0").splitlines()[0].strip(", ") if mpi else "-"),
+        ("host of rank 0", f"{socket.gethostname()}, {platform.platform()}"),
+    ]
+    return found if mpi else [one for one in found if one[0] != "MPI"]

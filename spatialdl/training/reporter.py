@@ -1,0 +1,170 @@
+"""What a run tells while it goes on: the console, the files of its directory; on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+
+from spatialdl.training.gallery import Example, labelled
+from spatialdl.training.loggers.choosing import Loggers
+from spatialdl.training.metrics import Scores
+from spatialdl.training.progress import Progress
+from spatialdl.training.report.page import save_report
+from spatialdl.training.run_directory import RunDirectory, record_of
+from spatialdl.training.validation_table import metrics_of, validation_table
+
+log = logging.getLogger("spatialdl.trainer")
+
+_NOT_FINITE = "step %d: the loss is %s: lower optimizer.lr? debug=detect_nan tells where it began"
+
+
+class Reporter:
+    """Hands what happens on to all who tell or keep it.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        steps: of the whole run.
+        table: what is told at the start.
+        names: of the classes or targets.
+        columns: of ``metrics.csv`` beside the usual.
+        resumed: the checkpoint from which the run goes on, and its contents.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        run_dir: Path,
+        *,
+        steps: int,
+        table: str,
+        names: Sequence[str],
+        columns: Sequence[str],
+        resumed: tuple[Path, Mapping[str, Any]] | None,
+    ) -> None:
+        self._config, self._table, self._names = config, table, names
+        log.info("%s", table)
+        self._open = ExitStack()
+        earlier = record_of(resumed)
+        self.record = self._open.enter_context(
+            RunDirectory(run_dir, config, *earlier, columns=columns)
+        )
+        done = 0 if resumed is None else int(resumed[1]["step"])
+        self.loggers = Loggers(config, run_dir, done)
+        self._open.callback(self.loggers.close)
+        self._progress = self._open.enter_context(Progress(steps, done))
+        self._warned = False
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._open.__exit__(kind, error, where)
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """All so far."""
+        return self.record.validations
+
+    def step(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        loss: float,
+        learning_rate: float,
+        images_per_second: float,
+        data_wait: float,
+        memory_mb: float,
+        **more: float,
+    ) -> None:
+        """A step is done; see `RunDirectory.log_step` and `Progress.update`."""
+        shown = {
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "images_per_second": images_per_second,
+            "data_wait": data_wait,
+        }
+        self.record.log_step(step=step, epoch=epoch, **shown, **more)
+        self.loggers.log_step(step, {**shown, **more, "epoch": epoch, "memory_mb": memory_mb})
+        if not math.isfinite(loss) and not self._warned:
+            self._warned = True
+            log.warning(_NOT_FINITE, step, loss)
+        self._progress.update(memory_mb=memory_mb, **shown)
+
+    def validated(self, step: int, found: Scores) -> None:
+        """All validation samples were looked at, after so many steps."""
+        earlier = self.record.validations
+        before = earlier[-1] if earlier else None
+        log.info("%s", validation_table(found, step, self._names, before))
+        self.record.log_validation(step=step, **found)
+        known = metrics_of(found)
+        self.loggers.log_validation(step, {k: v for k, v in known.items() if v is not None})
+
+    def show(self, step: int, examples: Sequence[Example]) -> None:
+        """Samples of the last validation, for loggers that take pictures."""
+        for number, example in enumerate(examples):
+            self.loggers.log_image(step, f"validation/{number}", labelled(example))
+
+    def finish(self, summary: Mapping[str, Any], examples: Sequence[Example]) -> None:
+        """The run has come to its end."""
+        path = self.record.path
+        self.record.finish(summary)
+        log.info("run directory: %s", path)
+        log.info("loss curve:    %s", path / "loss.png")
+        self._report(summary, examples)
+        step = int(self.record.steps[-1]["step"]) if self.record.steps else 0
+        for picture in ("loss.png", "timeline.png"):
+            if (path / picture).is_file() and self.loggers.take_images:
+                pixels = np.asarray(Image.open(path / picture).convert("RGB"))
+                self.loggers.log_image(step, f"run/{picture.removesuffix('.png')}", pixels)
+
+    def stopped(self, summary: Mapping[str, Any], why: str) -> None:
+        """The run ends before; what is known so far is in the report."""
+        self._report(summary, (), why)
+
+    def _report(
+        self, summary: Mapping[str, Any], examples: Sequence[Example], ended: str = ""
+    ) -> None:
+        path = self.record.path
+        timeline = path / "timeline.png"
+        try:
+            save_report(
+                path / "report.html",
+                title=self.record.title(summary),
+                config=self._config,
+                overrides=_overrides(path),
+                table=self._table,
+                names=self._names,
+                steps=self.record.steps,
+                validations=self.record.validations,
+                summary={"images_per_second": self.record.images_per_second(), **summary},
+                examples=examples,
+                timeline=timeline if self._config.trainer.trace and timeline.is_file() else None,
+                ended=ended,
+            )
+            log.info("report:        %s", path / "report.html")
+        except Exception as error:  # such as a full disk, for which no run is lost
+            log.warning("the report is not written: %s", error)
+
+
+def _overrides(run_dir: Path) -> list[str]:
+    """Of the command line that made the run directory."""
+    try:
+        return [str(word) for word in OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")]
+    except OSError:
+        return []

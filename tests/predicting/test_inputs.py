@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.predicting.inputs import SlideImages, shard_inputs
+from spatialdl.slides.reading.reader import Slide
+from tests.predicting.runs import write_slide
+
+
+@pytest.mark.parametrize("large", [2048, 64])
+@pytest.mark.parametrize("scale", [1.0, 1.7, 3.0])
+def test_an_image_has_the_same_pixels_however_it_is_divided(scale, large, tmp_path, monkeypatch):
+    # a narrow box, and one that begins between two pixels, were off by up to two levels once
+    monkeypatch.setattr("spatialdl.predicting.inputs.LARGE", large)
+    path, size = write_slide(tmp_path / "a.tiff", 500, 460), (151, 137)
+    images = SlideImages(path, None, [(3, 5), (0, 0)], size, scale)
+    whole = images.read(0)
+    assert whole.shape == (*size, 3)
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        row0, row1 = sorted(rng.choice(size[0] + 1, 2, replace=False).tolist())
+        col0, col1 = sorted(rng.choice(size[1] + 1, 2, replace=False).tolist())
+        part = images.read(0, (row0, row1, col0, col1))
+        assert np.array_equal(part, whole[row0:row1, col0:col1])
+    assert images.read(1, (4, 4, 0, 9)).shape == (0, 9, 3)
+    with Slide(path) as slide:
+        expected = slide.read_scaled(3, 5, size, scale)
+    assert np.abs(whole.astype(int) - expected).max() <= (0 if large > 500 else 2)
+    images.close()
+    assert np.array_equal(pickle.loads(pickle.dumps(images)).read(0), whole)
+
+
+def shards(folder: Path, places: list[tuple[int, int]], **made_with: object) -> ShardDataset:
+    with ShardWriter(folder, classes=["a"], mpp=1.0, made_with=made_with) as writer:
+        for number, xy in enumerate(places):
+            image = np.full((16, 16, 3), number, np.uint8)
+            writer.add(image, slide="s", xy=xy)
+    return ShardDataset(folder)
+
+
+def test_tiles_of_shards_say_by_their_places_how_large_they_are(tmp_path):
+    grid = [(round(x * 24.6), round(y * 24.6)) for x in range(4) for y in range(3)]
+    (found,) = shard_inputs(shards(tmp_path / "a", grid, overlap=4), (16, 16), maps=False)
+    assert found.span == pytest.approx((32.8, 32.8), rel=0.03)
+    assert found.mpp == pytest.approx(16 / 32.8, rel=0.03)
+    assert found.places == grid
+    lonely = [(0, 0), (320, 0), (32, 1000)]  # of which nobody can tell
+    (found,) = shard_inputs(shards(tmp_path / "b", lonely), (16, 16), maps=False)
+    assert found.span is None
+    assert found.extent is None
+
+
+def test_each_region_is_a_slide_of_its_own_where_maps_are_told(tmp_path):
+    dataset = shards(tmp_path / "a", [(0, 0), (16, 0)])
+    found = shard_inputs(dataset, (16, 16), maps=True)
+    assert [one.name for one in found] == ["s_1", "s_2"]
+    assert all(one.whole and one.size == one.extent == (16, 16) for one in found)
+    assert found[1].source.read(0)[0, 0, 0] == 1

@@ -1,0 +1,47 @@
+"""How commands start; whole starts are in test_train.py and test_predict.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra._internal.utils import get_args_parser
+from omegaconf import OmegaConf
+
+from spatialdl.comm.launch import LaunchInfo
+from spatialdl.starting import check_words, choose_gpu, composed_for, was_sent, without_hydra
+
+
+@pytest.mark.parametrize(
+    ("shared", "gpus", "chosen"),
+    [(1, 4, [0, 1, 2, 3]), (2, 2, [0, 0, 1, 1]), (2, 4, [0, 0, 1, 1]), (1, 1, [0, 0, 0, 0])],
+)
+def test_ranks_of_a_machine_take_their_gpus_in_order(shared, gpus, chosen, monkeypatch):
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    config = OmegaConf.create({"device": "auto", "comm": {"ranks_per_device": shared}})
+    for local_rank in range(4):
+        choose_gpu(config, LaunchInfo(local_rank, 4, local_rank, "mpiexec"))
+    assert taken == chosen
+
+
+def test_a_gpu_is_shared_by_one_rank_at_least():
+    config = OmegaConf.create({"device": "cpu", "comm": {"ranks_per_device": 0}})
+    with pytest.raises(ValueError, match=r"ranks_per_device=0 must be at least 1"):
+        choose_gpu(config, LaunchInfo(0, 1, 0, "mpiexec"))
+
+
+def flags(*words: str):
+    return get_args_parser().parse_args(list(words))
+
+
+def test_each_command_has_its_own_words_and_configuration():
+    check_words(flags("slides=a.svs", "parallel=sp"), "predict")
+    with pytest.raises(ValueError, match="slides is unknown"):
+        check_words(flags("slides=a.svs"), "train")
+    config = without_hydra(composed_for(flags("slides=a.svs", "parallel=sp"), "predict"))
+    assert (config.slides, config.parallel.grid) == ("a.svs", [2, 1])
+    assert "hydra" not in config
+    assert was_sent(flags("hydra.output_subdir=null"))
+    assert not was_sent(flags("slides=a.svs"))
