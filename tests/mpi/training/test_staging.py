@@ -81,7 +81,7 @@ def train(run_dir: Path, data: Path, comm: Communicator, layout: str, to: object
     def stepping(batch):
         losses.append(step(batch))
         if note is not None:
-            note(trainer._staging)
+            note(trainer._meeting._staging)
         return losses[-1]
 
     trainer._train_step = stepping
