@@ -6,12 +6,12 @@ them. Coded chunks are written so because plain HDF5 knows none of these codecs.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
+from imagecodecs import deflate_crc32  # libdeflate's: ten times as fast as zlib's
 
 from spatialdl.data.codec import Coding
 from spatialdl.data.jpeg import JpegStream
@@ -95,7 +95,7 @@ class Chunks:
         self._put(stream, row, col, number)
 
     def _put(self, stored: Any, row: int, col: int, number: int) -> None:
-        self.sums[number] = zlib.crc32(stored, self.sums[number])
+        self.sums[number] = deflate_crc32(stored, value=self.sums[number])
         place = (row, col, 0)[: len(self._shape)]
         self.dataset.id.write_direct_chunk((number, *place) if self._stacked else place, stored)
 

@@ -6,7 +6,6 @@ tiles in `images_crc32` and `masks_crc32`, those of the bands of regions as attr
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from imagecodecs import deflate_crc32  # libdeflate's: ten times as fast as zlib's
 
 from spatialdl.data.chunk_map import MISSING, map_chunks
 from spatialdl.data.codec import Codec, Coding
@@ -96,7 +96,7 @@ def _is_whole(
             if begin == MISSING:
                 return False
             file.seek(begin)
-            found = zlib.crc32(file.read(count), found)
+            found = deflate_crc32(file.read(count), value=found)
     except _READ_ERRORS:
         return False
     return found == wanted
