@@ -96,7 +96,8 @@ def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
         panel.set_ylim(0, 100)
     panel.set_ylabel("validation, %" if shares else "validation")
     if names:
-        panel.legend(frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1))
+        columns = len(names) if len(names) <= 3 else 2  # wider ones push the panel together
+        panel.legend(frameon=False, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
