@@ -21,6 +21,7 @@ from spatialdl import predict
 from spatialdl.data import ShardWriter
 from tests.predicting.runs import NETWORK, train, write_slide
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["benign", "tumour in situ", "tumour"]
 
 
@@ -34,7 +35,12 @@ class Case(NamedTuple):
         done = subprocess.run(
             [sys.executable, "-m", "spatialdl.predict", *words, "device=cpu"],
             cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OMPI_MCA_mpi_yield_when_idle": "1",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),  # of the network
+            },
             capture_output=True,
             text=True,
             timeout=200,
