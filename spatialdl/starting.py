@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
-from spatialdl.comm.launch import LaunchInfo, end_with_launcher
-from spatialdl.configuring.overrides import check_overrides
+from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher
+from spatialdl.configuring.overrides import check_overrides, flags_of
+from spatialdl.mesh import Placement
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -97,6 +98,48 @@ def composed_for(flags: Namespace, command: str) -> DictConfig:
         overrides.append(f"hydra.searchpath=['file://{os.path.abspath(flags.config_dir)}']")
     with initialize_config_module("spatialdl.conf", job_name=command, version_base="1.3"):
         return compose(flags.config_name or command, overrides, return_hydra_config=True)
+
+
+def composed_by_rank(
+    info: LaunchInfo, arguments: Sequence[str], command: str, application: Callable[[], object]
+) -> tuple[Namespace, DictConfig] | None:
+    """The flags of a rank that a launcher has started, and its configuration with Hydra's part.
+
+    Args:
+        info: of the launcher.
+        arguments: of the command line.
+        command: that is started, with a configuration of this name.
+        application: Hydra's, which answers questions of its own in rank 0.
+
+    Returns:
+        Nothing if there was such a question.
+
+    Raises:
+        ValueError: if something is unknown, or several jobs are asked for.
+    """
+    flags = flags_of(arguments, command)
+    if flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
+        if info.rank == 0:
+            application()
+        return None
+    if flags.multirun:
+        raise ValueError(
+            f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
+            "itself: leave the launcher out"
+        )
+    if not was_sent(flags):  # else the one that starts ranks has looked
+        check_words(flags, command)
+    return flags, composed_for(flags, command)
+
+
+def check_ranks(info: LaunchInfo, placement: Placement, layout: str) -> None:
+    """Refuse another number of ranks than a layout needs.
+
+    Raises:
+        ValueError: with the arithmetic.
+    """
+    arithmetic = placement.describe().rpartition(" = ")[0]
+    check_world_size(info.size, placement.world_size, placement.replica_size, arithmetic, layout)
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:

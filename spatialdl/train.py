@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spatialdl.comm.abort import describe_error
-from spatialdl.comm.launch import LaunchInfo, check_world_size, launched, start_ranks
+from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
@@ -29,12 +29,12 @@ from spatialdl.starting import (
     agree,
     alone,
     as_rank,
+    check_ranks,
     check_words,
     choose_gpu,
-    composed_for,
+    composed_by_rank,
     into,
     sources,
-    was_sent,
     without_hydra,
 )
 from spatialdl.training import run_log, signals
@@ -111,19 +111,10 @@ def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
 
 def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     """What one of several ranks does: agree on configuration and run directory, then train."""
-    flags = flags_of(arguments)
-    if flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
-        if info.rank == 0:
-            _hydra_main()
+    found = composed_by_rank(info, arguments, "train", _hydra_main)
+    if found is None:
         return
-    if flags.multirun:
-        raise ValueError(
-            f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
-            "itself: leave the launcher out"
-        )
-    if not was_sent(flags):  # else the one that starts ranks has looked
-        check_words(flags, "train")
-    composed = composed_for(flags, "train")
+    flags, composed = found
     config = without_hydra(composed)
     if config.debug.name == "fakecomm":
         raise ValueError(
@@ -131,10 +122,7 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
             "ranks would do: leave the launcher out"
         )
     if config.parallel.name != "auto":
-        placement = check_config(config)
-        arithmetic = placement.describe().rpartition(" = ")[0]
-        needed, replica = placement.world_size, placement.replica_size
-        check_world_size(info.size, needed, replica, arithmetic, str(config.parallel.name))
+        check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
 
     world = start_world(str(config.comm.transport))  # from here on this process is a rank

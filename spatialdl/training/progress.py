@@ -31,8 +31,12 @@ class Progress:
         with Progress(steps=100) as progress:
             for ...:
                 progress.update(
-                loss=0.3, learning_rate=0.1, images_per_second=12.0, data_wait=0.05, memory_mb=900.0
-            )
+                    loss=0.3,
+                    learning_rate=0.1,
+                    images_per_second=12.0,
+                    data_wait=0.05,
+                    memory_mb=900.0,
+                )
 
     While it is open in a terminal, log messages appear above the bar.
 
