@@ -31,7 +31,7 @@ from spatialdl.starting import (
     sources,
     without_hydra,
 )
-from spatialdl.training import run_log
+from spatialdl.training.console import run_log
 
 log = logging.getLogger("spatialdl.predict")
 

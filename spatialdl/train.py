@@ -37,8 +37,9 @@ from spatialdl.starting import (
     sources,
     without_hydra,
 )
-from spatialdl.training import run_log, signals
+from spatialdl.training import signals
 from spatialdl.training.checks import check_config
+from spatialdl.training.console import run_log
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator

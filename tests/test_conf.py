@@ -28,9 +28,9 @@ from spatialdl.planning.cluster import cluster_of
 from spatialdl.training.checks import BACKENDS, TRANSPORTS
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.loggers.choosing import PACKAGES, Loggers, check_loggers, wants_images
-from spatialdl.training.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.optimization.optimizers import make_optimizer, make_scheduler
 from spatialdl.training.settings import open_sources
-from spatialdl.training.tasks import task_of
+from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
 
 CONF = Path(str(files("spatialdl.conf")))

@@ -24,7 +24,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
 from spatialdl.comm.world import start_world
 from spatialdl.starting import choose_gpu
-from spatialdl.training.network import peak_memory_mb
+from spatialdl.training.network.building import peak_memory_mb
 from spatialdl.training.trainer import Trainer
 
 

@@ -336,7 +336,7 @@ def largest_part(layout: Layout) -> int:
 def dry_loss(
     output: Any, segments: bool, shape: tuple[int, int, int, int], mesh: Mesh
 ) -> Tensor | None:
-    """Cross entropy as `training.tasks` takes it, without a look at the labels."""
+    """Cross entropy as `training.tasks.losses` takes it, without a look at the labels."""
     if not isinstance(output, Tensor) or not output.requires_grad:
         return None
     samples, _, *size = shape

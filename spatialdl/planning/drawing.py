@@ -11,7 +11,7 @@ from spatialdl.pipeline.action import describe
 from spatialdl.planning.job import Job
 from spatialdl.planning.search import Row
 from spatialdl.trace import Span
-from spatialdl.training.timeline import MOST_ROWS, ROW_INCHES, draw_legend, draw_rows
+from spatialdl.training.pictures.timeline import MOST_ROWS, ROW_INCHES, draw_legend, draw_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

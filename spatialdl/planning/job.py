@@ -20,7 +20,7 @@ from spatialdl.planning.costs import NetworkCosts, between, count
 from spatialdl.planning.layers import Layer, layers_of
 from spatialdl.planning.ledger import Ledger, Work
 from spatialdl.spatial.recompute import recompute, recompute_blocks
-from spatialdl.training.optimizers import state_ratio, stepped
+from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
 Recompute = Literal["none", "block", "stage"]
 

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
-from spatialdl.training.network import build_model
-from spatialdl.training.optimizers import make_optimizer
-from spatialdl.training.precision import named
+from spatialdl.training.network.building import build_model
+from spatialdl.training.optimization.optimizers import make_optimizer
+from spatialdl.training.optimization.precision import named
 from spatialdl.training.settings import Sources, open_sources
 
 log = logging.getLogger("spatialdl.plan")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.training.activation import NEEDED, Activations
+from spatialdl.training.pictures.activation import NEEDED, Activations
 from spatialdl.training.validation import Evaluated
 
 

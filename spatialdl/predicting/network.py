@@ -13,8 +13,8 @@ from spatialdl.predicting.trained import Trained
 from spatialdl.training.checkpoints.content import restore_network
 from spatialdl.training.checkpoints.reading import Checkpoint
 from spatialdl.training.layouts import check_image, placement_of, schedule_of
-from spatialdl.training.network import instantiate
-from spatialdl.training.precision import precision_of, set_arithmetic
+from spatialdl.training.network.building import instantiate
+from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.settings import device_of
 
 

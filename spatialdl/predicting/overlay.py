@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spatialdl.data.saving import replacing
 from spatialdl.slides.reading.reader import Thumbnail
 from spatialdl.text import fitted
-from spatialdl.training.heat_maps import COLOURS, OPACITY, faint
+from spatialdl.training.pictures.heat_maps import COLOURS, OPACITY, faint
 
 MOST = 8
 """So many classes are drawn, the first ones."""

@@ -26,7 +26,7 @@ from spatialdl.predicting.pieces import Piece, own_pieces
 from spatialdl.predicting.trained import Trained
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.feeding import Feed
-from spatialdl.training.tasks import Classification, MultiLabel, Regression, SampleTask
+from spatialdl.training.tasks.task import Classification, MultiLabel, Regression, SampleTask
 from spatialdl.training.validation import evaluated
 
 TASKS: Mapping[str, type[Any]] = {

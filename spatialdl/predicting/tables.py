@@ -14,7 +14,7 @@ import torch
 from spatialdl.data.saving import replacing
 from spatialdl.predicting.checks import need_pyarrow
 from spatialdl.predicting.records import Record
-from spatialdl.training.aggregation import to_slides
+from spatialdl.training.tasks.aggregation import to_slides
 
 Columns = dict[str, Sequence[Any]]
 

@@ -6,8 +6,9 @@ import torch
 
 from spatialdl import trace
 from spatialdl.comm.communicator import Communicator
-from spatialdl.training import run_log, signals
+from spatialdl.training import signals
 from spatialdl.training.checkpoints.writing import Writer
+from spatialdl.training.console import run_log
 from spatialdl.training.course import Course
 from spatialdl.training.staging import Staging
 from spatialdl.training.time_split import COUNTS, TimeSplit

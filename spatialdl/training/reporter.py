@@ -14,13 +14,13 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from spatialdl.training.gallery import Example, labelled
+from spatialdl.training.console.progress import Progress
+from spatialdl.training.console.validation_table import metrics_of, validation_table
 from spatialdl.training.loggers.choosing import Loggers
-from spatialdl.training.metrics import Scores
-from spatialdl.training.progress import Progress
+from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.report.page import save_report
 from spatialdl.training.run_directory import RunDirectory, record_of
-from spatialdl.training.validation_table import metrics_of, validation_table
+from spatialdl.training.tasks.metrics import Scores
 
 log = logging.getLogger("spatialdl.trainer")
 

@@ -28,7 +28,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from spatialdl.data.saving import NO_LOCKS, replacing
-from spatialdl.training.loss_picture import draw
+from spatialdl.training.pictures.loss_curve import draw
 
 log = logging.getLogger("spatialdl.trainer")
 

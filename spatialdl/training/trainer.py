@@ -22,6 +22,8 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.console.run_log import tell_warnings
+from spatialdl.training.console.start_table import start_table
 from spatialdl.training.course import Course, total_steps
 from spatialdl.training.debug.detect_nan import NanWatch
 from spatialdl.training.debug.overfit import Overfit
@@ -29,21 +31,19 @@ from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.meeting import Meeting
-from spatialdl.training.metrics import Scores
-from spatialdl.training.mixup import mixed
-from spatialdl.training.network import make_network, peak_memory_mb
-from spatialdl.training.precision import precision_of, set_arithmetic
+from spatialdl.training.network.building import make_network, peak_memory_mb
+from spatialdl.training.optimization.precision import precision_of, set_arithmetic
+from spatialdl.training.optimization.update import Update
+from spatialdl.training.pictures.timeline import Timeline
 from spatialdl.training.reporter import Reporter
 from spatialdl.training.run_directory import held
-from spatialdl.training.run_log import tell_warnings
 from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import stage_feeds
-from spatialdl.training.start_table import start_table
-from spatialdl.training.tasks import task_of
+from spatialdl.training.tasks.metrics import Scores
+from spatialdl.training.tasks.mixup import mixed
+from spatialdl.training.tasks.task import task_of
 from spatialdl.training.time_split import COLUMNS, TimeSplit
-from spatialdl.training.timeline import Timeline
-from spatialdl.training.update import Update
 from spatialdl.training.validation import Validation
 
 log = logging.getLogger("spatialdl.trainer")

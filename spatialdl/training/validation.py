@@ -18,15 +18,15 @@ from spatialdl.data.targets import sample_numbers
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.training.extremes import errors_of
 from spatialdl.training.feeding import Feed
-from spatialdl.training.gallery import Example, Gallery
-from spatialdl.training.heat_maps import HeatMaps
-from spatialdl.training.metrics import Scores, undefined
-from spatialdl.training.predictions import Predictions
-from spatialdl.training.segmentation import Segmentation
+from spatialdl.training.pictures.gallery import Example, Gallery
+from spatialdl.training.pictures.heat_maps import HeatMaps
 from spatialdl.training.settings import Sources
-from spatialdl.training.tasks import SampleTask, Task
+from spatialdl.training.tasks.extremes import errors_of
+from spatialdl.training.tasks.metrics import Scores, undefined
+from spatialdl.training.tasks.predictions import Predictions
+from spatialdl.training.tasks.segmentation import Segmentation
+from spatialdl.training.tasks.task import SampleTask, Task
 
 log = logging.getLogger("spatialdl.trainer")
 

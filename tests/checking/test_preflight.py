@@ -12,8 +12,8 @@ from torch import nn
 from spatialdl.checking.preflight import preflight
 from spatialdl.mesh import Placement
 from spatialdl.models import amoebanet_d, resnet18, resnet50, unet
-from spatialdl.training.segmentation import Segmentation
-from spatialdl.training.tasks import Classification, MultiLabel, Regression
+from spatialdl.training.tasks.segmentation import Segmentation
+from spatialdl.training.tasks.task import Classification, MultiLabel, Regression
 
 TASKS = {
     "classification": Classification(),

@@ -26,7 +26,7 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
-from spatialdl.training.losses import segmentation_loss
+from spatialdl.training.tasks.losses import segmentation_loss
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain
 

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_module
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spatialdl.training.gallery import Example
+from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.reporter import Reporter
 
 STEP = {"epoch": 0, "learning_rate": 0.1, "images_per_second": 5.0, "data_wait": 0.25}

@@ -17,7 +17,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.data.loader import sample_order, to_input
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
-from spatialdl.training.network import build_model
+from spatialdl.training.network.building import build_model
 from spatialdl.training.trainer import Trainer
 
 TINY = [

@@ -20,7 +20,7 @@ from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import CheckpointError
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.checkpoints.folder import RANDOM, stage_file
-from spatialdl.training.update import Update
+from spatialdl.training.optimization.update import Update
 
 STATE, NUMBER, AVERAGE = "optimizer/", "number/", "average/"
 

@@ -27,7 +27,7 @@ from spatialdl.training.checkpoints.reading import FORMAT, Checkpoint, first_who
 from spatialdl.training.checkpoints.same_run import check_same, identity
 from spatialdl.training.checkpoints.settings import local_folder
 from spatialdl.training.checkpoints.writing import Writer
-from spatialdl.training.update import Update
+from spatialdl.training.optimization.update import Update
 from spatialdl.version import __version__
 
 log = logging.getLogger("spatialdl.checkpoints")

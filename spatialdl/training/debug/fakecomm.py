@@ -25,7 +25,7 @@ from spatialdl.planning.job import Job
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named, job_of
 from spatialdl.planning.stage import CannotWork, StageCosts, stage_costs
-from spatialdl.training.layout_text import drawn
+from spatialdl.training.console.layout_text import drawn
 from spatialdl.training.layouts import (
     check_batch,
     check_image,
@@ -33,9 +33,9 @@ from spatialdl.training.layouts import (
     placement_of,
     schedule_of,
 )
-from spatialdl.training.precision import PRECISIONS
+from spatialdl.training.optimization.precision import PRECISIONS
 from spatialdl.training.settings import TARGETED, open_sources
-from spatialdl.training.tasks import task_of
+from spatialdl.training.tasks.task import task_of
 
 
 def look(config: DictConfig, known: Sequence[str] = ()) -> bool:

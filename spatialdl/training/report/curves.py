@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spatialdl.training.loss_picture import BLUE, GREY, draw_loss, draw_metrics
+from spatialdl.training.pictures.loss_curve import BLUE, GREY, draw_loss, draw_metrics
 
 MOST_POINTS = 1000
 """Of a curve; of more steps, means of some that follow each other are drawn."""

@@ -19,11 +19,7 @@ from PIL import Image
 
 from spatialdl.data.saving import replacing
 from spatialdl.text import readable_bytes
-from spatialdl.training.gallery import Example
-from spatialdl.training.report.curves import curves
-from spatialdl.training.report.settings_lines import settings_lines
-from spatialdl.training.time_split import PARTS
-from spatialdl.training.validation_table import (
+from spatialdl.training.console.validation_table import (
     SHARES,
     class_rows,
     confusion_rows,
@@ -31,6 +27,10 @@ from spatialdl.training.validation_table import (
     told_name,
     told_value,
 )
+from spatialdl.training.pictures.gallery import Example
+from spatialdl.training.report.curves import curves
+from spatialdl.training.report.settings_lines import settings_lines
+from spatialdl.training.time_split import PARTS
 from spatialdl.version import __version__
 
 _QUALITY = 85

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from spatialdl.training.gallery import Example
+from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.report.page import save_report
 
 CONFIG = OmegaConf.create({"optimizer": {"lr": 0.1}, "note": "</pre><script>alert(1)</script>"})

@@ -1,0 +1,63 @@
+"""The network of a run, built from a configuration."""
+
+from __future__ import annotations
+
+import resource
+
+import hydra.utils
+import torch
+from omegaconf import DictConfig, open_dict
+from torch import nn
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.training.network.freezing import freeze
+from spatialdl.training.network.weights import check_alike, load_weights
+from spatialdl.training.settings import Sources
+
+
+def build_model(config: DictConfig, sources: Sources) -> nn.Module:
+    """The network of a configuration, its weights drawn from the seed alike on every rank."""
+    with open_dict(config):
+        config.data.image_size = list(sources.image_size)
+        config.data.channels = sources.channels
+        config.data.num_classes = sources.num_classes
+    torch.manual_seed(int(config.seed))
+    return instantiate(config)
+
+
+def instantiate(config: DictConfig) -> nn.Module:
+    """The network that a configuration names.
+
+    Raises:
+        ValueError: if there is none, or it cannot be built so.
+    """
+    try:
+        model = hydra.utils.instantiate(config.model)
+    except hydra.errors.InstantiationException as error:
+        raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model={config.model._target_} gives a {type(model).__name__}, no network"
+        )
+    return model
+
+
+def make_network(config: DictConfig, sources: Sources, world: Communicator) -> nn.Module:
+    """The network to train: built, with the weights to begin with, and what is frozen marked.
+
+    Raises:
+        ValueError: if the weights do not fit, or differ between the ranks.
+    """
+    model = build_model(config, sources)
+    if config.weights is not None:
+        load_weights(model, str(config.weights))
+        check_alike(model, world)
+    freeze(model, list(config.trainer.freeze))
+    return model
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory so far: of the device on a GPU, resident on a CPU; in MB (2**20 bytes)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,100 @@
+"""What follows the backward of a batch: unscale, clip, step, average, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.training.optimization.ema import WeightAverage
+from spatialdl.training.optimization.optimizers import go_to_step, make_optimizer, make_scheduler
+from spatialdl.training.optimization.precision import LossScaler
+
+
+class Update:
+    """One rank's part of the updates of a run.
+
+    Args:
+        config: of the run.
+        batch: images of a step.
+        steps: of the run.
+        steps_per_epoch: of one pass over the samples.
+
+    Attributes:
+        optimizer: of all that this rank holds.
+        scheduler: is stepped where the optimizer is.
+        scaler: of the loss, in float16 only.
+        average: of the weights, if one is wanted.
+        skipped: whether the last step was left out because gradients overflowed.
+        learning_rate: of the last step.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        pipeline: Pipeline,
+        *,
+        batch: int,
+        steps: int,
+        steps_per_epoch: int,
+    ) -> None:
+        self._pipeline, self._clip_norm = pipeline, config.trainer.clip_norm
+        self.optimizer = make_optimizer(config.optimizer, pipeline.parameters(), batch)
+        self.scheduler = make_scheduler(config.scheduler, self.optimizer, steps, steps_per_epoch)
+        self.scaler = LossScaler() if pipeline.mixed is torch.float16 else None
+        decay = config.trainer.ema
+        named = dict(pipeline.named_parameters())
+        self.average = None if decay is None else WeightAverage(named, decay)
+        self.skipped, self._told_scale = False, 1.0
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def scale(self) -> float:
+        """Of each rank's loss in the next backward, so that their sum is that of one process."""
+        return 1.0 if self.scaler is None else self.scaler.scale / self._pipeline.loss_parts
+
+    @property
+    def told(self) -> dict[str, float]:
+        """What ``metrics.csv`` has of the last step beside the usual."""
+        if self.scaler is None:
+            return {}
+        return {"loss_scale": self._told_scale, "skipped": int(self.skipped)}
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The network has averaged weights, if they are wanted, until the context ends."""
+        return nullcontext() if self.average is None else self.average.swapped()
+
+    def step(self) -> None:
+        """All ranks step, or none does: gradients that overflow on one rank are left out by all.
+
+        The learning rate and the average stay as they are where the weights do.
+        """
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.skipped = False
+        if self.scaler is not None:
+            self._told_scale = self.scaler.scale
+            self.skipped = not self._pipeline.unscale(self.scale)
+            self.scaler.update(is_finite=not self.skipped)
+        if self.skipped:
+            return
+        if self._clip_norm is not None:
+            self._pipeline.clip(float(self._clip_norm))
+        self.optimizer.step()
+        self.scheduler.step()
+        if self.average is not None:
+            self.average.update()
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, beside what it has of the optimizer and the average."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"scheduler_steps": self.scheduler.last_epoch, "scaler": scaler}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; a rule that the configuration has changed holds from the first step."""
+        go_to_step(self.scheduler, state["scheduler_steps"])
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])

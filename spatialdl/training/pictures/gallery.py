@@ -1,0 +1,232 @@
+"""Validation samples to look at: those that were told worst and best, with what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.format import UNLABELLED
+from spatialdl.data.views import Views
+from spatialdl.mesh import Mesh, Placement
+from spatialdl.spatial.tensor import SpatialTensor, redistribute
+from spatialdl.training.pictures.heat_maps import HeatMaps, heated
+from spatialdl.training.pictures.thumbnails import (
+    Patch,
+    gather_thumbnails,
+    joined,
+    middles,
+    thumbnail_size,
+)
+from spatialdl.training.tasks.extremes import errors_of, extremes
+from spatialdl.training.tasks.losses import own_pixels
+from spatialdl.training.tasks.predictions import Predictions
+
+Picture = npt.NDArray[np.uint8]
+
+CANDIDATES = 64
+"""Of maps so many samples are looked at, over the whole set."""
+
+COLOURS = np.array(
+    [
+        *((230, 60, 40), (40, 110, 220), (250, 190, 0), (20, 160, 90), (160, 60, 190)),
+        *((0, 180, 200), (240, 110, 170), (120, 80, 40), (150, 200, 40), (90, 90, 160)),
+    ],
+    np.float64,
+)
+"""Of the classes from 1 on; class 0 is left as it is."""
+
+_OPACITY = 0.45
+_WIDTH, _LINE = 320, 16  # of the title of a picture: pixels at least
+
+
+class Example(NamedTuple):
+    """A sample.
+
+    Attributes:
+        title: what was right, and what was predicted.
+        error: 0 for a perfect prediction.
+        pictures: by what they show, RGB (rows, columns, 3).
+    """
+
+    sample: int
+    title: str
+    error: float
+    pictures: dict[str, Picture]
+
+
+class _MapPart(NamedTuple):
+    """What a rank has of a sample's masks, and pixels told right and known."""
+
+    sample: int
+    predicted: Patch
+    truth: Patch
+    right: int
+    known: int
+
+
+class Gallery:
+    """Samples of the last validation.
+
+    Args:
+        world: all ranks.
+        views: of the validation samples.
+        names: of the classes or targets.
+    """
+
+    def __init__(
+        self, world: Communicator, placement: Placement, views: Views, names: Sequence[str]
+    ) -> None:
+        self._world, self._placement, self._views, self._names = world, placement, views, names
+        count = min(len(views), CANDIDATES)
+        self._candidates = {n * len(views) // count for n in range(count)} if count else set()
+        self._maps: list[_MapPart] = []
+
+    def begin(self) -> None:
+        """Another validation begins."""
+        self._maps = []
+
+    def note(self, samples: range, output: Tensor, target: Tensor, mesh: Mesh) -> None:
+        """Maps (n, classes, H, W) of samples and their masks; all ranks of their grid call it."""
+        wanted = [place for place, sample in enumerate(samples) if sample in self._candidates]
+        if not wanted:
+            return
+        height, width = self._views.size
+        box = (0, height, 0, width)
+        if isinstance(output, SpatialTensor):
+            if isinstance(target, SpatialTensor):
+                target = redistribute(target, output.spatial_layout, output.mesh)
+            own = mesh.own_box(output.spatial_layout)
+            box = (own.row0, own.row1, own.col0, own.col1)
+        elif mesh.part > 0:  # an equal copy
+            return
+        told, truth = own_pixels(output)[wanted], own_pixels(target)[wanted]
+        if not truth.numel():
+            return
+        predicted = told.argmax(1)
+        right, known = predicted == truth, truth != UNLABELLED
+        for place, number in enumerate(wanted):
+            self._maps.append(
+                _MapPart(
+                    samples[number],
+                    _small(predicted[place], box, self._views.size),
+                    _small(truth[place], box, self._views.size),
+                    int((right & known)[place].sum()),
+                    int(known[place].sum()),
+                )
+            )
+
+    def examples(
+        self, predictions: Predictions | None, heat_maps: HeatMaps | None = None
+    ) -> list[Example] | None:
+        """On rank 0, the worst first; all ranks must call it.
+
+        Args:
+            predictions: of all samples, on rank 0 where they are not maps.
+            heat_maps: of these, if there may be some.
+        """
+        everybody = self._world.gather(self._maps)
+        chosen: list[tuple[int, float]] = []
+        if everybody is not None:
+            maps = [part for one in everybody for part in one]
+            chosen = _by_map(maps) if maps else _by_prediction(predictions)
+            chosen = extremes(chosen)
+        numbers = self._world.bcast([sample for sample, _ in chosen])
+        images = gather_thumbnails(self._world, self._placement, self._views, numbers)
+        heat = heat_maps.gathered(self._world, numbers) if heat_maps is not None else {}
+        if everybody is None or images is None:
+            return None
+        found = []
+        for (sample, error), image in zip(chosen, images, strict=True):
+            parts = [part for part in maps if part.sample == sample]
+            if parts:
+                found.append(self._example_of_map(sample, error, image, parts))
+            elif predictions is not None:
+                pictures = {"image": image}
+                if sample in heat:
+                    name = _named(predictions.names, heat[sample].label)
+                    pictures[f"heat map of {name}"] = heated(image, heat[sample].values)
+                found.append(Example(sample, _told(predictions, sample), error, pictures))
+        return found
+
+    def _example_of_map(
+        self, sample: int, error: float, image: Picture, parts: Sequence[_MapPart]
+    ) -> Example:
+        shape = thumbnail_size(self._views.size)
+        truth = joined([part.truth for part in parts], shape)
+        predicted = joined([part.predicted for part in parts], shape)
+        pictures = {
+            "image": image,
+            "truth": overlaid(image, truth),
+            "predicted": overlaid(image, predicted),
+        }
+        return Example(sample, f"{1 - error:.1%} of pixels right", error, pictures)
+
+
+def overlaid(image: Picture, classes: npt.NDArray[Any]) -> Picture:
+    """An image with its classes in colours."""
+    tint = COLOURS[(classes - 1) % len(COLOURS)]
+    shown = ((classes > 0) & (classes != UNLABELLED))[..., None]
+    mixed = (1 - _OPACITY) * image + _OPACITY * tint
+    return np.where(shown, mixed, image).round().astype(np.uint8)
+
+
+def labelled(example: Example) -> Picture:
+    """The pictures of an example side by side, its title above."""
+    strip = np.concatenate(list(example.pictures.values()), axis=1)
+    canvas = Image.new("RGB", (max(strip.shape[1], _WIDTH), strip.shape[0] + _LINE), "white")
+    canvas.paste(Image.fromarray(strip), (0, _LINE))
+    text = f"sample {example.sample}: {example.title}"
+    ImageDraw.Draw(canvas).text(
+        (2, 2), text.encode("latin-1", "replace").decode("latin-1"), "black"
+    )
+    return np.asarray(canvas)
+
+
+def _small(mask: Tensor, box: tuple[int, int, int, int], size: tuple[int, int]) -> Patch:
+    return middles(mask.to("cpu", torch.int32).numpy(), box, size)
+
+
+def _by_map(parts: Sequence[_MapPart]) -> list[tuple[int, float]]:
+    """Samples, and the share of their pixels that was told wrong."""
+    right: dict[int, int] = {}
+    known: dict[int, int] = {}
+    for part in parts:
+        right[part.sample] = right.get(part.sample, 0) + part.right
+        known[part.sample] = known.get(part.sample, 0) + part.known
+    return [
+        (sample, 1 - right[sample] / known[sample]) for sample in sorted(known) if known[sample]
+    ]
+
+
+def _by_prediction(predictions: Predictions | None) -> list[tuple[int, float]]:
+    """Samples, and their errors."""
+    if predictions is None:
+        return []
+    errors = errors_of(predictions.task, predictions.values, predictions.labels)
+    return list(enumerate(errors.tolist()))
+
+
+def _named(names: Sequence[str], number: int) -> str:
+    return names[number] if number < len(names) else str(number)
+
+
+def _told(predictions: Predictions, sample: int) -> str:
+    row, named = predictions.values[sample], partial(_named, predictions.names)
+    label = predictions.labels[sample]
+    if predictions.task.name == "classification":
+        best = int(row.argmax())
+        return f"is {named(int(label))}, told {named(best)} ({row[best]:.0%})"
+    if predictions.task.name == "multilabel":
+        there = [named(n) for n, one in enumerate(label.tolist()) if one > 0.5]
+        told = [f"{named(n)} ({row[n]:.0%})" for n in range(len(row)) if row[n] >= 0.5]
+        return f"is {', '.join(there) or 'nothing'}, told {', '.join(told) or 'nothing'}"
+    pairs = zip(label.tolist(), row.tolist(), strict=True)
+    return ", ".join(f"{named(n)}: is {a:.3g}, told {b:.3g}" for n, (a, b) in enumerate(pairs))

@@ -1,0 +1,201 @@
+"""What a network learns: classes or numbers for every image, or a class for every pixel."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from omegaconf import DictConfig
+from torch import Tensor
+
+from spatialdl.data.image_source import ImageSource
+from spatialdl.training.tasks.losses import (
+    classification_loss,
+    classification_weights,
+    known_labels,
+    multilabel_loss,
+    regression_loss,
+)
+from spatialdl.training.tasks.metrics import (
+    Scores,
+    classification_scores,
+    multilabel_scores,
+    regression_scores,
+)
+from spatialdl.training.tasks.own_loss import OwnLoss, own_loss_of
+from spatialdl.training.tasks.segmentation import Segmentation
+from spatialdl.training.tasks.weighting import balanced_classes, balanced_labels, given_weights
+
+
+class SampleTask(Protocol):
+    """A loss to train with, and what is told of predictions for whole images.
+
+    Attributes:
+        name: in the configuration.
+        mixup: alpha of the Beta distribution by which training images are mixed; 0: none.
+    """
+
+    name: str
+    mixup: float
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over what has a label, the same on every rank of an image."""
+        ...
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        """(N,): how much the samples count in that mean; None if all alike."""
+        ...
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """(N, columns): probabilities or values, from what the network gives."""
+        ...
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        """Metrics by name: a number, a list of one a class, or None where there is none."""
+        ...
+
+
+Task = SampleTask | Segmentation
+
+
+def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
+    """The task of a configuration.
+
+    Args:
+        settings: the group ``task``.
+        classes: of the data, or targets.
+        train: the training samples, by whose labels weights may be balanced.
+
+    Raises:
+        ValueError: if a setting makes no sense.
+    """
+    name, own = settings.name, own_loss_of(settings)
+    if own is not None and name != "segmentation":
+        plain = settings.copy()
+        plain.loss = "mse" if name == "regression" else None
+        task = task_of(plain, classes, train)
+        assert not isinstance(task, Segmentation)
+        return WithOwnLoss(task, own)
+    smoothing = _share(settings, "label_smoothing") if "label_smoothing" in settings else 0.0
+    mixup = _number(settings, "mixup") if "mixup" in settings else 0.0
+    if name == "segmentation":
+        weight = given_weights(settings.class_weights, "class_weights", classes, None)
+        return Segmentation(classes, weight, smoothing, _number(settings, "dice"), own)
+    if name == "multilabel":
+        balanced = lambda: balanced_labels(train)  # noqa: E731
+        weight = given_weights(settings.pos_weight, "pos_weight", classes, balanced)
+        return MultiLabel(weight, smoothing, mixup)
+    if name == "regression":
+        if settings.loss not in ("mse", "l1", "huber"):
+            raise ValueError(
+                f"task.loss={settings.loss} is unknown: take mse, l1 or huber, or one of yours by "
+                "task.loss._target_=package.Loss"
+            )
+        delta = _number(settings, "huber_delta")
+        if delta == 0:
+            raise ValueError("task.huber_delta=0 must be above 0")
+        return Regression(settings.loss, delta, mixup)
+    balanced = lambda: balanced_classes(train, classes)  # noqa: E731
+    weight = given_weights(settings.class_weights, "class_weights", classes, balanced)
+    return Classification(weight, smoothing, mixup)
+
+
+def _number(settings: DictConfig, key: str) -> float:
+    value = settings[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise ValueError(f"task.{key}={value} must be a number of at least 0")
+    return float(value)
+
+
+def _share(settings: DictConfig, key: str) -> float:
+    value = _number(settings, key)
+    if value > 1:
+        raise ValueError(f"task.{key}={settings[key]} must lie between 0 and 1")
+    return value
+
+
+class Classification:
+    """Cross entropy; one label a sample."""
+
+    name = "classification"
+
+    def __init__(
+        self, weight: Tensor | None = None, label_smoothing: float = 0.0, mixup: float = 0.0
+    ) -> None:
+        self.weight, self.label_smoothing, self.mixup = weight, label_smoothing, mixup
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return classification_loss(output, target, self.weight, self.label_smoothing)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        return None if self.weight is None else classification_weights(target, self.weight)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(1)
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return classification_scores(predictions, labels)
+
+
+class MultiLabel:
+    """Binary cross entropy; any number of classes a sample, some of which nobody may know."""
+
+    name = "multilabel"
+
+    def __init__(
+        self, pos_weight: Tensor | None = None, label_smoothing: float = 0.0, mixup: float = 0.0
+    ) -> None:
+        self.pos_weight, self.label_smoothing, self.mixup = pos_weight, label_smoothing, mixup
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return multilabel_loss(output, target, self.pos_weight, self.label_smoothing)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        return known_labels(target).sum(1)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return multilabel_scores(predictions, labels)
+
+
+class Regression:
+    """Squared, absolute or Huber errors; numbers of a sample, some of which nobody may know."""
+
+    name = "regression"
+
+    def __init__(self, distance: Any = "mse", huber_delta: float = 1.0, mixup: float = 0.0) -> None:
+        self.distance, self.huber_delta, self.mixup = distance, huber_delta, mixup
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return regression_loss(output, target, self.distance, self.huber_delta)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        return known_labels(target).sum(1)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs if outputs.dim() > 1 else outputs.unsqueeze(1)
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return regression_scores(predictions, labels)
+
+
+class WithOwnLoss:
+    """A task for whole images with a loss of the user's."""
+
+    def __init__(self, task: SampleTask, loss: OwnLoss) -> None:
+        self.name, self.mixup = task.name, task.mixup
+        self._task, self._loss = task, loss
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self._loss(output, target)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        """None: `training.layouts.check_task` keeps samples of a slice together."""
+        return None
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return self._task.predictions(outputs)
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        return self._task.scores(predictions, labels)

@@ -1,0 +1,85 @@
+"""Pictures of images that no rank holds are those of one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_module
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.pictures import thumbnails
+from spatialdl.training.trainer import Trainer
+
+TINY = [
+    *("data.image_size=[43,38]", "data.num_classes=3", "device=cpu"),
+    *("data.validation_samples=9", "data.batch_size=4", "trainer.max_steps=1"),
+    "trainer.precision=float64",
+]
+UNET = ["model=unet", "model.depth=1", "model.width=4"]
+ENDS_WITH_MEAN = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
+LAYOUTS = {
+    2: [
+        "parallel=gems parallel.microbatches=2",
+        "parallel=sp parallel.grid=[1,2]",
+        "parallel=dp parallel.shard_state=true",
+    ],
+    3: ["parallel=sp+pp parallel.microbatches=2", "parallel=sp+lp parallel.cut=[pool]"],
+    4: [
+        "parallel=sp parallel.grid=[2,2]",
+        "parallel=dp+pp parallel.microbatches=2",
+        "parallel=sp+lp parallel.grid=[2,1] parallel.local_dp=2 parallel.cut=[conv3]",
+    ],
+}
+
+
+def examples(world, *overrides: str):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose("train", [*TINY, *overrides])
+    trainer = Trainer(config, world)
+    feed = trainer.validation_feed
+    trainer.validation.scores(trainer.validation.own(map(feed.microbatches, feed.batches())))
+    found = trainer.validation.examples()
+    trainer._close_feeds()
+    return found
+
+
+def check_equal(world, monkeypatch, *overrides: str) -> list[list[str]]:
+    """The names of the pictures of all examples."""
+    monkeypatch.setattr(thumbnails, "SIDE", 9)
+    ours = examples(world, *overrides)
+    assert (ours is None) == (world.rank > 0)
+    if ours is None:
+        return []
+    task = [word for word in overrides if not word.startswith("parallel")]
+    alone = examples(Alone(), *task, "parallel=none")
+    assert [(one.sample, one.title) for one in ours] == [(one.sample, one.title) for one in alone]
+    for one, other in zip(ours, alone, strict=True):
+        assert one.error == pytest.approx(other.error, abs=1e-9)
+        assert list(one.pictures) == list(other.pictures)
+        for name, picture in one.pictures.items():
+            assert max(picture.shape[:2]) <= 9
+            np.testing.assert_array_equal(picture, other.pictures[name])
+    return [list(one.pictures) for one in ours]
+
+
+def test_masks_are_those_of_one_process(world, monkeypatch):
+    layouts = {1: ["parallel=none"], 2: ["parallel=sp"], 4: ["parallel=dp+sp"]}
+    layout = layouts.get(world.size, ["parallel=sp", f"parallel.grid=[1,{world.size}]"])
+    check_equal(world, monkeypatch, *UNET, *layout)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_heat_maps_are_those_of_one_process(number, world, monkeypatch):
+    layouts = LAYOUTS.get(world.size, [f"parallel=sp parallel.grid=[{world.size},1]"])
+    if number >= len(layouts):
+        pytest.skip("no more layouts for so many ranks")
+    task = "task=multilabel" if number == 0 else "task=classification"
+    found = check_equal(world, monkeypatch, *ENDS_WITH_MEAN, task, *layouts[number].split())
+    assert all(len(names) == 2 for names in found)
+
+
+def test_a_cut_before_the_linear_layer_leaves_no_heat_maps(world):
+    if world.size != 2:
+        pytest.skip("of two stages")
+    found = examples(world, *ENDS_WITH_MEAN, "parallel=lp", "parallel.cut=[flatten]")
+    assert found is None or [list(one.pictures) for one in found] == [["image"]] * 8

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from spatialdl.mesh import Placement
+from spatialdl.training.console.layout_text import DRAWN, WIDEST, drawn, ranks_text
+
+SP_PP = """
+  stage 0: 2x2 tiles    stage 1: whole
+  +---+---+             +---+
+  | 0 | 1 |          -> | 4 |
+  +---+---+             +---+
+  | 2 | 3 |
+  +---+---+
+"""
+GEMS = """
+  stage 0: whole    stage 1: whole
+  +------+          +------+
+  | 0, 1 |       -> | 1, 0 |
+  +------+          +------+
+  of two ranks in a tile, the second holds it in the copy in inverse order
+"""
+DP_SP = """
+  stage 0: 1x2 tiles
+  +---+---+
+  | 0 | 1 |
+  +---+---+
+  replica 1: the same on ranks 2 to 3
+"""
+LOCAL_DP = """
+  stage 0: 2x1 tiles    stage 1: 2 by samples
+  +---+                 +---+
+  | 0 |              -> | 2 |
+  +---+                 +---+
+  | 1 |                 | 3 |
+  +---+                 +---+
+"""
+
+
+@pytest.mark.parametrize(
+    ("placement", "picture"),
+    [
+        (Placement(1, ((1, 1),)), "\n  stage 0: whole\n  +---+\n  | 0 |\n  +---+\n"),
+        (Placement(1, ((2, 2), (1, 1))), SP_PP),
+        (Placement(1, ((1, 1), (1, 1)), mirrored=True), GEMS),
+        (Placement(2, ((1, 2),)), DP_SP),
+        (Placement(1, ((2, 1), (1, 1)), batch=(1, 2)), LOCAL_DP),
+    ],
+)
+def test_layouts(placement, picture):
+    assert drawn(placement) == picture.strip("\n").splitlines()
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(1, ((8, 8),)),
+        Placement(64, ((1, 1),)),
+        Placement(1, ((1, 1),) * 64),
+        Placement(4, ((4, 2), (4, 1), (4, 1))),
+        Placement(8, ((1, 1),) * 8, interleave=2),
+        Placement(1, ((100, 100), (1, 1)), mirrored=True),
+    ],
+)
+def test_many_ranks_are_summarised(placement):
+    lines = drawn(placement)
+    assert max(map(len, lines)) <= WIDEST
+    assert len(lines) <= 2 * DRAWN + 10
+
+
+def test_a_large_grid_has_its_corners():
+    text = "\n".join(drawn(Placement(1, ((8, 9),))))
+    cells = [cell.strip() for cell in text.replace("\n", "").split("|")]
+    assert {"0", "8", "63", "71"} <= set(cells)
+    assert "..." in cells
+
+
+def test_replicas_are_told_by_their_ranks():
+    assert drawn(Placement(4, ((2, 1),)))[-1] == (
+        "  replicas 1 to 3: the same on ranks 2 to 7, 2 each"
+    )
+    assert [ranks_text([3]), ranks_text(range(3))] == ["rank 3", "ranks 0 to 2"]

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+import pytest
+
+from spatialdl.training.console import run_log
+
+
+@pytest.fixture
+def clean():
+    """The root's handlers as they were."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    logging.captureWarnings(False)  # commands that ran in this process have left it on
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    run_log._State.once = run_log._State.kept = None
+
+
+@pytest.mark.usefixtures("clean")
+def test_rank_0_says_a_warning_once_here_and_in_the_file(tmp_path, capsys):
+    run_log.start_log(tmp_path, rank=0)
+    log = logging.getLogger("spatialdl.somewhere")
+    for _ in range(3):
+        log.warning("slow disk %d", 1)
+        log.info("going on")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("from Python", stacklevel=1)
+    log.warning("slow disk %d", 2)
+    for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
+        assert text.count("slow disk 1") == text.count("slow disk 2") == 1
+        assert text.count("UserWarning: from Python") == 1
+        assert text.count("going on") == 3
+
+
+@pytest.mark.usefixtures("clean")
+def test_another_rank_is_silent_but_for_errors(tmp_path, capsys):
+    run_log.start_log(tmp_path, rank=3)
+    log = logging.getLogger("spatialdl.somewhere")
+    log.info("fine")
+    for _ in range(2):
+        log.warning("slow disk")
+    assert capsys.readouterr() == ("", "")
+    assert run_log.kept_warnings() == 1
+    log.error("broken disk")
+    assert "[rank 3][spatialdl.somewhere][ERROR] - broken disk\n" in capsys.readouterr().out
+    for handler in logging.getLogger().handlers:  # as when it dies
+        handler.flush()
+    assert capsys.readouterr().err == "rank 3: slow disk\n"
+    assert run_log.kept_warnings() == 0
+    assert not (tmp_path / "train.log").exists()
+
+
+@pytest.mark.usefixtures("clean")
+def test_warnings_appear_once_above_a_bar_too(capsys):
+    from spatialdl.training.console.progress import Progress
+
+    logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], force=True)
+    run_log.warn_once()
+    with Progress(2, terminal=True):
+        for _ in range(3):
+            logging.getLogger("spatialdl.somewhere").warning("slow disk")
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("slow disk") == 1

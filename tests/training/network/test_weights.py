@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import logging
+import re
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from spatialdl.comm.alone import Alone
+from spatialdl.models import resnet18, resnet50
+from spatialdl.training.network.weights import check_alike, find_weights, load_weights
+
+
+def names_of_others(blocks: tuple[int, ...], convolutions: int) -> set[str]:
+    """The state dict of torchvision's and timm's ResNets, as they write it."""
+    norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    names = {"conv1.weight", "fc.weight", "fc.bias", *(f"bn1.{one}" for one in norm)}
+    for stage, count in enumerate(blocks, start=1):
+        for block in range(count):
+            where = f"layer{stage}.{block}"
+            for number in range(1, convolutions + 1):
+                names.add(f"{where}.conv{number}.weight")
+                names |= {f"{where}.bn{number}.{one}" for one in norm}
+            if block == 0 and (stage > 1 or convolutions == 3):
+                names.add(f"{where}.downsample.0.weight")
+                names |= {f"{where}.downsample.1.{one}" for one in norm}
+    return names
+
+
+@pytest.fixture
+def trained():
+    """Weights and statistics that are not those of a new network."""
+    torch.manual_seed(1)
+    model = resnet18(5, width=2)
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of torch.hub."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def same(ours: nn.Module, theirs: nn.Module, but: str = "nothing") -> bool:
+    pairs = zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True)
+    return all(one.equal(other) for (name, one), other in pairs if not name.startswith(but))
+
+
+def test_our_names_are_those_of_torchvision_and_timm():
+    assert set(resnet18(width=1).state_dict()) == names_of_others((2, 2, 2, 2), 2)
+    assert set(resnet50(width=1).state_dict()) == names_of_others((3, 4, 6, 3), 3)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {f"module.{key}": value for key, value in state.items()},
+        lambda state: {"epoch": 3, "state_dict": state},
+        lambda state: {"state_dict": {f"model.{key}": v for key, v in state.items()}, "lr": 0.1},
+        lambda state: {"model": {f"module._orig_mod.{key}": v for key, v in state.items()}},
+        lambda state: {k: v for k, v in state.items() if not k.endswith("batches_tracked")},
+    ],
+)
+def test_a_file_loads_whatever_is_around_its_names(trained, tmp_path, wrap):
+    torch.save(wrap(trained.state_dict()), tmp_path / "trained.pth")
+    model = resnet18(5, width=2)
+    load_weights(model, str(tmp_path / "trained.pth"))
+    assert same(model, trained)
+
+
+def test_safetensors(trained, tmp_path):
+    save_file(trained.state_dict(), tmp_path / "model.safetensors")
+    model = resnet18(5, width=2)
+    load_weights(model, str(tmp_path / "model.safetensors"))
+    assert same(model, trained)
+
+
+@pytest.mark.parametrize("classes", [3, None])
+def test_a_head_of_another_size_is_left_out_and_said(trained, tmp_path, caplog, classes):
+    state = trained.state_dict()
+    if classes is None:  # a backbone only
+        state = {key: value for key, value in state.items() if not key.startswith("fc.")}
+    torch.save(state, tmp_path / "a.pt")
+    torch.manual_seed(0)
+    model = resnet18(classes or 5, width=2)
+    head = model.fc.weight.detach().clone()
+    with caplog.at_level(logging.INFO):
+        load_weights(model, str(tmp_path / "a.pt"))
+    assert same(model, trained, but="fc.")
+    assert model.fc.weight.equal(head)
+    has = "5x16" if classes else "nothing"
+    assert f"fc.weight is new, {classes or 5}x16; the file has {has}" in caplog.text
+
+
+def test_names_that_do_not_fit_are_listed_with_the_nearest(trained, tmp_path):
+    state = trained.state_dict()
+    state["layer1.0.convolution1.weight"] = state.pop("layer1.0.conv1.weight")
+    torch.save(state, tmp_path / "a.pt")
+    sentence = (
+        r"it has no layer1.0.conv1.weight \(nearest: layer1.0.convolution1.weight\); it has in "
+        r"excess layer1.0.convolution1.weight \(nearest: layer1.0.conv1.weight\)"
+    )
+    model = resnet18(5, width=2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=sentence):
+        load_weights(model, str(tmp_path / "a.pt"))
+    assert all(value.equal(before[key]) for key, value in model.state_dict().items())
+
+
+def test_other_shapes_than_the_head_s_are_refused(trained, tmp_path):
+    torch.save(trained.state_dict(), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"conv1.weight is 2x3x7x7 there, 2x1x7x7 here"):
+        load_weights(resnet18(5, in_channels=1, width=2), str(tmp_path / "a.pt"))
+    with pytest.raises(ValueError, match=r"and [0-9]+ more"):
+        load_weights(nn.Sequential(nn.Conv2d(3, 2, 1), nn.Linear(2, 5)), str(tmp_path / "a.pt"))
+
+
+def test_what_is_no_state_dict_is_refused(tmp_path):
+    (tmp_path / "text.pt").write_text("weights")
+    with pytest.raises(ValueError, match=r"text.pt cannot be read"):
+        load_weights(resnet18(), str(tmp_path / "text.pt"))
+    (tmp_path / "text.safetensors").write_text("weights")
+    with pytest.raises(ValueError, match=r"text.safetensors cannot be read"):
+        load_weights(resnet18(), str(tmp_path / "text.safetensors"))
+    torch.save({"epoch": 3}, tmp_path / "epoch.pt")
+    with pytest.raises(ValueError, match=r"epoch.pt holds no state dict, but dict epoch"):
+        load_weights(resnet18(), str(tmp_path / "epoch.pt"))
+
+
+class Code:
+    def __reduce__(self):
+        return sys.exit, (3,)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    torch.save({"conv1.weight": Code()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="nothing but tensors"):
+        load_weights(resnet18(), str(tmp_path / "a.pt"))
+
+
+def test_a_name_is_looked_up_in_the_cache_of_torch_hub(cache):
+    file = cache / "resnet18-f37072fd.pth"
+    file.touch()
+    (cache / "resnet180-0.pth").touch()
+    for name in ("resnet18", "resnet18-f37072fd", "resnet18-f37072fd.pth", str(file)):
+        assert find_weights(name) == file
+    (cache / "resnet18-5c106cde.pth").touch()
+    with pytest.raises(ValueError, match=r"resnet18-5c106cde.pth or resnet18-f37072fd.pth in"):
+        find_weights("resnet18")
+
+
+def test_a_repository_is_looked_up_in_the_cache_of_the_hugging_face_hub(tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--timm--resnet18.a1_in1k"
+    (folder / "snapshots/abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("abc")
+    file = folder / "snapshots/abc/model.safetensors"
+    file.touch()
+    assert find_weights("timm/resnet18.a1_in1k") == file
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm/resnet18.a1_in1k", "nobody/nothing"])
+def test_what_is_nowhere_is_not_downloaded(cache, tmp_path, name, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=f"weights={re.escape(name)} is no file.*download it first"
+    ):
+        find_weights(name)
+
+
+def test_a_missing_file_is_said():
+    with pytest.raises(ValueError, match=r"weights=runs/a.pt: there is no such file"):
+        find_weights("runs/a.pt")
+
+
+class Other(Alone):
+    def allgather(self, obj):
+        return [obj, "another"]
+
+
+def test_ranks_with_other_weights_are_refused():
+    model = resnet18(width=1)
+    check_alike(model, Alone())
+    with pytest.raises(ValueError, match="rank 1 has read other weights than rank 0"):
+        check_alike(model, Other())

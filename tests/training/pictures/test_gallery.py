@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_module
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.pictures import gallery
+from spatialdl.training.pictures.gallery import Example, labelled, overlaid
+from spatialdl.training.trainer import Trainer
+
+TINY = [
+    *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"),
+    *("data.validation_samples=11", "data.batch_size=4", "trainer.max_steps=1"),
+]
+
+
+def looked_at(*overrides: str) -> tuple[Trainer, list[Example]]:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose("train", [*TINY, *overrides])
+    ours = Trainer(config, Alone())
+    assert ours.validation is not None
+    feed = ours.validation_feed
+    ours.validation.scores(ours.validation.own(map(feed.microbatches, feed.batches())))
+    return ours, ours.validation.examples()
+
+
+def test_the_worst_and_the_best_of_labels():
+    ours, examples = looked_at()
+    values, labels = ours.validation._predictions.values, ours.validation._predictions.labels
+    errors = {n: float(1 - values[n, labels[n]]) for n in range(11)}
+    order = sorted(errors, key=lambda n: -errors[n])
+    assert [one.sample for one in examples] == order[:4] + order[-4:]
+    assert [one.error for one in examples] == [errors[one.sample] for one in examples]
+    first = examples[0]
+    best = int(values[first.sample].argmax())
+    assert first.title.startswith(f"is {labels[first.sample]}, told {best} (")
+    for one in examples:
+        np.testing.assert_array_equal(
+            one.pictures["image"], ours.sources.validation.read(one.sample)
+        )
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_other_tasks_have_examples(task):
+    _, examples = looked_at(f"task={task}")
+    assert len(examples) == 8
+    errors = [one.error for one in examples]
+    assert errors == sorted(errors, reverse=True)
+    assert all("told" in one.title for one in examples)
+
+
+def test_masks_lie_over_their_images():
+    ours, examples = looked_at("model=unet", "model.width=4", "model.depth=1")
+    assert len(examples) == 8
+    for one in examples:
+        mask = ours.sources.validation.read_mask(one.sample)
+        image = ours.sources.validation.read(one.sample)
+        np.testing.assert_array_equal(one.pictures["image"], image)
+        np.testing.assert_array_equal(one.pictures["truth"], overlaid(image, mask.astype(int)))
+        assert one.title == f"{1 - one.error:.1%} of pixels right"
+
+
+def test_class_0_and_pixels_without_a_class_are_left_as_they_are():
+    image = np.full((1, 3, 3), 100, np.uint8)
+    mixed = overlaid(image, np.array([[0, 1, 255]]))
+    assert mixed[0, 0].tolist() == mixed[0, 2].tolist() == [100] * 3
+    assert mixed[0, 1].tolist() != [100] * 3
+
+
+def test_many_maps_are_looked_at_here_and_there(monkeypatch):
+    monkeypatch.setattr(gallery, "CANDIDATES", 5)
+    _, examples = looked_at("model=unet", "model.width=4", "model.depth=1")
+    assert sorted(one.sample for one in examples) == [0, 2, 4, 6, 8]
+
+
+def test_a_title_stands_above_the_pictures():
+    pixels = np.full((10, 400, 3), 7, np.uint8)
+    picture = labelled(Example(3, "is a, told b ✓", 0.5, {"image": pixels, "truth": pixels}))
+    assert picture.shape == (26, 800, 3)
+    assert (picture[16:] == 7).all()
+    assert picture[:16].min() < 50

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from matplotlib import colormaps
+
+from spatialdl.comm.alone import Alone
+from spatialdl.data.loader import to_input
+from spatialdl.training.pictures import thumbnails
+from spatialdl.training.pictures.gallery import Example
+from spatialdl.training.pictures.heat_maps import OPACITY, faint, heated
+from spatialdl.training.tasks.extremes import extremes
+from spatialdl.training.trainer import Trainer
+
+SMALL = "tests.mpi.training.small.small"
+TINY = [
+    *("~model.width", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"),
+    *("data.validation_samples=11", "data.batch_size=4", "trainer.max_steps=1"),
+    "trainer.precision=float64",
+]
+
+
+def looked_at(network: str, *overrides: str) -> tuple[Trainer, list[Example]]:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose("train", [f"++model._target_={network}", *TINY, *overrides])
+    ours = Trainer(config, Alone())
+    feed = ours.validation_feed
+    ours.validation.scores(ours.validation.own(map(feed.microbatches, feed.batches())))
+    return ours, ours.validation.examples()
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel"])
+def test_they_are_those_of_the_plain_network(task):
+    ours, examples = looked_at(SMALL, f"task={task}")
+    plain = ours.pipeline.stages[0].eval()
+    assert len(examples) == 8
+    for one in examples:
+        pixels = ours.sources.validation.read(one.sample)
+        image = to_input(torch.from_numpy(pixels[None]), torch.float64, torch.device("cpu"))
+        with torch.no_grad():
+            features, best = plain[:-3](image), int(plain(image).argmax())
+            values = torch.einsum("nchw,c->hw", features, plain.fc.weight[best])
+            values += plain.fc.bias[best]
+        expected = heated(pixels, values.numpy())
+        assert list(one.pictures) == ["image", f"heat map of {best}"]
+        np.testing.assert_array_equal(one.pictures[f"heat map of {best}"], expected)
+    # or any would be equal
+    assert len({one.pictures[name].tobytes() for one in examples for name in one.pictures}) == 16
+
+
+def test_only_those_that_may_be_shown_are_kept():
+    ours, examples = looked_at(SMALL, "data.validation_samples=30")
+    assert sorted(ours.validation._heat_maps._parts) == sorted(one.sample for one in examples)
+    values, labels = ours.validation._predictions.values, ours.validation._predictions.labels
+    errors = [(n, float(1 - values[n, labels[n]])) for n in range(30)]
+    assert [one.sample for one in examples] == [sample for sample, _ in extremes(errors)]
+
+
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [
+        ("tests.training.test_activation.pools_the_most", "is not the mean of the map before it"),
+        ("tests.training.test_activation.ends_with_a_map", "has no linear layer"),
+        (SMALL, "its last map has but one place"),
+    ],
+)
+def test_networks_without_are_said_once(network, why, caplog):
+    size = ["data.image_size=[4,4]"] if network == SMALL else []
+    with caplog.at_level(logging.INFO):
+        ours, examples = looked_at(network, *size)
+        ours.validation.examples()
+    assert [list(one.pictures) for one in examples] == [["image"]] * 8
+    (said,) = (one.getMessage() for one in caplog.records if "heat maps" in one.getMessage())
+    assert why in said
+
+
+def test_there_are_none_of_numbers(caplog):
+    with caplog.at_level(logging.INFO):
+        _, examples = looked_at(SMALL, "task=regression")
+    assert [list(one.pictures) for one in examples] == [["image"]] * 8
+    assert not any("heat maps" in one.getMessage() for one in caplog.records)
+
+
+def test_a_map_is_not_larger_than_a_thumbnail(monkeypatch):
+    monkeypatch.setattr(thumbnails, "SIDE", 5)
+    ours, _ = looked_at(SMALL)
+    patches = [part.patch.values.shape for part in ours.validation._heat_maps._parts.values()]
+    assert patches == [(5, 4, 1)] * 8
+
+
+def test_colours_go_from_0_to_the_most():
+    image = np.full((5, 4, 3), 100, np.uint8)
+    picture = heated(image, np.array([[-3.0, 0.0], [2.0, 4.0]]))
+    grey, low = faint(image)[0, 0], np.array(colormaps["turbo"](0.0)[:3])
+    expected = ((1 - OPACITY) * grey + OPACITY * 255 * low).round()
+    assert picture.shape == (5, 4, 3)
+    assert (picture[:2, :] == expected).all()
+    assert (picture[3:, 2:] == picture[4, 3]).all()
+    assert picture[4, 3, 0] > picture[4, 3, 2]  # red
+    assert not (picture[4, 0] == picture[4, 3]).all()
+    nothing = heated(image, np.array([[-1.0]]))
+    assert (nothing == expected).all()
