@@ -18,7 +18,9 @@ from types import TracebackType
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
+from spatialdl.comm.roll_call import say_last
 from spatialdl.errors import NotFinite, UnsupportedSpatialOp
 
 USER_MISTAKES = (
@@ -49,17 +51,6 @@ def install_abort_hook() -> None:
     sys.excepthook = _hook
 
 
-def end_job(code: int) -> None:
-    """End this process, and all ranks of its MPI world if there are others, at once."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    mpi = sys.modules.get("mpi4py.MPI")
-    running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if mpi is not None and running and mpi.COMM_WORLD.size > 1:
-        mpi.COMM_WORLD.Abort(code)
-    os._exit(code)
-
-
 def _hook(kind: type[BaseException], error: BaseException, where: TracebackType | None, /) -> None:
     if isinstance(error, KeyboardInterrupt):
         end_job(130)
@@ -70,5 +61,5 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
     for handler in logging.getLogger().handlers:
         handler.flush()  # what this rank has kept for rank 0 to say
     who = f"rank {rank} on {socket.gethostname()}" if info else "error"
-    sys.stderr.write(f"{who}: {describe_error(error)}\n")  # at once, or launchers mix lines
+    say_last(f"{who}: {describe_error(error)}")
     end_job(1)
