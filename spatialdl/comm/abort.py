@@ -32,6 +32,8 @@ USER_MISTAKES = (
     OmegaConfBaseException,
 )
 _HEAD_START_S = 1.0
+_CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""How gloo says that a rank has gone; that one's own words are those that matter."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -43,6 +45,9 @@ def describe_error(error: BaseException) -> str:
         text = str(error).partition("\nConfig search path:")[0]
         words = " ".join([text, *getattr(error, "__notes__", ())]).split()
         return " ".join(words) or type(error).__name__
+    text = str(error).partition("\n")[0]
+    if isinstance(error, RuntimeError) and any(lost in text for lost in _CONNECTION_LOST):
+        return f"another rank has gone, see what it or the launcher says ({text})"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
