@@ -47,7 +47,8 @@ def describe_error(error: BaseException) -> str:
         return " ".join(words) or type(error).__name__
     text = str(error).partition("\n")[0]
     if isinstance(error, RuntimeError) and any(lost in text for lost in _CONNECTION_LOST):
-        return f"another rank has gone, see what it or the launcher says ({text})"
+        why = text.partition("] ")[2].partition(". This is typ")[0] or text
+        return f"another rank has gone, see what it or the launcher says ({why})"
     return "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -44,4 +44,4 @@ def module_of(thread: int) -> str:
     root, module = modules[0], modules[-1]
     name = next((name for name, one in root.named_modules() if one is module), "")
     kind = type(module).__name__
-    return f"{name} ({kind})" if name else kind
+    return f"module {name} ({kind})" if name else kind

@@ -86,8 +86,10 @@ class Watchdog:
             now = time.monotonic()
             # a job that was suspended as a whole goes on: its ranks have not waited meanwhile
             self._clock += min(now - before, 2 * self._look_s)
-            before = now
+            was_away, before = now - before > self._limit_s, now
             overdue = self._look()
+            if was_away:  # and launchers wake up a rank that was stopped, to end it
+                continue
             if overdue is not None or any(one.raised for one in self._alarm.heard().values()):
                 self._end(overdue)
 
@@ -150,7 +152,7 @@ class Watchdog:
             if wait is not None and wait.ranks:
                 text = f"waits for {self._waited(thread, wait)}in {': '.join(wait.what)}"
                 module = module_of(thread)
-                text += f" of {module}" if module else ""
+                text += f", in {module}," if module else ""
                 peers = [rank for rank in wait.ranks if rank != self._rank]
                 text += f" with {_ranks_text(peers)}"
                 if overdue is not None:

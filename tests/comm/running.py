@@ -6,14 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
-from spatialdl.comm.launch import mpiexec_command
-from tests.training.checkpoints.runs import TINY
+from spatialdl.comm.launch import launched, mpiexec_command
+from tests.training.checkpoints.runs import TINY, network
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = [*TINY, "data.validation_samples=0", "trainer.max_steps=1000000"]
@@ -33,6 +35,11 @@ def by_torchrun(ranks: int) -> list[str]:
 
 def by_itself(ranks: int) -> list[str]:
     return [sys.executable, "-m", "spatialdl.train"]
+
+
+def with_failing(how: str, rank: int = 1) -> list[str]:
+    target = "++model._target_=tests.comm.running.failing"
+    return [target, f"++model.how={how}", f"++model.rank={rank}"]
 
 
 class Run:
@@ -110,3 +117,27 @@ def ranks_below(launcher: int) -> dict[int, int]:
         if rank and b"spatialdl.train" in words and b"torch.distributed.run" not in words:
             found.setdefault(int(rank[1]), pid)
     return found
+
+
+class Fails(nn.Module):
+    """Fails in a forward pass on one rank."""
+
+    def __init__(self, how: str, rank: int, call: int) -> None:
+        super().__init__()
+        self.how, self.rank, self.left = how, rank, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        info = launched()
+        self.left -= 1
+        if self.left == 0 and info is not None and info.rank == self.rank:
+            print(f"now it is {time.time()}", flush=True)
+            if self.how == "raises":
+                raise ZeroDivisionError("this rank has had enough")
+            time.sleep(10_000)
+        return x
+
+
+def failing(
+    num_classes: int = 3, in_channels: int = 3, how: str = "raises", rank: int = 1, call: int = 5
+) -> nn.Sequential:
+    return nn.Sequential(Fails(how, rank, call), *network(num_classes, in_channels))
