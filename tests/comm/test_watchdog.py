@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from spatialdl.comm.limit import check_timeout
-from tests.comm.running import by_mpiexec, by_torchrun, running
+from tests.comm.running import by_itself, by_mpiexec, by_torchrun, running, with_failing
 
 LAYOUTS = {
     "sp": ["parallel=sp"],
@@ -16,6 +16,10 @@ LAYOUTS = {
     "dp": ["parallel=dp"],
     "sp+pp": ["parallel=sp+pp", "parallel.microbatches=2"],
 }
+SECONDS = 6
+"""Busy machines take their time for a first step."""
+
+TIMEOUT = f"comm.timeout={SECONDS}"
 RANKS = {"sp": 2, "pp": 2, "dp": 2, "sp+pp": 3}
 WAITS = r"rank (\d) on \S+, step \d+.*: waits for \d+ s in (.*) with ranks? ([\d, ]+)"
 
@@ -28,8 +32,8 @@ def slow(*values: object):
     ("layout", "start", "words", "stopped"),
     [
         ("sp+pp", by_mpiexec, [], 1),
-        ("sp", by_torchrun, [], 0),
         slow("sp", by_mpiexec, [], 1),
+        slow("sp", by_torchrun, [], 0),
         slow("pp", by_mpiexec, [], 0),
         slow("dp", by_mpiexec, [], 1),
         slow("dp", by_mpiexec, ["comm.backend=mpi4py"], 1),
@@ -43,31 +47,44 @@ def test_all_say_what_they_wait_for_when_a_rank_has_stopped(
     layout, start, words, stopped, tmp_path
 ):
     size = RANKS[layout]
-    words = [*LAYOUTS[layout], *words, "comm.timeout=2"]
+    words = [*LAYOUTS[layout], *words, TIMEOUT]
     with running(start(size), tmp_path, *words) as run:
         run.send(stopped, signal.SIGSTOP)
         said = run.end()
     waits = re.findall(WAITS, said)
     assert sorted(int(rank) for rank, *_ in waits) == sorted({*range(size)} - {stopped}), said
     assert any(str(stopped) in peers for _, _, peers in waits), said
-    assert "longer than comm.timeout=2" in said
+    assert f"longer than {TIMEOUT}" in said
     pid = run.ranks[stopped]
     blame = rf"nothing was heard of rank {stopped} \(process {pid} on .*\), which is stopped"
     assert len(re.findall(blame, said)) == 1, said
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     """The clock runs meanwhile, but nobody has waited for anybody."""
-    with running(by_mpiexec(2), tmp_path, "parallel=sp", "comm.timeout=2") as run:
+    with running(by_mpiexec(2), tmp_path, "parallel=sp", TIMEOUT) as run:
         for rank in run.ranks:
             run.send(rank, signal.SIGSTOP)
-        signal.sigtimedwait([], 4)
+        signal.sigtimedwait([], 1.5 * SECONDS)
         for rank in run.ranks:
             run.send(rank, signal.SIGCONT)
         run.process.send_signal(signal.SIGUSR1)
         said = run.process.communicate(timeout=60)[0]
     assert "stopped by SIGUSR1 after step" in said
     assert "waits for" not in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_something_else_says_where_it_is(tmp_path):
+    words = ["parallel=dp", TIMEOUT, *with_failing("sleeps")]
+    with running(by_itself(), tmp_path, *words) as run:
+        said = run.end()
+    assert re.search(r"rank 0 on .*: waits for \d+ s in .* with rank 1", said), said
+    alone = r"rank 1 on .*, step \d+, forward 0, stage 0: does not wait for other ranks; at "
+    assert re.search(alone + r"tests/comm/running.py:\d+ in forward", said), said
+    last = said.splitlines()[-1]
+    assert "rank 1 did not come: see above what is done there" in last, said
 
 
 @pytest.mark.parametrize("value", ["soon", -1, float("nan"), float("inf"), True, [3]])
