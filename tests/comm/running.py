@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -144,7 +145,9 @@ class Fails(nn.Module):
             print(f"now it is {time.time()}", flush=True)
             if self.how == "raises":
                 raise ZeroDivisionError("this rank has had enough")
-            time.sleep(10_000)
+            if self.how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pause()
         return x
 
 
