@@ -126,7 +126,8 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
         check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
 
-    world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    # from here on this process is a rank
+    world = start_world(str(config.comm.transport), config.comm.timeout)
     if config.parallel.name == "auto":
         config = _choose_together(world, config)
     config, run_dir = agree(world, composed, config)
