@@ -19,11 +19,13 @@ from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.predicting.checks import check_config
+from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
     agree,
     alone,
     as_rank,
     check_ranks,
+    check_same_start,
     check_words,
     choose_gpu,
     composed_by_rank,
@@ -85,6 +87,7 @@ def _run_rank(info: LaunchInfo) -> None:
     check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
     world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    check_same_start(world, composed, prediction_files(config))
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "predict")
     _predict(config, run_dir)
