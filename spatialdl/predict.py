@@ -86,7 +86,8 @@ def _run_rank(info: LaunchInfo) -> None:
     config = without_hydra(composed)
     check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
-    world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    # from here on this process is a rank
+    world = start_world(str(config.comm.transport), config.comm.timeout)
     check_same_start(world, composed, prediction_files(config))
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "predict")

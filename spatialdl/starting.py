@@ -18,8 +18,10 @@ from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
-from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher
+from spatialdl.comm.abort import describe_error, install_abort_hook
+from spatialdl.comm.ending import end_job
+from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher, launched
+from spatialdl.comm.roll_call import answer
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.mesh import Placement
 from spatialdl.sameness.comparing import check_alike
@@ -46,6 +48,9 @@ def as_rank(work: Callable[[], object]) -> None:
     """Run one of several ranks: what goes wrong on it ends all."""
     install_abort_hook()
     end_with_launcher()
+    info = launched()
+    if info is not None:
+        answer(info.rank)
     try:
         work()
     except SystemExit as stop:

@@ -128,7 +128,8 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
         check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
 
-    world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    # from here on this process is a rank
+    world = start_world(str(config.comm.transport), config.comm.timeout)
     check_same_start(world, composed, training_files(config))
     if config.parallel.name == "auto":
         config = _choose_together(world, config)

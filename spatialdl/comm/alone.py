@@ -28,6 +28,10 @@ class Alone:
     rank = 0
     size = 1
 
+    @property
+    def world_ranks(self) -> range:
+        return range(self.size)
+
     def subset(self, ranks: Sequence[int]) -> Alone:
         return self
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from spatialdl import allocator
+from spatialdl.comm.roll_call import RollCall, say
 
 GRACE_S = 10.0
 """Ranks that were told to stop and have not after this long are killed."""
@@ -180,7 +181,13 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
         if sys.stderr.isatty():  # not under srun, which passes on whole lines only
             environment[TERMINAL] = "1"
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
-    return _supervise([*launcher, sys.executable, "-m", module, *arguments], environment, stops)
+    command = [*launcher, sys.executable, "-m", module, *arguments]
+    with RollCall(world_size) as ranks:
+        code = _supervise(command, {**environment, **ranks.environment}, stops)
+    vanished = ranks.vanished()
+    if vanished and code and code - 128 not in _ENDING:
+        say(f"error: {vanished}")
+    return code
 
 
 def end_with_launcher() -> None:

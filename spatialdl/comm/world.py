@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
+from spatialdl.comm.limit import limit_waits, timeout_of_groups
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -19,12 +20,14 @@ class _Chosen:
     world: Communicator | None = None
 
 
-def start_world(transport: str = "auto") -> Communicator:
+def start_world(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """Make this process one of the ranks that its launcher started; all of them must call it.
 
     Args:
         transport: ``mpi``, ``torch`` (torch.distributed), or ``auto``: torch under torchrun,
             which sets up no MPI, mpi otherwise.
+        timeout: seconds that a rank may wait for others before the job ends, see
+            `comm.watchdog`; None or 0: for ever.
 
     Returns:
         What `world` returns from now on; a process by itself if no launcher started this one.
@@ -34,8 +37,10 @@ def start_world(transport: str = "auto") -> Communicator:
             take different transports.
     """
     from spatialdl.comm.alone import Alone
+    from spatialdl.comm.watchdog import start_watchdog, stop_watchdog
 
     info = launched()
+    limit_waits(timeout)
     if info is None:
         _Chosen.world = Alone()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
@@ -45,6 +50,9 @@ def start_world(transport: str = "auto") -> Communicator:
     else:
         _meet_by_mpi("mpi")
         _Chosen.world = _mpi_world()
+    if info is not None:
+        start_watchdog(_Chosen.world)
+        atexit.register(stop_watchdog)
     return _Chosen.world
 
 
@@ -113,8 +121,9 @@ def start_process_group(info: LaunchInfo) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    limit, rank, size = timeout_of_groups(), info.rank, info.size
     if _has_address():
-        dist.init_process_group(backend, rank=info.rank, world_size=info.size)
+        dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size)
     else:
         from mpi4py import MPI
 
@@ -122,7 +131,7 @@ def start_process_group(info: LaunchInfo) -> None:
 
         check_mpi_world(MPI.COMM_WORLD.size)
         store = store_by_mpi(MPI.COMM_WORLD)
-        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
+        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
     atexit.register(end_process_group)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl import trace
+from spatialdl import trace, waiting
 from spatialdl.comm.communicator import Communicator, as_communicator
 from spatialdl.comm.gradients import average, shard_of
 from spatialdl.comm.reduce import gather_over_ranks
@@ -224,8 +224,9 @@ class Pipeline:
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
             self._expect(action, coming, microbatches)
-            self.doing = action
-            with trace.span("compute", describe(action), action):
+            self.doing, name = action, describe(action)
+            waiting.doing(name)
+            with trace.span("compute", name, action):
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
                 elif action.kind == "backward":
@@ -237,6 +238,7 @@ class Pipeline:
                 else:
                     self._later.pop(action).add_all()
         self.doing = None
+        waiting.doing("")
         self._wait_sent()
         for stage, module in self.stages.items():
             if stage in self.sharded:

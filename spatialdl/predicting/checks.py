@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spatialdl.comm.limit import check_timeout
 from spatialdl.mesh import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import LATEST, candidates
@@ -30,6 +31,7 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("ckpt_path=latest of which run? name its directory")
     candidates(str(config.ckpt_path), Path())
     _check_choices(config)
+    check_timeout(config.comm.timeout)
     _check_input(config)
     _check_numbers(config)
     if config.parallel.name == "auto":

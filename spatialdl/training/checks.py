@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spatialdl.comm.limit import check_timeout
 from spatialdl.mesh import Placement
 from spatialdl.training.loggers.choosing import check_loggers
 
@@ -49,6 +50,7 @@ def check_config(config: DictConfig) -> Placement:
         if value not in known:
             names = ", ".join("null" if one is None else one for one in known)
             raise ValueError(f"{key}={value} is not supported: take one of {names}")
+    check_timeout(config.comm.timeout)
     placement = placement_of(config.parallel)
     accumulate = _check_trainer(config)
     schedule = schedule_of(config.parallel, placement, accumulate)

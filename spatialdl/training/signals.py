@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from spatialdl.comm.abort import end_job
+from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
 from spatialdl.data.saving import replacing
 

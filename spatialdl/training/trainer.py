@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from spatialdl import trace
+from spatialdl import trace, waiting
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
@@ -182,11 +182,13 @@ class Trainer:
             try:
                 if resumed is not None:
                     self._between_steps(reporter)  # the run may have been stopped before this
+                waiting.at(f"step {self.course.step + 1}")
                 while not self.course.is_over():
                     self._train_epoch(reporter)
             except NotFinite as error:  # on all ranks
                 self._give_up(reporter, error)
                 raise
+            waiting.at(f"end of the run, after step {self.course.step}")
             writer.wait()
             tell_warnings(self.world)
             if self.course.stopped is not None:
@@ -241,6 +243,7 @@ class Trainer:
         started = time.perf_counter()
         batches = self.train_feed.batches(epoch, first)
         for batch in trace.each("data", "wait for the batch", batches):
+            waiting.at(f"step {self.course.step + 1}")
             waited = time.perf_counter() - started
             images = self.train_feed.samples(self.course.batch)
             loss = self._train_step(self.train_feed.microbatches(batch))
@@ -269,15 +272,18 @@ class Trainer:
         is_best = False
         validates, saves = self.course.validation_is_due(), self.course.checkpoint_is_due()
         if validates:
+            waiting.at(f"validation after step {self.course.step}")
             found = self.validate(reporter)
             is_best = found is not None and self.course.validated(found)
             saves = self.course.checkpoint_is_due()
         if is_best or saves:
             if self._guard is not None:
                 self._guard.check_weights(self.course.step)
+            waiting.at(f"checkpoint after step {self.course.step}")
             validations = reporter.validations if reporter is not None else []
             self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
         if validates or is_best or saves:
+            waiting.at(f"step {self.course.step + 1}")
             self._split.restart()
 
     def _train_step(self, batch: list[Microbatch]) -> float:
