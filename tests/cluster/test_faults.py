@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spatialdl.training.run_lock import Holder
 from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, quoted, run
 from tests.training.checkpoints.runs import TINY, losses, table
 
@@ -90,14 +91,15 @@ def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_
     with Job(tmp_path, *nodes, str(TRAIN_SBATCH), "run", *words, "trainer.max_steps=40") as job:
         job.says("step-00000010")
         (node,) = job.nodes()
+        earlier = Holder.read(tmp_path / "run" / ".lock")
         lose(node, "cut", "heal")
         job.says("going on after step 10")
         assert job.nodes() != [node]
         assert f"this job was started again (job {job.id}, process" in job.said()
         assert "does not answer" not in job.said()
-        running = run(["nodectl", "exec", node, "ps", "-eo", "args"], tmp_path)
-        assert "slurmd" in running.stdout
-        assert "spatialdl.train" not in running.stdout
+        running = run(["nodectl", "exec", node, "ps", "-eo", "pid"], tmp_path).stdout.split()
+        assert "1" in running
+        assert str(earlier.process) not in running
         (tmp_path / "go").touch()
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
