@@ -38,7 +38,7 @@ from spatialdl.training.optimization.precision import precision_of, set_arithmet
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.pictures.timeline import Timeline
 from spatialdl.training.reporter import Reporter
-from spatialdl.training.run_directory import held
+from spatialdl.training.run_lock import held
 from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import stage_feeds
