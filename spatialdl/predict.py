@@ -19,11 +19,13 @@ from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.predicting.checks import check_config
+from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
     agree,
     alone,
     as_rank,
     check_ranks,
+    check_same_start,
     check_words,
     choose_gpu,
     composed_by_rank,
@@ -86,6 +88,7 @@ def _run_rank(info: LaunchInfo) -> None:
     choose_gpu(config, info)
     # from here on this process is a rank
     world = start_world(str(config.comm.transport), config.comm.timeout)
+    check_same_start(world, composed, prediction_files(config))
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "predict")
     _predict(config, run_dir)

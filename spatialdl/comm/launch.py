@@ -51,7 +51,7 @@ class LaunchInfo:
 
 
 # Launcher, and its variables for rank, size and local rank (of several the first that is set).
-# Innermost first: inside a Slurm step may run an mpiexec or a torchrun, never the other way round.
+# Innermost first: inside a Slurm step may run an mpiexec or a torchrun, inside either a torchrun.
 _VARIABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "mpiexec",
@@ -79,6 +79,8 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchInfo | None:
     """
     environment = os.environ if environment is None else environment
     for launcher, *variables in _VARIABLES:
+        if launcher != "torchrun" and "TORCHELASTIC_RUN_ID" in environment:
+            continue  # what started torchrun, on each host, has left its variables
         if launcher == "srun" and not _in_slurm_step(environment):
             continue
         rank, size, local_rank = (_first_integer(environment, names) for names in variables)

@@ -33,7 +33,8 @@ def start_world(transport: str = "auto", timeout: float | None = None) -> Commun
         What `world` returns from now on; a process by itself if no launcher started this one.
 
     Raises:
-        ValueError: if MPI sees another number of ranks than the launcher started.
+        ValueError: if MPI sees another number of ranks than the launcher started, or the ranks
+            take different transports.
     """
     from spatialdl.comm.alone import Alone
     from spatialdl.comm.watchdog import start_watchdog, stop_watchdog
@@ -43,14 +44,35 @@ def start_world(transport: str = "auto", timeout: float | None = None) -> Commun
     if info is None:
         _Chosen.world = Alone()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
+        if info.launcher != "torchrun" and not _has_address():
+            _meet_by_mpi("torch")
         _Chosen.world = torch_world(info)
     else:
+        _meet_by_mpi("mpi")
         _Chosen.world = _mpi_world()
-        check_mpi_world(_Chosen.world.size)
     if info is not None:
         start_watchdog(_Chosen.world)
         atexit.register(stop_watchdog)
     return _Chosen.world
+
+
+def _has_address() -> bool:
+    """Whether the environment says where ranks of torch.distributed meet."""
+    return {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def _meet_by_mpi(transport: str) -> None:
+    """See to it that all ranks go on by the same transport; others would wait for each other."""
+    from mpi4py import MPI
+
+    check_mpi_world(MPI.COMM_WORLD.size)
+    everybody = MPI.COMM_WORLD.allgather(transport)
+    for rank, other in enumerate(everybody):
+        if other != everybody[0]:
+            raise ValueError(
+                f"the ranks are not alike: comm.transport is {everybody[0]} on rank 0, {other} on "
+                f"rank {rank}: give all ranks the same overrides"
+            )
 
 
 def world() -> Communicator:
@@ -100,7 +122,7 @@ def start_process_group(info: LaunchInfo) -> None:
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit, rank, size = timeout_of_groups(), info.rank, info.size
-    if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if _has_address():
         dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size)
     else:
         from mpi4py import MPI

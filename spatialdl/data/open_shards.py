@@ -204,11 +204,22 @@ class OpenShards:
                 return
             self._distrusted.add(info.file)
             self._shards.pop(info.file, None)
-        if self.local is not None and _is_first(self.local / f".distrusted-{info.file}"):
+        if self.local is not None and not self.local.is_dir():
+            self._say_gone(self.local)
+        elif self.local is not None and _is_first(self.local / f".distrusted-{info.file}"):
             log.warning(
                 "%s: the copy of %s in %s is no good any more (%s); reading it from %s",
                 *(socket.gethostname(), info.file, self.local, why, self._folder),
             )
+
+    def _say_gone(self, local: Path) -> None:
+        """All copies have vanished; a process says so once."""
+        with self._lock:
+            if local in self._gone:
+                return
+            self._gone.add(local)
+        host = socket.gethostname()
+        log.warning("%s: the copies in %s are gone; reading from %s", host, local, self._folder)
 
     def _may_stay(self, shard: OpenShard, info: ShardInfo) -> bool:
         """Whether an open shard is the one to read, as far as was looked."""
@@ -273,6 +284,7 @@ class OpenShards:
         self._known: dict[str, Identity] = {}
         self._arrived: set[str] = set()
         self._distrusted: set[str] = set()
+        self._gone: set[Path] = set()
 
     def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Io, Path | None]]:
         return OpenShards, (self._folder, self._io, self.local)

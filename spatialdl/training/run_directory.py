@@ -12,14 +12,12 @@ report.html      all of it to look at, see `training.report`
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import logging
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,15 +25,12 @@ from typing import IO, Any
 import numpy as np
 from omegaconf import DictConfig
 
-from spatialdl.data.saving import NO_LOCKS, replacing
+from spatialdl.data.saving import replacing
 from spatialdl.training.pictures.loss_curve import draw
 
 log = logging.getLogger("spatialdl.trainer")
 
 METRICS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "data_wait")
-
-_LEASE_S = 180.0  # NFS gives a client 90
-_LOOK_EVERY_S = 0.5
 
 _OF_VALIDATIONS = ("validation.csv", "predictions.csv", "slides.csv")
 
@@ -199,50 +194,6 @@ def record_of(
             *(path.parent.parent / "metrics.csv", len(steps), content["step"]),
         )
     return steps, content["validations"]
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """See to it that no other run writes to a directory meanwhile.
-
-    A job that Slurm has started again waits some minutes: a file server keeps the locks of a node
-    that failed until their lease is over.
-
-    Raises:
-        ValueError: if one does.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    restarted = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    with (path / ".lock").open("ab") as lock:
-        try:
-            if not _locked(lock) and not (restarted and _locked_later(lock, path)):
-                raise ValueError(
-                    f"another run is writing to {path}: wait for it, or take another hydra.run.dir"
-                )
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            log.info("the file system of %s has no locks: no other run may write to it", path)
-        yield
-
-
-def _locked_later(lock: IO[bytes], path: Path) -> bool:
-    log.info("%s is locked, by what a failed node has left: waiting up to %d s", path, _LEASE_S)
-    end = time.monotonic() + _LEASE_S
-    while time.monotonic() < end:
-        time.sleep(_LOOK_EVERY_S)
-        if _locked(lock):
-            return True
-    return False
-
-
-def _locked(lock: IO[bytes]) -> bool:
-    """Whether this process has the lock now."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import ROOT, Job, answer, run
+from tests.cluster.slurm import ROOT, TRAIN, Job, answer, run
 from tests.predicting.runs import NETWORK, train, write_slide
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, table
 
@@ -87,6 +87,23 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
     assert marker["signal"] == "SIGTERM"
     assert [marker["step"]] == [marker["checkpoint"]] == checkpoints(tmp_path / "run")
     assert steps(tmp_path / "run") == list(range(1, marker["step"] + 1))
+
+
+@pytest.mark.slow
+def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path):
+    words = [*TINY, "parallel=dp", "data.validation_samples=0", "seed=%a"]
+    queued(tmp_path, "train.sbatch", "--nodes=2", "--array=3-4", " ".join(["run", *words]))
+    for seed in (3, 4):
+        alone = [
+            "parallel.microbatches=2",
+            "data.validation_samples=0",
+            f"hydra.run.dir=one-{seed}",
+        ]
+        done = run([sys.executable, *TRAIN[1:], *TINY, *alone, f"seed={seed}"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        ours, plain = losses(tmp_path / f"run-{seed}"), losses(tmp_path / f"one-{seed}")
+        assert ours == pytest.approx(plain, abs=1e-10)
+    assert losses(tmp_path / "run-3") != losses(tmp_path / "run-4")
 
 
 def test_a_run_that_fails_is_not_queued_again(tmp_path):

@@ -31,6 +31,7 @@ SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLU
 SLURM_STEP = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,8 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
         ({"RANK": "me", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
         ({**SLURM_STEP, **OPEN_MPI}, LaunchInfo(2, 4, 1, "mpiexec")),  # mpiexec within a step
         ({**SLURM_STEP, **TORCHRUN}, LaunchInfo(3, 4, 1, "torchrun")),
+        ({**SLURM_STEP, **PMI, **TORCHRUN, **ELASTIC}, LaunchInfo(3, 4, 1, "torchrun")),
+        ({**OPEN_MPI, **TORCHRUN, **ELASTIC}, LaunchInfo(3, 4, 1, "torchrun")),
     ],
 )
 def test_launched_reads_what_the_launcher_says(environment, expected):

@@ -3,14 +3,11 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
 
-from spatialdl.training import run_directory
-from spatialdl.training.run_directory import RunDirectory, earlier_steps, held
+from spatialdl.training.run_directory import RunDirectory, earlier_steps
 
 CONFIG = OmegaConf.create(
     {"model": {"_target_": "spatialdl.models.resnet18"}, "parallel": {"name": "sp+pp"}}
@@ -157,38 +154,3 @@ def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
     log(run, 1)
     assert len(rows(tmp_path / "metrics.csv")) == 4
     run.close()
-
-
-def test_one_run_at_a_time_has_a_directory(tmp_path):
-    with (
-        held(tmp_path),
-        pytest.raises(ValueError, match="another run is writing to"),
-        held(tmp_path),
-    ):
-        pass
-    with held(tmp_path):
-        pass
-
-
-HOLD = """
-import fcntl, sys
-lock = open(sys.argv[1], "ab")
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_job_that_was_started_again_waits_for_the_lock_of_a_failed_node(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setattr(run_directory, "_LOOK_EVERY_S", 0.01)
-    words = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"locked\n"
-        monkeypatch.setattr(run_directory, "_LEASE_S", 0.0)
-        with pytest.raises(ValueError, match="another run is writing to"), held(tmp_path):
-            pass
-        monkeypatch.setattr(run_directory, "_LEASE_S", 60.0)
-        monkeypatch.setattr(run_directory.log, "info", lambda *_: other.stdin.close())
-        with held(tmp_path):
-            assert other.wait(10) == 0

@@ -139,7 +139,7 @@ class Checkpoints:
             if content["layout"] == self._layout():
                 restore_random(checkpoint.random_states(self._world.rank), self._pipeline.device)
         if path.parent == self._run_dir / FOLDER:
-            self.last = int(content["step"])
+            self.last = self.writer.last = int(content["step"])
         log.info(
             "going on after step %d from %s (saved by parallel=%s, %s)",
             *(content["step"], path, content["layout"]["parallel"], content["layout"]["placement"]),

@@ -54,6 +54,9 @@ class Writer:
         run_dir: the same on every rank.
         keep: so many checkpoints stay, beside the best.
         local: a folder on a disk of this machine, where files are written first; None for none.
+
+    Attributes:
+        last: the step of the latest that is whole, None if there is none.
     """
 
     def __init__(

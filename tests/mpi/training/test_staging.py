@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from mpi4py import MPI
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data import ShardWriter
+from spatialdl.data.staging.process import CopierProcess
 from spatialdl.errors import ShardError
 from spatialdl.layout import even_bounds
 from spatialdl.training import staging
@@ -140,6 +144,101 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, m
         assert sum(one.startswith("staging ") for one in said) == 2
         assert said[-1].startswith(f"staged: {len(upper) + len(lower)} shards (")
     assert not disk.exists() or not list(disk.iterdir())
+
+
+@pytest.fixture
+def two_nodes(world, monkeypatch) -> bool:
+    """The last rank is on a node of its own; whether this rank is the first of its node."""
+    last = world.rank == world.size - 1
+    monkeypatch.setattr(staging, "_node", lambda: ("lower" if last else "upper", ""))
+    return last or world.rank == 0
+
+
+@pytest.fixture
+def small_disk(world, tmp_path):
+    """Of this rank, with room for two of three shards."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "none", str(disk)]
+    made = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    if not all(world.allgather(made)):
+        pytest.skip("needs the right to mount a disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def warnings(caplog) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
+@pytest.mark.world(2, 3, 4)
+def test_a_disk_that_others_fill_is_said_once_a_node(
+    data, tmp_path, world, until_done, two_nodes, small_disk, monkeypatch, caplog
+):
+    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
+    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
+    start = CopierProcess.start
+
+    def late(self: CopierProcess, shards) -> None:
+        room = os.statvfs(small_disk)
+        (small_disk / "of-others").write_bytes(bytes(room.f_bavail * room.f_bsize - 100_000))
+        start(self, shards)
+
+    monkeypatch.setattr(CopierProcess, "start", late)
+    caplog.clear()
+    staged = train(tmp_path / "staged", data / "set", world, layout, small_disk)
+    assert staged == plain
+    told = warnings(caplog)
+    assert len(told) == two_nodes
+    assert all("there is no room for it; what is not in" in one for one in told)
+    assert [path.name for path in small_disk.iterdir()] in (["of-others"], [])
+
+
+@pytest.mark.world(2, 3, 4)
+def test_copies_that_vanish_are_read_from_the_source(
+    data, tmp_path, world, until_done, two_nodes, monkeypatch, caplog
+):
+    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
+    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
+    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
+
+    def note(run: Staging) -> None:
+        world.barrier()
+        if run._copier is not None:
+            shutil.rmtree(run._copier.folder, ignore_errors=True)  # as a cleaner of /tmp does
+        world.barrier()
+        run._datasets[0]._shards.close()
+
+    caplog.clear()
+    staged = train(tmp_path / "staged", data / "set", world, layout, tmp_path / "disk", note)
+    assert staged == plain
+    [told] = warnings(caplog)  # of all shards; the other ranks of a node say the same words
+    assert f" are gone; reading from {data / 'set'}" in told
+    host = socket.gethostname()
+    assert told.startswith(f"{host}: the copies in ")
+
+
+@pytest.mark.world(2, 3, 4)
+def test_a_source_that_vanishes_when_all_is_staged_is_not_missed(
+    data, tmp_path, world, until_done, monkeypatch
+):
+    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
+    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
+    folder = world.bcast(tmp_path) / "mine"
+    if world.rank == 0:
+        shutil.copytree(data / "set", folder)
+    world.barrier()
+    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
+
+    def note(run: Staging) -> None:
+        world.barrier()
+        if world.rank == 0 and folder.exists():
+            folder.rename(folder.with_name("away"))
+        world.barrier()
+
+    assert (
+        train(tmp_path / "run", folder, world, layout, world.bcast(tmp_path / "d"), note) == plain
+    )
 
 
 def test_damage_ends_all_ranks(data, tmp_path, world, until_done):
