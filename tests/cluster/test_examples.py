@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -114,6 +115,30 @@ def test_a_run_that_fails_is_not_queued_again(tmp_path):
         assert job.told("JobState") == "FAILED"
         assert job.told("Restarts") == "0"
         assert "parallel=dp needs 2 ranks = 2 replicas x 1x1" in job.said()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.sbatch", "run", *SP_PP],
+        pytest.param(["tile.sbatch", "slides", "tiles"], marks=pytest.mark.slow),
+        pytest.param(["predict.sbatch", "run", "predicted"], marks=pytest.mark.slow),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_job_whose_ranks_srun_cannot_start_fails(words, tmp_path):
+    with Job(tmp_path, *NODES, "--hold", str(SLURM / words[0]), *words[1:]) as job:
+        # what a node leaves behind that fails: the first step of the job does not start there
+        spool = re.search(r"SlurmdSpoolDir *= (.*)", answer("scontrol", "show", "config"))[1]
+        if not Path(spool.replace("%n", "node1")).is_dir():
+            pytest.skip("the nodes' own folders cannot be seen from here")
+        for number in range(1, 5):
+            (Path(spool.replace("%n", f"node{number}")) / f"pmix.{job.id}.0").mkdir()
+        answer("scontrol", "release", job.id)
+        job.until(job.is_over)
+        assert "aborted before step completely launched" in job.said()
+        assert job.told("JobState") == "FAILED"
+        assert "srun says that all is well, but" in job.said()
 
 
 def queued(cwd: Path, script: str, *words: str) -> str:

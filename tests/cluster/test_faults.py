@@ -66,7 +66,7 @@ def uninterrupted(tmp_path_factory):
 def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
     fault, remedy, number, lose, uninterrupted, tmp_path
 ):
-    nodes = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    nodes = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1", "--exclusive"]
     words = [str(TRAIN_SBATCH), "run", *SP_PP, f"trainer.max_steps={STEPS}", OFTEN]
     run_dir = tmp_path / "run"
     with Job(tmp_path, *nodes, *words) as job:
@@ -85,7 +85,7 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_on(lose, tmp_path):
-    nodes = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    nodes = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--exclusive"]
     model = ["model._target_=tests.cluster.networks.waiting", f"++model.file={tmp_path / 'go'}"]
     words = [*TINY, *model, "parallel=dp", "data.validation_samples=0", OFTEN]
     with Job(tmp_path, *nodes, str(TRAIN_SBATCH), "run", *words, "trainer.max_steps=40") as job:
