@@ -42,6 +42,12 @@ class MpiCommunicator(MPI.Intracomm):
     def duplicate(self) -> MpiCommunicator:
         return MpiCommunicator(self.Dup())
 
+    def nodes(self) -> list[int]:
+        machine = self.Split_type(MPI.COMM_TYPE_SHARED)
+        first = machine.bcast(self.rank)
+        machine.Free()
+        return self.allgather(first)
+
     def all_reduce(self, values: Tensor) -> Tensor:
         total = values.to("cpu", copy=True).contiguous()
         self.all_reduce_(total)
