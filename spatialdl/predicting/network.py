@@ -7,11 +7,13 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.trained import Trained
 from spatialdl.training.checkpoints.content import restore_network
 from spatialdl.training.checkpoints.reading import Checkpoint
+from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.layouts import check_image, placement_of, schedule_of
 from spatialdl.training.network.building import instantiate
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
@@ -34,7 +36,7 @@ class Network:
         self._trained, self._config, self._world = trained, config, world
         self._device = device_of(config.device)
         self.precision = precision_of(config.precision or settings.precision, self._device)
-        self.placement = placement_of(config.parallel)
+        self.placement = Nodes(world).placed(placement_of(config.parallel))
         self.schedule = schedule_of(config.parallel, self.placement)
         self._pipeline: Pipeline | None = None
 
@@ -72,6 +74,8 @@ class Network:
             gather_before=parallel.gather_before or (),
             mixed=self.precision.mixed,
         )
+        if self._config.comm.map:
+            tell_ranks(pipeline, self._world)
         with Checkpoint(trained.path) as source:
             averaged = bool(self._config.average)
             restore_network(pipeline, source, self._world, averaged=averaged)

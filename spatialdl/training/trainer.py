@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from spatialdl import trace, waiting
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.data.views import Views
 from spatialdl.errors import NotFinite
@@ -23,6 +24,7 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.console.run_log import tell_warnings
 from spatialdl.training.console.start_table import start_table
 from spatialdl.training.course import Course, total_steps
@@ -65,18 +67,22 @@ def run(config: DictConfig, run_dir: Path) -> None:
 class Trainer:
     """One rank's part of a training run.
 
+    Args:
+        nodes: of the world, if they are known.
+
     Attributes:
         pipeline: this rank's stage, and how it talks to the others.
         course: how far the run is.
     """
 
-    def __init__(self, config: DictConfig, world: Communicator) -> None:
+    def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
         self.config, self.world = config, world
         settings = config.trainer
         set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self.device = device_of(config.device)
         self.precision = precision_of(settings.precision, self.device)
-        self.placement = placement_of(config.parallel)
+        self.nodes = nodes or Nodes(world)
+        self.placement = self.nodes.placed(placement_of(config.parallel))
         self.sources = open_sources(config.data, int(config.seed), config.task.name)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
@@ -104,6 +110,7 @@ class Trainer:
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
             mixed=self.precision.mixed,
+            nodes=self.nodes,
             sample_weights=self.task.weights,
         )
         self._nan_watch: NanWatch | None = None
@@ -137,6 +144,8 @@ class Trainer:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
         run_dir = self.world.bcast(run_dir)
         table = start_table(self.pipeline, self.world, self.config, self.batch_size)
+        if self.config.comm.map:
+            tell_ranks(self.pipeline, self.world)
         with ExitStack() as stack:
             if self.world.rank == 0:
                 stack.enter_context(held(run_dir))
@@ -168,7 +177,12 @@ class Trainer:
                 (run_dir / MARKER).unlink(missing_ok=True)
             staging = stack.enter_context(
                 stage_feeds(
-                    self.world, self.config, self.train_feed, self.validation_feed, self.course
+                    self.world,
+                    self.config,
+                    self.train_feed,
+                    self.validation_feed,
+                    self.course,
+                    self.nodes,
                 )
             )
             stack.callback(self._close_feeds)

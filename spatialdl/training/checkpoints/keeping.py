@@ -78,7 +78,9 @@ class Checkpoints:
         everybody = self._world.gather(random_states(self._pipeline.device))
         content: dict[str, Any] = {}
         if everybody is not None:
-            files.update(random_file(everybody))
+            placement = self._pipeline.placement
+            places = placement.at(range(placement.world_size))
+            files.update(random_file([everybody[rank] for rank in places]))
             content = self._content()
         self.writer.start(files, {**content, **progress}, is_best)
         self.last = progress["step"]
@@ -137,7 +139,8 @@ class Checkpoints:
             restore(self._pipeline, self._update, checkpoint, self._world)
             self._update.restore(content["update"])
             if content["layout"] == self._layout():
-                restore_random(checkpoint.random_states(self._world.rank), self._pipeline.device)
+                place = self._pipeline.placement.place(self._world.rank)
+                restore_random(checkpoint.random_states(place), self._pipeline.device)
         if path.parent == self._run_dir / FOLDER:
             self.last = self.writer.last = int(content["step"])
         log.info(

@@ -83,9 +83,9 @@ class Checkpoint:
         some: Tensor = self._files[name].get_slice(name)[rows]
         return some
 
-    def random_states(self, rank: int) -> dict[str, Tensor]:
-        """Of the random generators of a rank."""
-        prefix = f"{rank}/"
+    def random_states(self, place: int) -> dict[str, Tensor]:
+        """Of the random generators of the rank at a place of the layout."""
+        prefix = f"{place}/"
         with safe_open(self.path / RANDOM, "pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}

@@ -15,11 +15,11 @@ from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.data import ShardWriter
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.errors import ShardError
 from spatialdl.layout import even_bounds
-from spatialdl.training import staging
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
 
@@ -65,7 +65,9 @@ def until_done(monkeypatch):
     monkeypatch.setattr(Staging, "damage", looking)
 
 
-def train(run_dir: Path, data: Path, comm: Communicator, layout: str, to: object, note=None):
+def train(
+    run_dir: Path, data: Path, comm: Communicator, layout: str, to: object, note=None, nodes=None
+):
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
@@ -79,7 +81,7 @@ def train(run_dir: Path, data: Path, comm: Communicator, layout: str, to: object
                 *("device=cpu", "comm.check=true", *layout.split()),
             ],
         )
-    trainer, losses = Trainer(config, comm), []
+    trainer, losses = Trainer(config, comm, nodes), []
     step = trainer._train_step
 
     def stepping(batch):
@@ -117,10 +119,9 @@ def test_losses_are_those_without_staging(layout, data, tmp_path, world, until_d
 
 
 @pytest.mark.world(2, 3, 4)
-def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, monkeypatch, caplog):
+def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, caplog):
     """Ranks of the upper rows on one node, the last rank on another one."""
-    last = world.rank == world.size - 1
-    monkeypatch.setattr(staging, "_node", lambda: ("lower" if last else "upper", ""))
+    nodes = Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
     disk = tmp_path / "disk"  # of each rank its own; a node's is that of its first rank
     copied = []
 
@@ -130,7 +131,7 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, m
 
     layout = f"parallel=sp parallel.grid=[{world.size},1]"
     with caplog.at_level(logging.INFO):
-        train(tmp_path / "run", data / "one", world, layout, disk, note)
+        train(tmp_path / "run", data / "one", world, layout, disk, note, nodes)
     everybody = world.allgather(copied[-1] if copied else None)
     starters = [rank for rank, names in enumerate(everybody) if names is not None]
     assert starters == [0, world.size - 1]
