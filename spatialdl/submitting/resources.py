@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -54,10 +54,8 @@ def resources(launcher: DictConfig, ranks: int) -> Options:
         "time": launcher.time,
         ("requeue" if launcher.requeue else "no_requeue"): True,
     }
-    given = OmegaConf.to_container(launcher.options, resolve=True)
-    assert isinstance(given, dict)
-    found |= {_name(key): value for key, value in given.items()}
-    return tuple((key, value) for key, value in sorted(found.items()) if _is_said(value))
+    found |= dict(_option(text) for text in launcher.options)
+    return tuple((key, value) for key, value in sorted(found.items()) if value is not None)
 
 
 def on_nodes(ranks: int, nodes: int | None, each: int | None) -> tuple[int | None, int | None]:
@@ -97,40 +95,29 @@ def _check(launcher: DictConfig) -> None:
             raise ValueError(f"launcher.{key}={value} must be at least {least}")
     for key in ("partition", "account", "time"):
         _check_words(f"launcher.{key}", launcher[key])
-    if not OmegaConf.is_list(launcher.setup) or not all(isinstance(s, str) for s in launcher.setup):
-        raise ValueError(f"launcher.setup={launcher.setup} must be a list of shell lines")
-    if not OmegaConf.is_dict(launcher.options):
-        raise ValueError(
-            f"launcher.options={launcher.options} must be like {{qos: long, mem: 64G}}"
-        )
-    _check_options(launcher.options)
+    for key, what in (("setup", "shell lines"), ("options", "options such as --qos=long")):
+        value = launcher[key]
+        if not OmegaConf.is_list(value) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"launcher.{key}={value} must be a list of {what}")
 
 
-def _check_options(options: Mapping[Any, Any]) -> None:
-    for key, value in options.items():
-        name = _name(key)
-        if name in _OURS:
-            raise ValueError(f"launcher.options has {key}: leave it out, {_OURS[name]}")
-        if not name.replace("_", "").isalnum():
-            raise ValueError(f"launcher.options has {key!r}, which is no option of sbatch")
-        _check_words(f"launcher.options.{key}", value)
+def _option(text: str) -> tuple[str, object]:
+    """One of ``launcher.options``, named as submitit writes it: ``mem_per_cpu``."""
+    found = re.fullmatch(r"--([a-z][a-z-]*)(?:=(.+))?", text)
+    if found is None or not text.isprintable():
+        raise ValueError(f"launcher.options has {text!r}: write options as --qos=long")
+    name = found[1].replace("-", "_")
+    if name in _OURS:
+        raise ValueError(f"launcher.options has {text}: leave it out, {_OURS[name]}")
+    return name, found[2] or True
 
 
 def _check_words(key: str, value: object) -> None:
-    """A line break would begin another line of the script."""
+    """Refuse what is no word; a line break would begin another line of the script."""
     if value is not None and not isinstance(value, str | int | float):
         raise ValueError(f"{key}={value} must be a word or a number")
     if not str(value).isprintable():
         raise ValueError(f"{key}={value!r} must be one line")
-
-
-def _name(option: object) -> str:
-    """As submitit writes it: ``mem_per_cpu``."""
-    return str(option).lstrip("-").replace("-", "_")
-
-
-def _is_said(value: object) -> bool:
-    return value is not None and value is not False
 
 
 def _is_integer(value: object) -> bool:

@@ -7,6 +7,7 @@ function, to be loaded in the job; here the script has the command lines, and Sl
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ class Run:
     """What becomes a job.
 
     Attributes:
-        overrides: of the user, as a line.
+        overrides: of the user, without those of the launcher.
         words: the command line of its ranks.
         run_dir: of the run.
         ranks: that its layout has.
@@ -54,7 +55,7 @@ class Run:
         at_once: jobs of an array that may run at the same time; None: all.
     """
 
-    overrides: str
+    overrides: tuple[str, ...]
     words: tuple[str, ...]
     run_dir: Path
     ranks: int
@@ -117,14 +118,13 @@ def submit(runs: Sequence[Run], folder: Path) -> None:
     alike: dict[object, list[Run]] = {}
     for run in runs:
         alike.setdefault((run.options, run.setup, run.at_once), []).append(run)
-    rows: list[tuple[str, ...]] = []
+    jobs: list[tuple[str, Run]] = []
     try:
         for some in alike.values():
-            jobs = _submit_alike(some, folder)
-            rows += [_row(job, run, folder) for job, run in zip(jobs, some, strict=True)]
+            jobs += zip(_submit_alike(some, folder), some, strict=True)
     finally:
-        if rows:
-            _tell(rows, folder)
+        if jobs:
+            _tell(jobs, folder)
 
 
 def script(runs: Sequence[Run]) -> str:
@@ -161,7 +161,7 @@ def _run_of(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> Run:
     launcher = config.launcher
     own = [word for word in overrides if not re.match(r"[+~]*launcher(=|\.|@|$)", word)]
     return Run(
-        overrides=" ".join(own),
+        overrides=tuple(own),
         words=(*sources(), *own, "launcher=local", *into(run_dir)),
         run_dir=run_dir,
         ranks=ranks,
@@ -220,33 +220,39 @@ def _submit_alike(runs: Sequence[Run], folder: Path) -> list[str]:
     if is_array:
         executor.parameters["map_count"] = len(runs)
     try:
-        number = str(executor._submit_command(script(runs)).job_id)
+        with redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
+            number = str(executor._submit_command(script(runs)).job_id)
     except FailedJobError as error:
         raise ValueError(f"sbatch refuses the job: {error}") from error
     except (FailedSubmissionError, OSError) as error:
         raise ValueError(f"sbatch: {error}") from error
+    for link in folder.glob(".submission_file_*.sh"):
+        if link.is_symlink():  # to the script, which submitit has named like the job
+            link.unlink(missing_ok=True)
     return [f"{number}_{task}" for task in range(len(runs))] if is_array else [number]
 
 
-def _row(job: str, run: Run, folder: Path) -> tuple[str, ...]:
-    return job, str(run.ranks), run.overrides, str(run.run_dir), str(folder / f"{job}.log")
-
-
-def _tell(rows: Sequence[tuple[str, ...]], folder: Path) -> None:
-    """The table on the terminal, and in a file that outlasts it."""
+def _tell(jobs: Sequence[tuple[str, Run]], folder: Path) -> None:
+    """The table on the terminal, with what differs, and whole in a file that outlasts it."""
+    runs = [run for _, run in jobs]
+    in_all = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+    rows, short = [], []
+    for job, run in jobs:
+        log_file = folder / f"{job}.log"
+        rows.append((job, run.ranks, " ".join(run.overrides), run.run_dir, log_file))
+        own = " ".join(word for word in run.overrides if word not in in_all)
+        short.append((job, str(run.ranks), own, _short(run.run_dir), _short(log_file)))
     file = folder / "jobs.csv"
     is_new = not file.exists()
     with file.open("a", newline="") as lines:
-        table = csv.writer(lines)
-        table.writerows([_COLUMNS, *rows] if is_new else rows)
-    log.info("%s submitted, listed in %s", counted(len(rows), "job"), _short(str(file)))
-    short = [(*row[:3], _short(row[3]), _short(row[4])) for row in rows]
+        csv.writer(lines).writerows([_COLUMNS, *rows] if is_new else rows)
+    log.info("%s submitted, listed in %s", counted(len(rows), "job"), _short(file))
     print("\n".join(aligned([_COLUMNS, *short], left=(0, 2, 3, 4))))
-    numbers = ",".join(dict.fromkeys(row[0].partition("_")[0] for row in rows))
-    print(f"look at them: squeue -j {numbers}; end them: scancel {numbers.replace(',', ' ')}")
+    numbers = list(dict.fromkeys(job.partition("_")[0] for job, _ in jobs))
+    print(f"look at them: squeue -j {','.join(numbers)}; end them: scancel {' '.join(numbers)}")
 
 
-def _short(path: str) -> str:
+def _short(path: Path) -> str:
     """As seen from here, if it lies here."""
     here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -34,5 +34,6 @@ def test_a_configuration_has_one_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         hydra = compose("train", return_hydra_config=True).hydra
-    assert hydra.sweep.dir == hydra.sweep.dir != hydra.run.dir == hydra.run.dir
-    assert len(list((tmp_path / "outputs").iterdir())) == 2
+    assert hydra.run.dir == hydra.run.dir
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert hydra.run.dir == f"outputs/{folder.name}"

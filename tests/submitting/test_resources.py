@@ -59,7 +59,7 @@ def test_what_is_not_said_is_left_to_the_site():
 def test_every_setting_is_an_option():
     words = ["partition=gpu", "account=me", "time=90", "tasks_per_node=2", "gpus_per_task=1"]
     words += ["cpus_per_task=7", "signal=30", "requeue=0"]
-    words += ["options={qos: long, mem-per-cpu: 2G, exclusive: true, hold: false}"]
+    words += ["options=['--qos=long', '--mem-per-cpu=2G', --exclusive]"]
     assert dict(resources(launcher(*(f"launcher.{word}" for word in words)), 6)) == {
         **{"partition": "gpu", "account": "me", "time": 90, "nodes": 3, "ntasks": 6},
         **{"ntasks_per_node": 2, "gpus_per_task": 1, "cpus_per_task": 7, "signal": "USR1@30"},
@@ -80,12 +80,19 @@ def test_every_setting_is_an_option():
         ("partition='a\nb'", r"launcher.partition='a\nb' must be one line"),
         ("setup=module", "launcher.setup=module must be a list of shell lines"),
         ("setup=[1]", "launcher.setup=[1] must be a list of shell lines"),
-        ("options=long", "launcher.options=long must be like {qos: long, mem: 64G}"),
-        ("options={qos: [a]}", "launcher.options.qos=['a'] must be a word or a number"),
-        ("options={'a b': 1}", "launcher.options has 'a b', which is no option of sbatch"),
-        ("options={--ntasks: 3}", "launcher.options has --ntasks: leave it out, the layout says"),
-        ("options={array: 0-3}", "launcher.options has array: leave it out, a sweep is one"),
-        ("options={time: 3}", "launcher.options has time: leave it out, launcher.time"),
+        ("options=long", "launcher.options=long must be a list of options such as --qos=long"),
+        ("options=[{qos: a}]", "launcher.options=[{'qos': 'a'}] must be a list of options"),
+        ("options=[-p x]", "launcher.options has '-p x': write options as --qos=long"),
+        ("options=['--qos=a\nb']", r"launcher.options has '--qos=a\nb': write options as"),
+        (
+            "options=['--ntasks=3']",
+            "launcher.options has --ntasks=3: leave it out, the layout says",
+        ),
+        (
+            "options=['--array=0-3']",
+            "launcher.options has --array=0-3: leave it out, a sweep is one",
+        ),
+        ("options=['--time=3']", "launcher.options has --time=3: leave it out, launcher.time"),
     ],
 )
 def test_what_is_no_such_thing_is_told(word, told):
