@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import TRAIN, Job, answer, run
-from tests.cluster.test_layouts import SMALL
-from tests.training.checkpoints.runs import TINY, checkpoints, losses, table
+from tests.training.checkpoints.runs import TINY, checkpoints, losses, table, train
 
 TWO_NODES = ["launcher=slurm", "launcher.nodes=2", "launcher.tasks_per_node=2"]
-SP_PP = [*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"]
+LONG = [*TINY, "parallel=sp", "data.validation_samples=0"]
 STEPS = 200
 
 
@@ -43,17 +42,14 @@ class Submitted(Job):
 
 def test_a_sweep_on_two_nodes_equals_runs_in_one_process(tmp_path):
     layout = ["parallel=dp+sp", "parallel.grid=[2,1]", "parallel.data=2"]
-    (tmp_path / "jobs").mkdir()
-    jobs = submitted(tmp_path / "jobs", "-m", *TWO_NODES, *SMALL, *layout, "seed=3,4")
+    jobs = submitted(tmp_path, "-m", *TWO_NODES, *TINY, *layout, "seed=3,4")
     assert len({job.run_dir for job in jobs}) == len(jobs) == 2
     for seed, job in zip((3, 4), jobs, strict=True):
         with job:
             job.ends()
-        assert job.told("NumNodes") == "2"
-        assert job.told("NumTasks") == "4"
+        assert (job.told("NumNodes"), job.told("NumTasks")) == ("2", "4")
         alone = tmp_path / str(seed)
-        words = [*SMALL, "parallel.microbatches=2", f"seed={seed}", f"hydra.run.dir={alone}"]
-        assert run([*TRAIN, *words], tmp_path).returncode == 0
+        train(alone, f"seed={seed}", "parallel.microbatches=2")
         assert job.summary()["world_size"] == 4
         assert job.summary()["loss"] == pytest.approx(losses(alone), rel=1e-10)
         config = (job.run_dir / ".hydra" / "config.yaml").read_text()
@@ -61,33 +57,31 @@ def test_a_sweep_on_two_nodes_equals_runs_in_one_process(tmp_path):
         assert f"start 1 of the run in {job.run_dir}" in job.said()
 
 
-def test_time_that_runs_out_for_one_of_a_sweep_is_no_matter_of_the_others(tmp_path):
-    words = [*SP_PP, f"trainer.max_steps={STEPS}", "seed=0,1"]
-    jobs = submitted(tmp_path, "-m", "launcher=slurm", *words, "launcher.at_once=1")
-    first, last = jobs
-    assert last.told("JobId") == first.id.partition("_")[0]  # whose number means all of them
-    with first, last:
-        first.ends()
-        last.says("step 1 of")
-        answer("scancel", "--signal=USR1", last.id)  # what --signal=USR1@120 sends
-        last.says("start 2 of the run")
-        last.ends()
-    assert (first.told("Restarts"), last.told("Restarts")) == ("0", "1")
-    assert last.said().count("stopped by SIGUSR1") == 1
-    assert "going on after step" in last.said()
-    undisturbed = tmp_path / "undisturbed"
-    words = [*SP_PP, f"trainer.max_steps={STEPS}", "seed=1", f"hydra.run.dir={undisturbed}"]
-    assert run([*TRAIN, *words], tmp_path).returncode == 0
-    assert losses(last.run_dir) == losses(undisturbed)
-    assert [int(row["step"]) for row in table(last.run_dir / "metrics.csv")] == [
-        *range(1, STEPS + 1)
-    ]
+def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
+    # the same run twice, one after the other
+    words = [*LONG, f"trainer.max_steps={STEPS}", "trainer.checkpoint.keep=1,2"]
+    jobs = submitted(tmp_path, "-m", "launcher=slurm", "launcher.at_once=1", *words)
+    undisturbed, job = jobs
+    assert job.told("JobId") == job.id.partition("_")[0]  # a number that means both
+    with undisturbed, job:
+        job.until(job.said)
+        undisturbed.ends()
+        job.says("step 1 of")
+        answer("scancel", "--signal=USR1", job.id)  # what --signal=USR1@120 sends
+        job.says("start 2 of the run")
+        job.ends()
+    assert (undisturbed.told("Restarts"), job.told("Restarts")) == ("0", "1")
+    assert job.said().count("stopped by SIGUSR1") == 1
+    assert "going on after step" in job.said()
+    assert losses(job.run_dir) == losses(undisturbed.run_dir)
+    steps = [int(row["step"]) for row in table(job.run_dir / "metrics.csv")]
+    assert steps == [*range(1, STEPS + 1)]
 
 
 @pytest.mark.slow
 def test_a_real_time_limit_is_gone_past_as_often_as_is_allowed(tmp_path):
     limit = ["launcher.time=1", "launcher.signal=30", "launcher.requeue=1"]
-    words = [*SP_PP, "trainer.max_steps=1000000", "hydra.run.dir=run"]
+    words = [*LONG, "trainer.max_steps=1000000", "hydra.run.dir=run"]
     (job,) = submitted(tmp_path, "launcher=slurm", *limit, *words)
     with job:
         job.says("start 2 of the run")
@@ -99,7 +93,7 @@ def test_a_real_time_limit_is_gone_past_as_often_as_is_allowed(tmp_path):
 
 @pytest.mark.slow
 def test_a_cancelled_job_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
-    words = [*SP_PP, "trainer.max_steps=1000000", "hydra.run.dir=run"]
+    words = [*LONG, "trainer.max_steps=1000000", "hydra.run.dir=run"]
     (job,) = submitted(tmp_path, "launcher=slurm", *words)
     with job:
         job.says("step 1 of")
