@@ -68,6 +68,8 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    if config.launcher.name != "local":
+        raise ValueError(f"launcher={config.launcher.name} is for runs: planning takes no job")
     if config.parallel.name != "none":
         raise ValueError(
             f"parallel={config.parallel.name} is a layout already: leave it out, or "

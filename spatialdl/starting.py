@@ -180,8 +180,9 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 
 def agree(world: Communicator, composed: DictConfig, config: DictConfig) -> tuple[DictConfig, Path]:
     """Rank 0's configuration and its run directory, which is there when this returns."""
-    run_dir = Path(composed.hydra.run.dir).absolute()
-    if world.rank == 0:
+    run_dir = Path()
+    if world.rank == 0:  # only there: to resolve the name of a new folder makes it
+        run_dir = Path(composed.hydra.run.dir).absolute()
         _write_records(composed, config, run_dir)
     text, run_dir = world.bcast((OmegaConf.to_yaml(config), run_dir))
     with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):

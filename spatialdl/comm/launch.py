@@ -170,6 +170,23 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
     Raises:
         FileNotFoundError: if there is no launcher.
     """
+    command, environment = ranks_command(world_size, module, arguments)
+    with RollCall(world_size) as ranks:
+        code = _supervise(command, {**environment, **ranks.environment}, stops)
+    vanished = ranks.vanished()
+    if vanished and code and code - 128 not in _ENDING:
+        say(f"error: {vanished}")
+    return code
+
+
+def ranks_command(
+    world_size: int, module: str, arguments: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of `start_ranks`, and the environment that it runs in.
+
+    Raises:
+        FileNotFoundError: if there is no launcher.
+    """
     environment = {**os.environ, **allocator.environment()}
     if "SLURM_JOB_ID" in environment and not _in_slurm_step(environment):
         launcher = _srun(world_size)
@@ -183,13 +200,7 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
         if sys.stderr.isatty():  # not under srun, which passes on whole lines only
             environment[TERMINAL] = "1"
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
-    command = [*launcher, sys.executable, "-m", module, *arguments]
-    with RollCall(world_size) as ranks:
-        code = _supervise(command, {**environment, **ranks.environment}, stops)
-    vanished = ranks.vanished()
-    if vanished and code and code - 128 not in _ENDING:
-        say(f"error: {vanished}")
-    return code
+    return [*launcher, sys.executable, "-m", module, *arguments], environment
 
 
 def end_with_launcher() -> None:
