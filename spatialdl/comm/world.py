@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from spatialdl.comm.communicator import Communicator
 
 
@@ -91,17 +93,35 @@ def start_process_group(info: LaunchInfo) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = None
     if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        dist.init_process_group(backend, rank=info.rank, world_size=info.size)
+        store = _store_at_loopback(info)
     else:
         from mpi4py import MPI
 
-        from spatialdl.comm.store import store_by_mpi
+        from spatialdl.comm.store import keep_to_loopback, on_one_machine, store_by_mpi
 
         check_mpi_world(MPI.COMM_WORLD.size)
         store = store_by_mpi(MPI.COMM_WORLD)
-        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
+        if on_one_machine(MPI.COMM_WORLD):
+            keep_to_loopback()
+    # without a store that of the environment is taken
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
     atexit.register(end_process_group)
+
+
+def _store_at_loopback(info: LaunchInfo) -> Store | None:
+    """The store at MASTER_ADDR, if that is the loopback and no torchrun serves it already."""
+    from spatialdl.comm.store import LOOPBACK, ask_store, keep_to_loopback, serve_store
+
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(info.size)
+    if os.environ["MASTER_ADDR"] not in (LOOPBACK, "localhost") and not one_machine:
+        return None
+    keep_to_loopback()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or one_machine:
+        return None
+    make = serve_store if info.rank == 0 else ask_store
+    return make(LOOPBACK, int(os.environ["MASTER_PORT"]), info.size)
 
 
 def end_process_group() -> None:
