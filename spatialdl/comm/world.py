@@ -9,7 +9,7 @@ import atexit
 import os
 from typing import TYPE_CHECKING
 
-from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
+from spatialdl.comm.launch import LaunchInfo, check_mpi_world, close_to_others, launched
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -67,6 +67,7 @@ def _is_initialised() -> bool:
 
 
 def _mpi_world() -> Communicator:
+    close_to_others()
     from mpi4py import MPI
 
     from spatialdl.comm.mpi import MpiCommunicator
@@ -97,6 +98,7 @@ def start_process_group(info: LaunchInfo) -> None:
     if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         store = _store_at_loopback(info)
     else:
+        close_to_others()
         from mpi4py import MPI
 
         from spatialdl.comm.store import keep_to_loopback, on_one_machine, store_by_mpi

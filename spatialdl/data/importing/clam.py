@@ -16,10 +16,12 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
+from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.pixels import image_dtype
 from spatialdl.data.writer import ShardWriter
 
 IMAGES, COORDS = "imgs", "coords"
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # of damaged HDF5
 _AT_ONCE = 16 * 2**20  # bytes of patches in memory
 
 
@@ -141,16 +143,16 @@ def _opened(paths: Sequence[Path]) -> tuple[list[PatchFile], list[str]]:
         try:
             with h5py.File(path, "r", locking=False) as h5:
                 files.append(_described(path, h5))
-        except (OSError, ValueError) as error:
+        except _UNREADABLE as error:
             broken.append(f"{path}: {error}")
     return files, broken
 
 
 def _described(path: Path, h5: h5py.File) -> PatchFile:
     for name, dims in ((IMAGES, 4), (COORDS, 2)):
-        dataset = h5.get(name)
-        if not isinstance(dataset, h5py.Dataset):
+        if name not in h5:
             raise ValueError(f"it has no dataset {name!r}; it has {', '.join(h5) or 'none'}")
+        dataset = own_dataset(h5, name)
         if dataset.ndim != dims:
             raise ValueError(f"{name!r} has shape {dataset.shape}, expected {dims} dims")
     images, coords = h5[IMAGES], h5[COORDS]
@@ -195,7 +197,7 @@ def _copy(file: PatchFile, label: SlideLabel | None, writer: ShardWriter) -> Ite
             try:
                 images = h5[IMAGES][begin : begin + at_once]
                 coords = h5[COORDS][begin : begin + at_once]
-            except (OSError, RuntimeError) as error:
+            except _UNREADABLE as error:
                 raise ValueError(
                     f"{file.path} is damaged from patch {begin} on, and nothing was written: "
                     f"{error}"
