@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -201,6 +201,23 @@ def ranks_command(
             environment[TERMINAL] = "1"
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
     return [*launcher, sys.executable, "-m", module, *arguments], environment
+
+
+def close_to_others(environment: MutableMapping[str, str] | None = None) -> None:
+    """Have Open MPI open no port where all ranks are on one machine; before MPI is imported.
+
+    Its ranks would listen on all networks, for peers that they have not. What a site or a user says
+    of its transports stays as it is.
+
+    Args:
+        environment: of this rank; ``os.environ`` by default.
+    """
+    environment = os.environ if environment is None else environment
+    size = environment.get("OMPI_COMM_WORLD_SIZE")
+    by_mpiexec = size is not None and size == environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    by_srun = _in_slurm_step(environment) and environment.get("SLURM_STEP_NUM_NODES") == "1"
+    if by_mpiexec or by_srun:
+        environment.setdefault("OMPI_MCA_btl", "^tcp")
 
 
 def end_with_launcher() -> None:

@@ -9,10 +9,12 @@ import atexit
 import os
 from typing import TYPE_CHECKING
 
-from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
+from spatialdl.comm.launch import LaunchInfo, check_mpi_world, close_to_others, launched
 from spatialdl.comm.limit import limit_waits, timeout_of_groups
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from spatialdl.comm.communicator import Communicator
 
 
@@ -95,6 +97,7 @@ def _is_initialised() -> bool:
 
 
 def _mpi_world() -> Communicator:
+    close_to_others()
     from mpi4py import MPI
 
     from spatialdl.comm.mpi import MpiCommunicator
@@ -121,18 +124,37 @@ def start_process_group(info: LaunchInfo) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    limit, rank, size = timeout_of_groups(), info.rank, info.size
+    limit, store = timeout_of_groups(), None
     if _has_address():
-        dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size)
+        store = _store_at_loopback(info)
     else:
+        close_to_others()
         from mpi4py import MPI
 
-        from spatialdl.comm.store import store_by_mpi
+        from spatialdl.comm.store import keep_to_loopback, on_one_machine, store_by_mpi
 
         check_mpi_world(MPI.COMM_WORLD.size)
         store = store_by_mpi(MPI.COMM_WORLD)
-        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+        if on_one_machine(MPI.COMM_WORLD):
+            keep_to_loopback()
+    # without a store that of the environment is taken
+    rank, size = info.rank, info.size
+    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
     atexit.register(end_process_group)
+
+
+def _store_at_loopback(info: LaunchInfo) -> Store | None:
+    """The store at MASTER_ADDR, if that is the loopback and no torchrun serves it already."""
+    from spatialdl.comm.store import LOOPBACK, ask_store, keep_to_loopback, serve_store
+
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(info.size)
+    if os.environ["MASTER_ADDR"] not in (LOOPBACK, "localhost") and not one_machine:
+        return None
+    keep_to_loopback()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or one_machine:
+        return None
+    make = serve_store if info.rank == 0 else ask_store
+    return make(LOOPBACK, int(os.environ["MASTER_PORT"]), info.size)
 
 
 def end_process_group() -> None:

@@ -17,6 +17,7 @@ from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
 from spatialdl.data.codec import Codec
 from spatialdl.data.coded_reading import read_coded
 from spatialdl.data.format import ShardInfo, sha256_of
+from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.giving_way import reading_source
@@ -80,6 +81,7 @@ class OpenShard:
         self.is_local = is_local
         self.look_again = time.monotonic() + _LOOK_EVERY_S
         self._h5: h5py.File | None = None
+        self._own: set[str] = set()
         self._raw: RawFile | None = None
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -124,11 +126,11 @@ class OpenShard:
         if codec != "raw" or self._io != "h5py":
             chunks = self._map(name, stacked, codec)
         # HDF5 would convert one type to another
-        dtype = self.h5[name].dtype if chunks is None else chunks.dtype
+        dtype = self._dataset(name).dtype if chunks is None else chunks.dtype
         if dtype not in (out.dtype, out.dtype.newbyteorder()):
             raise ValueError(f"it has type {dtype}, expected {out.dtype}")
         if chunks is None:
-            self.h5[name].read_direct(out, where)
+            self._dataset(name).read_direct(out, where)
             return
         if self._raw is None:
             self._raw = open_raw(self._fd, self._path, self._io)
@@ -152,8 +154,15 @@ class OpenShard:
     def _map(self, name: str, stacked: bool, codec: Codec) -> ChunkMap | None:
         key = self.identity, name
         if key not in self._maps:
-            self._maps.put(key, map_chunks(self.h5[name], stacked, self._size, codec))
+            self._maps.put(key, map_chunks(self._dataset(name), stacked, self._size, codec))
         return self._maps.get(key)
+
+    def _dataset(self, name: str) -> h5py.Dataset:
+        if name in self._own:
+            return self.h5[name]
+        dataset = own_dataset(self.h5, name)
+        self._own.add(name)
+        return dataset
 
     def __del__(self) -> None:
         if self._fd >= 0:

@@ -20,6 +20,7 @@ from spatialdl.data.format import (
     Sample,
     TileSample,
     sha256_of,
+    shard_status,
 )
 from spatialdl.data.locating import say_damaged
 from spatialdl.data.open_shards import OpenShard, OpenShards
@@ -154,7 +155,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             ShardError: the shard is missing or damaged.
         """
         row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = np.empty((row1 - row0, col1 - col0, self.channels), self.dtype)
+        out = self._room((row1 - row0, col1 - col0, self.channels), self.dtype)
         self._fill(out, self.sample(sample), "image", (row0, row1, col0, col1))
         return out
 
@@ -167,7 +168,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         if not self.has_masks:
             raise ValueError(f"data set {self.path} has no masks")
         row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = np.empty((row1 - row0, col1 - col0), np.uint8)
+        out = self._room((row1 - row0, col1 - col0), np.dtype(np.uint8))
         self._fill(out, self.sample(sample), "mask", (row0, row1, col0, col1))
         return out
 
@@ -230,6 +231,15 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             )
         return box
 
+    def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pixels:
+        try:
+            return np.empty(shape, dtype)
+        except (MemoryError, ValueError) as error:
+            raise ShardError(
+                f"a box of {shape[0]} x {shape[1]} pixels of data set {self.path} does not fit "
+                f"into memory ({error}); read smaller boxes, or the manifest is damaged"
+            ) from error
+
     def _fill(self, out: Pixels, found: Sample, what: str, box: Box) -> None:
         if out.size == 0:
             return
@@ -284,9 +294,8 @@ def _bands(region: RegionSample, row0: int, row1: int) -> Iterator[tuple[int, Ba
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for info in manifest.shards:
-        path = folder / info.file
         try:
-            size = path.stat().st_size
+            size = shard_status(folder, info).st_size
         except OSError as error:
             raise ShardError(
                 f"data set {folder}: cannot find {info.file} ({error.strerror}); "

@@ -265,7 +265,7 @@ def _tiles_input(
     samples = [dataset.sample(number) for number in numbers]
     places = [(sample.x, sample.y) for sample in samples]
     stored = dataset.image_size(numbers[0])
-    span = _span(places, stored, int(dataset.manifest.made_with.get("overlap") or 0))
+    span = _span(places, stored, dataset.manifest.made_with.get("overlap"))
     extent = mpp = None
     if span is not None:
         far = max(y for _, y in places) + span[0], max(x for x, _ in places) + span[1]
@@ -275,9 +275,11 @@ def _tiles_input(
 
 
 def _span(
-    places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: int
+    places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: object
 ) -> tuple[float, float] | None:
     """Level-0 pixels of a tile, told by how far neighbours are apart; None if few have any."""
+    if not isinstance(overlap, int) or not 0 <= overlap < size[0]:  # anybody may have written it
+        overlap = 0
     steps = [np.diff(np.unique([place[axis] for place in places])) for axis in (0, 1)]
     found = np.concatenate(steps)
     if len(found) < _NEIGHBOURS or size[0] != size[1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
@@ -11,6 +11,7 @@ from spatialdl.comm.nodes import Nodes
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.trained import Trained
+from spatialdl.predicting.trust import check_targets
 from spatialdl.training.checkpoints.content import restore_network
 from spatialdl.training.checkpoints.reading import Checkpoint
 from spatialdl.training.console.rank_table import tell_ranks
@@ -28,9 +29,11 @@ class Network:
 
     Raises:
         ValueError: the network cannot be built, or the device not do what is asked.
+        CheckpointError: the checkpoint names code that the command does not trust.
     """
 
     def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
+        check_targets(OmegaConf.to_container(trained.config.model), list(config.trust))
         settings = trained.config.trainer
         set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self._trained, self._config, self._world = trained, config, world

@@ -29,6 +29,7 @@ from spatialdl.predicting.running import Outcome
 from spatialdl.predicting.tables import ONE_CLASS
 from spatialdl.predicting.tile_map import TileMap
 from spatialdl.predicting.trained import Trained
+from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.pyramid import TILE, write_pyramid
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
@@ -104,7 +105,7 @@ class Maps:
         if given.slide is not None:
             one = self._trained.task in ONE_CLASS
             features = tile_features(places, given.span, values, classes, one_class=one)
-            save_geojson(self._named(f"{given.name}.geojson"), features)
+            save_geojson(self._named(".geojson"), features)
         if outcome.activation is not None:
             self._save_activation(places, outcome.activation[kept])
 
@@ -146,7 +147,7 @@ class Maps:
         stack = np.stack([means[k] for k in range(len(means))])
         classes = self._trained.classes
         features = region_features(stack, _scale(found, scale), classes, self._shown)
-        save_geojson(self._named(f"{given.name}.geojson"), features)
+        save_geojson(self._named(".geojson"), features)
 
     def _passed(self, found: ClassMap, number: int) -> npt.NDArray[Any]:
         overview = Overview(found.size)
@@ -174,7 +175,7 @@ class Maps:
             name = self._trained.classes[number]
             told = {"class": name, "what": what, "value_at_0": limits[0], "value_at_255": limits[1]}
             write_pyramid(
-                self._named(f"{self._given.name}-{self._file_names()[number]}{ending}.tif"),
+                self._named(f"-{self._file_names()[number]}{ending}.tif"),
                 (_as_bytes(band, limits) for band in overview.seen(bands)),
                 found.size,
                 mpp,
@@ -195,7 +196,7 @@ class Maps:
         given = self._given
         assert given.extent is not None
         save_overlay(
-            self._named(f"{given.name}-{what}.png"),
+            self._named(f"-{what}.png"),
             given.name,
             {self._trained.classes[k]: means[k] for k in self._shown},
             scale,
@@ -205,7 +206,9 @@ class Maps:
             limits,
         )
 
-    def _named(self, name: str) -> Path:
+    def _named(self, ending: str) -> Path:
+        # a data set may call its slides whatever it likes
+        name = f"{storable(self._given.name)}{ending}"
         self._files.append(name)
         return self._run_dir / name
 

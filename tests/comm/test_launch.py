@@ -17,6 +17,7 @@ from spatialdl.comm.launch import (
     LaunchInfo,
     check_mpi_world,
     check_world_size,
+    close_to_others,
     launched,
     start_ranks,
 )
@@ -367,3 +368,24 @@ def test_an_error_on_one_rank_ends_the_job_at_once(tmp_path, who, error, first):
     assert errors.count(first.format(host=os.uname().nodename)) == 1
     assert errors.count(f" on {os.uname().nodename}: ") == 1
     assert ("ZeroDivisionError: oops" in errors) == (error == "defect")
+
+
+@pytest.mark.parametrize(
+    ("environment", "closed"),
+    [
+        ({}, False),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        (OPEN_MPI, False),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, True),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "2"}, False),
+        ({**SLURM_JOB, "SLURM_STEP_NUM_NODES": "1"}, False),
+    ],
+)
+def test_open_mpi_opens_no_port_on_one_machine(environment, closed):
+    given = dict(environment)
+    close_to_others(given)
+    assert given.get("OMPI_MCA_btl") == ("^tcp" if closed else None)
+    chosen = {**environment, "OMPI_MCA_btl": "tcp,self"}
+    close_to_others(chosen)
+    assert chosen["OMPI_MCA_btl"] == "tcp,self"

@@ -148,11 +148,9 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, c
 
 
 @pytest.fixture
-def two_nodes(world, monkeypatch) -> bool:
-    """The last rank is on a node of its own; whether this rank is the first of its node."""
-    last = world.rank == world.size - 1
-    monkeypatch.setattr(staging, "_node", lambda: ("lower" if last else "upper", ""))
-    return last or world.rank == 0
+def two_nodes(world) -> Nodes:
+    """The last rank is on a node of its own."""
+    return Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
 
 
 @pytest.fixture
@@ -187,10 +185,10 @@ def test_a_disk_that_others_fill_is_said_once_a_node(
 
     monkeypatch.setattr(CopierProcess, "start", late)
     caplog.clear()
-    staged = train(tmp_path / "staged", data / "set", world, layout, small_disk)
+    staged = train(tmp_path / "staged", data / "set", world, layout, small_disk, nodes=two_nodes)
     assert staged == plain
     told = warnings(caplog)
-    assert len(told) == two_nodes
+    assert len(told) == (two_nodes.own.rank == 0)
     assert all("there is no room for it; what is not in" in one for one in told)
     assert [path.name for path in small_disk.iterdir()] in (["of-others"], [])
 
@@ -211,7 +209,9 @@ def test_copies_that_vanish_are_read_from_the_source(
         run._datasets[0]._shards.close()
 
     caplog.clear()
-    staged = train(tmp_path / "staged", data / "set", world, layout, tmp_path / "disk", note)
+    staged = train(
+        tmp_path / "staged", data / "set", world, layout, tmp_path / "disk", note, two_nodes
+    )
     assert staged == plain
     [told] = warnings(caplog)  # of all shards; the other ranks of a node say the same words
     assert f" are gone; reading from {data / 'set'}" in told
