@@ -152,6 +152,7 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "train")
     _train(config, flags.overrides, run_dir)
+    signals.ignore()
 
 
 def _choose(

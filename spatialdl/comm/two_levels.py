@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator
+from spatialdl.waiting import noted
 
 
 class TwoLevels(TorchCommunicator):
@@ -24,7 +25,7 @@ class TwoLevels(TorchCommunicator):
     """
 
     def __init__(self, comm: TorchCommunicator, nodes: Sequence[int]) -> None:
-        super().__init__(comm._world_ranks, comm._gloo, on_device=False)
+        super().__init__(comm.world_ranks, comm._gloo, on_device=False)
         on = [
             [rank for rank, node in enumerate(nodes) if node == one] for one in dict.fromkeys(nodes)
         ]
@@ -34,6 +35,9 @@ class TwoLevels(TorchCommunicator):
         self._between = comm.subset(first) if self.rank in first else None
 
     def all_reduce_(self, values: Tensor) -> None:
+        noted("all-reduce", self.world_ranks, self._all_reduce, values)
+
+    def _all_reduce(self, values: Tensor) -> None:
         if self._node.size > 1:
             dist.reduce(values, group=self._node._gloo, group_dst=0)
         if self._between is not None:

@@ -25,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 from omegaconf import DictConfig
 
-from spatialdl.data.saving import replacing
+from spatialdl.data.saving import TEMPORARY, replacing
 from spatialdl.training.pictures.loss_curve import draw
 
 log = logging.getLogger("spatialdl.trainer")
@@ -64,6 +64,8 @@ class RunDirectory:
         self._validations: list[dict[str, Any]] = [dict(row) for row in validations]
         for name in ("summary.json", "loss.png", "report.html"):
             (self.path / name).unlink(missing_ok=True)
+        for left in self.path.glob(TEMPORARY):  # by a run that was killed
+            left.unlink(missing_ok=True)
         self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
         self._validation: _Table | None = None
         if self._validations:
@@ -269,7 +271,12 @@ def earlier_steps(run_dir: Path, step: int) -> list[dict[str, float]]:
 def _numbers(row: Mapping[str, str | None]) -> dict[str, float] | None:
     """A row read back; None for half a row, of a run that was killed."""
     try:
-        values = {name: float(row[name] or "") for name in METRICS}
+        values = {name: _number(row[name] or "") for name in METRICS}
+        more = {name: _number(text) for name, text in row.items() if name not in values and text}
     except (KeyError, ValueError):
         return None
-    return values | {name: int(values[name]) for name in ("step", "epoch")}
+    return values | more
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Self
 from uuid import uuid4
 
-from spatialdl.comm.abort import end_job
+from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.data.saving import NO_LOCKS
 
 log = logging.getLogger("spatialdl.trainer")
@@ -33,7 +33,6 @@ NAME = ".lock"
 
 _NOTICED_S = 90.0  # clients of NFS see what others write after 60, and lose their locks after 90
 _LOOK_EVERY_S = 1.0
-_ABORT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -160,10 +159,7 @@ def _watch(path: Path, own: Holder, over: threading.Event) -> None:
         there = Holder.read(path)
         if there is not None and there.has_taken_over(own) and not over.is_set():
             sys.stderr.write(f"this job was started again ({there}): its start before ends\n")
-            killer = threading.Timer(_ABORT_S, os._exit, [1])  # ranks may be out of reach
-            killer.daemon = True
-            killer.start()
-            end_job(1)
+            end_job_for_sure()  # ranks may be out of reach
 
 
 def _lock(file: IO[bytes]) -> bool:

@@ -130,6 +130,7 @@ class Checkpoints:
         """
         wanted = self._config.ckpt_path
         paths = self._rank_0(lambda: self._choices(wanted))
+        self.writer.clean()  # rank 0 has said that no other run writes to this directory
         if not paths:
             return None
         path = first_whole(paths, self._world)
@@ -152,6 +153,7 @@ class Checkpoints:
     def _choices(self, wanted: str | None) -> list[Path]:
         """Those to try; nothing in the run directory may be lost by starting anew."""
         folder = self._run_dir / FOLDER
+        clean(folder)
         found = candidates(str(wanted), self._run_dir) if wanted is not None else []
         there = complete(folder)
         if there and self.keep and not any(path.parent == folder for path in found):
@@ -161,7 +163,6 @@ class Checkpoints:
             )
         if wanted is not None and not found:
             log.info("ckpt_path=%s: there is none in %s yet, a new run starts", wanted, folder)
-        clean(folder)
         return found
 
     def _rank_0(self, work: Callable[[], T]) -> T:
