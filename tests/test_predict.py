@@ -174,7 +174,6 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
 
 
 def test_shards_are_predicted_as_in_validation(case, here):
-    pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
     words = ("ckpt_path=run", "shards=tiles", "split=val", "hydra.run.dir=s", "table=parquet")
@@ -186,6 +185,32 @@ def test_shards_are_predicted_as_in_validation(case, here):
     for name in NAMES:
         expected = [float(row[f"probability_{name}"]) for row in validated]
         assert found[f"probability_{name}"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_damaged_shard_does_not_end_the_others(case, here):
+    with ShardWriter(case.folder / "set", classes=NAMES, shard_size=9000) as writer:
+        for number in range(6):  # two to a shard
+            image = np.full((32, 32, 3), 40 * number, np.uint8)
+            writer.add(image, 0, slide="aabbbc"[number], xy=(0, 0))
+    shards = sorted((case.folder / "set").glob("shard-*.h5"))
+    assert len(shards) == 3
+    words = ("ckpt_path=run", "shards=set", "hydra.run.dir=damaged")
+    assert here(*words[:2], "hydra.run.dir=sound")[0] == 0
+    kept = shards[1].read_bytes()
+    shards[1].write_bytes(kept[:-100])
+    shards[2].unlink()
+    code, said = here(*words)
+    assert code == 1
+    assert "failed: cannot read images from" in said
+    assert "shard-00001.h5" in said
+    sound, damaged = (case.table(f"{one}/predictions.csv") for one in ("sound", "damaged"))
+    assert damaged == [row for row in sound if row["slide"] == "a"]
+    shards[1].write_bytes(kept)  # what was not there is predicted now
+    code, said = here(*words)
+    assert code == 1
+    assert "a is done already" in said
+    assert "b: 1 tile could not be read: cannot read images from" in said
+    assert [row["slide"] for row in case.table("damaged/predictions.csv")] == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from spatialdl.mesh import Placement
 from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
-SWITCHES = ("tf32", "channels_last", "deterministic")
+SWITCHES = ("tf32", "channels_last", "deterministic", "trace", "report")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("classification", "multilabel", "regression", "segmentation")
