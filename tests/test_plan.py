@@ -85,7 +85,7 @@ def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
     ("override", "sentence"),
     [
         ("trainer.clip_norm=-1", "clip_norm=-1 must be above 0"),
-        ("data.image_size=[0,48]", "image_size is .rows,columns., got"),
+        ("data.image_size=[0,48]", "image of 0x48 is smaller than the grid"),
         ("++model._target_=nobody.Knows", "nobody"),
         ("trainer.precision=fp16-mixed", "are not known to the planner"),
     ],

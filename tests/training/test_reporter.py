@@ -96,7 +96,7 @@ def test_the_report_can_be_left_out(stops, tmp_path, caplog):
             ours.finish(SUMMARY, [])
     assert not (tmp_path / "report.html").exists()
     assert (tmp_path / "summary.json").exists() != stops
-    assert "report" not in caplog.text
+    assert "report:" not in caplog.text
 
 
 def test_no_password_of_an_address_is_in_the_report(tmp_path):
