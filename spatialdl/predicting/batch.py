@@ -142,9 +142,7 @@ class _Batch:
                 log.warning("%s", problem)
             self._reports.append(Report(todo.name, problem=problem, failed=True))
         elif record is not None:
-            # a slide may have a damaged tile, but shards have been written here
-            failed = bool(record.left_out) and self._config.shards is not None
-            report = _report(record, self._trained, failed)
+            report = _report(record, self._trained)
             self._records.append(record)
             self._reports.append(report)
             told = counted(report.tiles, "tile"), report.predicted, report.value
@@ -226,7 +224,7 @@ def _record(given: Input, outcome: Outcome, key: str, files: Sequence[str]) -> R
     return Record(given.name, key, places, given.span, values, left_out, files)
 
 
-def _report(record: Record, trained: Trained, failed: bool) -> Report:
+def _report(record: Record, trained: Trained) -> Report:
     means = record.values.mean(0)
     best = int(means.argmax())
     return Report(
@@ -235,5 +233,5 @@ def _report(record: Record, trained: Trained, failed: bool) -> Report:
         trained.classes[best],
         float(means[best]),
         f"{counted(record.left_out, 'tile')} could not be read" if record.left_out else "",
-        failed=failed,
+        failed=record.left_out > 0,
     )

@@ -60,7 +60,7 @@ def check_config(config: DictConfig) -> Placement:
     check_loggers(config.get("logger") or {})
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
-    if config.data.name == "shards" and not Path(config.data.path).is_dir():
+    if config.data.name == "shards" and not Path(config.data.path).expanduser().is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
     targets = config.data.get("targets")
     if targets is not None and not Path(targets).expanduser().is_file():
