@@ -99,6 +99,7 @@ def _predict(config: DictConfig, run_dir: Path) -> None:
     from spatialdl.comm.world import world
     from spatialdl.predicting.batch import run
 
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # damaged slides are told by us
     ranks = world()
     succeeded = run(config, run_dir, ranks)
     run_log.tell_warnings(ranks)

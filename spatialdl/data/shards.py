@@ -47,6 +47,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             cut in that moment kills the process), "pread", or raw ones all through HDF5 ("h5py").
             "auto" is "mmap" on file systems of this machine and "pread" on Lustre, NFS and other
             networks.
+        whole: whether all shards must be there, as long as the manifest says; otherwise one that
+            is not is told when it is read.
 
     Raises:
         ShardError: the folder is missing, not whole, or not of a version that is known.
@@ -54,14 +56,20 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], split: str | None = None, *, io: Io = "auto"
+        self,
+        path: str | os.PathLike[str],
+        split: str | None = None,
+        *,
+        io: Io = "auto",
+        whole: bool = True,
     ) -> None:
         if io not in IOS:
             raise ValueError(f"io is {io!r}, expected one of {', '.join(IOS)}")
         self.path = Path(path).absolute()
         self.split = split
         self._manifest = Manifest.load(self.path)
-        _check_sizes(self.path, self._manifest)
+        if whole:
+            _check_sizes(self.path, self._manifest)
         samples = self._manifest.samples
         if split is not None:
             samples = [sample for sample in samples if sample.split == split]

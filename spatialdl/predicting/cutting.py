@@ -56,6 +56,7 @@ class Cutting:
             filter=dict(self.filters or {}),
             stain_normalise=self.stain_normalise,
             stain_reference=reference,
+            whole=self.whole,
             mask_dir=None,
             annotations=None,
         )

@@ -126,7 +126,11 @@ class Trainer:
         self.validation_feed = self.validation = None
         if validation is not None and self._overfit is None:
             self.validation_feed = feed = self._feed(validation, None)
-            self.validation = Validation(self.pipeline, self.task, self.sources, feed, world)
+            shows = wants_images(config.get("logger") or {})
+            self.validation = Validation(
+                *(self.pipeline, self.task, self.sources, feed, world),
+                pictures=shows or bool(settings.report),
+            )
         self.steps = total_steps(settings, len(self.train_feed))
         self._check_last_batch()
         self.update = Update(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import CheckpointError
@@ -24,7 +24,7 @@ from spatialdl.training.checkpoints.content import (
 )
 from spatialdl.training.checkpoints.folder import FOLDER, candidates, clean, complete
 from spatialdl.training.checkpoints.reading import FORMAT, Checkpoint, first_whole
-from spatialdl.training.checkpoints.same_run import check_same, identity
+from spatialdl.training.checkpoints.same_run import check_same, identity, settings_of
 from spatialdl.training.checkpoints.settings import local_folder
 from spatialdl.training.checkpoints.writing import Writer
 from spatialdl.training.optimization.update import Update
@@ -100,7 +100,7 @@ class Checkpoints:
             "update": self._update.state(),
             "layout": self._layout(),
             "identity": identity(self._config),
-            "config": OmegaConf.to_container(self._config, resolve=True),
+            "config": settings_of(self._config),
             "data": self._data,
             "versions": {
                 "spatialdl": __version__,
