@@ -24,6 +24,8 @@ from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launche
 from spatialdl.comm.roll_call import answer
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.mesh import Placement
+from spatialdl.sameness.comparing import check_alike
+from spatialdl.sameness.subjects import Subject, code, configuration, versions
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -147,6 +149,27 @@ def check_ranks(info: LaunchInfo, placement: Placement, layout: str) -> None:
     check_world_size(info.size, placement.world_size, placement.replica_size, arithmetic, layout)
 
 
+def check_same_start(world: Communicator, composed: DictConfig, files: Subject) -> None:
+    """Refuse ranks that were started with different things; all of them must call it.
+
+    Args:
+        composed: this rank's configuration with Hydra's part.
+        files: that every rank reads for itself.
+
+    Raises:
+        ValueError: on all ranks, telling what differs and which ranks have which.
+    """
+    if world.size == 1:
+        return
+    subjects = {
+        "configuration": configuration(composed),
+        "packages": versions(),
+        "code": code(without_hydra(composed)),
+        "files": files,
+    }
+    check_alike(world, subjects)
+
+
 def without_hydra(composed: DictConfig) -> DictConfig:
     """The command's own keys."""
     config = composed.copy()
@@ -157,8 +180,9 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 
 def agree(world: Communicator, composed: DictConfig, config: DictConfig) -> tuple[DictConfig, Path]:
     """Rank 0's configuration and its run directory, which is there when this returns."""
-    run_dir = Path(composed.hydra.run.dir).absolute()
-    if world.rank == 0:
+    run_dir = Path()
+    if world.rank == 0:  # only there: to resolve the name of a new folder makes it
+        run_dir = Path(composed.hydra.run.dir).absolute()
         _write_records(composed, config, run_dir)
     text, run_dir = world.bcast((OmegaConf.to_yaml(config), run_dir))
     with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):

@@ -26,11 +26,13 @@ from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
+from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
     agree,
     alone,
     as_rank,
     check_ranks,
+    check_same_start,
     check_words,
     choose_gpu,
     composed_by_rank,
@@ -75,6 +77,9 @@ def _hydra_main(config: DictConfig) -> None:
     overrides = list(job.overrides.task)
     run_dir = Path(job.runtime.output_dir)
     try:
+        if config.launcher.name == "slurm":
+            _hand_in(config, overrides, run_dir)
+            return
         if config.parallel.name == "auto":
             config, overrides = _choose(config, overrides, run_dir)
         if config.debug.name == "fakecomm":
@@ -111,6 +116,14 @@ def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
     return look(config, errors)
 
 
+def _hand_in(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
+    """Leave the run to a job of Slurm."""
+    from spatialdl.submitting.runs import hand_in
+
+    _fit_model_keys(config, overrides)
+    hand_in(config, overrides, run_dir)
+
+
 def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     """What one of several ranks does: agree on configuration and run directory, then train."""
     found = composed_by_rank(info, arguments, "train", _hydra_main)
@@ -123,17 +136,24 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
             f"debug=fakecomm was started on {info.size} ranks, but tells in one process what "
             "ranks would do: leave the launcher out"
         )
+    if config.launcher.name != "local":
+        raise ValueError(
+            f"launcher={config.launcher.name} was started by {info.launcher} on {info.size} ranks, "
+            "but submits jobs that start theirs: leave one of the two out"
+        )
     if config.parallel.name != "auto":
         check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
 
     limit_waits(config.comm.timeout)
     world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    check_same_start(world, composed, training_files(config))
     if config.parallel.name == "auto":
         config = _choose_together(world, config)
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "train")
     _train(config, flags.overrides, run_dir)
+    signals.ignore()
 
 
 def _choose(

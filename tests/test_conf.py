@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hydra._internal.callbacks import Callbacks
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.types import HydraContext
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -25,6 +28,7 @@ from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.models import ResNet, ResNetV2, UNet
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import cluster_of
+from spatialdl.submitting.resources import resources
 from spatialdl.training.checks import BACKENDS, TRANSPORTS
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.loggers.choosing import PACKAGES, Loggers, check_loggers, wants_images
@@ -65,6 +69,7 @@ def test_the_groups_have_the_promised_options():
     assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
     rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
     assert options("scheduler") == rules
+    assert options("launcher") == ["local", "slurm"]
 
 
 SMALL = {"amoebanet_d": ["model.layers=3", "model.filters=16"]}
@@ -179,6 +184,20 @@ def make_comm(name: str, folder: Path) -> None:
     assert (comm.check, comm.ranks_per_device) == (False, 1)
 
 
+def make_launcher(name: str, folder: Path) -> None:
+    settings = config(f"launcher={name}").launcher
+    assert settings.name == name
+    if name == "slurm":
+        assert dict(resources(settings, 3))["ntasks"] == 3
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        hydra = compose("train", [f"launcher={name}"], return_hydra_config=True)
+    context = HydraContext(config_loader=None, callbacks=Callbacks())
+    made = Plugins.instance().instantiate_launcher(
+        hydra_context=context, task_function=print, config=hydra
+    )
+    assert type(made).__name__ == {"local": "BasicLauncher", "slurm": "SlurmLauncher"}[name]
+
+
 def make_cluster(name: str, folder: Path) -> None:
     settings = OmegaConf.to_container(cluster_file(name))
     if name == "this_machine":  # the rest is measured
@@ -239,6 +258,7 @@ MAKERS: dict[str, Callable[[str, Path], object]] = {
     "trainer": make_trainer,
     "comm": make_comm,
     "cluster": make_cluster,
+    "launcher": make_launcher,
     "experiment": make_run,
     "debug": make_debug,
     "logger": make_logger,
@@ -303,7 +323,8 @@ def test_a_key_that_does_not_exist_is_refused():
         config("data.bach_size=3")
 
 
-def test_the_default_run_directory_is_new_every_time():
+def test_the_default_run_directory_is_new_every_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         cfg = compose("train", return_hydra_config=True)
     assert cfg.hydra.run.dir.startswith("outputs/20")

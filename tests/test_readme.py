@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from spatialdl import check, export, train
 from spatialdl.comm.launch import mpiexec_command
@@ -90,9 +92,13 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     for folder in ("tiles", "my_set"):  # which the commands before it have written
         (tmp_path / folder).mkdir()
     (tmp_path / "receptors.csv").touch()
-    overrides = [train.rewritten(word) for word in words[1:] if not word.startswith("-")]
+    given = [train.rewritten(word) for word in words[1:] if not word.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(given)
+    (runs,) = BasicSweeper.split_arguments(parsed, None)
+    assert len(runs) == 1 or "-m" in words
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        check_config(compose("train", overrides))
+        for overrides in runs:
+            check_config(compose("train", overrides))
 
 
 def bench(words: list[str]) -> None:

@@ -133,6 +133,8 @@ def _side(name: str, keys: list[str], out: Path) -> Side:
         config = compose("train", keys)
     if config.debug.name != "none":
         raise ValueError(f"debug={config.debug.name} is not timed: leave it out")
+    if config.launcher.name != "local":
+        raise ValueError(f"launcher={config.launcher.name} is not timed: leave it out")
     if config.parallel.name == "auto":
         config, _ = _choose(config, keys, out)
     placement = check_config(config)

@@ -38,6 +38,9 @@ class Alone:
     def duplicate(self) -> Alone:
         return self
 
+    def nodes(self) -> list[int]:
+        return [0]
+
     def barrier(self) -> None:
         return None
 

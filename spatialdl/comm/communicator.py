@@ -59,6 +59,9 @@ class Communicator(Protocol):
     def duplicate(self) -> Communicator:
         """The same ranks with messages of their own; all ranks must call it."""
 
+    def nodes(self) -> list[int]:
+        """For each rank the first one on the same machine; all ranks must call it."""
+
     def barrier(self) -> None:
         """Return when all ranks have called it."""
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import operator
 import pickle
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +30,8 @@ from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.plan import Plan
 from spatialdl.waiting import noted
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _open: WeakSet[TorchCommunicator] = WeakSet()
 _made: Counter[tuple[int, ...]] = Counter()
@@ -65,6 +69,10 @@ class TorchCommunicator:
 
     def duplicate(self) -> TorchCommunicator:
         return TorchCommunicator(self.world_ranks)
+
+    def nodes(self) -> list[int]:
+        names = self.allgather(machine())
+        return [names.index(name) for name in names]
 
     def close(self) -> None:
         """End the threads of gloo; nothing can be sent after that."""
@@ -184,6 +192,14 @@ class TorchCommunicator:
         landed = view if direct else torch.empty(view.shape, dtype=view.dtype)
         work = dist.irecv(landed, group=self._gloo, group_src=rank, tag=tag)
         return _Works([work], [] if direct else [(view, landed)], keep=landed)
+
+
+def machine() -> tuple[str, str]:
+    """What tells this machine from others, also from those of one name, and from containers."""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT.read_text().strip()
+    return socket.gethostname(), boot
 
 
 @atexit.register

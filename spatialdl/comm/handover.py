@@ -105,8 +105,8 @@ class Handover:
     """
 
     comm: Communicator
-    senders: range
-    receivers: range
+    senders: Sequence[int]
+    receivers: Sequence[int]
     me: int
     tag: int
     tags: int

@@ -70,6 +70,12 @@ class MpiCommunicator(MPI.Intracomm):
     def allreduce(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
         return noted("all-reduce", self.world_ranks, super().allreduce, sendobj, op)
 
+    def nodes(self) -> list[int]:
+        machine = self.Split_type(MPI.COMM_TYPE_SHARED)
+        first = machine.bcast(self.rank)
+        machine.Free()
+        return self.allgather(first)
+
     def all_reduce(self, values: Tensor) -> Tensor:
         total = values.to("cpu", copy=True).contiguous()
         self.all_reduce_(total)

@@ -1,1 +1,7 @@
 """The Hydra configuration of `python -m spatialdl.train`, one folder a group."""
+
+from omegaconf import OmegaConf
+
+from spatialdl.configuring.folders import new_folder
+
+OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)

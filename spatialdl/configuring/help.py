@@ -26,6 +26,7 @@ _EXAMPLES = {
             "what 256 ranks would do; runs nothing",
         ),
         ("--multirun optimizer.lr=0.1,0.01", "a run for each value"),
+        ("--multirun launcher=slurm seed=0,1,2", "each as a job of Slurm"),
     ),
     "plan": (
         ("model=resnet50 world=16 cluster=infiniband", "the layouts for 16 devices"),

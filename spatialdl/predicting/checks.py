@@ -139,6 +139,8 @@ def _check_numbers(config: DictConfig) -> None:
     part = config.min_tissue
     if part is not None and not (_is_number(part) and 0 <= part <= 1):
         raise ValueError(f"min_tissue={part} must lie between 0 and 1")
+    if not isinstance(config.trust, ListConfig):
+        raise ValueError(f"trust={config.trust} is a list of names: write trust=[package.Class]")
     if config.classes is not None and not isinstance(config.classes, ListConfig):
         raise ValueError(f"classes={config.classes} is a list of names: write classes=[...]")
 

@@ -69,6 +69,12 @@ def _see(number: int) -> None:
         end_job(128 + number)
 
 
+def ignore() -> None:
+    """From now on: the run is over, and Python would let them kill a rank that waits for others."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def flags() -> list[float]:
     """For each of `STOPPING` whether this rank has seen it first; 0 or 1, to be added up."""
     return [float(_Seen.first == number) for number in STOPPING]

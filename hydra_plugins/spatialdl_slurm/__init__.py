@@ -1,0 +1,1 @@
+"""Hydra looks for plugins in this place only; see spatialdl/submitting."""

@@ -1,0 +1,128 @@
+"""What a job asks Slurm for: the ranks of its layout on the nodes of a site."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+Options = tuple[tuple[str, object], ...]
+"""Options of sbatch in order, ``True`` for those that have no value; equal ones share an array."""
+
+_COUNTS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_task", "at_once")
+_OURS = {
+    "array": "a sweep is one, launcher.at_once limits it",
+    "error": "what jobs say goes where the table says",
+    "ntasks": "the layout says how many ranks there are",
+    "open_mode": "a job that goes on adds to its log",
+    "output": "what jobs say goes where the table says",
+    "wrap": "a job is a run",
+    **{"account": "launcher.account", "partition": "launcher.partition", "time": "launcher.time"},
+    **{"nodes": "launcher.nodes", "ntasks_per_node": "launcher.tasks_per_node"},
+    **{"cpus_per_task": "launcher.cpus_per_task", "gpus_per_task": "launcher.gpus_per_task"},
+    **{
+        "requeue": "launcher.requeue",
+        "no_requeue": "launcher.requeue",
+        "signal": "launcher.signal",
+    },
+}
+"""Options that are not for ``launcher.options``, with who says them."""
+
+
+def resources(launcher: DictConfig, ranks: int) -> Options:
+    """The options of sbatch for a job.
+
+    Args:
+        launcher: the settings, as in ``launcher=slurm``.
+        ranks: that the layout has.
+
+    Raises:
+        ValueError: if a setting is no such thing, or the ranks do not fit on the nodes.
+    """
+    _check(launcher)
+    nodes, each = on_nodes(ranks, launcher.nodes, launcher.tasks_per_node)
+    found: dict[str, Any] = {
+        "account": launcher.account,
+        "cpus_per_task": launcher.cpus_per_task,
+        "gpus_per_task": launcher.gpus_per_task,
+        "nodes": nodes,
+        "ntasks": ranks,
+        "ntasks_per_node": each,
+        "partition": launcher.partition,
+        "signal": f"USR1@{launcher.signal}",  # without B: to the ranks, not to the script
+        "time": launcher.time,
+        ("requeue" if launcher.requeue else "no_requeue"): True,
+    }
+    found |= dict(_option(text) for text in launcher.options)
+    return tuple((key, value) for key, value in sorted(found.items()) if value is not None)
+
+
+def on_nodes(ranks: int, nodes: int | None, each: int | None) -> tuple[int | None, int | None]:
+    """The nodes and the most ranks on one of them; None is left to Slurm.
+
+    Raises:
+        ValueError: if the ranks do not fit, with the arithmetic.
+    """
+    if nodes is None and each is None:
+        return None, None
+    if nodes is None and each is not None:
+        each = min(each, ranks)
+        return -(-ranks // each), each
+    assert nodes is not None
+    if nodes > ranks:
+        raise ValueError(
+            f"launcher.nodes={nodes}, but the layout has {_ranks(ranks)}: take {ranks}"
+        )
+    if each is None:
+        return nodes, -(-ranks // nodes)
+    if nodes * each < ranks:
+        raise ValueError(
+            f"the layout has {_ranks(ranks)}, but launcher.nodes={nodes} x "
+            f"launcher.tasks_per_node={each} = {nodes * each}: leave one of them out"
+        )
+    return nodes, min(each, ranks)
+
+
+def _check(launcher: DictConfig) -> None:
+    for key in _COUNTS:
+        value = launcher[key]
+        if value is not None and (not _is_integer(value) or value < 1):
+            raise ValueError(f"launcher.{key}={value} must be at least 1, or null")
+    for key, least in (("signal", 1), ("requeue", 0)):
+        value = launcher[key]
+        if not _is_integer(value) or value < least:
+            raise ValueError(f"launcher.{key}={value} must be at least {least}")
+    for key in ("partition", "account", "time"):
+        _check_words(f"launcher.{key}", launcher[key])
+    for key, what in (("setup", "shell lines"), ("options", "options such as --qos=long")):
+        value = launcher[key]
+        if not OmegaConf.is_list(value) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"launcher.{key}={value} must be a list of {what}")
+
+
+def _option(text: str) -> tuple[str, object]:
+    """One of ``launcher.options``, named as submitit writes it: ``mem_per_cpu``."""
+    found = re.fullmatch(r"--([a-z][a-z-]*)(?:=(.+))?", text)
+    if found is None or not text.isprintable():
+        raise ValueError(f"launcher.options has {text!r}: write options as --qos=long")
+    name = found[1].replace("-", "_")
+    if name in _OURS:
+        raise ValueError(f"launcher.options has {text}: leave it out, {_OURS[name]}")
+    return name, found[2] or True
+
+
+def _check_words(key: str, value: object) -> None:
+    """Refuse what is no word; a line break would begin another line of the script."""
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError(f"{key}={value} must be a word or a number")
+    if not str(value).isprintable():
+        raise ValueError(f"{key}={value!r} must be one line")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"

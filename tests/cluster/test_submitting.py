@@ -1,0 +1,129 @@
+"""Runs that the command itself hands to Slurm."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import TRAIN, Job, answer, run
+from tests.training.checkpoints.runs import TINY, checkpoints, losses, table, train
+
+TWO_NODES = ["launcher=slurm", "launcher.nodes=2", "launcher.tasks_per_node=2"]
+LONG = [*TINY, "parallel=sp", "data.validation_samples=0"]
+STEPS = 200
+
+
+def submitted(cwd: Path, *words: str) -> list[Submitted]:
+    done = run([*TRAIN, *words], cwd)
+    assert done.returncode == 0, done.stderr
+    (file,) = cwd.rglob("jobs.csv")
+    with file.open(newline="") as lines:
+        return [Submitted(row, done.stdout) for row in csv.DictReader(lines)]
+
+
+class Submitted(Job):
+    """A job that a command has handed in, with its row of the table."""
+
+    def __init__(self, row: dict[str, str], table: str) -> None:
+        self.id, self.log = row["job"], Path(row["log"])
+        self.run_dir, self.overrides = Path(row["run directory"]), row["overrides"]
+        assert self.id in table
+
+    def ends(self, state: str = "COMPLETED") -> None:
+        self.until(self.is_over)
+        assert self.told("JobState") == state, self.said()
+
+    def summary(self) -> dict:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+
+def test_a_sweep_on_two_nodes_equals_runs_in_one_process(tmp_path):
+    layout = ["parallel=dp+sp", "parallel.grid=[2,1]", "parallel.data=2"]
+    jobs = submitted(tmp_path, "-m", *TWO_NODES, *TINY, *layout, "seed=3,4")
+    assert len({job.run_dir for job in jobs}) == len(jobs) == 2
+    for seed, job in zip((3, 4), jobs, strict=True):
+        with job:
+            job.ends()
+        assert (job.told("NumNodes"), job.told("NumTasks")) == ("2", "4")
+        alone = tmp_path / str(seed)
+        train(alone, f"seed={seed}", "parallel.microbatches=2")
+        assert job.summary()["world_size"] == 4
+        assert job.summary()["loss"] == pytest.approx(losses(alone), rel=1e-10)
+        config = (job.run_dir / ".hydra" / "config.yaml").read_text()
+        assert f"seed: {seed}" in config
+        assert f"start 1 of the run in {job.run_dir}" in job.said()
+
+
+def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
+    # the same run twice, one after the other
+    words = [*LONG, f"trainer.max_steps={STEPS}", "trainer.checkpoint.keep=1,2"]
+    jobs = submitted(tmp_path, "-m", "launcher=slurm", "launcher.at_once=1", *words)
+    undisturbed, job = jobs
+    assert job.told("JobId") == job.id.partition("_")[0]  # a number that means both
+    with undisturbed, job:
+        job.until(job.said)
+        undisturbed.ends()
+        job.says("step 1 of")
+        answer("scancel", "--signal=USR1", job.id)  # what --signal=USR1@120 sends
+        job.says("start 2 of the run")
+        job.ends()
+    assert (undisturbed.told("Restarts"), job.told("Restarts")) == ("0", "1")
+    assert job.said().count("stopped by SIGUSR1") == 1
+    assert "going on after step" in job.said()
+    assert losses(job.run_dir) == losses(undisturbed.run_dir)
+    steps = [int(row["step"]) for row in table(job.run_dir / "metrics.csv")]
+    assert steps == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.slow
+def test_a_real_time_limit_is_gone_past_as_often_as_is_allowed(tmp_path):
+    limit = ["launcher.time=1", "launcher.signal=30", "launcher.requeue=1"]
+    words = [*LONG, "trainer.max_steps=1000000", "hydra.run.dir=run"]
+    (job,) = submitted(tmp_path, "launcher=slurm", *limit, *words)
+    with job:
+        job.says("start 2 of the run")
+        job.says("going on after step")
+        job.says("and not queued again: launcher.requeue=1; ckpt_path=latest goes on")
+        job.ends("FAILED")
+    assert len(checkpoints(job.run_dir)) == 2
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
+    words = [*LONG, "trainer.max_steps=1000000", "hydra.run.dir=run"]
+    (job,) = submitted(tmp_path, "launcher=slurm", *words)
+    with job:
+        job.says("step 1 of")
+        answer("scancel", job.id)
+        job.ends("CANCELLED")
+    assert job.told("Restarts") == "0"
+    assert json.loads((job.run_dir / "stopped.json").read_text())["signal"] == "SIGTERM"
+    assert len(checkpoints(job.run_dir)) == 1
+
+
+def test_a_partition_that_is_not_there_is_told_as_sbatch_does(tmp_path):
+    words = ["launcher=slurm", "launcher.partition=gup", "parallel=dp", "seed=0,1"]
+    done = run([*TRAIN, "-m", *words], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: sbatch refuses the job: sbatch: error: invalid partition")
+    assert list(tmp_path.rglob("*.csv")) == []
+
+
+@pytest.mark.slow
+def test_runs_of_an_array_of_ones_own_do_not_meet(tmp_path):
+    words = [*TRAIN, *TINY, "seed=$SLURM_ARRAY_TASK_ID"]
+    with Job(tmp_path, "--array=0-3", "-n1", "--wrap", " ".join(map(unquoted, words))) as job:
+        job.until(job.is_over)
+    found = sorted((tmp_path / "outputs").iterdir())
+    assert len(found) == 4
+    assert sorted((folder / "summary.json").is_file() for folder in found) == [True] * 4
+    seeds = [(folder / ".hydra" / "overrides.yaml").read_text() for folder in found]
+    assert {f"- seed={n}" in "".join(seeds) for n in range(4)} == {True}
+
+
+def unquoted(word: str) -> str:
+    """For a shell, which fills in variables."""
+    return f'"{word}"'
