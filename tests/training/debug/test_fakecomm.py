@@ -75,6 +75,15 @@ def test_sizes_memory_and_halos(capsys):
         assert any(f"with stage {stage} " in one and told in one for one in text.splitlines())
 
 
+def test_boxes_are_told_by_rank(capsys):
+    assert look(config("parallel=sp", "parallel.grid=[2,1]", "comm.map=true"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["rank", "replica", "stage", "rows", "columns"])
+    assert lines[at + 1 : at + 3] == [
+        *(["0", "0", "0", "0:32", "0:48"], ["1", "0", "0", "32:65", "0:48"]),
+    ]
+
+
 def given_again(given: DictConfig) -> list[str]:
     return ["parallel=sp+pp", "parallel.cut=[layer2]", "parallel.microbatches=3"]
 
