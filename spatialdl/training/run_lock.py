@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Self
 from uuid import uuid4
 
-from spatialdl.comm.abort import end_job
+from spatialdl.comm.ending import end_job
 from spatialdl.data.saving import NO_LOCKS
 
 log = logging.getLogger("spatialdl.trainer")
