@@ -42,7 +42,7 @@ test-mpi: $(READY)
 
 # on a Slurm of several nodes on this machine, where one can be started
 test-cluster: $(READY)
-	PYTHON=$(BIN)/python tests/cluster/run -m "not slow"
+	PYTHON=$(BIN)/python LIMIT_S=900 tests/cluster/run -m "not slow"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster -m slow || test $$? -eq 5

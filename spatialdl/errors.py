@@ -24,4 +24,4 @@ class CheckpointError(ValueError):
 
 
 class NotFinite(ArithmeticError):
-    """A number became NaN or infinite in training (found by ``debug=detect_nan``)."""
+    """A number became NaN or infinite in training (see ``trainer.stop_on_nan``)."""

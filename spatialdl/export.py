@@ -21,6 +21,7 @@ from spatialdl.errors import CheckpointError
 KEYS = {
     "ckpt_path": "a run directory (its latest checkpoint), RUN/checkpoints/best, or one checkpoint",
     "out": "the file to write (model.safetensors)",
+    "average": "true (as it is) or false: the average of the weights that trainer.ema has kept",
 }
 
 
@@ -28,27 +29,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Export, as the command line says."""
     try:
         given = _parse(arguments)
-        path, out, step = export(given["ckpt_path"], Path(given.get("out", "model.safetensors")))
+        out, average = given.get("out", "model.safetensors"), given.get("average", "true")
+        path, file, step, averaged = export(
+            given["ckpt_path"], Path(out), average=average == "true"
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {describe_error(error)}")
-    print(f"{out}: the weights of {path}, step {step}")
+    what = "averaged weights" if averaged else "weights"
+    print(f"{file}: the {what} of {path}, step {step}")
 
 
-def export(ckpt_path: str, out: Path) -> tuple[Path, Path, int]:
+def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Path, int, bool]:
     """Write one file with all weights and buffers of a checkpoint.
 
     Args:
         ckpt_path: a run directory, whose latest checkpoint is taken, or a checkpoint.
         out: a file, which is replaced if it is there.
+        average: whether to take averages of weights (``trainer.ema``) in their place, if the
+            checkpoint has some.
 
     Returns:
-        The checkpoint, the file, and the step.
+        The checkpoint, the file, the step, and whether averages were taken.
 
     Raises:
         CheckpointError: if there is no checkpoint, or it is damaged.
     """
     from spatialdl.comm.alone import Alone
-    from spatialdl.training.checkpoints.content import NUMBER, STATE
+    from spatialdl.training.checkpoints.content import AVERAGE, NUMBER, STATE
     from spatialdl.training.checkpoints.folder import LATEST, candidates
     from spatialdl.training.checkpoints.reading import Checkpoint, damages
     from spatialdl.training.checkpoints.writing import save
@@ -60,8 +67,13 @@ def export(ckpt_path: str, out: Path) -> tuple[Path, Path, int]:
     if found:
         raise CheckpointError(f"{path} is damaged: {'; '.join(found)}; name another checkpoint")
     with Checkpoint(path) as checkpoint:
-        names = [name for name in checkpoint.names("") if not name.startswith((STATE, NUMBER))]
-        tensors = {name: checkpoint.read(name) for name in names}
+        others = STATE, NUMBER, AVERAGE
+        names = [name for name in checkpoint.names("") if not name.startswith(others)]
+        averages = set(checkpoint.names(AVERAGE)) if average else set()
+        tensors = {
+            name: checkpoint.read(AVERAGE + name if AVERAGE + name in averages else name)
+            for name in names
+        }
         content = checkpoint.content
     metadata = {key: json.dumps(content[key]) for key in ("step", "config", "versions")}
     unfinished = out.with_name(f".{uuid4().hex}.tmp")
@@ -70,7 +82,7 @@ def export(ckpt_path: str, out: Path) -> tuple[Path, Path, int]:
         unfinished.replace(out)
     finally:
         unfinished.unlink(missing_ok=True)
-    return path, out, int(content["step"])
+    return path, out, int(content["step"]), bool(averages)
 
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, str]:
@@ -83,6 +95,8 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, str]:
     parser.add_argument("given", nargs="+", metavar="key=value")
     words = parser.parse_args(arguments).given
     given = dict(word.partition("=")[::2] for word in words)
+    if given.get("average", "true") not in ("true", "false"):
+        raise ValueError(f"average={given['average']} must be true or false")
     unknown = [key for key in given if key not in KEYS]
     if unknown or not given.get("ckpt_path"):
         what = f"there is no key {unknown[0]}" if unknown else "ckpt_path has no value"

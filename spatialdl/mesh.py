@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,8 +29,9 @@ class Position(NamedTuple):
 class Placement:
     """Which ranks hold which stages.
 
-    Ranks are numbered replica by replica, within it stage by stage, within it the grid row by
-    row, so that ranks that talk most are neighbours.
+    Places are numbered replica by replica, within it stage by stage, within it the grid row by
+    row, so that ranks that talk most are neighbours. Each rank has the place of its number, unless
+    there is an order, see `node_order`.
 
     Args:
         data: data replicas, each with its own slice of every micro-batch.
@@ -39,10 +41,11 @@ class Placement:
         batch: ranks over which each stage divides the samples of a micro-batch; () for one each.
         mirrored: whether a second copy of the network lies on the same ranks in inverse order,
             and works on micro-batches of its own.
+        order: the rank at each place; () where rank and place are the same.
 
     Raises:
-        ValueError: if a degree is smaller than 1, there is no stage, or stages that share ranks
-            do not want equally many.
+        ValueError: if a degree is smaller than 1, there is no stage, stages that share ranks do
+            not want equally many, or the order is none of all ranks.
     """
 
     data: int
@@ -50,6 +53,7 @@ class Placement:
     interleave: int = 1
     mirrored: bool = False
     batch: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch and (len(self.batch) != len(self.grids) or self.batch[0] != 1):
@@ -75,6 +79,10 @@ class Placement:
             raise ValueError(
                 f"stages that share ranks must have as many parts, got grids={list(self.grids)} "
                 f"over {self.groups} groups of ranks"
+            )
+        if self.order and sorted(self.order) != list(range(self.world_size)):
+            raise ValueError(
+                f"an order has each of {self.world_size} ranks once, got {list(self.order)}"
             )
 
     @property
@@ -115,18 +123,30 @@ class Placement:
 
     def positions(self, rank: int) -> list[Position]:
         """All that a world rank holds, copy by copy, stage by stage."""
-        replica = rank // self.replica_size
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
+        place = self.place(rank)
+        replica = place // self.replica_size
         return [
-            Position(replica, stage, self.ranks(stage, replica, copy).index(rank), copy)
+            Position(replica, stage, self._places(stage, replica, copy).index(place), copy)
             for copy in range(self.copies)
             for stage in range(self.stages)
-            if rank in self.ranks(stage, replica, copy)
+            if place in self._places(stage, replica, copy)
         ]
 
-    def ranks(self, stage: int, replica: int, copy: int = 0) -> range:
+    def place(self, rank: int) -> int:
+        """The place of a rank."""
+        return self.order.index(rank) if self.order else rank
+
+    def ranks(self, stage: int, replica: int, copy: int = 0) -> Sequence[int]:
         """World ranks of one stage of one copy of one replica, in the order of its parts."""
+        return self.at(self._places(stage, replica, copy))
+
+    def at(self, places: range) -> Sequence[int]:
+        """The world ranks at some places."""
+        return [self.order[place] for place in places] if self.order else places
+
+    def _places(self, stage: int, replica: int, copy: int) -> range:
         group = stage % self.groups
         start, width = sum(self.widths[:group]), self.widths[group]
         first = replica * self.replica_size
@@ -205,7 +225,8 @@ def init_mesh(
 ) -> Mesh:
     """Arrange the ranks of `comm` as data replicas x grid.
 
-    Every rank of `comm` must call it.
+    Every rank of `comm` must call it. All ranks are arranged so that a grid lies within a node
+    where it fits, whatever order the launcher has dealt them out in; those of a `comm` as they are.
 
     Args:
         grid: (rows, columns) into which an image is cut.
@@ -219,6 +240,7 @@ def init_mesh(
     """
     from spatialdl.comm.communicator import as_communicator
     from spatialdl.comm.launch import check_mpi_world
+    from spatialdl.comm.nodes import Nodes
     from spatialdl.comm.world import world as all_ranks
 
     if not isinstance(grid, tuple | list) or len(grid) != 2:
@@ -234,6 +256,8 @@ def init_mesh(
             f"but this world has {world.size}: start it with `mpiexec -n {placement.world_size}` "
             "or change grid or data"
         )
+    if comm is None:
+        placement = Nodes(world).placed(placement)
     return stage_mesh(placement, placement.positions(world.rank)[0], world)
 
 

@@ -60,9 +60,10 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     Raises:
         ValueError: if the configuration does not fit together, or no layout fits.
     """
+    from spatialdl.planning.calibrate import measured
     from spatialdl.planning.drawing import draw_layout, draw_timeline
     from spatialdl.planning.search import search
-    from spatialdl.planning.setup import cluster_named, job_of, planned_type
+    from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
     from spatialdl.planning.table import limit, table
 
     missing = sorted(OmegaConf.missing_keys(config))
@@ -76,8 +77,9 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
             "write parallel=none, to look for one"
         )
     _fit_model_keys(config, overrides)
-    planned_type(config)
-    cluster = cluster_named(config.cluster, bool(config.calibrate))
+    again = bool(config.calibrate)
+    check_first(config, config.cluster.get("name") == MEASURED and (again or measured() is None))
+    cluster = cluster_named(config.cluster, again)
     job = job_of(config, cluster)
     memory = limit(config.device_memory_gb, cluster, config.world)
     rows = search(job, cluster, config.parallel, config.world, memory)

@@ -19,11 +19,13 @@ from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.predicting.checks import check_config
+from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
     agree,
     alone,
     as_rank,
     check_ranks,
+    check_same_start,
     check_words,
     choose_gpu,
     composed_by_rank,
@@ -84,7 +86,9 @@ def _run_rank(info: LaunchInfo) -> None:
     config = without_hydra(composed)
     check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
-    world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    # from here on this process is a rank
+    world = start_world(str(config.comm.transport), config.comm.timeout)
+    check_same_start(world, composed, prediction_files(config))
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "predict")
     _predict(config, run_dir)
@@ -95,6 +99,7 @@ def _predict(config: DictConfig, run_dir: Path) -> None:
     from spatialdl.comm.world import world
     from spatialdl.predicting.batch import run
 
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # damaged slides are told by us
     ranks = world()
     succeeded = run(config, run_dir, ranks)
     run_log.tell_warnings(ranks)

@@ -18,10 +18,14 @@ from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from spatialdl.comm.abort import describe_error, end_job, install_abort_hook
-from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher
+from spatialdl.comm.abort import describe_error, install_abort_hook
+from spatialdl.comm.ending import end_job
+from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher, launched
+from spatialdl.comm.roll_call import answer
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.mesh import Placement
+from spatialdl.sameness.comparing import check_alike
+from spatialdl.sameness.subjects import Subject, code, configuration, versions
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -44,6 +48,9 @@ def as_rank(work: Callable[[], object]) -> None:
     """Run one of several ranks: what goes wrong on it ends all."""
     install_abort_hook()
     end_with_launcher()
+    info = launched()
+    if info is not None:
+        answer(info.rank)
     try:
         work()
     except SystemExit as stop:
@@ -140,6 +147,27 @@ def check_ranks(info: LaunchInfo, placement: Placement, layout: str) -> None:
     """
     arithmetic = placement.describe().rpartition(" = ")[0]
     check_world_size(info.size, placement.world_size, placement.replica_size, arithmetic, layout)
+
+
+def check_same_start(world: Communicator, composed: DictConfig, files: Subject) -> None:
+    """Refuse ranks that were started with different things; all of them must call it.
+
+    Args:
+        composed: this rank's configuration with Hydra's part.
+        files: that every rank reads for itself.
+
+    Raises:
+        ValueError: on all ranks, telling what differs and which ranks have which.
+    """
+    if world.size == 1:
+        return
+    subjects = {
+        "configuration": configuration(composed),
+        "packages": versions(),
+        "code": code(without_hydra(composed)),
+        "files": files,
+    }
+    check_alike(world, subjects)
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 from unicodedata import combining, east_asian_width
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
@@ -53,6 +54,15 @@ def readable_bytes(count: int) -> str:
     while size >= 999.95 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.1f} {_UNITS[unit]}" if unit else counted(count, "byte")
+
+
+def without_passwords(value: Any) -> Any:
+    """A text, or texts in lists and mappings, in which addresses have neither user nor password."""
+    if isinstance(value, Mapping):
+        return {key: without_passwords(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_passwords(inner) for inner in value]
+    return re.sub(r"(\w://)[^/?#\s]*@", r"\1***@", value) if isinstance(value, str) else value
 
 
 def size_in_bytes(text: str) -> int:

@@ -25,11 +25,13 @@ from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
+from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
     agree,
     alone,
     as_rank,
     check_ranks,
+    check_same_start,
     check_words,
     choose_gpu,
     composed_by_rank,
@@ -142,12 +144,15 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
         check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
 
-    world = start_world(str(config.comm.transport))  # from here on this process is a rank
+    # from here on this process is a rank
+    world = start_world(str(config.comm.transport), config.comm.timeout)
+    check_same_start(world, composed, training_files(config))
     if config.parallel.name == "auto":
         config = _choose_together(world, config)
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "train")
     _train(config, flags.overrides, run_dir)
+    signals.ignore()
 
 
 def _choose(

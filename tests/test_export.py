@@ -35,12 +35,29 @@ def test_the_plain_network_loads_what_was_trained(run, tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("average", [True, False])
+def test_averaged_weights_have_the_plain_names_too(average, tmp_path, capsys):
+    trainer = train(tmp_path / "run", "trainer.max_steps=2", "trainer.ema=0.5")
+    out = tmp_path / "model.safetensors"
+    export.main([f"ckpt_path={tmp_path / 'run'}", f"out={out}", f"average={average}".lower()])
+    assert ("the averaged weights of" in capsys.readouterr().out) == average
+    found, stage = load_file(out), trainer.pipeline.stages[0]
+    with trainer.update.averaged():
+        averages = {name: value.clone() for name, value in stage.state_dict().items()}
+    plain = stage.state_dict()
+    assert any(not torch.equal(averages[name], plain[name]) for name in plain)
+    wanted = averages if average else plain
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
         (["ckpt_path=latest"], "error: ckpt_path=latest of which run"),
         (["out=x"], "error: ckpt_path has no value"),
+        (["ckpt_path=x", "average=maybe"], "error: average=maybe must be true or false"),
         (["model=x"], "error: there is no key model"),
     ],
 )

@@ -70,6 +70,19 @@ def test_a_rank_outside_the_world_has_no_place():
         Placement(1, ((2, 1),)).positions(2)
 
 
+def test_an_order_puts_ranks_at_places():
+    placement = Placement(2, ((2, 1), (1, 1)), order=(0, 2, 4, 1, 3, 5))
+    assert [list(placement.ranks(stage, 1)) for stage in (0, 1)] == [[1, 3], [5]]
+    assert placement.positions(4) == [Position(0, 1, 0)]
+    assert placement.positions(3) == [Position(1, 0, 1)]
+    assert [placement.place(rank) for rank in placement.at(range(6))] == list(range(6))
+    mirrored = Placement(1, ((2, 2), (1, 1)), mirrored=True, order=(4, 0, 1, 2, 3))
+    assert [list(mirrored.ranks(stage, 0, 1)) for stage in (0, 1)] == [[3, 2, 1, 0], [4]]
+    for order in ((0, 1), (0, 0, 1), (1, 2, 3)):
+        with pytest.raises(ValueError, match="an order has each of 3 ranks once"):
+            Placement(1, ((2, 1), (1, 1)), order=order)
+
+
 @pytest.mark.parametrize(
     ("data", "stages", "text"),
     [

@@ -79,3 +79,24 @@ def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match="knows nothing of this machine yet"):
         auto.choose(auto_config(), 2, may_measure=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.clip_norm=-1", "clip_norm=-1 must be above 0"),
+        ("data.image_size=[0,48]", "image of 0x48 is smaller than the grid"),
+        ("++model._target_=nobody.Knows", "nobody"),
+        ("trainer.precision=fp16-mixed", "are not known to the planner"),
+    ],
+)
+def test_other_mistakes_are_told_before_this_machine_is_measured(
+    override, sentence, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("spatialdl.planning.setup.calibrate", lambda: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=sentence):
+        train._choose(auto_config("parallel.world=2", override), [], tmp_path)
+    given = [*SMALL[:3], override, "world=2"]
+    with pytest.raises(ValueError, match=sentence):
+        plan.plan(config(*given), given, tmp_path)

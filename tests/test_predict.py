@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import openslide
 import pytest
+import tifffile
 from PIL import Image
 
 from spatialdl import predict
 from spatialdl.data import ShardWriter
-from tests.predicting.runs import NETWORK, train, write_slide
+from tests.predicting.runs import NETWORK, picture, train, write_slide
+from tests.slides.tiled_tiffs import write_tiff
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["benign", "tumour in situ", "tumour"]
@@ -174,7 +177,6 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
 
 
 def test_shards_are_predicted_as_in_validation(case, here):
-    pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
     words = ("ckpt_path=run", "shards=tiles", "split=val", "hydra.run.dir=s", "table=parquet")
@@ -186,6 +188,48 @@ def test_shards_are_predicted_as_in_validation(case, here):
     for name in NAMES:
         expected = [float(row[f"probability_{name}"]) for row in validated]
         assert found[f"probability_{name}"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_slide_of_which_some_tiles_cannot_be_read_is_told_each_time(case, here):
+    path = write_tiff(case.folder / "torn.tif", [picture(203, 187)], side=64)
+    with tifffile.TiffFile(path) as file:
+        offset, count = file.pages[0].dataoffsets[5], file.pages[0].databytecounts[5]
+    content = bytearray(path.read_bytes())
+    content[offset : offset + count] = bytes(count)
+    path.write_bytes(content)
+    words = ("ckpt_path=run", "slides=[torn.tif,b.tif]", "hydra.run.dir=torn", "maps=false")
+    for again in (False, True):
+        code, said = here(*words)
+        assert code == 1
+        assert re.search(r"torn +\d+ .* \d+ tiles could not be read", said)
+        assert ("torn is done already" in said) == again
+    assert [row["slide"] for row in case.table("torn/slides.csv")] == ["torn", "b"]
+
+
+def test_a_damaged_shard_does_not_end_the_others(case, here):
+    with ShardWriter(case.folder / "set", classes=NAMES, shard_size=9000) as writer:
+        for number in range(6):  # two to a shard
+            image = np.full((32, 32, 3), 40 * number, np.uint8)
+            writer.add(image, 0, slide="aabbbc"[number], xy=(0, 0))
+    shards = sorted((case.folder / "set").glob("shard-*.h5"))
+    assert len(shards) == 3
+    words = ("ckpt_path=run", "shards=set", "hydra.run.dir=damaged")
+    assert here(*words[:2], "hydra.run.dir=sound")[0] == 0
+    kept = shards[1].read_bytes()
+    shards[1].write_bytes(kept[:-100])
+    shards[2].unlink()
+    code, said = here(*words)
+    assert code == 1
+    assert "failed: cannot read images from" in said
+    assert "shard-00001.h5" in said
+    sound, damaged = (case.table(f"{one}/predictions.csv") for one in ("sound", "damaged"))
+    assert damaged == [row for row in sound if row["slide"] == "a"]
+    shards[1].write_bytes(kept)  # what was not there is predicted now
+    code, said = here(*words)
+    assert code == 1
+    assert "a is done already" in said
+    assert "b: 1 tile could not be read: cannot read images from" in said
+    assert [row["slide"] for row in case.table("damaged/predictions.csv")] == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,15 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from spatialdl.text import aligned, counted, fitted, readable_bytes, size_in_bytes, width
+from spatialdl.text import (
+    aligned,
+    counted,
+    fitted,
+    readable_bytes,
+    size_in_bytes,
+    width,
+    without_passwords,
+)
 
 
 def test_columns_are_straight() -> None:
@@ -57,6 +65,17 @@ def test_numbers() -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text) == size
+
+
+def test_addresses_are_told_without_passwords() -> None:
+    given = {
+        "uri": ["postgresql://me:p@ss%2Fword@host:5/db", "sqlite:////tmp/a@b.db", 3, None],
+        "text": "see https://key@here.org/a and me@there.org, not https://here.org/me@b",
+    }
+    assert without_passwords(given) == {
+        "uri": ["postgresql://***@host:5/db", "sqlite:////tmp/a@b.db", 3, None],
+        "text": "see https://***@here.org/a and me@there.org, not https://here.org/me@b",
+    }
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5G", "1X", "lots", "٣M"])

@@ -18,7 +18,9 @@ from types import TracebackType
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
+from spatialdl.comm.roll_call import say_last
 from spatialdl.errors import NotFinite, UnsupportedSpatialOp
 
 USER_MISTAKES = (
@@ -30,6 +32,8 @@ USER_MISTAKES = (
     OmegaConfBaseException,
 )
 _HEAD_START_S = 1.0
+_CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""How gloo says that a rank has gone; that one's own words are those that matter."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -41,23 +45,16 @@ def describe_error(error: BaseException) -> str:
         text = str(error).partition("\nConfig search path:")[0]
         words = " ".join([text, *getattr(error, "__notes__", ())]).split()
         return " ".join(words) or type(error).__name__
+    text = str(error).partition("\n")[0]
+    if isinstance(error, RuntimeError) and any(lost in text for lost in _CONNECTION_LOST):
+        why = text.partition("] ")[2].partition(". This is typ")[0] or text
+        return f"another rank has gone, see what it or the launcher says ({why})"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def install_abort_hook() -> None:
     """From now on an uncaught exception in the main thread ends the job on all ranks."""
     sys.excepthook = _hook
-
-
-def end_job(code: int) -> None:
-    """End this process, and all ranks of its MPI world if there are others, at once."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    mpi = sys.modules.get("mpi4py.MPI")
-    running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if mpi is not None and running and mpi.COMM_WORLD.size > 1:
-        mpi.COMM_WORLD.Abort(code)
-    os._exit(code)
 
 
 def _hook(kind: type[BaseException], error: BaseException, where: TracebackType | None, /) -> None:
@@ -70,5 +67,5 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
     for handler in logging.getLogger().handlers:
         handler.flush()  # what this rank has kept for rank 0 to say
     who = f"rank {rank} on {socket.gethostname()}" if info else "error"
-    sys.stderr.write(f"{who}: {describe_error(error)}\n")  # at once, or launchers mix lines
+    say_last(f"{who}: {describe_error(error)}")
     end_job(1)

@@ -28,11 +28,18 @@ class Alone:
     rank = 0
     size = 1
 
+    @property
+    def world_ranks(self) -> range:
+        return range(self.size)
+
     def subset(self, ranks: Sequence[int]) -> Alone:
         return self
 
     def duplicate(self) -> Alone:
         return self
+
+    def nodes(self) -> list[int]:
+        return [0]
 
     def barrier(self) -> None:
         return None

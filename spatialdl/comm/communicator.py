@@ -46,6 +46,10 @@ class Communicator(Protocol):
     def size(self) -> int:
         """The number of ranks."""
 
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        """What they are called in the world, for messages."""
+
     def subset(self, ranks: Sequence[int]) -> Communicator:
         """Some of the ranks, numbered in this order; all of these, and no others, must call it.
 
@@ -54,6 +58,9 @@ class Communicator(Protocol):
 
     def duplicate(self) -> Communicator:
         """The same ranks with messages of their own; all ranks must call it."""
+
+    def nodes(self) -> list[int]:
+        """For each rank the first one on the same machine; all ranks must call it."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""

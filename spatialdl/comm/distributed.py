@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import operator
 import pickle
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +27,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from spatialdl.comm.communicator import Pending, Sending, fold
 from spatialdl.comm.gpu import StagedExchange
 from spatialdl.comm.held import Held, pieces_of, views_of
+from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.plan import Plan
+from spatialdl.waiting import noted
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _open: WeakSet[TorchCommunicator] = WeakSet()
 _made: Counter[tuple[int, ...]] = Counter()
@@ -47,10 +53,10 @@ class TorchCommunicator:
     def __init__(self, ranks: Sequence[int], group: Any = None, on_device: bool = True) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
-        self._world_ranks = tuple(ranks)
-        self._gloo: Any = group or _gloo_group(self._world_ranks)
+        self.world_ranks = tuple(ranks)
+        self._gloo: Any = group or _gloo_group(self.world_ranks)
         self._has_nccl = on_device and torch.cuda.is_available() and dist.is_nccl_available()
-        self._nccl = _nccl_group(self._world_ranks) if self._has_nccl else None
+        self._nccl = _nccl_group(self.world_ranks) if self._has_nccl else None
         _open.add(self)
 
     @classmethod
@@ -59,19 +65,26 @@ class TorchCommunicator:
         return cls(range(dist.get_world_size()))
 
     def subset(self, ranks: Sequence[int]) -> TorchCommunicator:
-        return TorchCommunicator([self._world_ranks[rank] for rank in ranks])
+        return TorchCommunicator([self.world_ranks[rank] for rank in ranks])
 
     def duplicate(self) -> TorchCommunicator:
-        return TorchCommunicator(self._world_ranks)
+        return TorchCommunicator(self.world_ranks)
+
+    def nodes(self) -> list[int]:
+        names = self.allgather(machine())
+        return [names.index(name) for name in names]
 
     def close(self) -> None:
         """End the threads of gloo; nothing can be sent after that."""
         self._gloo = None
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1))
+        noted("barrier", None, self.all_reduce, torch.zeros(1))
 
     def bcast(self, obj: Any, root: int = 0, /) -> Any:
+        return noted("broadcast", self.world_ranks, self._bcast, obj, root)
+
+    def _bcast(self, obj: Any, root: int) -> Any:
         packed = _packed(obj) if self.rank == root else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(packed)])
         dist.broadcast(size, group=self._gloo, group_src=root)
@@ -81,7 +94,7 @@ class TorchCommunicator:
         return obj if self.rank == root else _unpacked(packed)
 
     def gather(self, obj: Any, root: int = 0, /) -> list[Any] | None:
-        objects = self.allgather(obj)
+        objects = noted("gather", None, self.allgather, obj)
         return objects if self.rank == root else None
 
     def allgather(self, obj: Any, /) -> list[Any]:
@@ -102,7 +115,7 @@ class TorchCommunicator:
         return total.to(values.device)
 
     def all_reduce_(self, values: Tensor) -> None:
-        self.start_all_reduce(values).wait()
+        noted("all-reduce", self.world_ranks, self.start_all_reduce(values).wait)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         group = self._nccl if values.is_cuda else self._gloo
@@ -115,10 +128,11 @@ class TorchCommunicator:
         own = self.home(values).contiguous()
         everybody = own.new_empty((self.size, *own.shape))
         if own.is_cuda:  # NCCL's group has its ranks in the order of the world
-            order = sorted(range(self.size), key=self._world_ranks.__getitem__)
-            dist.all_gather([everybody[rank] for rank in order], own, group=self._nccl)
+            order = sorted(range(self.size), key=self.world_ranks.__getitem__)
+            into, group = [everybody[rank] for rank in order], self._nccl
         else:
-            dist.all_gather(list(everybody), own, group=self._gloo)
+            into, group = list(everybody), self._gloo
+        noted("all-gather", self.world_ranks, dist.all_gather, into, own, group)
         return everybody.to(values.device)
 
     def start_exchange(
@@ -162,7 +176,7 @@ class TorchCommunicator:
             ]
         return dist.batch_isend_irecv(
             [
-                dist.P2POp(kind, buffer, self._world_ranks[peer], self._nccl)
+                dist.P2POp(kind, buffer, self.world_ranks[peer], self._nccl)
                 for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
                 for buffer, peer in messages
             ]
@@ -178,6 +192,14 @@ class TorchCommunicator:
         landed = view if direct else torch.empty(view.shape, dtype=view.dtype)
         work = dist.irecv(landed, group=self._gloo, group_src=rank, tag=tag)
         return _Works([work], [] if direct else [(view, landed)], keep=landed)
+
+
+def machine() -> tuple[str, str]:
+    """What tells this machine from others, also from those of one name, and from containers."""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT.read_text().strip()
+    return socket.gethostname(), boot
 
 
 @atexit.register
@@ -203,13 +225,21 @@ def _gloo_group(ranks: tuple[int, ...]) -> Any:
     )
     _made[ranks] += 1
     here = ranks.index(dist.get_rank())
-    return dist.ProcessGroupGloo(store, here, len(ranks), dist.default_pg_timeout)
+    limit = timeout_of_groups() or dist.default_pg_timeout
+    return noted(
+        "setting up a communicator", ranks, dist.ProcessGroupGloo, store, here, len(ranks), limit
+    )
 
 
 def local_group(ranks: Sequence[int], backend: str) -> Any:
     """A group that torch.distributed holds; these ranks, and no others, make it."""
     with _named_by_its_ranks():
-        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        return dist.new_group(
+            list(ranks),
+            timeout=timeout_of_groups(),
+            backend=backend,
+            use_local_synchronization=True,
+        )
 
 
 @contextmanager

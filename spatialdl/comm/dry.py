@@ -39,6 +39,9 @@ class Dry(Alone):
     def duplicate(self) -> Dry:
         return self
 
+    def nodes(self) -> list[int]:
+        return [0] * self.size
+
 
 _heard: list[list[Talk]] = []
 

@@ -13,6 +13,7 @@ from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.tape import exchange_once, taped
+from spatialdl.waiting import noted
 
 
 def start_exchange(
@@ -69,15 +70,22 @@ def _start(
     if check.enabled():
         check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
     pending = comm.start_exchange(plan, sends, receives, adjoint, device)
-    return _Traced(pending, name) if trace.watched() else pending
+    return _Noted(pending, comm, plan, name)
 
 
-class _Traced:
-    """An exchange whose wait is recorded or counted."""
+class _Noted:
+    """An exchange whose wait is noted, and recorded or counted."""
 
-    def __init__(self, pending: Pending, name: str) -> None:
-        self._pending, self._name = pending, name
+    def __init__(self, pending: Pending, comm: Communicator, plan: Plan, name: str) -> None:
+        self._pending, self._comm, self._plan, self._name = pending, comm, plan, name
 
     def wait(self) -> None:
         with trace.span("halo", self._name):
-            self._pending.wait()
+            noted(self, self._peers, self._pending.wait)
+
+    def _peers(self) -> list[int]:
+        pieces = (*self._plan.sends, *self._plan.receives)
+        return [self._comm.world_ranks[peer] for peer in sorted({piece.peer for piece in pieces})]
+
+    def __str__(self) -> str:
+        return f"exchange for {self._name} ({self._plan.describe()})"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator, local_group
 from spatialdl.comm.launch import launched
+from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.world import end_process_group, start_process_group
 
 BACKENDS = ("mpi4py", "gloo", "nccl")
@@ -34,10 +35,10 @@ class BackendCommunicator(TorchCommunicator):
         super().__init__(ranks, group, on_device=name == "nccl")
 
     def subset(self, ranks: Sequence[int]) -> BackendCommunicator:
-        return BackendCommunicator([self._world_ranks[rank] for rank in ranks], self._name)
+        return BackendCommunicator([self.world_ranks[rank] for rank in ranks], self._name)
 
     def duplicate(self) -> BackendCommunicator:
-        return BackendCommunicator(self._world_ranks, self._name)
+        return BackendCommunicator(self.world_ranks, self._name)
 
 
 def backend_of(comm: Communicator, device: torch.device) -> str:
@@ -75,7 +76,7 @@ def start(name: str) -> None:
         return
     info = launched()
     if name == "mpi4py":
-        dist.init_process_group("mpi4py")
+        dist.init_process_group("mpi4py", timeout=timeout_of_groups())
         atexit.register(end_process_group)
     elif info is not None:
         start_process_group(info)

@@ -24,6 +24,7 @@ from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.errors import CommMismatch
 from spatialdl.layout import EMPTY_BOX, Box, Layout
+from spatialdl.waiting import noted
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ class Handover:
     """
 
     comm: Communicator
-    senders: range
-    receivers: range
+    senders: Sequence[int]
+    receivers: Sequence[int]
     me: int
     tag: int
     tags: int
@@ -200,9 +201,14 @@ class Handover:
             for tag in list(self._pending):
                 self._wait(tag)
 
+    def _others(self) -> list[int]:
+        """The ranks on the other side of the border, as the world calls them."""
+        others = self.receivers if self.me < len(self.senders) else self.senders
+        return [self.comm.world_ranks[rank] for rank in others]
+
     def _wait(self, tag: int) -> None:
         for sending in self._pending.pop(tag, ()):
-            sending.wait()
+            noted("hand-over, until it has left,", self._others, sending.wait)
 
     def _send(self, view: Tensor, peer: int, microbatch: int, direction: str) -> None:
         self._let_go()
@@ -234,12 +240,15 @@ class Handover:
             del self._arriving[tag]
         for number, message in enumerate(arriving.messages):
             rank = self._ranks[pieces[number].peer]
+            name = f"{direction} {microbatch} from rank {rank}"
+            what = f"hand-over {direction} of micro-batch {microbatch}"
+            sender = (self.comm.world_ranks[rank],)
             if arriving.headers:
                 header, announced = arriving.headers[number]
-                announced.wait()
+                noted(what, sender, announced.wait)
                 self._compare(header, rank, microbatch, direction)
-            with trace.span("hand-over", f"{direction} {microbatch} from rank {rank}"):
-                message.wait()
+            with trace.span("hand-over", name):
+                noted(what, sender, message.wait)
         return arriving
 
     def _compare(self, header: Tensor, rank: int, microbatch: int, direction: str) -> None:

@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from spatialdl import allocator
+from spatialdl.comm.roll_call import RollCall, say
 
 GRACE_S = 10.0
 """Ranks that were told to stop and have not after this long are killed."""
@@ -50,7 +51,7 @@ class LaunchInfo:
 
 
 # Launcher, and its variables for rank, size and local rank (of several the first that is set).
-# Innermost first: inside a Slurm step may run an mpiexec or a torchrun, never the other way round.
+# Innermost first: inside a Slurm step may run an mpiexec or a torchrun, inside either a torchrun.
 _VARIABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "mpiexec",
@@ -78,6 +79,8 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchInfo | None:
     """
     environment = os.environ if environment is None else environment
     for launcher, *variables in _VARIABLES:
+        if launcher != "torchrun" and "TORCHELASTIC_RUN_ID" in environment:
+            continue  # what started torchrun, on each host, has left its variables
         if launcher == "srun" and not _in_slurm_step(environment):
             continue
         rank, size, local_rank = (_first_integer(environment, names) for names in variables)
@@ -168,7 +171,12 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
         FileNotFoundError: if there is no launcher.
     """
     command, environment = ranks_command(world_size, module, arguments)
-    return _supervise(command, environment, stops)
+    with RollCall(world_size) as ranks:
+        code = _supervise(command, {**environment, **ranks.environment}, stops)
+    vanished = ranks.vanished()
+    if vanished and code and code - 128 not in _ENDING:
+        say(f"error: {vanished}")
+    return code
 
 
 def ranks_command(
@@ -193,6 +201,23 @@ def ranks_command(
             environment[TERMINAL] = "1"
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
     return [*launcher, sys.executable, "-m", module, *arguments], environment
+
+
+def close_to_others(environment: MutableMapping[str, str] | None = None) -> None:
+    """Have Open MPI open no port where all ranks are on one machine; before MPI is imported.
+
+    Its ranks would listen on all networks, for peers that they have not. What a site or a user says
+    of its transports stays as it is.
+
+    Args:
+        environment: of this rank; ``os.environ`` by default.
+    """
+    environment = os.environ if environment is None else environment
+    size = environment.get("OMPI_COMM_WORLD_SIZE")
+    by_mpiexec = size is not None and size == environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    by_srun = _in_slurm_step(environment) and environment.get("SLURM_STEP_NUM_NODES") == "1"
+    if by_mpiexec or by_srun:
+        environment.setdefault("OMPI_MCA_btl", "^tcp")
 
 
 def end_with_launcher() -> None:

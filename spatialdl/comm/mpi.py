@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -19,6 +20,7 @@ from spatialdl.comm.gpu import StagedExchange, cuda_aware
 from spatialdl.comm.held import Held, pieces_of
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.ways import WAYS, Request, Requests, Way, by_messages, fastest
+from spatialdl.waiting import noted
 
 
 class MpiCommunicator(MPI.Intracomm):
@@ -30,17 +32,49 @@ class MpiCommunicator(MPI.Intracomm):
 
     way: str | None = None
 
+    @cached_property
+    def world_ranks(self) -> tuple[int, ...]:
+        here, world = self.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = here.Translate_ranks(range(here.size), world)
+        here.Free()
+        world.Free()
+        return tuple(ranks)
+
     def subset(self, ranks: Sequence[int]) -> MpiCommunicator:
         everybody = self.Get_group()
         chosen = everybody.Incl(ranks)
+        members = [self.world_ranks[rank] for rank in ranks]
         try:
-            return MpiCommunicator(self.Create_group(chosen))
+            made = noted("setting up a communicator", members, self.Create_group, chosen)
+            return MpiCommunicator(made)
         finally:
             chosen.Free()
             everybody.Free()
 
     def duplicate(self) -> MpiCommunicator:
-        return MpiCommunicator(self.Dup())
+        made = noted("setting up a communicator", self.world_ranks, self.Dup)
+        return MpiCommunicator(made)
+
+    def barrier(self) -> None:
+        noted("barrier", self.world_ranks, super().barrier)
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        return noted("broadcast", self.world_ranks, super().bcast, obj, root)
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        return noted("gather", self.world_ranks, super().gather, sendobj, root)
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        return noted("all-gather", self.world_ranks, super().allgather, sendobj)
+
+    def allreduce(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
+        return noted("all-reduce", self.world_ranks, super().allreduce, sendobj, op)
+
+    def nodes(self) -> list[int]:
+        machine = self.Split_type(MPI.COMM_TYPE_SHARED)
+        first = machine.bcast(self.rank)
+        machine.Free()
+        return self.allgather(first)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         total = values.to("cpu", copy=True).contiguous()
@@ -49,7 +83,7 @@ class MpiCommunicator(MPI.Intracomm):
 
     def all_reduce_(self, values: Tensor) -> None:
         spec = [buffer(values), values.numel(), reduction_type(values)]
-        self.Allreduce(MPI.IN_PLACE, spec, MPI.SUM)
+        noted("all-reduce", self.world_ranks, self.Allreduce, MPI.IN_PLACE, spec, MPI.SUM)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         spec = [buffer(values), values.numel(), reduction_type(values)]
@@ -61,7 +95,7 @@ class MpiCommunicator(MPI.Intracomm):
     def all_gather(self, values: Tensor) -> Tensor:
         own = values.cpu().contiguous()
         everybody = own.new_empty((self.size, *own.shape))
-        self.Allgather(buffer(own), buffer(everybody))
+        noted("all-gather", self.world_ranks, self.Allgather, buffer(own), buffer(everybody))
         return everybody.to(values.device)
 
     def start_exchange(
@@ -76,7 +110,7 @@ class MpiCommunicator(MPI.Intracomm):
             start = self._fastest_way(plan, sends, receives, adjoint)
             return start(self, plan, sends, receives, adjoint)
 
-        aware = cuda_aware(self, device)
+        aware = noted("test of CUDA-aware MPI", self.world_ranks, cuda_aware, self, device)
 
         def talk(outgoing: Sequence[Held], incoming: Sequence[Held]) -> None:
             start = by_messages if aware else self._fastest_way(plan, outgoing, incoming, adjoint)
@@ -88,7 +122,8 @@ class MpiCommunicator(MPI.Intracomm):
         self, plan: Plan, sends: Sequence[Held], receives: Sequence[Held], adjoint: bool
     ) -> Way:
         if self.way is None:
-            self.way = fastest(self, plan, sends, receives, adjoint)
+            timing = (self, plan, sends, receives, adjoint)
+            self.way = noted("timing of exchanges", self.world_ranks, fastest, *timing)
         return WAYS[self.way]
 
     def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
@@ -114,7 +149,8 @@ class MpiCommunicator(MPI.Intracomm):
         if key not in self._graphs:
             sends, receives = pieces_of(plan, adjoint)
             sources, targets = [p.peer for p in receives], [p.peer for p in sends]
-            self._graphs[key] = self.Create_dist_graph_adjacent(sources, targets)
+            make = self.Create_dist_graph_adjacent
+            self._graphs[key] = noted("setting up", self.world_ranks, make, sources, targets)
         return self._graphs[key]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.gradients import buckets
 from spatialdl.mesh import Mesh
+from spatialdl.waiting import noted
 
 BUCKET_BYTES = 8 * 2**20
 
@@ -75,7 +76,7 @@ class SpatialParallel(nn.Module):
         while self._next < len(self._buckets):
             self._start_next()
         for bucket in self._buckets:
-            bucket.finish(self._mesh.size)
+            noted("gradients", self._comm.world_ranks, bucket.finish, self._mesh.size)
         self._next, self._running = 0, False
 
 

@@ -11,6 +11,7 @@ from spatialdl import trace
 from spatialdl.comm import check, dry
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.tape import once
+from spatialdl.waiting import noted
 
 # what MPI cannot add up, or not without loss
 _SUMMED_AS = {
@@ -39,7 +40,7 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
         check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
         wider = _SUMMED_AS.get(values.dtype, values.dtype)
         with trace.span("reduce", name):
-            return comm.all_reduce(values.to(wider)).to(values.dtype)
+            return noted(name, None, comm.all_reduce, values.to(wider)).to(values.dtype)
 
     return once(ask)
 
@@ -50,7 +51,7 @@ def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> No
     if comm.size > 1 and direct and comm.home(values) is values:
         check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
         with trace.span("reduce", name):
-            comm.all_reduce_(values)
+            noted(name, None, comm.all_reduce_, values)
     else:
         values.copy_(sum_over_ranks(comm, values, name))
 
@@ -85,7 +86,7 @@ def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") 
     def ask() -> Tensor:
         check.agree(comm, f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}")
         with trace.span("reduce", name):
-            return comm.all_gather(values.detach().resolve_conj())
+            return noted(name, None, comm.all_gather, values.detach().resolve_conj())
 
     return once(ask)
 

@@ -9,9 +9,12 @@ import atexit
 import os
 from typing import TYPE_CHECKING
 
-from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
+from spatialdl.comm.launch import LaunchInfo, check_mpi_world, close_to_others, launched
+from spatialdl.comm.limit import limit_waits, timeout_of_groups
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from spatialdl.comm.communicator import Communicator
 
 
@@ -19,30 +22,59 @@ class _Chosen:
     world: Communicator | None = None
 
 
-def start_world(transport: str = "auto") -> Communicator:
+def start_world(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """Make this process one of the ranks that its launcher started; all of them must call it.
 
     Args:
         transport: ``mpi``, ``torch`` (torch.distributed), or ``auto``: torch under torchrun,
             which sets up no MPI, mpi otherwise.
+        timeout: seconds that a rank may wait for others before the job ends, see
+            `comm.watchdog`; None or 0: for ever.
 
     Returns:
         What `world` returns from now on; a process by itself if no launcher started this one.
 
     Raises:
-        ValueError: if MPI sees another number of ranks than the launcher started.
+        ValueError: if MPI sees another number of ranks than the launcher started, or the ranks
+            take different transports.
     """
     from spatialdl.comm.alone import Alone
+    from spatialdl.comm.watchdog import start_watchdog, stop_watchdog
 
     info = launched()
+    limit_waits(timeout)
     if info is None:
         _Chosen.world = Alone()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
+        if info.launcher != "torchrun" and not _has_address():
+            _meet_by_mpi("torch")
         _Chosen.world = torch_world(info)
     else:
+        _meet_by_mpi("mpi")
         _Chosen.world = _mpi_world()
-        check_mpi_world(_Chosen.world.size)
+    if info is not None:
+        start_watchdog(_Chosen.world)
+        atexit.register(stop_watchdog)
     return _Chosen.world
+
+
+def _has_address() -> bool:
+    """Whether the environment says where ranks of torch.distributed meet."""
+    return {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def _meet_by_mpi(transport: str) -> None:
+    """See to it that all ranks go on by the same transport; others would wait for each other."""
+    from mpi4py import MPI
+
+    check_mpi_world(MPI.COMM_WORLD.size)
+    everybody = MPI.COMM_WORLD.allgather(transport)
+    for rank, other in enumerate(everybody):
+        if other != everybody[0]:
+            raise ValueError(
+                f"the ranks are not alike: comm.transport is {everybody[0]} on rank 0, {other} on "
+                f"rank {rank}: give all ranks the same overrides"
+            )
 
 
 def world() -> Communicator:
@@ -65,6 +97,7 @@ def _is_initialised() -> bool:
 
 
 def _mpi_world() -> Communicator:
+    close_to_others()
     from mpi4py import MPI
 
     from spatialdl.comm.mpi import MpiCommunicator
@@ -91,17 +124,37 @@ def start_process_group(info: LaunchInfo) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        dist.init_process_group(backend, rank=info.rank, world_size=info.size)
+    limit, store = timeout_of_groups(), None
+    if _has_address():
+        store = _store_at_loopback(info)
     else:
+        close_to_others()
         from mpi4py import MPI
 
-        from spatialdl.comm.store import store_by_mpi
+        from spatialdl.comm.store import keep_to_loopback, on_one_machine, store_by_mpi
 
         check_mpi_world(MPI.COMM_WORLD.size)
         store = store_by_mpi(MPI.COMM_WORLD)
-        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
+        if on_one_machine(MPI.COMM_WORLD):
+            keep_to_loopback()
+    # without a store that of the environment is taken
+    rank, size = info.rank, info.size
+    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
     atexit.register(end_process_group)
+
+
+def _store_at_loopback(info: LaunchInfo) -> Store | None:
+    """The store at MASTER_ADDR, if that is the loopback and no torchrun serves it already."""
+    from spatialdl.comm.store import LOOPBACK, ask_store, keep_to_loopback, serve_store
+
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(info.size)
+    if os.environ["MASTER_ADDR"] not in (LOOPBACK, "localhost") and not one_machine:
+        return None
+    keep_to_loopback()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or one_machine:
+        return None
+    make = serve_store if info.rank == 0 else ask_store
+    return make(LOOPBACK, int(os.environ["MASTER_PORT"]), info.size)
 
 
 def end_process_group() -> None:

@@ -71,6 +71,11 @@ def flags_of(arguments: Sequence[str], command: str = "train") -> Namespace:
             f"{unknown[0]} is unknown{_perhaps(word, known)}; keys are written as "
             f"key=value, and `python -m spatialdl.{command} --help` lists all"
         )
+    if getattr(flags, "experimental_rerun", None) is not None:
+        raise ValueError(
+            "--experimental-rerun unpickles what lies in a run directory, which may be any "
+            "program: give the words of its .hydra/overrides.yaml instead"
+        )
     return flags
 
 

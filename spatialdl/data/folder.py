@@ -20,6 +20,7 @@ import warnings
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from uuid import uuid4
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json
@@ -62,7 +63,6 @@ class FolderInProgress:
         parent, name = self.target.parent, self.target.name
         _remove_abandoned(self.target)
         path = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
-        path.chmod(0o777 & ~_umask())
         self._lock = (path / _LOCK).open("ab+", 0)
         with suppress(OSError):  # without locks nobody can tell whether it was abandoned
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,6 +73,7 @@ class FolderInProgress:
         """Give the folder its name; an old data set of that name is removed afterwards."""
         check_target(self.target, overwrite=self.overwrite)
         self._unlock()
+        self._show()
         fsync_folder(self.path)
         try:
             if self.target.exists():
@@ -94,6 +95,13 @@ class FolderInProgress:
         """Nobody is to find a lock in the folder."""
         (self.path / _LOCK).unlink(missing_ok=True)
         self._lock.close()
+
+    def _show(self) -> None:
+        """Until now nobody else could look into the folder; now it is as others are."""
+        usual = self.path / f".{uuid4().hex}"
+        usual.mkdir()  # os.umask would tell it too, but change it for all threads meanwhile
+        self.path.chmod(usual.stat().st_mode)
+        usual.rmdir()
 
     @property
     def _old(self) -> Path:
@@ -151,7 +159,7 @@ class ResumableFolder(FolderInProgress):
     def _make(self) -> Path:
         path = self.target.with_name(f".{self.target.name}.partial")
         while True:
-            path.mkdir(exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
             try:
                 self._lock = (path / _LOCK).open("ab+", 0)
             except FileNotFoundError:  # another one has just renamed it
@@ -260,9 +268,3 @@ def holds_results(folder: Path) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

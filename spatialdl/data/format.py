@@ -32,14 +32,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from spatialdl.data import fields
 from spatialdl.data.codec import CODECS, LOSSLESS, Codec
+from spatialdl.data.inside import file_status
 from spatialdl.data.pixels import DTYPES
 from spatialdl.data.saving import replacing
 from spatialdl.errors import ShardError
@@ -187,13 +190,12 @@ class Manifest:
         except (OSError, UnicodeDecodeError) as error:
             raise ShardError(f"cannot read {path}: {error}") from error
         try:
-            return _parse(json.loads(text))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return _parse(fields.table({MANIFEST: fields.parse(text)}, MANIFEST))
+        except (ValueError, KeyError) as error:
             if isinstance(error, ShardError):
                 raise ShardError(f"{path}: {error}") from None
-            detail = f"no {error}" if isinstance(error, KeyError) else error
             raise ShardError(
-                f"{path} is damaged: {detail}; copy or write the data set again"
+                f"{path} is damaged: {fields.missing(error)}; copy or write the data set again"
             ) from error
 
 
@@ -224,6 +226,19 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.h5"
 
 
+def shard_status(folder: Path, info: ShardInfo) -> os.stat_result:
+    """What the file system says of a shard.
+
+    Raises:
+        ShardError: it is no file, or a link that leads out of the folder.
+        OSError: it is not there.
+    """
+    try:
+        return file_status(folder, info.file)
+    except ValueError as error:
+        raise ShardError(f"{error}; copy or write the data set again") from None
+
+
 def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
     """SHA-256 of a file, in hexadecimal; `progress` hears of every so many bytes read."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_A_TIME))
@@ -243,73 +258,93 @@ def _row(row: ShardInfo | Sample) -> dict[str, Any]:
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
-    version = raw["format_version"]
-    if not isinstance(version, int) or version < 1:
-        raise ValueError(f"format_version is {version!r}")
+    version = fields.whole(raw, "format_version", 1)
     if version > FORMAT_VERSION:
         raise ShardError(
             f"format version {version} is newer than {FORMAT_VERSION}, the newest that this "
             "spatialdl reads; upgrade spatialdl"
         )
-    if raw["kind"] not in ("tiles", "regions"):
-        raise ValueError(f"kind is {raw['kind']!r}, expected 'tiles' or 'regions'")
-    size = raw["tile_size"]
+    codec: Codec = _one_of(raw, "codec", CODECS) if version > 1 else "raw"
     manifest = Manifest(
-        kind=raw["kind"],
-        classes=[str(name) for name in raw["classes"]],
-        channels=int(raw["channels"]),
-        tile_size=None if size is None else (int(size[0]), int(size[1])),
-        mpp=None if raw["mpp"] is None else float(raw["mpp"]),
-        masks=bool(raw["masks"]),
-        codec=raw["codec"] if version > 1 else "raw",
-        dtype=raw["dtype"] if version > 2 else "uint8",
-        shards=[_parse_shard(row) for row in raw["shards"]],
-        made_with=dict(raw["made_with"]),
+        kind=_one_of(raw, "kind", ("tiles", "regions")),
+        classes=fields.texts(raw, "classes"),
+        channels=fields.whole(raw, "channels"),
+        tile_size=None if raw["tile_size"] is None else _parse_size(raw["tile_size"]),
+        mpp=None if raw["mpp"] is None else fields.positive(raw, "mpp"),
+        masks=fields.flag(raw, "masks"),
+        codec=codec,
+        dtype=_one_of(raw, "dtype", DTYPES) if version > 2 else "uint8",
+        shards=[_parse_shard(row) for row in fields.tables(raw, "shards")],
+        made_with=fields.table(raw, "made_with"),
     )
-    if manifest.codec not in CODECS:
-        raise ValueError(f"codec is {manifest.codec!r}, expected one of {', '.join(CODECS)}")
-    if manifest.dtype not in DTYPES:
-        raise ValueError(f"dtype is {manifest.dtype!r}, expected one of {', '.join(DTYPES)}")
     if (manifest.kind == "tiles") != (manifest.tile_size is not None):
-        raise ValueError(f"tile_size is {size!r} where kind is {manifest.kind!r}")
-    parse = _parse_tile if manifest.kind == "tiles" else _parse_region
-    manifest.samples = [parse(row) for row in raw["samples"]]
+        raise ValueError(f"tile_size is {raw['tile_size']} where kind is {manifest.kind!r}")
+    parse = _parse_tile if manifest.kind == "tiles" else parse_region
+    manifest.samples = [parse(row) for row in fields.tables(raw, "samples")]
+    if manifest.samples and 0 in (manifest.channels, *(manifest.tile_size or ())):
+        raise ValueError("channels or tile_size is 0, and there are samples")
     for number, sample in enumerate(manifest.samples):
         _check_sample(manifest, number, sample)
     return manifest
 
 
+def _one_of(raw: dict[str, Any], key: str, known: Sequence[Any]) -> Any:
+    value = raw[key]
+    if value not in known:
+        expected = ", ".join(map(str, known))
+        raise ValueError(f"{key} is {fields.shown(value)}, expected one of {expected}")
+    return value
+
+
+def _parse_size(size: object) -> tuple[int, int]:
+    if not isinstance(size, list) or len(size) != 2:
+        raise ValueError(f"tile_size is {fields.shown(size)}, expected rows and columns")
+    rows, cols = ({"tile_size": side} for side in size)
+    return fields.whole(rows, "tile_size"), fields.whole(cols, "tile_size")
+
+
 def _parse_shard(row: dict[str, Any]) -> ShardInfo:
-    shard = ShardInfo(str(row["file"]), int(row["bytes"]), str(row["sha256"]), int(row["samples"]))
+    numbers = fields.whole(row, "bytes"), fields.whole(row, "samples")
+    shard = ShardInfo(fields.text(row, "file"), numbers[0], fields.text(row, "sha256"), numbers[1])
     if not _SHARD_NAME.fullmatch(shard.file):
-        raise ValueError(f"shard file {shard.file!r} is not a plain name ending in .h5")
+        raise ValueError(f"shard file {fields.shown(shard.file)} is not a plain name ending in .h5")
     return shard
 
 
 def _parse_tile(row: dict[str, Any]) -> TileSample:
-    return TileSample(shard=int(row["shard"]), index=int(row["index"]), **_common(row))
+    return TileSample(
+        shard=fields.place(row, "shard"), index=fields.place(row, "index"), **_common(row)
+    )
 
 
-def _parse_region(row: dict[str, Any]) -> RegionSample:
+def parse_region(row: dict[str, Any]) -> RegionSample:
+    """A region as `asdict` gives it.
+
+    Raises:
+        KeyError, ValueError: something of it is missing, or of another type.
+    """
     return RegionSample(
-        id=str(row["id"]),
-        height=int(row["height"]),
-        width=int(row["width"]),
-        mpp=None if row["mpp"] is None else float(row["mpp"]),
-        striped=bool(row["striped"]),
-        bands=tuple(Band(int(b["shard"]), int(b["row0"]), int(b["rows"])) for b in row["bands"]),
+        id=fields.text(row, "id"),
+        height=fields.whole(row, "height", 1),
+        width=fields.whole(row, "width", 1),
+        mpp=None if row["mpp"] is None else fields.positive(row, "mpp"),
+        striped=fields.flag(row, "striped"),
+        bands=tuple(
+            Band(fields.whole(b, "shard"), fields.whole(b, "row0"), fields.whole(b, "rows", 1))
+            for b in fields.tables(row, "bands")
+        ),
         **_common(row),
     )
 
 
 def _common(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        "label": None if row["label"] is None else int(row["label"]),
+        "label": None if row["label"] is None else fields.place(row, "label"),
         # few distinct names over many samples: keep one copy of each
-        "split": None if row["split"] is None else sys.intern(str(row["split"])),
-        "slide": sys.intern(str(row["slide"])),
-        "x": int(row["x"]),
-        "y": int(row["y"]),
+        "split": None if row["split"] is None else sys.intern(fields.text(row, "split")),
+        "slide": sys.intern(fields.text(row, "slide")),
+        "x": fields.place(row, "x"),
+        "y": fields.place(row, "y"),
     }
 
 
@@ -327,10 +362,14 @@ def _check_sample(manifest: Manifest, number: int, sample: Sample) -> None:
         return
     row = 0
     for band in sample.bands:
-        if band.row0 != row or band.rows < 1 or not 0 <= band.shard < len(manifest.shards):
+        if band.row0 != row or band.shard >= len(manifest.shards):
             raise ValueError(
-                f"sample {number} (region {sample.id!r}) has a wrong band at row {row}"
+                f"sample {number} (region {fields.shown(sample.id)}) has a wrong band at row {row}"
             )
         row += band.rows
     if row != sample.height or not re.fullmatch(r"[A-Za-z0-9_-]+", sample.id):
-        raise ValueError(f"sample {number} (region {sample.id!r}) is not covered by its bands")
+        raise ValueError(
+            f"sample {number} (region {fields.shown(sample.id)}) is not covered by its bands"
+        )
+    if len(sample.bands) > 1 and not sample.striped:
+        raise ValueError(f"sample {number} (region {sample.id}) has several bands, not striped")

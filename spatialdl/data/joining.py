@@ -20,6 +20,7 @@ from spatialdl.data.format import (
     Sample,
     ShardInfo,
     shard_name,
+    shard_status,
 )
 from spatialdl.data.saving import link
 from spatialdl.errors import ShardError
@@ -98,8 +99,12 @@ def _loaded(folder: Path) -> Manifest:
     except ShardError as error:
         raise ShardError(f"part {folder.name!r} is missing or was not finished: {error}") from None
     for info in manifest.shards:
-        path = folder / info.file
-        if not path.exists() or path.stat().st_size != info.bytes:
+        try:
+            whole = shard_status(folder, info).st_size == info.bytes
+        except OSError:
+            whole = False
+        if not whole:
+            path = folder / info.file
             raise ShardError(f"part {folder.name!r} is damaged: {path}; write it again")
     return manifest
 

@@ -17,7 +17,8 @@ from imagecodecs import deflate_crc32  # libdeflate's: ten times as fast as zlib
 
 from spatialdl.data.chunk_map import MISSING, map_chunks
 from spatialdl.data.codec import Codec, Coding
-from spatialdl.data.format import Manifest, Sample, TileSample
+from spatialdl.data.format import Manifest, Sample, TileSample, shard_status
+from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.region_shard import region_path
 
 CRC32 = "crc32"
@@ -47,7 +48,7 @@ def damaged_samples(folder: Path, manifest: Manifest, shard: int) -> list[int]:
         KeyError: it was written without sums, by an earlier spatialdl.
     """
     path = folder / manifest.shards[shard].file
-    size = path.stat().st_size
+    size = shard_status(folder, manifest.shards[shard]).st_size
     coding = Coding(manifest.codec)
     codecs: dict[str, Codec] = {"image": coding.codec}
     if manifest.masks:
@@ -76,8 +77,12 @@ def _is_whole(
         KeyError: nobody knows.
     """
     try:
-        dataset = h5[name]
-        sums = h5.get(f"{name}_{CRC32}") if index is not None else dataset.attrs.get(CRC32)
+        dataset = own_dataset(h5, name)
+        apart = f"{name}_{CRC32}"
+        if index is None:
+            sums = dataset.attrs.get(CRC32)
+        else:
+            sums = own_dataset(h5, apart) if apart in h5 else None
     except _READ_ERRORS:
         return False
     if sums is None:

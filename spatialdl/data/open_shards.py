@@ -17,6 +17,7 @@ from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
 from spatialdl.data.codec import Codec
 from spatialdl.data.coded_reading import read_coded
 from spatialdl.data.format import ShardInfo, sha256_of
+from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.giving_way import reading_source
@@ -80,6 +81,7 @@ class OpenShard:
         self.is_local = is_local
         self.look_again = time.monotonic() + _LOOK_EVERY_S
         self._h5: h5py.File | None = None
+        self._own: set[str] = set()
         self._raw: RawFile | None = None
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -124,11 +126,11 @@ class OpenShard:
         if codec != "raw" or self._io != "h5py":
             chunks = self._map(name, stacked, codec)
         # HDF5 would convert one type to another
-        dtype = self.h5[name].dtype if chunks is None else chunks.dtype
+        dtype = self._dataset(name).dtype if chunks is None else chunks.dtype
         if dtype not in (out.dtype, out.dtype.newbyteorder()):
             raise ValueError(f"it has type {dtype}, expected {out.dtype}")
         if chunks is None:
-            self.h5[name].read_direct(out, where)
+            self._dataset(name).read_direct(out, where)
             return
         if self._raw is None:
             self._raw = open_raw(self._fd, self._path, self._io)
@@ -152,8 +154,15 @@ class OpenShard:
     def _map(self, name: str, stacked: bool, codec: Codec) -> ChunkMap | None:
         key = self.identity, name
         if key not in self._maps:
-            self._maps.put(key, map_chunks(self.h5[name], stacked, self._size, codec))
+            self._maps.put(key, map_chunks(self._dataset(name), stacked, self._size, codec))
         return self._maps.get(key)
+
+    def _dataset(self, name: str) -> h5py.Dataset:
+        if name in self._own:
+            return self.h5[name]
+        dataset = own_dataset(self.h5, name)
+        self._own.add(name)
+        return dataset
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -204,11 +213,22 @@ class OpenShards:
                 return
             self._distrusted.add(info.file)
             self._shards.pop(info.file, None)
-        if self.local is not None and _is_first(self.local / f".distrusted-{info.file}"):
+        if self.local is not None and not self.local.is_dir():
+            self._say_gone(self.local)
+        elif self.local is not None and _is_first(self.local / f".distrusted-{info.file}"):
             log.warning(
                 "%s: the copy of %s in %s is no good any more (%s); reading it from %s",
                 *(socket.gethostname(), info.file, self.local, why, self._folder),
             )
+
+    def _say_gone(self, local: Path) -> None:
+        """All copies have vanished; a process says so once."""
+        with self._lock:
+            if local in self._gone:
+                return
+            self._gone.add(local)
+        host = socket.gethostname()
+        log.warning("%s: the copies in %s are gone; reading from %s", host, local, self._folder)
 
     def _may_stay(self, shard: OpenShard, info: ShardInfo) -> bool:
         """Whether an open shard is the one to read, as far as was looked."""
@@ -273,6 +293,7 @@ class OpenShards:
         self._known: dict[str, Identity] = {}
         self._arrived: set[str] = set()
         self._distrusted: set[str] = set()
+        self._gone: set[Path] = set()
 
     def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Io, Path | None]]:
         return OpenShards, (self._folder, self._io, self.local)

@@ -20,6 +20,7 @@ from spatialdl.data.format import (
     Sample,
     TileSample,
     sha256_of,
+    shard_status,
 )
 from spatialdl.data.locating import say_damaged
 from spatialdl.data.open_shards import OpenShard, OpenShards
@@ -46,6 +47,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             cut in that moment kills the process), "pread", or raw ones all through HDF5 ("h5py").
             "auto" is "mmap" on file systems of this machine and "pread" on Lustre, NFS and other
             networks.
+        whole: whether all shards must be there, as long as the manifest says; otherwise one that
+            is not is told when it is read.
 
     Raises:
         ShardError: the folder is missing, not whole, or not of a version that is known.
@@ -53,14 +56,20 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], split: str | None = None, *, io: Io = "auto"
+        self,
+        path: str | os.PathLike[str],
+        split: str | None = None,
+        *,
+        io: Io = "auto",
+        whole: bool = True,
     ) -> None:
         if io not in IOS:
             raise ValueError(f"io is {io!r}, expected one of {', '.join(IOS)}")
         self.path = Path(path).absolute()
         self.split = split
         self._manifest = Manifest.load(self.path)
-        _check_sizes(self.path, self._manifest)
+        if whole:
+            _check_sizes(self.path, self._manifest)
         samples = self._manifest.samples
         if split is not None:
             samples = [sample for sample in samples if sample.split == split]
@@ -154,7 +163,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             ShardError: the shard is missing or damaged.
         """
         row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = np.empty((row1 - row0, col1 - col0, self.channels), self.dtype)
+        out = self._room((row1 - row0, col1 - col0, self.channels), self.dtype)
         self._fill(out, self.sample(sample), "image", (row0, row1, col0, col1))
         return out
 
@@ -167,7 +176,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         if not self.has_masks:
             raise ValueError(f"data set {self.path} has no masks")
         row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = np.empty((row1 - row0, col1 - col0), np.uint8)
+        out = self._room((row1 - row0, col1 - col0), np.dtype(np.uint8))
         self._fill(out, self.sample(sample), "mask", (row0, row1, col0, col1))
         return out
 
@@ -230,6 +239,15 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             )
         return box
 
+    def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pixels:
+        try:
+            return np.empty(shape, dtype)
+        except (MemoryError, ValueError) as error:
+            raise ShardError(
+                f"a box of {shape[0]} x {shape[1]} pixels of data set {self.path} does not fit "
+                f"into memory ({error}); read smaller boxes, or the manifest is damaged"
+            ) from error
+
     def _fill(self, out: Pixels, found: Sample, what: str, box: Box) -> None:
         if out.size == 0:
             return
@@ -284,9 +302,8 @@ def _bands(region: RegionSample, row0: int, row1: int) -> Iterator[tuple[int, Ba
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for info in manifest.shards:
-        path = folder / info.file
         try:
-            size = path.stat().st_size
+            size = shard_status(folder, info).st_size
         except OSError as error:
             raise ShardError(
                 f"data set {folder}: cannot find {info.file} ({error.strerror}); "

@@ -44,7 +44,7 @@ def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str,
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
             rows = list(csv.reader(lines))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"data.targets={file} cannot be read: {error}") from error
     head = [name.strip() for name in rows[0]] if rows else []
     if len(head) < 2 or head[0] not in _KEYS:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl import trace
+from spatialdl import trace, waiting
 from spatialdl.comm.communicator import Communicator, as_communicator
 from spatialdl.comm.gradients import average, shard_of
 from spatialdl.comm.reduce import gather_over_ranks
@@ -25,7 +25,7 @@ from spatialdl.mesh import Mesh, Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.clipping import clip_gradients
-from spatialdl.pipeline.holders import holders_of, reducers_over
+from spatialdl.pipeline.holders import holders_of, reducers_by_nodes, reducers_over
 from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.overflow import unscale_gradients
 from spatialdl.pipeline.partition import cut
@@ -45,6 +45,7 @@ from spatialdl.spatial.weights_apart import WeightsApart
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from spatialdl.comm.nodes import Nodes
     from spatialdl.pipeline.sharded import ShardedStage
 
 
@@ -67,6 +68,7 @@ class Pipeline:
         shard_state: whether data replicas share parameters, gradients and optimizer state out
             among them, over `backend` or that of `comm`, see `pipeline.sharded`.
         mixed: float16 or bfloat16 if stages and loss run under autocast to it.
+        nodes: of `comm`, if gradients are to be averaged by nodes where that saves time.
         sample_weights: how much the samples of a target count in the mean of `criterion`, (N,);
             None, or where it gives None, all alike.
 
@@ -95,6 +97,7 @@ class Pipeline:
         backend: str | None = None,
         shard_state: bool = False,
         mixed: torch.dtype | None = None,
+        nodes: Nodes | None = None,
         sample_weights: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         if shard_state:
@@ -140,6 +143,8 @@ class Pipeline:
             self.sharded = self._shard(blocks, backend)
         elif backend is not None and comm.size > 1:
             self._reducers = reducers_over(backend, placement, self._holders)
+        elif nodes is not None:
+            self._reducers = reducers_by_nodes(self._holders, nodes.of[comm.rank])
         self._statistics: dict[int, SliceStatistics] = {}
         for stage, module in self.stages.items():
             if placement.data * placement.copies * placement.batch_parts(stage) > 1:
@@ -224,8 +229,9 @@ class Pipeline:
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
             self._expect(action, coming, microbatches)
-            self.doing = action
-            with trace.span("compute", describe(action), action):
+            self.doing, name = action, describe(action)
+            waiting.doing(name)
+            with trace.span("compute", name, action):
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
                 elif action.kind == "backward":
@@ -237,6 +243,7 @@ class Pipeline:
                 else:
                     self._later.pop(action).add_all()
         self.doing = None
+        waiting.doing("")
         self._wait_sent()
         for stage, module in self.stages.items():
             if stage in self.sharded:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spatialdl.planning.calibrate import measured
 from spatialdl.planning.search import Row, search
-from spatialdl.planning.setup import MEASURED, cluster_named, job_of, planned_type
+from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
 from spatialdl.planning.table import limit, table
 
 KEYS = ("world", "device_memory_gb", "cluster")
@@ -28,7 +28,6 @@ def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[Di
     Raises:
         ValueError: if nothing fits, or there is no such cluster.
     """
-    planned_type(config)
     settings = config.parallel
     base = settings.copy()
     with open_dict(base):
@@ -40,9 +39,11 @@ def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[Di
             "parallel=auto knows nothing of this machine yet: measure it once by "
             "`python -m spatialdl.plan --calibrate world=1`, or name parallel.cluster"
         )
-    cluster = cluster_named(cluster_file(settings.cluster))
     plain = config.copy()
     plain.parallel = base
+    chosen = cluster_file(settings.cluster)
+    check_first(plain, settings.cluster == MEASURED and measured() is None)
+    cluster = cluster_named(chosen)
     job = job_of(plain, cluster)
     rows = search(job, cluster, base, world, limit(settings.device_memory_gb, cluster, world))
     plain.parallel = rows[0].layout.config(base)

@@ -139,7 +139,7 @@ class Cluster:
         same = first // self.ranks_per_node == last // self.ranks_per_node
         return self.within_node if same else self.between_nodes
 
-    def talking(self, talks: Iterable[Talk], ranks: range) -> float:
+    def talking(self, talks: Iterable[Talk], ranks: Sequence[int]) -> float:
         """Time of what one of some ranks says to the others."""
         link = self.link(min(ranks), max(ranks))
         total = 0.0

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
+from spatialdl.training.checks import check_config
 from spatialdl.training.network.building import build_model
 from spatialdl.training.optimization.optimizers import make_optimizer
 from spatialdl.training.optimization.precision import named
@@ -48,6 +49,22 @@ def cluster_named(settings: DictConfig, again: bool = False) -> Cluster:
         log.info("what was measured is kept in %s", cache_file())
     given.pop("name")
     return cluster_of({**found, **{str(key): value for key, value in given.items()}})
+
+
+def check_first(config: DictConfig, measures: bool) -> None:
+    """Refuse what no cluster can train, before minutes go into measuring this machine.
+
+    Args:
+        config: with a layout.
+        measures: whether it will be measured.
+
+    Raises:
+        ValueError: if something is wrong with the configuration, the data or the network.
+    """
+    check_config(config)
+    planned_type(config)
+    if measures:
+        build_model(config, open_sources(config.data, int(config.seed), config.task.name))
 
 
 def planned_type(config: DictConfig) -> torch.dtype:

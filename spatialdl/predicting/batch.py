@@ -74,7 +74,7 @@ class _Batch:
             paths = save_tables(self._run_dir, self._records, classes, trained.task, kind)
             print(table(self._reports))
             log.info("written: %s", ", ".join(map(str, paths)))
-        return not any(report.problem for report in self._reports)
+        return not any(report.failed for report in self._reports)
 
     # --- what there is to do
 
@@ -92,7 +92,7 @@ class _Batch:
 
     def _of_shards(self, folder: Path) -> Iterator[_Todo]:
         trained = self._trained
-        dataset = ShardDataset(folder, self._config.split)
+        dataset = ShardDataset(folder, self._config.split, whole=False)
         maps = trained.task == "segmentation"
         found = shard_inputs(dataset, trained.image_size, maps=maps)
         if any(one.whole for one in found):
@@ -140,7 +140,7 @@ class _Batch:
         if problem is not None:
             if self._world.rank == 0:
                 log.warning("%s", problem)
-            self._reports.append(Report(todo.name, problem=problem))
+            self._reports.append(Report(todo.name, problem=problem, failed=True))
         elif record is not None:
             report = _report(record, self._trained)
             self._records.append(record)
@@ -158,7 +158,11 @@ class _Batch:
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files)
-        record.save(self._run_dir)
+        if outcome.problem:
+            left_out = counted(record.left_out, "tile")
+            log.warning("%s: %s could not be read: %s", given.name, left_out, outcome.problem)
+        if given.slide is not None or not record.left_out:
+            record.save(self._run_dir)
         return record
 
 
@@ -229,4 +233,5 @@ def _report(record: Record, trained: Trained) -> Report:
         trained.classes[best],
         float(means[best]),
         f"{counted(record.left_out, 'tile')} could not be read" if record.left_out else "",
+        failed=record.left_out > 0,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spatialdl.comm.limit import check_timeout
 from spatialdl.mesh import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import LATEST, candidates
@@ -30,6 +31,7 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("ckpt_path=latest of which run? name its directory")
     candidates(str(config.ckpt_path), Path())
     _check_choices(config)
+    check_timeout(config.comm.timeout)
     _check_input(config)
     _check_numbers(config)
     if config.parallel.name == "auto":
@@ -137,6 +139,8 @@ def _check_numbers(config: DictConfig) -> None:
     part = config.min_tissue
     if part is not None and not (_is_number(part) and 0 <= part <= 1):
         raise ValueError(f"min_tissue={part} must lie between 0 and 1")
+    if not isinstance(config.trust, ListConfig):
+        raise ValueError(f"trust={config.trust} is a list of names: write trust=[package.Class]")
     if config.classes is not None and not isinstance(config.classes, ListConfig):
         raise ValueError(f"classes={config.classes} is a list of names: write classes=[...]")
 

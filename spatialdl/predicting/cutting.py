@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from spatialdl.data.fields import shown
 from spatialdl.predicting.trained import Trained
-from spatialdl.slides.reading.resolution import Wanted
+from spatialdl.slides.cutting.filters import FILTERS
+from spatialdl.slides.cutting.stains import METHODS
+from spatialdl.slides.finding.tissue import BACKGROUNDS
+from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP, Wanted
 
 _SIDE_OF_WHOLE = 512
 """Of the tiles by which the tissue of a whole region is found."""
@@ -52,6 +56,7 @@ class Cutting:
             filter=dict(self.filters or {}),
             stain_normalise=self.stain_normalise,
             stain_reference=reference,
+            whole=self.whole,
             mask_dir=None,
             annotations=None,
         )
@@ -68,6 +73,7 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
         ValueError: if nobody says at which resolution, or the settings do not fit.
     """
     before = trained.made_with
+    _check(before)
     whole = config.whole
     if whole is None:
         whole = trained.task == "segmentation" or trained.kind == "regions"
@@ -104,6 +110,42 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
             "set were left as they are: leave it out"
         )
     return found
+
+
+def _check(before: Mapping[str, Any]) -> None:
+    """Whether what is said of the training images can be: anybody may have written it."""
+    for key, can_be in _CAN_BE.items():
+        value = before.get(key)
+        if value is not None and not can_be(value):
+            raise ValueError(
+                f"the checkpoint says {key}={shown(value)} of its training images, which cannot "
+                "be: name a checkpoint of spatialdl.train"
+            )
+
+
+def _whole(value: Any, least: int, most: int = 2**20) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most
+
+
+_CAN_BE: Mapping[str, Callable[[Any], bool]] = {
+    "tile_size": lambda value: _whole(value, 1),
+    "overlap": lambda value: _whole(value, 0),
+    "level": lambda value: _whole(value, 0),
+    "mpp": lambda value: _number(value, *PLAUSIBLE_MPP),
+    "slide_mpp": lambda value: _number(value, *PLAUSIBLE_MPP),
+    "mag": lambda value: _number(value, *(MPP_AT_1X / mpp for mpp in reversed(PLAUSIBLE_MPP))),
+    "min_tissue": lambda value: _number(value, 0, 1),
+    "background": lambda value: isinstance(value, str) and value in BACKGROUNDS,
+    "stain_normalise": lambda value: isinstance(value, str) and value in METHODS,
+    "filter": lambda value: (
+        isinstance(value, dict)
+        and all(name in FILTERS and _number(most, 0, 1) for name, most in value.items())
+    ),
+}
 
 
 def _tile_size(config: DictConfig, trained: Trained, whole: bool) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from spatialdl.data.augmentation.color import value_range
 from spatialdl.data.format import TileSample
 from spatialdl.data.image_source import Box, ImageSource, Pixels
 from spatialdl.data.shards import ShardDataset
-from spatialdl.errors import SlideError
+from spatialdl.errors import ShardError, SlideError
 from spatialdl.predicting.cutting import Cutting
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.cutting.stains import Colours
@@ -198,11 +199,16 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
 
 @dataclass
 class Some:
-    """Some samples of a data set."""
+    """Some samples of a data set.
+
+    Attributes:
+        unreadable: those of which something could not be read in this process; it is white.
+    """
 
     dataset: ShardDataset
     numbers: Sequence[int]
     has_masks: bool = False
+    unreadable: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.labels = np.zeros(len(self.numbers), np.int64)  # whatever they are
@@ -226,7 +232,14 @@ class Some:
         return self.dataset.image_size(self.numbers[sample])
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
-        return self.dataset.read(self.numbers[sample], box)
+        try:
+            return self.dataset.read(self.numbers[sample], box)
+        except ShardError as error:
+            self.unreadable[sample] = str(error)
+        rows, cols = self.image_size(sample)
+        row0, row1, col0, col1 = box or (0, rows, 0, cols)
+        shape = row1 - row0, col1 - col0, self.channels
+        return np.full(shape, value_range(self.dtype), self.dtype)
 
     def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
         return self.dataset.read_mask(self.numbers[sample], box)
@@ -265,7 +278,7 @@ def _tiles_input(
     samples = [dataset.sample(number) for number in numbers]
     places = [(sample.x, sample.y) for sample in samples]
     stored = dataset.image_size(numbers[0])
-    span = _span(places, stored, int(dataset.manifest.made_with.get("overlap") or 0))
+    span = _span(places, stored, dataset.manifest.made_with.get("overlap"))
     extent = mpp = None
     if span is not None:
         far = max(y for _, y in places) + span[0], max(x for x, _ in places) + span[1]
@@ -275,9 +288,11 @@ def _tiles_input(
 
 
 def _span(
-    places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: int
+    places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: object
 ) -> tuple[float, float] | None:
     """Level-0 pixels of a tile, told by how far neighbours are apart; None if few have any."""
+    if not isinstance(overlap, int) or not 0 <= overlap < size[0]:  # anybody may have written it
+        overlap = 0
     steps = [np.diff(np.unique([place[axis] for place in places])) for axis in (0, 1)]
     found = np.concatenate(steps)
     if len(found) < _NEIGHBOURS or size[0] != size[1]:

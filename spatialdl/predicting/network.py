@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.trained import Trained
+from spatialdl.predicting.trust import check_targets
 from spatialdl.training.checkpoints.content import restore_network
 from spatialdl.training.checkpoints.reading import Checkpoint
+from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.layouts import check_image, placement_of, schedule_of
 from spatialdl.training.network.building import instantiate
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
@@ -26,15 +29,17 @@ class Network:
 
     Raises:
         ValueError: the network cannot be built, or the device not do what is asked.
+        CheckpointError: the checkpoint names code that the command does not trust.
     """
 
     def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
+        check_targets(OmegaConf.to_container(trained.config.model), list(config.trust))
         settings = trained.config.trainer
         set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self._trained, self._config, self._world = trained, config, world
         self._device = device_of(config.device)
         self.precision = precision_of(config.precision or settings.precision, self._device)
-        self.placement = placement_of(config.parallel)
+        self.placement = Nodes(world).placed(placement_of(config.parallel))
         self.schedule = schedule_of(config.parallel, self.placement)
         self._pipeline: Pipeline | None = None
 
@@ -72,6 +77,8 @@ class Network:
             gather_before=parallel.gather_before or (),
             mixed=self.precision.mixed,
         )
+        if self._config.comm.map:
+            tell_ranks(pipeline, self._world)
         with Checkpoint(trained.path) as source:
             averaged = bool(self._config.average)
             restore_network(pipeline, source, self._world, averaged=averaged)

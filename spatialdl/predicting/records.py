@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,16 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data import fields
 from spatialdl.data.saving import replacing
+from spatialdl.slides.batch.finding_slides import storable
 
 FOLDER = "records"
 """Its name in a run directory."""
+
+_PLACE, _VALUE = np.dtype(np.int64), np.dtype(np.float64)
+# what NumPy and zipfile raise at a damaged file
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, EOFError, NotImplementedError, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,18 @@ class Record:
         """That of a slide, if it was made of the same, and all of its files are there."""
         try:
             with np.load(_path(run_dir, name)) as found:
-                told = json.loads(str(found["told"]))
+                told = fields.table({"told": fields.parse(str(found["told"]))}, "told")
                 places, values = found["places"], found["values"]
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            files, left_out = fields.texts(told, "files"), fields.whole(told, "left_out")
+            span = None if told["span"] is None else _span(told["span"])
+            same = fields.text(told, "key") == key
+            whole = all((run_dir / file).is_file() for file in files)
+        except (*_UNREADABLE, BadZipFile):
             return None
-        if told["key"] != key or not all((run_dir / file).is_file() for file in told["files"]):
+        alike = places.shape == (len(values), 2) and values.ndim == 2
+        if not (same and whole and alike and (places.dtype, values.dtype) == (_PLACE, _VALUE)):
             return None
-        span = None if told["span"] is None else (told["span"][0], told["span"][1])
-        return cls(name, key, places, span, values, told["left_out"], told["files"])
+        return cls(name, key, places, span, values, left_out, files)
 
 
 def key_of(settings: Any, path: Path | None) -> str:
@@ -77,5 +88,10 @@ def key_of(settings: Any, path: Path | None) -> str:
     return hashlib.sha256(json.dumps([settings, state], default=str).encode()).hexdigest()
 
 
+def _span(told: Any) -> tuple[float, float]:
+    rows, cols = ({"span": side} for side in told)
+    return fields.positive(rows, "span"), fields.positive(cols, "span")
+
+
 def _path(run_dir: Path, name: str) -> Path:
-    return run_dir / FOLDER / f"{name}.npz"
+    return run_dir / FOLDER / f"{storable(name)}.npz"

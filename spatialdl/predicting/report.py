@@ -12,7 +12,7 @@ _LONGEST_NAME, _LONGEST_REMARK = 40, 100
 
 @dataclass(frozen=True)
 class Report:
-    """What came out of a slide; `problem` says why nothing did."""
+    """What came out of a slide; `problem` says why nothing did, `failed` if the command fails."""
 
     name: str
     tiles: int = 0
@@ -20,6 +20,7 @@ class Report:
     value: float | None = None
     remark: str = ""
     problem: str = ""
+    failed: bool = False
 
 
 def table(reports: Sequence[Report]) -> str:

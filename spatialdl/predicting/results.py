@@ -13,11 +13,15 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.predicting.geojson import region_features, save_geojson, tile_features
@@ -25,10 +29,12 @@ from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.overlay import save_overlay
 from spatialdl.predicting.overview import Overview
 from spatialdl.predicting.pieces import PiecedMap
+from spatialdl.predicting.progress import bar
 from spatialdl.predicting.running import Outcome
 from spatialdl.predicting.tables import ONE_CLASS
 from spatialdl.predicting.tile_map import TileMap
 from spatialdl.predicting.trained import Trained
+from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.pyramid import TILE, write_pyramid
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
@@ -42,7 +48,8 @@ _PICTURE = 1600  # pixels of the longer side of a slide's picture
 class ClassMap(Protocol):
     """A map of each class over a slide; its bands are on rank 0, all ranks go through them."""
 
-    size: tuple[int, int]
+    @property
+    def size(self) -> tuple[int, int]: ...
 
     def bands(self, column: int, rows: int) -> Bands: ...
 
@@ -104,7 +111,7 @@ class Maps:
         if given.slide is not None:
             one = self._trained.task in ONE_CLASS
             features = tile_features(places, given.span, values, classes, one_class=one)
-            save_geojson(self._named(f"{given.name}.geojson"), features)
+            save_geojson(self._named(".geojson"), features)
         if outcome.activation is not None:
             self._save_activation(places, outcome.activation[kept])
 
@@ -136,17 +143,24 @@ class Maps:
         offset = round(y / scale), round(x / scale)
         whole = (max(size[0], offset[0] + given.size[0]), max(size[1], offset[1] + given.size[1]))
         found = PiecedMap(self._world, whole, outcome.pieces, given.size, offset)
-        means = self._tiffs(found, scale, (0.0, 1.0), "", "probability")
-        others = [k for k in range(len(self._trained.classes)) if k not in means]
-        for number in others:  # which class is the most probable is told among all
-            means[number] = self._passed(found, number)
+        classes = self._trained.classes
+        with self._bar(len(classes) * ceil(whole[0] / _ROWS)) as done:
+            told = _Told(found, done)
+            means = self._tiffs(told, scale, (0.0, 1.0), "", "probability")
+            others = [k for k in range(len(classes)) if k not in means]
+            for number in others:  # which class is the most probable is told among all
+                means[number] = self._passed(told, number)
         if self._world.rank != 0:
             return
         self._picture("heatmap", means, _scale(found, scale), "probability", (0.0, 1.0))
         stack = np.stack([means[k] for k in range(len(means))])
-        classes = self._trained.classes
         features = region_features(stack, _scale(found, scale), classes, self._shown)
-        save_geojson(self._named(f"{given.name}.geojson"), features)
+        save_geojson(self._named(".geojson"), features)
+
+    def _bar(self, bands: int) -> AbstractContextManager[Any]:
+        if self._world.rank != 0:
+            return nullcontext()
+        return bar(self._given.name, "maps", bands, "band")  # type: ignore[no-any-return]
 
     def _passed(self, found: ClassMap, number: int) -> npt.NDArray[Any]:
         overview = Overview(found.size)
@@ -174,7 +188,7 @@ class Maps:
             name = self._trained.classes[number]
             told = {"class": name, "what": what, "value_at_0": limits[0], "value_at_255": limits[1]}
             write_pyramid(
-                self._named(f"{self._given.name}-{self._file_names()[number]}{ending}.tif"),
+                self._named(f"-{self._file_names()[number]}{ending}.tif"),
                 (_as_bytes(band, limits) for band in overview.seen(bands)),
                 found.size,
                 mpp,
@@ -195,7 +209,7 @@ class Maps:
         given = self._given
         assert given.extent is not None
         save_overlay(
-            self._named(f"{given.name}-{what}.png"),
+            self._named(f"-{what}.png"),
             given.name,
             {self._trained.classes[k]: means[k] for k in self._shown},
             scale,
@@ -205,7 +219,9 @@ class Maps:
             limits,
         )
 
-    def _named(self, name: str) -> Path:
+    def _named(self, ending: str) -> Path:
+        # a data set may call its slides whatever it likes
+        name = f"{storable(self._given.name)}{ending}"
         self._files.append(name)
         return self._run_dir / name
 
@@ -217,6 +233,24 @@ class Maps:
             name if folded.count(name.casefold()) == 1 else f"{name}_{number}"
             for number, name in enumerate(names)
         ]
+
+
+@dataclass
+class _Told:
+    """A map whose bands a bar counts."""
+
+    given: ClassMap
+    bar: tqdm[Any] | None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.given.size
+
+    def bands(self, column: int, rows: int) -> Bands:
+        for band in self.given.bands(column, rows):
+            yield band
+            if self.bar is not None:
+                self.bar.update()
 
 
 def _scale(found: ClassMap, scale: float) -> float:

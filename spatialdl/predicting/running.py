@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,8 @@ import numpy.typing as npt
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.data.batches import Slice
 from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
 from spatialdl.pipeline.runtime import Pipeline
@@ -23,11 +22,14 @@ from spatialdl.predicting.activation import ActivationMaps
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
 from spatialdl.predicting.pieces import Piece, own_pieces
+from spatialdl.predicting.progress import ReadInBands, bar, layers_told
 from spatialdl.predicting.trained import Trained
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.feeding import Feed
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression, SampleTask
 from spatialdl.training.validation import evaluated
+
+log = logging.getLogger("spatialdl.predict")
 
 TASKS: Mapping[str, type[Any]] = {
     "classification": Classification,
@@ -44,6 +46,7 @@ class Outcome:
         values: float64 (N, columns), probabilities or values of its images, on rank 0 only; of a
             map its mean.
         kept: which images were predicted, the others could not be read; on rank 0 only.
+        problem: why one of the others could not.
         pieces: this rank's parts of the probability map, where there is one for pixels.
         activation: float32 (images, classes, rows, columns), of all images, on rank 0 only, if
             asked for; see `predicting.activation`.
@@ -51,6 +54,7 @@ class Outcome:
 
     values: Tensor | None = None
     kept: Sequence[int] = ()
+    problem: str = ""
     pieces: Sequence[Piece] = ()
     activation: npt.NDArray[np.float32] | None = None
 
@@ -84,20 +88,24 @@ class Runner:
             raise
         except ValueError as error:  # the same on all ranks
             raise SlideError(f"{given.name}: {error}") from error
+        source, told = given.source, given.whole and self._world.rank == 0
+        if told:
+            rows, cols = given.size
+            log.info("%s: an image of %d x %d is read and predicted", given.name, rows, cols)
+            source = ReadInBands(source, given.name)
         feed = Feed(
             OmegaConf.create({"workers": 0, "prefetch": 2}),
-            Views(given.source, given.size, self._trained.background),
+            Views(source, given.size, self._trained.background),
             pipeline,
             batch_size=1 if given.whole else int(self._config.batch_size),
             masks=False,
             dtype=self._network.precision.dtype,
         )
-        try:
+        stages = list(pipeline.stages.values())
+        with closing(feed), layers_told(given.name, stages) if told else nullcontext():
             if self._trained.task == "segmentation":
                 return self._map(pipeline, feed, given)
             return self._samples(pipeline, feed, given)
-        finally:
-            feed.close()
 
     def _samples(self, pipeline: Pipeline, feed: Feed, given: Input) -> Outcome:
         task: SampleTask = TASKS[self._trained.task]()
@@ -115,7 +123,7 @@ class Runner:
             if one.counts:
                 own.append((one.samples, one.output.double().cpu().view(-1, columns)))
         activation = watch.gathered(self._world, len(given.places)) if watch is not None else None
-        kept = self._kept(given)
+        kept, problem = self._kept(given)
         everybody = self._world.gather(own)
         if everybody is None:
             return Outcome()
@@ -126,7 +134,7 @@ class Runner:
             missing -= set(samples)
         if missing:
             raise RuntimeError(f"{len(missing)} images have no output: this is a bug")
-        return Outcome(task.predictions(found)[kept], kept, activation=activation)
+        return Outcome(task.predictions(found)[kept], kept, problem, activation=activation)
 
     def _map(self, pipeline: Pipeline, feed: Feed, given: Input) -> Outcome:
         """One image, of which each rank keeps its part of the map."""
@@ -140,8 +148,8 @@ class Runner:
         for piece in own:
             sums += piece.values.double().sum((1, 2))
         means = self._world.all_reduce(sums) / (given.size[0] * given.size[1])
-        kept = self._kept(given)
-        return Outcome(means[None] if self._world.rank == 0 else None, kept, own)
+        kept, problem = self._kept(given)
+        return Outcome(means[None] if self._world.rank == 0 else None, kept, problem, own)
 
     def _check_map(self, output: Tensor, size: tuple[int, int], columns: int) -> None:
         if tuple(output.shape) != (1, columns, *size):
@@ -151,23 +159,15 @@ class Runner:
             )
 
     def _microbatches(self, feed: Feed, given: Input) -> Iterator[Any]:
-        batches: Iterable[list[Slice]] = feed.batches()
-        if self._world.rank == 0 and not given.whole:
-            batches = tqdm(
-                batches,
-                given.name,
-                total=len(feed),
-                unit="batch",
-                disable=None,
-                leave=False,
-                file=sys.stderr,
-                dynamic_ncols=True,
-            )
-        for batch in batches:
-            yield feed.microbatches(batch)
+        told = self._world.rank == 0 and not given.whole
+        with bar(given.name, "tiles", len(feed), "batch") if told else nullcontext() as done:
+            for batch in feed.batches():
+                yield feed.microbatches(batch)
+                if done is not None:
+                    done.update()
 
-    def _kept(self, given: Input) -> list[int]:
-        """The images of which every rank could read its part.
+    def _kept(self, given: Input) -> tuple[list[int], str]:
+        """The images of which every rank could read its part, and why not of the first other.
 
         Raises:
             SlideError: there are none.
@@ -177,9 +177,10 @@ class Runner:
             number: why for one in self._world.allgather(dict(own)) for number, why in one.items()
         }
         kept = [number for number in range(len(given.places)) if number not in bad]
+        first = bad[min(bad)] if bad else ""
         if not kept:
-            raise SlideError(next(iter(bad.values())))
-        return kept
+            raise SlideError(first)
+        return kept, first
 
 
 def _local(output: Tensor) -> Tensor:

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.data import fields
 from spatialdl.data.format import Manifest
 from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.training.checkpoints.folder import candidates
 from spatialdl.training.checkpoints.reading import Checkpoint, first_whole
+
+_MOST = 2**20  # channels or classes
+_UNREADABLE = (KeyError, TypeError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -67,22 +72,44 @@ def find_trained(ckpt_path: str, world: Communicator) -> Trained:
     with Checkpoint(path) as checkpoint:
         content = checkpoint.content
     try:
-        config = OmegaConf.create(content["config"])
-        step, classes = int(content["step"]), int(config.data.num_classes)
-        known = ("task.name", "model._target_", "data.image_size", "data.channels", "data.name")
-        for key in known:
-            if OmegaConf.select(config, key) is None:
-                raise KeyError(key)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        config = OmegaConf.create(fields.table(content, "config"))
+        _check_types(config)
+        step, classes = fields.whole(content, "step"), int(config.data.num_classes)
+        told = content.get("data") or _of_manifest(config)
+        fields.table({"data": told}, "data")
+        names = fields.texts({"classes": told.get("classes") or []}, "classes")[:classes]
+        made_with = fields.table({"made_with": told.get("made_with") or {}}, "made_with")
+    except (*_UNREADABLE, OmegaConfBaseException) as error:
         raise CheckpointError(
-            f"{path} does not say how its network is built ({error}): name a checkpoint of "
-            "spatialdl.train"
+            f"{path} does not say how its network is built ({fields.missing(error)}): name a "
+            "checkpoint of spatialdl.train"
         ) from error
-    told = content.get("data") or _of_manifest(config)
-    names = list(map(str, told.get("classes", [])))[:classes]
-    names += map(str, range(len(names), classes))
-    made_with = told.get("made_with", {})
+    names = [*names, *map(str, range(len(names), classes))]
     return Trained(path, step, config, tuple(names), told.get("kind"), made_with)
+
+
+def _check_types(config: DictConfig) -> None:
+    """Whether what is read of the configuration of a run is there, and what it should be.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not.
+    """
+    data, trainer = (dict(config[group]) for group in ("data", "trainer"))
+    for group, key in (("task", "name"), ("model", "_target_"), ("data", "name")):
+        fields.text(config[group], key)
+    for key in ("channels", "num_classes"):
+        if fields.whole(data, key, 1) > _MOST:
+            raise ValueError(f"data.{key} is {data[key]}")
+    for side in tuple(data["image_size"]):
+        fields.whole({"data.image_size": side}, "data.image_size", 1)
+    if len(data["image_size"]) != 2:
+        raise ValueError(f"data.image_size is {data['image_size']}")
+    background = data["background"]
+    if background is not None and type(background) not in (int, float):
+        raise ValueError(f"data.background is {fields.shown(background)}")
+    fields.text(trainer, "precision")
+    for key in ("tf32", "deterministic"):
+        fields.flag(trainer, key)
 
 
 def _of_manifest(config: DictConfig) -> dict[str, Any]:

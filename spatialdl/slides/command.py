@@ -108,7 +108,9 @@ def _batch(
     choosing: Choosing,
     native: bool,
 ) -> Batch:
-    classes = sorted({label.label for label in labels.values()}) or choosing.classes
+    classes = sorted({label.label for label in labels.values()})
+    if choosing.masked or not classes:
+        classes = choosing.classes
     settings = settings_of(options, classes)
     target = options.out.resolve()
     before = None

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from spatialdl.data import fields
+
 SMALLER = ("loss", "rmse", "mae")
 """Metrics with such a word in their name are the better the smaller they are."""
 
@@ -65,4 +67,5 @@ class Best:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there, if it is the same metric."""
         if state.get("metric") == self.metric:
-            self.value, self.worse = state["value"], int(state["worse"])
+            self.value = None if state["value"] is None else float(state["value"])
+            self.worse = fields.whole(state, "worse")

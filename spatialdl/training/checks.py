@@ -6,11 +6,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spatialdl.comm.limit import check_timeout
 from spatialdl.mesh import Placement
 from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
-SWITCHES = ("tf32", "channels_last", "deterministic")
+SWITCHES = ("tf32", "channels_last", "deterministic", "stop_on_nan", "trace", "report")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("classification", "multilabel", "regression", "segmentation")
@@ -49,6 +50,7 @@ def check_config(config: DictConfig) -> Placement:
         if value not in known:
             names = ", ".join("null" if one is None else one for one in known)
             raise ValueError(f"{key}={value} is not supported: take one of {names}")
+    check_timeout(config.comm.timeout)
     placement = placement_of(config.parallel)
     accumulate = _check_trainer(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
@@ -60,7 +62,7 @@ def check_config(config: DictConfig) -> Placement:
     check_loggers(config.get("logger") or {})
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
-    if config.data.name == "shards" and not Path(config.data.path).is_dir():
+    if config.data.name == "shards" and not Path(config.data.path).expanduser().is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
     targets = config.data.get("targets")
     if targets is not None and not Path(targets).expanduser().is_file():

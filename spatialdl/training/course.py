@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from spatialdl.data import fields
+from spatialdl.errors import CheckpointError
 from spatialdl.training.best import Best
 
 
@@ -92,11 +94,22 @@ class Course:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.step, self.epoch, self.batch = (state[key] for key in ("step", "epoch", "batch"))
-        self._validated = state["validated"]
-        self._best.restore(state["best"])
-        self._early.restore(state["early_stopping"])
+        """Go on from there.
+
+        Raises:
+            CheckpointError: it was something else.
+        """
+        try:
+            self.step, self.epoch, self.batch = (
+                fields.whole(state, key) for key in ("step", "epoch", "batch")
+            )
+            self._validated = state["validated"]
+            self._best.restore(fields.table(state, "best"))
+            self._early.restore(fields.table(state, "early_stopping"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not say how far its run was: {fields.missing(error)}"
+            ) from error
 
 
 def total_steps(trainer: DictConfig, batches: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from spatialdl import waiting
 from spatialdl.data.batches import Batching, Slice
 from spatialdl.data.loader import Loader, to_input
 from spatialdl.data.views import Views
@@ -88,7 +89,7 @@ class Feed:
 
     def batches(self, epoch: int = 0, first: int = 0) -> Iterator[list[Slice]]:
         """What is left of an epoch from batch `first` on."""
-        return self.loader.batches(epoch, first)
+        return waiting.each("the next batch of data", self.loader.batches(epoch, first))
 
     def microbatches(self, batch: list[Slice]) -> list[Microbatch]:
         """A batch as the pipeline takes it."""

@@ -12,6 +12,7 @@ from spatialdl.training.console import run_log
 from spatialdl.training.course import Course
 from spatialdl.training.staging import Staging
 from spatialdl.training.time_split import COUNTS, TimeSplit
+from spatialdl.waiting import noted
 
 
 class Meeting:
@@ -56,7 +57,8 @@ class Meeting:
         own = [*self._writer.status(), self._staging.damage(), warnings, *signals.flags()]
         values = torch.tensor([*numbers, *own], dtype=torch.float64)
         with trace.span("reduce", "the loss"):
-            sums = [float(value) for value in self._world.all_reduce(values)]
+            added = noted("the sum of the loss", None, self._world.all_reduce, values)
+            sums = [float(value) for value in added]
         found = sums[: len(numbers)]
         busy, failed, damaged, untold, *seen = sums[len(numbers) :]
         if untold:

@@ -128,10 +128,10 @@ class Reporter:
         log.info("loss curve:    %s", path / "loss.png")
         self._report(summary, examples)
         step = int(self.record.steps[-1]["step"]) if self.record.steps else 0
-        for picture in ("loss.png", "timeline.png"):
-            if (path / picture).is_file() and self.loggers.take_images:
-                pixels = np.asarray(Image.open(path / picture).convert("RGB"))
-                self.loggers.log_image(step, f"run/{picture.removesuffix('.png')}", pixels)
+        for picture in (path / "loss.png", self._timeline()):
+            if picture is not None and picture.is_file() and self.loggers.take_images:
+                pixels = np.asarray(Image.open(picture).convert("RGB"))
+                self.loggers.log_image(step, f"run/{picture.stem}", pixels)
 
     def stopped(self, summary: Mapping[str, Any], why: str) -> None:
         """The run ends before; what is known so far is in the report."""
@@ -140,8 +140,9 @@ class Reporter:
     def _report(
         self, summary: Mapping[str, Any], examples: Sequence[Example], ended: str = ""
     ) -> None:
+        if not self._config.trainer.report:
+            return
         path = self.record.path
-        timeline = path / "timeline.png"
         try:
             save_report(
                 path / "report.html",
@@ -154,12 +155,17 @@ class Reporter:
                 validations=self.record.validations,
                 summary={"images_per_second": self.record.images_per_second(), **summary},
                 examples=examples,
-                timeline=timeline if self._config.trainer.trace and timeline.is_file() else None,
+                timeline=self._timeline(),
                 ended=ended,
             )
             log.info("report:        %s", path / "report.html")
         except Exception as error:  # such as a full disk, for which no run is lost
             log.warning("the report is not written: %s", error)
+
+    def _timeline(self) -> Path | None:
+        """The picture of a step of this run; one of an earlier run may lie there, too."""
+        path = self.record.path / "timeline.png"
+        return path if self._config.trainer.trace and path.is_file() else None
 
 
 def _overrides(run_dir: Path) -> list[str]:

@@ -12,14 +12,12 @@ report.html      all of it to look at, see `training.report`
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import logging
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,15 +25,12 @@ from typing import IO, Any
 import numpy as np
 from omegaconf import DictConfig
 
-from spatialdl.data.saving import NO_LOCKS, replacing
+from spatialdl.data.saving import TEMPORARY, replacing
 from spatialdl.training.pictures.loss_curve import draw
 
 log = logging.getLogger("spatialdl.trainer")
 
 METRICS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "data_wait")
-
-_LEASE_S = 180.0  # NFS gives a client 90
-_LOOK_EVERY_S = 0.5
 
 _OF_VALIDATIONS = ("validation.csv", "predictions.csv", "slides.csv")
 
@@ -69,6 +64,8 @@ class RunDirectory:
         self._validations: list[dict[str, Any]] = [dict(row) for row in validations]
         for name in ("summary.json", "loss.png", "report.html"):
             (self.path / name).unlink(missing_ok=True)
+        for left in self.path.glob(TEMPORARY):  # by a run that was killed
+            left.unlink(missing_ok=True)
         self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
         self._validation: _Table | None = None
         if self._validations:
@@ -201,50 +198,6 @@ def record_of(
     return steps, content["validations"]
 
 
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """See to it that no other run writes to a directory meanwhile.
-
-    A job that Slurm has started again waits some minutes: a file server keeps the locks of a node
-    that failed until their lease is over.
-
-    Raises:
-        ValueError: if one does.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    restarted = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    with (path / ".lock").open("ab") as lock:
-        try:
-            if not _locked(lock) and not (restarted and _locked_later(lock, path)):
-                raise ValueError(
-                    f"another run is writing to {path}: wait for it, or take another hydra.run.dir"
-                )
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            log.info("the file system of %s has no locks: no other run may write to it", path)
-        yield
-
-
-def _locked_later(lock: IO[bytes], path: Path) -> bool:
-    log.info("%s is locked, by what a failed node has left: waiting up to %d s", path, _LEASE_S)
-    end = time.monotonic() + _LEASE_S
-    while time.monotonic() < end:
-        time.sleep(_LOOK_EVERY_S)
-        if _locked(lock):
-            return True
-    return False
-
-
-def _locked(lock: IO[bytes]) -> bool:
-    """Whether this process has the lock now."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def finite(value: Any) -> Any:
     """JSON knows neither infinity nor NaN: they become null."""
     if isinstance(value, Mapping):
@@ -318,7 +271,12 @@ def earlier_steps(run_dir: Path, step: int) -> list[dict[str, float]]:
 def _numbers(row: Mapping[str, str | None]) -> dict[str, float] | None:
     """A row read back; None for half a row, of a run that was killed."""
     try:
-        values = {name: float(row[name] or "") for name in METRICS}
+        values = {name: _number(row[name] or "") for name in METRICS}
+        more = {name: _number(text) for name, text in row.items() if name not in values and text}
     except (KeyError, ValueError):
         return None
-    return values | {name: int(values[name]) for name in ("step", "epoch")}
+    return values | more
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)

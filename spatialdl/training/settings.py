@@ -167,7 +167,8 @@ def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
     if task == "segmentation" and not source.has_masks:
         raise ValueError(
             f"the data set {path} has no masks: write it again with "
-            "ShardWriter.add(..., mask=...), or take task=classification"
+            "ShardWriter.add(..., mask=...) or spatialdl-tile --whole --annotations, or take "
+            "task=classification"
         )
     unlabelled = int((source.labels < 0).sum())
     if unlabelled and task == "classification":

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from spatialdl.comm.abort import end_job
+from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
 from spatialdl.data.saving import replacing
 
@@ -67,6 +67,12 @@ def _see(number: int) -> None:
             sys.stderr.write("stopping after this step; the same again to leave at once\n")
     elif number == signal.SIGINT or now - _Seen.at >= _AS_ONE_S:
         end_job(128 + number)
+
+
+def ignore() -> None:
+    """From now on: the run is over, and Python would let them kill a rank that waits for others."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def flags() -> list[float]:

@@ -6,7 +6,6 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from typing import NoReturn, Self
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.data.raw_reading import is_local
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.staging.cache import local_name
@@ -35,8 +35,6 @@ from spatialdl.training.course import Course
 from spatialdl.training.feeding import Feed
 
 log = logging.getLogger("spatialdl.data")
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,7 @@ class Staging:
         where: to be staged to.
         datasets: of one folder; they read from the copies as these arrive.
         needs: finds out what this rank reads of it.
+        nodes: of the world, if they are known.
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class Staging:
         where: StageTo = StageTo("off"),
         datasets: Sequence[ShardDataset] = (),
         needs: Callable[[], Needs] = dict,
+        nodes: Nodes | None = None,
     ) -> None:
         self._world, self._datasets = world, datasets
         self._copier: CopierProcess | None = None
@@ -104,9 +104,7 @@ class Staging:
         self._is_on = any(world.allgather(where.is_for(datasets[0].path)))
         if not self._is_on:
             return
-        here = _node()
-        nodes = world.allgather(here)
-        node = world.subset([rank for rank, other in enumerate(nodes) if other == here])
+        node = (nodes or Nodes(world)).own
         of_ranks = node.gather(needs())
         told = folder = None
         if of_ranks is not None:
@@ -239,7 +237,12 @@ class Staging:
 
 
 def stage_feeds(
-    world: Communicator, config: DictConfig, train: Feed, validation: Feed | None, course: Course
+    world: Communicator,
+    config: DictConfig,
+    train: Feed,
+    validation: Feed | None,
+    course: Course,
+    nodes: Nodes | None = None,
 ) -> Staging:
     """Begin to copy the shards that the rest of a run reads; all ranks call it."""
     feeds = [feed for feed in (train, validation) if feed is not None]
@@ -260,12 +263,4 @@ def stage_feeds(
         then, times = validation.loader, course.validations_an_epoch
         return one_after_another(found, validation_needs(then.views, then.batching, times))
 
-    return Staging(world, StageTo.of(config.data), datasets, needs)
-
-
-def _node() -> tuple[str, str]:
-    """What tells this machine from the others, also from containers on it."""
-    boot = ""
-    with suppress(OSError):
-        boot = _BOOT.read_text().strip()
-    return socket.gethostname(), boot
+    return Staging(world, StageTo.of(config.data), datasets, needs, nodes)

@@ -13,21 +13,25 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from spatialdl import trace
+from spatialdl import trace, waiting
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.data.views import Views
+from spatialdl.errors import NotFinite
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.console.run_log import tell_warnings
 from spatialdl.training.console.start_table import start_table
 from spatialdl.training.course import Course, total_steps
 from spatialdl.training.debug.detect_nan import NanWatch
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.feeding import Feed
+from spatialdl.training.finite import Guard
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.meeting import Meeting
@@ -36,7 +40,7 @@ from spatialdl.training.optimization.precision import precision_of, set_arithmet
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.pictures.timeline import Timeline
 from spatialdl.training.reporter import Reporter
-from spatialdl.training.run_directory import held
+from spatialdl.training.run_lock import held
 from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import stage_feeds
@@ -63,18 +67,22 @@ def run(config: DictConfig, run_dir: Path) -> None:
 class Trainer:
     """One rank's part of a training run.
 
+    Args:
+        nodes: of the world, if they are known.
+
     Attributes:
         pipeline: this rank's stage, and how it talks to the others.
         course: how far the run is.
     """
 
-    def __init__(self, config: DictConfig, world: Communicator) -> None:
+    def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
         self.config, self.world = config, world
         settings = config.trainer
         set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self.device = device_of(config.device)
         self.precision = precision_of(settings.precision, self.device)
-        self.placement = placement_of(config.parallel)
+        self.nodes = nodes or Nodes(world)
+        self.placement = self.nodes.placed(placement_of(config.parallel))
         self.sources = open_sources(config.data, int(config.seed), config.task.name)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
@@ -102,19 +110,27 @@ class Trainer:
             backend=config.comm.backend,
             shard_state=bool(config.parallel.shard_state),
             mixed=self.precision.mixed,
+            nodes=self.nodes,
             sample_weights=self.task.weights,
         )
         self._nan_watch: NanWatch | None = None
+        self._guard: Guard | None = None
+        is_scaled = self.precision.mixed is torch.float16  # so that gradients may overflow
         if config.debug.name == "detect_nan":
-            is_scaled = self.precision.mixed is torch.float16  # so that gradients may overflow
             self._nan_watch = NanWatch(self.pipeline, world, gradients=not is_scaled)
+        elif settings.stop_on_nan:
+            self._guard = Guard(self.pipeline, world, gradients=not is_scaled)
         self._overfit = Overfit() if config.debug.name == "overfit" else None
         validation, seed = self.sources.validation_views, int(config.seed)
         self.train_feed = self._feed(self.sources.train_views, seed)
         self.validation_feed = self.validation = None
         if validation is not None and self._overfit is None:
             self.validation_feed = feed = self._feed(validation, None)
-            self.validation = Validation(self.pipeline, self.task, self.sources, feed, world)
+            shows = wants_images(config.get("logger") or {})
+            self.validation = Validation(
+                *(self.pipeline, self.task, self.sources, feed, world),
+                pictures=shows or bool(settings.report),
+            )
         self.steps = total_steps(settings, len(self.train_feed))
         self._check_last_batch()
         self.update = Update(
@@ -132,6 +148,8 @@ class Trainer:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
         run_dir = self.world.bcast(run_dir)
         table = start_table(self.pipeline, self.world, self.config, self.batch_size)
+        if self.config.comm.map:
+            tell_ranks(self.pipeline, self.world)
         with ExitStack() as stack:
             if self.world.rank == 0:
                 stack.enter_context(held(run_dir))
@@ -163,7 +181,12 @@ class Trainer:
                 (run_dir / MARKER).unlink(missing_ok=True)
             staging = stack.enter_context(
                 stage_feeds(
-                    self.world, self.config, self.train_feed, self.validation_feed, self.course
+                    self.world,
+                    self.config,
+                    self.train_feed,
+                    self.validation_feed,
+                    self.course,
+                    self.nodes,
                 )
             )
             stack.callback(self._close_feeds)
@@ -174,10 +197,16 @@ class Trainer:
                 self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
             trace.count()
             stack.callback(trace.stop_counting)
-            if resumed is not None:
-                self._between_steps(reporter)  # the run may have been stopped before this
-            while not self.course.is_over():
-                self._train_epoch(reporter)
+            try:
+                if resumed is not None:
+                    self._between_steps(reporter)  # the run may have been stopped before this
+                waiting.at(f"step {self.course.step + 1}")
+                while not self.course.is_over():
+                    self._train_epoch(reporter)
+            except NotFinite as error:  # on all ranks
+                self._give_up(reporter, error)
+                raise
+            waiting.at(f"end of the run, after step {self.course.step}")
             writer.wait()
             tell_warnings(self.world)
             if self.course.stopped is not None:
@@ -214,6 +243,17 @@ class Trainer:
                 summary, f"Stopped by {number.name} after step {step} of {self.steps}."
             )
 
+    def _give_up(self, reporter: Reporter | None, error: NotFinite) -> None:
+        """Complete the checkpoint under way, and tell what is left of the run."""
+        self.checkpoints.writer.wait()
+        tell_warnings(self.world)
+        saved = self.checkpoints.writer.last
+        left = "there is no checkpoint" if saved is None else f"ckpt_path=latest is of step {saved}"
+        error.add_note(f"({left}; lower optimizer.lr, or set trainer.clip_norm?)")
+        summary = self._summary()
+        if reporter is not None:
+            reporter.stopped(summary, f"Stopped: {error}.")
+
     def _train_epoch(self, reporter: Reporter | None) -> None:
         """What is left of an epoch, or of the run."""
         epoch, first = self.course.epoch, self.course.batch
@@ -221,6 +261,7 @@ class Trainer:
         started = time.perf_counter()
         batches = self.train_feed.batches(epoch, first)
         for batch in trace.each("data", "wait for the batch", batches):
+            waiting.at(f"step {self.course.step + 1}")
             waited = time.perf_counter() - started
             images = self.train_feed.samples(self.course.batch)
             loss = self._train_step(self.train_feed.microbatches(batch))
@@ -249,13 +290,18 @@ class Trainer:
         is_best = False
         validates, saves = self.course.validation_is_due(), self.course.checkpoint_is_due()
         if validates:
+            waiting.at(f"validation after step {self.course.step}")
             found = self.validate(reporter)
             is_best = found is not None and self.course.validated(found)
             saves = self.course.checkpoint_is_due()
         if is_best or saves:
+            if self._guard is not None:
+                self._guard.check_weights(self.course.step)
+            waiting.at(f"checkpoint after step {self.course.step}")
             validations = reporter.validations if reporter is not None else []
             self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
         if validates or is_best or saves:
+            waiting.at(f"step {self.course.step + 1}")
             self._split.restart()
 
     def _train_step(self, batch: list[Microbatch]) -> float:
@@ -269,9 +315,7 @@ class Trainer:
             self.pipeline.replica,
             self.placement.data,
         )
-        own = self.pipeline.train_step(microbatches, self.course.step, self.update.scale)
-        if self._nan_watch is not None:
-            self._nan_watch.check(self.course.step + 1)
+        own = self._forward_and_backward(microbatches)
         with trace.span("compute", "optimizer"):
             self.update.step()
         self.course.step_done()
@@ -279,6 +323,22 @@ class Trainer:
         if self._overfit is not None:
             self._overfit.note(loss)
         return loss
+
+    def _forward_and_backward(self, microbatches: list[Microbatch]) -> float:
+        """This rank's part of the loss, once it is known that no rank has a NaN."""
+        step, scale = self.course.step, self.update.scale
+
+        def run() -> float:
+            return self.pipeline.train_step(microbatches, step, scale)
+
+        if self._guard is not None:
+            self._guard.step_begins()
+        own = run()
+        if self._nan_watch is not None:
+            self._nan_watch.check(step + 1)
+        elif self._guard is not None:
+            self._guard.check(own, step + 1, run)
+        return own
 
     def validate(self, reporter: Reporter | None) -> Scores | None:
         """Loss and metrics over all validation samples, each counted once.

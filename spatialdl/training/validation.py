@@ -78,10 +78,18 @@ class Validation:
     Args:
         feed: of the validation samples, in their order.
         world: all ranks.
+        pictures: whether anybody will ask for examples.
     """
 
     def __init__(
-        self, pipeline: Pipeline, task: Task, sources: Sources, feed: Feed, world: Communicator
+        self,
+        pipeline: Pipeline,
+        task: Task,
+        sources: Sources,
+        feed: Feed,
+        world: Communicator,
+        *,
+        pictures: bool = True,
     ) -> None:
         assert sources.validation is not None
         self._pipeline, self._task, self._source = pipeline, task, sources.validation
@@ -91,13 +99,16 @@ class Validation:
         self._warned = False
         views = sources.validation_views
         assert views is not None
-        self._gallery = Gallery(world, pipeline.placement, views, sources.names)
-        tells_classes = task.name in ("classification", "multilabel")
-        self._heat_maps = HeatMaps(pipeline) if tells_classes else None
+        self._gallery = self._heat_maps = None
+        if pictures:
+            self._gallery = Gallery(world, pipeline.placement, views, sources.names)
+            tells_classes = task.name in ("classification", "multilabel")
+            self._heat_maps = HeatMaps(pipeline) if tells_classes else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
         """What counts on this rank, of batches of the feed from the first on."""
-        self._gallery.begin()
+        if self._gallery is not None:
+            self._gallery.begin()
         if isinstance(self._task, Segmentation):
             return self._own_tally(self._task, batches)
         with self._heat_maps.watching() if self._heat_maps is not None else nullcontext():
@@ -124,6 +135,8 @@ class Validation:
 
     def examples(self) -> list[Example] | None:
         """The worst and the best of the last predictions on rank 0; all ranks must call it."""
+        if self._gallery is None:
+            return None
         return self._gallery.examples(self._predictions, self._heat_maps)
 
     def _own_tally(self, task: Segmentation, batches: Iterable[Sequence[Microbatch]]) -> Tensor:
@@ -134,7 +147,8 @@ class Validation:
                 target, mesh = parts[number].target, self._pipeline.last(number)
                 if target is not None and mesh is not None:
                     sums += task.tally(output, target, mesh.part)
-                    self._gallery.note(slices[number], output, target, mesh)
+                    if self._gallery is not None:
+                        self._gallery.note(slices[number], output, target, mesh)
         return sums
 
     def _own_outputs(

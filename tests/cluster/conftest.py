@@ -12,6 +12,7 @@ import pytest
 from tests.cluster.slurm import answer, until
 
 NODES = 4
+UP = ("idle", "mixed", "allocated", "completing")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,7 +21,7 @@ def cluster() -> None:
         pytest.skip("no Slurm on the path: make test-cluster starts one")
     asked = ["sinfo", "-h", "-N", "-o", "%T"]
     told = subprocess.run(asked, capture_output=True, text=True, check=False)
-    up = [state for state in told.stdout.split() if state in ("idle", "allocated", "completing")]
+    up = [state for state in told.stdout.split() if state in UP]
     if len(up) < NODES:
         said = (told.stdout + told.stderr).split()
         pytest.skip(f"these tests take {NODES} nodes, sinfo says {' '.join(said)}")

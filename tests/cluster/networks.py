@@ -1,9 +1,11 @@
-"""Networks with which something goes wrong in the middle of a run, on one rank."""
+"""Networks with which something goes wrong, or comes to a stop, in the middle of a run."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -28,3 +30,21 @@ class Fails(nn.Module):
 
 def network(num_classes: int = 3, in_channels: int = 3, how: str = "raises") -> nn.Sequential:
     return nn.Sequential(Fails(how), *tiny(num_classes, in_channels))
+
+
+class Waits(nn.Module):
+    """Waits in its 15th forward pass until there is a file."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file, self.calls = Path(file), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        while self.calls == 15 and not self.file.exists():
+            time.sleep(0.1)
+        return x
+
+
+def waiting(file: str, num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
+    return nn.Sequential(Waits(file), *tiny(num_classes, in_channels))

@@ -37,6 +37,10 @@ def run(words: list[str], cwd: Path, **more: str) -> subprocess.CompletedProcess
     )
 
 
+def quoted(word: str) -> str:
+    return f"'{word}'"
+
+
 def answer(*words: str) -> str:
     return run([*words], ROOT).stdout.strip()
 
@@ -76,6 +80,10 @@ class Job:
         """What Slurm says of it, such as ``JobState``."""
         found = [w for w in answer("scontrol", "show", "job", self.id).split() if "=" in w]
         return dict(word.split("=", 1) for word in found)[key]
+
+    def nodes(self) -> list[str]:
+        """The names of its nodes."""
+        return answer("scontrol", "show", "hostnames", self.told("NodeList")).split()
 
     def is_over(self) -> bool:
         return answer("squeue", "-h", "-j", self.id, "-o", "%T") == ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import ROOT, Job, answer, run
+from tests.cluster.slurm import ROOT, TRAIN, Job, answer, run
 from tests.predicting.runs import NETWORK, train, write_slide
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, table
 
@@ -89,6 +90,23 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
     assert steps(tmp_path / "run") == list(range(1, marker["step"] + 1))
 
 
+@pytest.mark.slow
+def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path):
+    words = [*TINY, "parallel=dp", "data.validation_samples=0", "seed=%a"]
+    queued(tmp_path, "train.sbatch", "--nodes=2", "--array=3-4", " ".join(["run", *words]))
+    for seed in (3, 4):
+        alone = [
+            "parallel.microbatches=2",
+            "data.validation_samples=0",
+            f"hydra.run.dir=one-{seed}",
+        ]
+        done = run([sys.executable, *TRAIN[1:], *TINY, *alone, f"seed={seed}"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        ours, plain = losses(tmp_path / f"run-{seed}"), losses(tmp_path / f"one-{seed}")
+        assert ours == pytest.approx(plain, abs=1e-10)
+    assert losses(tmp_path / "run-3") != losses(tmp_path / "run-4")
+
+
 def test_a_run_that_fails_is_not_queued_again(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stopped.json").write_text('{"signal": "SIGUSR1"}')  # of an earlier start
@@ -97,6 +115,30 @@ def test_a_run_that_fails_is_not_queued_again(tmp_path):
         assert job.told("JobState") == "FAILED"
         assert job.told("Restarts") == "0"
         assert "parallel=dp needs 2 ranks = 2 replicas x 1x1" in job.said()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.sbatch", "run", *SP_PP],
+        pytest.param(["tile.sbatch", "slides", "tiles"], marks=pytest.mark.slow),
+        pytest.param(["predict.sbatch", "run", "predicted"], marks=pytest.mark.slow),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_job_whose_ranks_srun_cannot_start_fails(words, tmp_path):
+    with Job(tmp_path, *NODES, "--hold", str(SLURM / words[0]), *words[1:]) as job:
+        # what a node leaves behind that fails: the first step of the job does not start there
+        spool = re.search(r"SlurmdSpoolDir *= (.*)", answer("scontrol", "show", "config"))[1]
+        if not Path(spool.replace("%n", "node1")).is_dir():
+            pytest.skip("the nodes' own folders cannot be seen from here")
+        for number in range(1, 5):
+            (Path(spool.replace("%n", f"node{number}")) / f"pmix.{job.id}.0").mkdir()
+        answer("scontrol", "release", job.id)
+        job.until(job.is_over)
+        assert "aborted before step completely launched" in job.said()
+        assert job.told("JobState") == "FAILED"
+        assert "srun says that all is well, but" in job.said()
 
 
 def queued(cwd: Path, script: str, *words: str) -> str:

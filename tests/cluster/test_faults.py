@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, answer, run
+from spatialdl.training.run_lock import Holder
+from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, quoted, run
 from tests.training.checkpoints.runs import TINY, losses, table
 
+TRAIN_SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
 SP_PP = [*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"]
 OFTEN = "trainer.checkpoint.every_steps=10"
 STEPS = 500
@@ -56,33 +58,53 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [0, 1])  # 0 runs the script and rank 0, too
 @pytest.mark.parametrize(
-    ("fault", "remedy", "number"),
-    [("crash", "boot", 0), ("crash", "boot", 1), ("cut", "heal", 1)],  # 0 runs the script, too
+    ("fault", "remedy"), [("crash", "boot"), ("cut", "heal"), ("freeze", "thaw")]
 )
 def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
     fault, remedy, number, lose, uninterrupted, tmp_path
 ):
-    script = ROOT / "examples" / "slurm" / "train.sbatch"
-    nodes = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    words = [str(script), "run", *SP_PP, f"trainer.max_steps={STEPS}", OFTEN]
+    nodes = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1", "--exclusive"]
+    words = [str(TRAIN_SBATCH), "run", *SP_PP, f"trainer.max_steps={STEPS}", OFTEN]
     run_dir = tmp_path / "run"
     with Job(tmp_path, *nodes, *words) as job:
         job.says("step-00000010")
-        names = answer("scontrol", "show", "hostnames", job.told("NodeList")).split()
-        lose(names[number], fault, remedy)
+        lose(job.nodes()[number], fault, remedy)
+        job.says("going on after step")
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
         assert job.told("Restarts") == "1"
-        assert "going on after step" in job.said()
+        # what is frozen holds its lock, and is waited for; others give it back
+        assert ("does not answer" in job.said()) == ((fault, number) == ("freeze", 0))
     assert losses(run_dir) == losses(uninterrupted)
-    assert_every_step_once(run_dir)
+    assert steps(run_dir) == list(range(1, STEPS + 1))
 
 
-def assert_every_step_once(run_dir: Path) -> None:
-    steps = [int(row["step"]) for row in table(run_dir / "metrics.csv")]
-    assert steps == list(range(1, STEPS + 1))
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_on(lose, tmp_path):
+    nodes = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--exclusive"]
+    model = ["model._target_=tests.cluster.networks.waiting", f"++model.file={tmp_path / 'go'}"]
+    words = [*TINY, *model, "parallel=dp", "data.validation_samples=0", OFTEN]
+    with Job(tmp_path, *nodes, str(TRAIN_SBATCH), "run", *words, "trainer.max_steps=40") as job:
+        job.says("step-00000010")
+        (node,) = job.nodes()
+        earlier = Holder.read(tmp_path / "run" / ".lock")
+        lose(node, "cut", "heal")
+        job.says("going on after step 10")
+        assert job.nodes() != [node]
+        assert f"this job was started again (job {job.id}, process" in job.said()
+        assert "does not answer" not in job.said()
+        running = run(["nodectl", "exec", node, "ps", "-eo", "pid"], tmp_path).stdout.split()
+        assert "1" in running
+        assert str(earlier.process) not in running
+        (tmp_path / "go").touch()
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+    assert steps(tmp_path / "run") == list(range(1, 41))
 
 
-def quoted(word: str) -> str:
-    return f"'{word}'"
+def steps(run_dir: Path) -> list[int]:
+    return [int(row["step"]) for row in table(run_dir / "metrics.csv")]

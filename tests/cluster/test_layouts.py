@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import SRUN, TRAIN, run
+from tests.cluster.slurm import SRUN, TRAIN, quoted, run
 
 SMALL = [
     *("data.image_size=[70,93]", "data.batch_size=4", "data.samples=8"),
@@ -51,7 +51,7 @@ def test_inside_an_allocation_the_command_starts_its_ranks_on_the_nodes(how, one
     }[how]
     command = [*TRAIN, *SMALL, *layout]
     if how == "sbatch":
-        command = [" ".join(f"'{word}'" for word in command)]
+        command = [" ".join(map(quoted, command))]
     ours = found(run([*words, *command], tmp_path), tmp_path)
     assert ours["world_size"] == 3
     assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)

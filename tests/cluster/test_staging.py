@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
 from tests.cluster.slurm import ROOT, SRUN, Job, run
+from tests.training.checkpoints.runs import losses
 
 LOOK = """
 import json, os, socket
@@ -52,3 +55,39 @@ def test_each_node_stages_only_the_shards_of_its_ranks(tmp_path):
 
         job.until(have_arrived)
         assert on_nodes() == {"0": [upper], "1": [lower]}
+
+
+SMALL_DISK = """
+import json, os, socket, subprocess, sys
+disk = os.environ["SLURM_TMPDIR"] + "/disk"
+os.makedirs(disk, exist_ok=True)
+if os.environ["SLURM_PROCID"] == "1":
+    subprocess.run([*sys.argv[1:], disk], check=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_whose_disk_is_full_reads_from_the_source_which_is_said_once(tmp_path):
+    write(tmp_path / "set")
+    words = [
+        *(sys.executable, "-m", "spatialdl.train", "data=shards", f"data.path={tmp_path / 'set'}"),
+        *("data.batch_size=2", "model.width=2", "trainer.max_steps=3", "device=cpu"),
+        *("trainer.precision=float64", "parallel=sp", "parallel.grid=[2,2]"),
+    ]
+    stage = "data.stage.to='${oc.env:SLURM_TMPDIR}/disk'"
+    each = [*SRUN, "--ntasks-per-node=1", "-n2", sys.executable, "-c", SMALL_DISK]
+    mounted = [*each, "mount", "-t", "tmpfs", "-o", "size=40k", "none"]
+    trained = [*SRUN, "-n4", *words, stage, "hydra.run.dir=staged"]
+    script = "\n".join(
+        ["set -e", *map(shlex.join, [mounted, trained, [*each, "umount", "--lazy"]])]
+    )
+    nodes = ["-N2", "--ntasks-per-node=2", "-Q"]
+    done = run(["salloc", *nodes, "bash", "-c", script], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("1 shard (") == 2, said  # each node has tried one ...
+    assert said.count("do not fit") == 1, said  # ... which one of them has no room for
+    assert "1 left at the source" in said
+    plain = run([*SRUN, "-N2", "-n4", *words, "data.stage=off", "hydra.run.dir=plain"], tmp_path)
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    assert losses(tmp_path / "staged") == losses(tmp_path / "plain")

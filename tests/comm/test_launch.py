@@ -17,6 +17,7 @@ from spatialdl.comm.launch import (
     LaunchInfo,
     check_mpi_world,
     check_world_size,
+    close_to_others,
     launched,
     start_ranks,
 )
@@ -31,6 +32,7 @@ SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLU
 SLURM_STEP = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,8 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
         ({"RANK": "me", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
         ({**SLURM_STEP, **OPEN_MPI}, LaunchInfo(2, 4, 1, "mpiexec")),  # mpiexec within a step
         ({**SLURM_STEP, **TORCHRUN}, LaunchInfo(3, 4, 1, "torchrun")),
+        ({**SLURM_STEP, **PMI, **TORCHRUN, **ELASTIC}, LaunchInfo(3, 4, 1, "torchrun")),
+        ({**OPEN_MPI, **TORCHRUN, **ELASTIC}, LaunchInfo(3, 4, 1, "torchrun")),
     ],
 )
 def test_launched_reads_what_the_launcher_says(environment, expected):
@@ -364,3 +368,24 @@ def test_an_error_on_one_rank_ends_the_job_at_once(tmp_path, who, error, first):
     assert errors.count(first.format(host=os.uname().nodename)) == 1
     assert errors.count(f" on {os.uname().nodename}: ") == 1
     assert ("ZeroDivisionError: oops" in errors) == (error == "defect")
+
+
+@pytest.mark.parametrize(
+    ("environment", "closed"),
+    [
+        ({}, False),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        (OPEN_MPI, False),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, True),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "2"}, False),
+        ({**SLURM_JOB, "SLURM_STEP_NUM_NODES": "1"}, False),
+    ],
+)
+def test_open_mpi_opens_no_port_on_one_machine(environment, closed):
+    given = dict(environment)
+    close_to_others(given)
+    assert given.get("OMPI_MCA_btl") == ("^tcp" if closed else None)
+    chosen = {**environment, "OMPI_MCA_btl": "tcp,self"}
+    close_to_others(chosen)
+    assert chosen["OMPI_MCA_btl"] == "tcp,self"

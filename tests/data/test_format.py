@@ -18,8 +18,10 @@ from spatialdl.data.format import (
     chunk_size,
     order_splits,
     sha256_of,
+    shard_status,
     stored_bytes,
 )
+from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError
 
 SHARD = ShardInfo("shard-00000.h5", 10, "0" * 64, 2)
@@ -196,3 +198,72 @@ def test_older_versions_have_bytes(tmp_path: Path) -> None:
     change(tmp_path, tiles(), format_version=3, dtype="int32")
     with pytest.raises(ShardError, match="dtype is 'int32', expected one of uint8, uint16"):
         Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"channels": 2**63}, "channels is .* expected a whole number"),
+        ({"channels": 3.0}, "channels is 3.0, expected a whole number"),
+        ({"channels": True}, "channels is True"),
+        ({"channels": 0}, "is 0, and there are samples"),
+        ({"tile_size": [8, -9]}, "tile_size is -9"),
+        ({"tile_size": [8, 0]}, "is 0, and there are samples"),
+        ({"tile_size": "89"}, "expected rows and columns"),
+        ({"mpp": float("nan")}, "mpp is nan"),
+        ({"mpp": float("inf")}, "mpp is inf"),
+        ({"mpp": -0.5}, "mpp is -0.5"),
+        ({"masks": "no"}, "masks is 'no', expected true or false"),
+        ({"classes": "ab"}, "classes is 'ab', expected a list of strings"),
+        ({"made_with": []}, "made_with is .*, expected an object"),
+        ({"samples": [sample(index=1.7)]}, "index is 1.7"),
+        ({"samples": [sample(x=1e400)]}, "x is inf"),
+        ({"samples": [sample(slide=["s"])]}, "slide is .*, expected a string"),
+        ({"samples": [3]}, "samples 0 is 3, expected an object"),
+        ({"shards": [{**shard("a.h5"), "bytes": -1}]}, "bytes is -1"),
+        ({"shards": [shard("../../etc/passwd")]}, "not a plain name"),
+        ({"shards": [shard("a/b.h5")]}, "not a plain name"),
+        ({"shards": [shard("a\0.h5")]}, "not a plain name"),
+    ],
+)
+def test_nothing_in_a_manifest_is_converted(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    """1.7 became sample 1, "no" became true, and what is infinite ended with a traceback."""
+    change(tmp_path, tiles(), **changes)
+    with pytest.raises(ShardError, match=says) as caught:
+        Manifest.load(tmp_path)
+    assert "manifest.json" in str(caught.value)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    tiles().save(tmp_path)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace('"kind"', '"channels": 1, "kind"'))
+    with pytest.raises(ShardError, match="'channels' is there twice"):
+        Manifest.load(tmp_path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ShardError, match="nested too deeply"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("width", -6), ("height", 2**63), ("striped", 0)])
+def test_regions_have_pixels(tmp_path: Path, key: str, value: int) -> None:
+    made = regions()
+    made.save(tmp_path)
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    raw["samples"][0][key] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(ShardError, match=key):
+        Manifest.load(tmp_path)
+
+
+def test_a_shard_is_no_link_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "secret").write_bytes(b"0123456789")
+    (tmp_path / "set" / SHARD.file).symlink_to("../secret")
+    with pytest.raises(ShardError, match=r"a link out of its folder, to .*secret"):
+        shard_status(tmp_path / "set", SHARD)
+    tiles().save(tmp_path / "set")
+    with pytest.raises(ShardError, match="a link out of its folder"):
+        ShardDataset(tmp_path / "set")

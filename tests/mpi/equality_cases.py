@@ -33,11 +33,13 @@ class Case(NamedTuple):
     local: tuple[int, ...] = ()
     backend: str | None = None
     shard: bool = False
+    order: tuple[int, ...] = ()
 
     @property
     def placement(self) -> Placement:
         mirrored = self.schedule in GEMS
-        return Placement(self.data, self.grids, self.interleave, mirrored, self.local)
+        more = (self.interleave, mirrored, self.local, self.order)
+        return Placement(self.data, self.grids, *more)
 
     def __str__(self) -> str:
         grids = "-".join(f"{rows}x{cols}" for rows, cols in self.grids)
@@ -56,6 +58,8 @@ class Case(NamedTuple):
             + f"-{self.balance}" * (self.balance != "time")
             + f"-{self.backend}" * (self.backend is not None)
             + "-shard" * self.shard
+            + "-order" * bool(self.order)
+            + "".join(map(str, self.order))
         )
 
     @property
@@ -441,6 +445,31 @@ SHARDED = [
     )
 ]
 
+# ranks at other places than those of their numbers, as `node_order` puts them
+ORDERED = [
+    Case("sp", "odd", (101, 50), ((2, 1),), order=(1, 0)),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b", order=(1, 0)),
+    Case("sp+pp", "odd", (101, 50), ((2, 1), (1, 1)), 1, 3, 6, order=(2, 0, 1)),
+    Case("sp+gems", "odd", (101, 50), ((2, 1), (1, 1)), 1, 4, 6, schedule="mast", order=(1, 2, 0)),
+    Case("pp", "skips", (33, 29), ((1, 1),) * 2, 1, 2, 5, ("2",), local=(1, 2), order=(2, 1, 0)),
+    Case("dp+sp", "odd", (41, 67), ((1, 2),), 2, 2, 9, sync=True, order=(0, 2, 1, 3)),
+    Case("dp+pp", "random", (37, 29), ((1, 1),) * 2, 2, 2, 8, ("block1",), order=(3, 1, 0, 2)),
+    Case("sp", "unet", (21, 19), ((2, 2),), clip=0.05, order=(3, 0, 2, 1)),
+    Case(
+        *("dp+pp", "random", (37, 29), ((1, 1),) * 4, 2, 4, 9),
+        **{"schedule": "interleaved", "interleave": 2, "order": (2, 0, 3, 1)},
+    ),
+    Case("dp+sp+pp", "random", (37, 29), ((2, 1), (1, 2)), 2, 2, 9, order=(7, 0, 2, 5, 1, 4, 6, 3)),
+]
+BACKENDS += [
+    Case("dp", "odd", (45, 50), ((1, 1),), data=3, batch=5, backend="gloo", order=(1, 2, 0)),
+    Case("sp+pp", "odd", (101, 50), ((2, 1), (1, 1)), 1, 2, backend="mpi4py", order=(2, 1, 0)),
+]
+SHARDED += [
+    Case("dp", "odd", (64, 64), ((1, 1),), 3, batch=9, shard=True, clip=0.05, order=(2, 0, 1)),
+    Case("dp+sp", "odd", (41, 67), ((1, 2),), 2, 2, 9, shard=True, order=(0, 2, 1, 3)),
+]
+
 EIGHT_RANKS = [
     Case("sp", "odd", (101, 50), ((4, 2),)),
     Case("sp+pp", "odd", (70, 93), ((2, 2), (2, 2)), microbatches=3, batch=6, cut=("4",)),
@@ -453,6 +482,7 @@ EIGHT_RANKS = [
 LAYOUTS = [
     *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
+    *ORDERED,
     *EIGHT_RANKS,
 ]
 OVER_A_BACKEND = [*BACKENDS, *SHARDED]

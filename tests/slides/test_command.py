@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -313,3 +314,43 @@ def test_the_script_is_the_command(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: cannot find slide")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("codec", ["raw", "jpeg-native"])
+def test_annotations_become_the_masks_of_whole_regions(
+    tmp_path: Path, synthetic: dict[str, Path], labels: Path, codec: str
+) -> None:
+    drawn = tmp_path / "drawn"
+    drawn.mkdir()
+    corners = [[300, 320], [900, 320], [900, 1000], [300, 1000], [300, 320]]
+    tumour = {
+        "type": "Feature",
+        "geometry": {"type": "Polygon", "coordinates": [corners]},
+        "properties": {"classification": {"name": "Tumour"}},
+    }
+    for name, features in (("ring", [tumour]), ("strand", [])):
+        text = json.dumps({"type": "FeatureCollection", "features": features})
+        (drawn / f"{name}.geojson").write_text(text)
+    out, slides = tmp_path / "set", synthetic["ring"].parent
+    given = ("--whole", "--level", 0, "--stripes", 2, "--codec", codec)
+    assert run(slides, "--out", out, *given, "--annotations", drawn, "--labels", labels) == 0
+    data = ShardDataset(out)
+    data.verify()
+    assert data.has_masks
+    assert data.classes == ["background", "Tumour"]
+    assert data.splits == ["train", "val"]
+    assert data.labels.tolist() == [-1, -1]
+    for number in range(2):
+        sample = data.sample(number)
+        mask = data.read_mask(number)
+        assert mask.shape == data.image_size(number) == data.read(number).shape[:2]
+        expected = np.zeros(mask.shape, np.uint8)
+        if sample.slide == "ring":
+            rows = slice(max(0, 320 - sample.y), 1000 - sample.y)
+            expected[rows, max(0, 300 - sample.x) : 900 - sample.x] = 1
+            assert expected.any()
+        assert np.array_equal(mask, expected)
+    without = tmp_path / "without"
+    (drawn / "strand.geojson").unlink()
+    assert run(slides, "--out", without, *given, "--annotations", drawn) == 1
+    assert len(ShardDataset(without)) == 1

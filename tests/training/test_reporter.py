@@ -16,9 +16,9 @@ STEP = {"epoch": 0, "learning_rate": 0.1, "images_per_second": 5.0, "data_wait":
 SUMMARY = {"world_size": 1, "peak_memory_mb": [100.0], "time_split": {}}
 
 
-def reporter(run_dir) -> Reporter:
+def reporter(run_dir, *overrides: str) -> Reporter:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", ["logger=tensorboard"])
+        config = compose("train", ["logger=tensorboard", *overrides])
     return Reporter(
         config,
         run_dir,
@@ -63,7 +63,7 @@ def test_examples_and_the_timeline_are_in_tensorboard(tmp_path):
     Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
     pixels = np.full((10, 400, 3), 7, np.uint8)
     shown = Example(3, "is a, told b", 0.5, {"image": pixels, "heat map of b": pixels})
-    with reporter(tmp_path) as ours:
+    with reporter(tmp_path, "trainer.trace=true") as ours:
         ours.step(step=3, loss=1.0, memory_mb=9.0, halo=0.5, **STEP)
         ours.show(3, [shown])
         ours.finish(SUMMARY, [shown])
@@ -73,3 +73,38 @@ def test_examples_and_the_timeline_are_in_tensorboard(tmp_path):
     assert (picture.step, picture.width, picture.height) == (3, 30, 20)
     (picture,) = found.Images("validation/0")
     assert (picture.step, picture.width) == (3, 800)
+
+
+def test_the_timeline_of_an_earlier_run_is_not_told_as_that_of_this_one(tmp_path):
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
+    with reporter(tmp_path) as ours:
+        ours.step(step=1, loss=1.0, memory_mb=9.0, halo=0.5, **STEP)
+        ours.finish(SUMMARY, [])
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert found.Tags()["images"] == ["run/loss"]
+    assert "data:image/png" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_report_can_be_left_out(stops, tmp_path, caplog):
+    with caplog.at_level(logging.INFO), reporter(tmp_path, "trainer.report=false") as ours:
+        ours.step(step=1, loss=1.0, memory_mb=9.0, halo=0.5, **STEP)
+        if stops:
+            ours.stopped(SUMMARY, "Stopped.")
+        else:
+            ours.finish(SUMMARY, [])
+    assert not (tmp_path / "report.html").exists()
+    assert (tmp_path / "summary.json").exists() != stops
+    assert "report:" not in caplog.text
+
+
+def test_no_password_of_an_address_is_in_the_report(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("['logger.mlflow.tracking_uri=a://b:c@d']")
+    with reporter(tmp_path, "+store='https://me:secret@host:5000'") as ours:
+        ours.finish(SUMMARY, [])
+    text = (tmp_path / "report.html").read_text()
+    assert "https://***@host:5000" in text
+    assert "a://***@d" in text
+    assert "secret" not in text

@@ -3,14 +3,11 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
 
-from spatialdl.training import run_directory
-from spatialdl.training.run_directory import RunDirectory, earlier_steps, held
+from spatialdl.training.run_directory import RunDirectory, earlier_steps
 
 CONFIG = OmegaConf.create(
     {"model": {"_target_": "spatialdl.models.resnet18"}, "parallel": {"name": "sp+pp"}}
@@ -145,6 +142,26 @@ def test_rows_of_an_earlier_run_are_kept_up_to_a_step(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "validation.csv")] == ["3", "6"]
 
 
+def test_a_run_that_goes_on_keeps_all_columns_of_the_steps_before(tmp_path):
+    """Those beside the usual were empty up to the checkpoint."""
+    columns = ["halo", "loss_scale", "skipped"]
+    numbers = {"images_per_second": 7.5, "data_wait": 0.25, "loss": 1e-05, "learning_rate": 0.1}
+    with RunDirectory(tmp_path, CONFIG, columns=columns) as run:
+        for step in (1, 2):
+            run.log_step(step=step, epoch=0, **numbers, halo=0.125, loss_scale=65536.0, skipped=1)
+    before = (tmp_path / "metrics.csv").read_text()
+    RunDirectory(tmp_path, CONFIG, earlier_steps(tmp_path, 2), columns=columns).close()
+    assert (tmp_path / "metrics.csv").read_text() == before
+    RunDirectory(tmp_path, CONFIG, earlier_steps(tmp_path, 2), columns=[*columns, "more"]).close()
+    assert [row["more"] for row in rows(tmp_path / "metrics.csv")] == ["", ""]
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path):
+    (tmp_path / f".{'0' * 32}.tmp").write_text("half of metrics.csv")
+    RunDirectory(tmp_path, CONFIG).close()
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
+
+
 def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
     """The files are on a device that is full, and then are not."""
     run = RunDirectory(tmp_path, CONFIG)
@@ -157,38 +174,3 @@ def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
     log(run, 1)
     assert len(rows(tmp_path / "metrics.csv")) == 4
     run.close()
-
-
-def test_one_run_at_a_time_has_a_directory(tmp_path):
-    with (
-        held(tmp_path),
-        pytest.raises(ValueError, match="another run is writing to"),
-        held(tmp_path),
-    ):
-        pass
-    with held(tmp_path):
-        pass
-
-
-HOLD = """
-import fcntl, sys
-lock = open(sys.argv[1], "ab")
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_job_that_was_started_again_waits_for_the_lock_of_a_failed_node(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setattr(run_directory, "_LOOK_EVERY_S", 0.01)
-    words = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"locked\n"
-        monkeypatch.setattr(run_directory, "_LEASE_S", 0.0)
-        with pytest.raises(ValueError, match="another run is writing to"), held(tmp_path):
-            pass
-        monkeypatch.setattr(run_directory, "_LEASE_S", 60.0)
-        monkeypatch.setattr(run_directory.log, "info", lambda *_: other.stdin.close())
-        with held(tmp_path):
-            assert other.wait(10) == 0

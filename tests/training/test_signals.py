@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from spatialdl.comm.launch import mpiexec_command
 from spatialdl.training import signals
 from spatialdl.training.signals import MARKER, STOPPING, agreed, flags, write_marker
 
@@ -76,6 +77,37 @@ def test_a_second_one_ends_even_a_process_that_waits_outside_of_python():
         waits.stdout.readline()
         waits.send_signal(signal.SIGINT)
         assert waits.wait(60) == 128 + signal.SIGINT
+
+
+ENDS = """
+import os, re, signal
+from pathlib import Path
+from mpi4py import MPI
+from spatialdl.training import signals
+signals.install()
+world = MPI.COMM_WORLD
+other = world.bcast(os.getpid())
+if world.rank == 0:
+    signals.ignore()  # and wait in MPI_Finalize
+else:
+    caught = 1 << signal.SIGUSR1 - 1
+    while int(re.search("SigCgt:(.*)", Path(f"/proc/{other}/status").read_text())[1], 16) & caught:
+        pass
+    os.kill(other, signal.SIGUSR1)
+"""
+
+
+def test_a_rank_that_waits_for_the_others_to_end_is_not_killed():
+    """Python takes its handlers away first: a second rank that was told made the job fail."""
+    done = subprocess.run(
+        [*mpiexec_command(2), sys.executable, "-c", ENDS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_several_ways_to_tell_the_same_count_once(monkeypatch):

@@ -57,3 +57,13 @@ def test_outputs_that_are_no_numbers_have_no_metrics(task):
     assert math.isnan(found.pop("loss"))
     assert found.pop("samples") == 4
     assert all(value in (None, []) for value in found.values())
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_without_a_report_nobody_keeps_pictures(task):
+    unet = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
+    given = [*unet, f"task={task}", "data.validation_samples=4"]
+    with_pictures, without = trainer(*given), trainer(*given, "trainer.report=false")
+    assert validated(with_pictures) == validated(without)
+    assert with_pictures.validation.examples()
+    assert without.validation.examples() is None

@@ -8,8 +8,6 @@ have begun, so an exception in one thread would leave the others in it for ever.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,13 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 from torch import Tensor
 
+from spatialdl.comm.ending import end_job_for_sure
+from spatialdl.comm.roll_call import say
+from spatialdl.waiting import noted
+
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 LOOK_S = 0.25
 GRACE_S = 1.0
 """How long ranks that time out at about the same time wait for what the others say."""
-END_S = 10.0
 MANY = 32
 
 Job = Callable[[], object]
@@ -88,7 +89,7 @@ class Call:
         self.started = time.monotonic()
         _running[id(self)] = self
         try:
-            job()
+            noted(self, self.group.ranks, job)
         except MPI.Exception as error:
             raise RuntimeError(f"{self} in {self.group} failed: {error}") from error
         finally:
@@ -167,7 +168,7 @@ class Watchdog:
         if found[0] is None:
             time.sleep(2 * GRACE_S)
         else:
-            say(f"{found[0]}; ending the job")
+            say(f"spatialdl: {found[0]}; ending the job")
 
     def _ask(self, call: Call) -> str | None:
         try:
@@ -202,24 +203,9 @@ def _overdue(call: Call) -> str:
     )
 
 
-def say(text: str) -> None:
-    """To the standard error that the launcher sees, in one piece."""
-    stream = sys.__stderr__
-    if stream is not None:
-        stream.write(f"spatialdl: {text}\n")
-        stream.flush()
-
-
-def end_job_for_sure() -> None:
-    """End this process and all ranks, even if MPI is stuck."""
-    from spatialdl.comm.abort import end_job
-
-    Thread(target=end_job, args=(1,), daemon=True).start()
-    time.sleep(END_S)
-    os._exit(1)
-
-
 def fail(call: Call, error: BaseException) -> None:
     """End the job because of an error where no one would see an exception."""
-    say(f"rank {call.group.rank}: {call} in {call.group} failed: {error}; ending the job")
+    say(
+        f"spatialdl: rank {call.group.rank}: {call} in {call.group} failed: {error}; ending the job"
+    )
     end_job_for_sure()

@@ -16,8 +16,9 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from mpi4py import MPI
 
-from spatialdl.comm.backend.calls import Watchdog, end_job_for_sure
+from spatialdl.comm.backend.calls import Watchdog
 from spatialdl.comm.backend.process_group import NAME, MpiProcessGroup
+from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.launch import check_mpi_world
 from spatialdl.comm.store import store_by_mpi
 

@@ -16,10 +16,12 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
+from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.pixels import image_dtype
 from spatialdl.data.writer import ShardWriter
 
 IMAGES, COORDS = "imgs", "coords"
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # of damaged HDF5
 _AT_ONCE = 16 * 2**20  # bytes of patches in memory
 
 
@@ -98,19 +100,25 @@ def read_labels(path: Path) -> dict[str, SlideLabel]:
     Raises:
         ValueError: a column is missing, a cell empty, or a slide there twice with other labels.
     """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return _labels_in(path, csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
+
+
+def _labels_in(path: Path, table: csv.DictReader[str]) -> dict[str, SlideLabel]:
     labels: dict[str, SlideLabel] = {}
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        table = csv.DictReader(file)
-        missing = {"slide_id", "label"}.difference(table.fieldnames or ())
-        if missing:
-            raise ValueError(f"{path} has no column {' and '.join(sorted(missing))}")
-        for row in table:
-            slide, label = (str(row[name] or "").strip() for name in ("slide_id", "label"))
-            if not slide or not label:
-                raise ValueError(f"{path}, line {table.line_num}: slide_id or label is empty")
-            made = SlideLabel(label, str(row.get("split") or "").strip() or None)
-            if labels.setdefault(slide, made) != made:
-                raise ValueError(f"{path}, line {table.line_num}: {slide} has another label before")
+    missing = {"slide_id", "label"}.difference(table.fieldnames or ())
+    if missing:
+        raise ValueError(f"{path} has no column {' and '.join(sorted(missing))}")
+    for row in table:
+        slide, label = (str(row[name] or "").strip() for name in ("slide_id", "label"))
+        if not slide or not label:
+            raise ValueError(f"{path}, line {table.line_num}: slide_id or label is empty")
+        made = SlideLabel(label, str(row.get("split") or "").strip() or None)
+        if labels.setdefault(slide, made) != made:
+            raise ValueError(f"{path}, line {table.line_num}: {slide} has another label before")
     return labels
 
 
@@ -135,16 +143,16 @@ def _opened(paths: Sequence[Path]) -> tuple[list[PatchFile], list[str]]:
         try:
             with h5py.File(path, "r", locking=False) as h5:
                 files.append(_described(path, h5))
-        except (OSError, ValueError) as error:
+        except _UNREADABLE as error:
             broken.append(f"{path}: {error}")
     return files, broken
 
 
 def _described(path: Path, h5: h5py.File) -> PatchFile:
     for name, dims in ((IMAGES, 4), (COORDS, 2)):
-        dataset = h5.get(name)
-        if not isinstance(dataset, h5py.Dataset):
+        if name not in h5:
             raise ValueError(f"it has no dataset {name!r}; it has {', '.join(h5) or 'none'}")
+        dataset = own_dataset(h5, name)
         if dataset.ndim != dims:
             raise ValueError(f"{name!r} has shape {dataset.shape}, expected {dims} dims")
     images, coords = h5[IMAGES], h5[COORDS]
@@ -189,7 +197,7 @@ def _copy(file: PatchFile, label: SlideLabel | None, writer: ShardWriter) -> Ite
             try:
                 images = h5[IMAGES][begin : begin + at_once]
                 coords = h5[COORDS][begin : begin + at_once]
-            except (OSError, RuntimeError) as error:
+            except _UNREADABLE as error:
                 raise ValueError(
                     f"{file.path} is damaged from patch {begin} on, and nothing was written: "
                     f"{error}"

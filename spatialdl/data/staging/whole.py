@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from spatialdl.data.format import MANIFEST, Manifest
+from spatialdl.data.format import MANIFEST, Manifest, shard_status
 from spatialdl.data.saving import fsync_folder, replacing
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
@@ -62,6 +63,8 @@ def copy_folder(
         manifest = of_splits(manifest, splits)
     for info in manifest.shards:
         local_name(info)
+        with suppress(OSError):  # said when it is copied
+            shard_status(source, info)
     if target.exists() and not target.is_dir():
         raise ShardError(f"{target} is a file; name a folder")
     if target.exists() and target.samefile(source):

@@ -64,6 +64,7 @@ def assemble(
             codec=stored_codec(options.codec),
             tile_size=None if options.whole else (side, side),
             mpp=options.mpp,
+            masks=options.whole and options.annotations is not None,
             shards=infos,
             samples=[*_samples(records)],
             made_with=settings,

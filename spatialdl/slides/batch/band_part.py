@@ -16,6 +16,7 @@ from spatialdl.slides.batch.crew import tell
 from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen, native_tiles
 from spatialdl.slides.batch.record import Part
 from spatialdl.slides.cutting.whole import WholeImage, WholePlan
+from spatialdl.slides.finding.region_mask import RegionMask
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
 
@@ -54,20 +55,21 @@ class BandPart:
         return seen
 
     def _write(self, slide: Slide, cutting: Cutting, file: ShardFile) -> list[Seen]:
+        mask = self._mask(slide, cutting)
         if cutting.codec == NATIVE:
-            write_band(
-                file,
-                self.sample,
-                self.number,
-                native_region(slide, self.plan),
-                None,
-                cutting.coding,
-            )
+            tiles = native_region(slide, self.plan)
+            write_band(file, self.sample, self.number, tiles, mask, cutting.coding)
             tell(self.count)
             return []
         image = _Finished(slide, self.plan, cutting)
-        write_band(file, self.sample, self.number, image, None, cutting.coding)
+        write_band(file, self.sample, self.number, image, mask, cutting.coding)
         return image.seen
+
+    def _mask(self, slide: Slide, cutting: Cutting) -> RegionMask | None:
+        if not cutting.choosing.masked:
+            return None
+        plan, regions = self.plan, cutting.choosing.regions(slide) or []
+        return RegionMask(regions, cutting.classes, (plan.x, plan.y), plan.size, plan.scale)
 
 
 class _Finished:

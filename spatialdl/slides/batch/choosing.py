@@ -23,6 +23,7 @@ from spatialdl.slides.finding.annotations import (
     read_annotations,
 )
 from spatialdl.slides.finding.masks import find_mask, read_mask
+from spatialdl.slides.finding.region_mask import class_list
 from spatialdl.slides.finding.regions import Region
 from spatialdl.slides.finding.tissue import BACKGROUNDS, Tissue, find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
@@ -51,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="NAME.geojson (QuPath) or NAME.xml (ASAP, Aperio) for each slide: tiles are taken "
-        "in these regions, and without --labels have their classes",
+        "in these regions, and without --labels have their classes; with --whole, masks",
     )
     add("--overlap", type=int, default=0, metavar="N", help="pixels that neighbouring tiles share")
     add(
@@ -86,7 +87,9 @@ class Choosing:
         labelled: slides have labels, so that regions only say where tiles are.
 
     Attributes:
-        classes: the classes of all regions, in order of their names.
+        classes: the classes of all regions, in order of their names; of masks "background", the
+            class of pixels in no region, comes first.
+        masked: regions are masks, of whole regions, and do not say where there is tissue.
 
     Raises:
         ValueError: a folder is missing, the overlap is as large as a tile, or the stain
@@ -116,7 +119,11 @@ class Choosing:
                 with suppress(SlideError):  # said when the slide is cut
                     regions = read_annotations(find_annotations(options.annotations, slide))
                     found.update(region.label for region in regions if region.label)
-        self.classes = [] if labelled else sorted(found)
+        self.masked = options.whole and options.annotations is not None
+        if self.masked:
+            self.classes = class_list(found)
+        else:
+            self.classes = [] if labelled else sorted(found)
 
     def beside(self, slide: Path) -> list[Path]:
         """The files other than the slide that decide on its tiles.
@@ -144,7 +151,7 @@ class Choosing:
         return partial(read_mask, find_mask(self._options.mask_dir, slide.path), slide)
 
     def regions(self, slide: Slide) -> list[Region] | None:
-        """The annotated regions of a slide, None where tiles may lie anywhere.
+        """The annotated regions of a slide, None where there are no annotations.
 
         Raises:
             SlideError: its annotations are missing or cannot be read.
@@ -155,7 +162,7 @@ class Choosing:
         regions = read_annotations(path)
         if counts_from_scanned_part(path):
             regions = [region.moved(slide.scanned_from) for region in regions]
-        if self._labelled:
+        if self._labelled and not self.masked:
             regions = [Region(region.outline, region.holes) for region in regions]
         return regions
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from spatialdl.comm.launch import check_mpi_world, launched
+from spatialdl.comm.launch import check_mpi_world, close_to_others, launched
 
 _STEPS = "spatialdl.slides.batch.steps"
 _AHEAD = 2  # calls handed out for each worker, so that none waits for the next
@@ -183,6 +183,7 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
     if world is None or world.size == 1 or world.launcher == "torchrun":
         yield True, None
         return
+    close_to_others()
     from mpi4py import MPI  # starts MPI, which one process alone can do without
     from mpi4py.futures import MPICommExecutor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,16 +59,24 @@ def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
             names[slide] = "_".join(slide.resolve().parts[-depth:]).lstrip("/")
     for number, slide in enumerate(_not_alone(names), 1):
         names[slide] += f"_{number}"
-    return {slide: _storable(name) for slide, name in names.items()}
+    return {slide: storable(name) for slide, name in names.items()}
 
 
-def _storable(name: str) -> str:
-    name = os.fsencode(name).decode(errors="backslashreplace")
-    coded = name.encode()
-    if len(coded) <= _LONGEST_NAME:
-        return name
-    digest = hashlib.sha256(coded).hexdigest()[:12]
-    return coded[: _LONGEST_NAME - 13].decode(errors="ignore") + "-" + digest
+def storable(name: str) -> str:
+    """A name as that of a file: in one folder, and no longer than a file system takes.
+
+    What has to be changed for that ends with a digest, or two names might become one.
+    """
+    try:
+        coded = os.fsencode(name)
+    except UnicodeEncodeError:  # half of a pair of UTF-16
+        coded = name.encode(errors="backslashreplace")
+    whole = coded.decode(errors="backslashreplace")
+    plain = re.sub(r"[/\0]", "_", whole)
+    if plain == whole and len(whole.encode()) <= _LONGEST_NAME and whole.strip("."):
+        return whole
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    return plain.encode()[: _LONGEST_NAME - 13].decode(errors="ignore") + "-" + digest
 
 
 def _not_alone(names: dict[Path, str]) -> list[Path]:

@@ -183,7 +183,6 @@ _CLASHES = (
     (("--whole", "--format coords"), "coordinates are of tiles"),
     (("--whole", "--overlap"), "there is one region a slide"),
     (("--whole", "--filter"), "filters drop tiles"),
-    (("--whole", "--annotations"), "a whole region has all tissue; --labels gives classes"),
 )
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from spatialdl.data.format import Band, RegionSample, ShardInfo, sha256_of
+from spatialdl.data import fields
+from spatialdl.data.format import RegionSample, ShardInfo, parse_region, sha256_of, shard_status
 from spatialdl.data.saving import load_json, save_json
+from spatialdl.errors import ShardError
 from spatialdl.slides.batch.report import Report
 
 RECORDS, PARTS = "records", "parts"
@@ -53,12 +55,21 @@ class Part:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
-        """From what `to_json` gave."""
+        """From what `to_json` gave.
+
+        Raises:
+            TypeError, KeyError, ValueError, AttributeError: it was something else.
+        """
         part = cls(**raw)
-        part.shard = ShardInfo(**raw["shard"]) if raw["shard"] else None
-        part.taken = [(x, y, label) for x, y, label in raw["taken"]]
-        part.dropped = {name: [(x, y) for x, y in at] for name, at in raw["dropped"].items()}
-        part.unreadable = [(x, y) for x, y in raw["unreadable"]]
+        part.shard = _file_of(raw["shard"]) if raw["shard"] else None
+        part.taken = [
+            (_whole(x), _whole(y), None if label is None else _whole(label))
+            for x, y, label in raw["taken"]
+        ]
+        part.dropped = {name: _places(at) for name, at in raw["dropped"].items()}
+        part.unreadable = _places(raw["unreadable"])
+        part.problem, part.bare = fields.text(raw, "problem"), fields.whole(raw, "bare")
+        part.seconds = float(raw["seconds"])
         return part
 
 
@@ -102,9 +113,10 @@ class Record:
                 Report.from_json(record.report)
                 record.parts = [Part.of(part) for part in raw["parts"]]
                 if raw["region"]:
-                    bands = tuple(Band(**band) for band in raw["region"]["bands"])
-                    record.region = RegionSample(**{**raw["region"], "bands": bands})
-                record.files = [ShardInfo(**file) for file in raw["files"]]
+                    record.region = parse_region(raw["region"])
+                record.files = [_file_of(file) for file in raw["files"]]
+                record.key, record.source = fields.text(raw, "key"), fields.text(raw, "source")
+                record.split = None if raw["split"] is None else fields.text(raw, "split")
         except (TypeError, KeyError, ValueError, AttributeError):
             return None
         return record
@@ -135,8 +147,29 @@ def load_part(folder: Path, key: str) -> Part | None:
 
 def holds(folder: Path, shard: ShardInfo) -> bool:
     """Whether a shard has the contents that were noted."""
-    path = folder / shard.file
     try:
-        return path.stat().st_size == shard.bytes and sha256_of(path) == shard.sha256
-    except OSError:
+        size = shard_status(folder, shard).st_size
+        return size == shard.bytes and sha256_of(folder / shard.file) == shard.sha256
+    except (OSError, ShardError):
         return False
+
+
+def _file_of(raw: Mapping[str, Any]) -> ShardInfo:
+    """A file of the data set.
+
+    Raises:
+        ValueError: its path leads out of the data set.
+    """
+    name, digest = fields.text(raw, "file"), fields.text(raw, "sha256")
+    inside = PurePosixPath(name)
+    if not inside.parts or inside.is_absolute() or ".." in inside.parts or "\0" in name:
+        raise ValueError(f"{name!r} is no file of the data set")
+    return ShardInfo(name, fields.whole(raw, "bytes"), digest, fields.whole(raw, "samples"))
+
+
+def _places(raw: Any) -> list[Place]:
+    return [(_whole(x), _whole(y)) for x, y in raw]
+
+
+def _whole(value: object) -> int:
+    return fields.place({"a place": value}, "a place")

@@ -17,6 +17,10 @@ STATUSES = ("processed", "no tiles", "damaged", "failed")
 """Of a slide: tiles were written; none were; some could not be read; nothing could be done."""
 COUNTS = ("in_grid", "with_tissue", "unannotated", *FILTERS, "unreadable", "written")
 _LONGEST_NAME = 60  # columns of the console
+_TYPES: dict[str, tuple[type, ...]] = {
+    **{"int": (int,), "str": (str,), "bool": (bool,)},
+    **{"float": (int, float), "float | None": (int, float, type(None))},
+}
 
 
 @dataclass
@@ -92,6 +96,9 @@ class Report:
         if set(given) != ours:
             apart = ", ".join(sorted(map(str, ours.symmetric_difference(given))))
             raise ValueError(f"not the report of a slide as this version has it: {apart}")
+        for field in fields(cls):
+            if type(given[field.name]) not in _TYPES[str(field.type)]:
+                raise ValueError(f"{field.name} of the report of a slide is not {field.type}")
         return cls(**given)
 
 

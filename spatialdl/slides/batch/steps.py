@@ -131,7 +131,7 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
             options.min_tissue,
             overlap=options.overlap,
             finder=batch.choosing.finder(slide),
-            regions=regions,
+            regions=None if batch.choosing.masked else regions,
             beyond=options.codec != NATIVE,
         )
         report = Report(task.name, file=str(task.path), mpp=slide.known_mpp, remark=slide.remark)
@@ -178,7 +178,8 @@ def _plan_region(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned
     if options.codec == NATIVE:
         multiple = native_region(slide, whole).chunk[0]
     bands = bands_of(whole, options.stripes, options.shard_size, multiple)
-    label = task.label.label if task.label else None
+    # where there are masks, their classes are those of the data set
+    label = task.label.label if task.label and not batch.choosing.masked else None
     planned.region = RegionSample(
         id=planned.key[:12],
         height=whole.size[0],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 Ring = npt.NDArray[np.float64]  # (corners, 2): level-0 x, y; the last is joined to the first
 Mask = npt.NDArray[np.bool_]
 
+_CROSSINGS = 2**20  # of rows by edges, at a time
 NOTHING = 0  # in a map of classes: no region
 
 
@@ -78,11 +79,25 @@ def filled(ring: Ring, shape: tuple[int, ...]) -> Mask:
     # an edge has the rows in [its upper end, its lower end), so corners count once
     first = np.clip(np.ceil(np.minimum(y0, y1)), 0, rows).astype(np.int64)
     last = np.clip(np.ceil(np.maximum(y0, y1)), 0, rows).astype(np.int64)
-    counts = last - first
-    edge = np.repeat(np.arange(len(ring)), counts)
-    row = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts) + first[edge]
-    across = (x1 - x0)[edge] * ((row - y0[edge]) / (y1 - y0)[edge])
-    col = np.clip(np.ceil(x0[edge] + across), 0, cols).astype(np.int64)
-    flips = np.bincount(row * (cols + 1) + col, minlength=rows * (cols + 1))
+    flips = np.zeros(rows * (cols + 1), np.int64)
+    # some edges at a time: many long ones would take all memory
+    for some in _shares(last - first):
+        counts = (last - first)[some]
+        edge = np.repeat(np.arange(len(ring))[some], counts)
+        row = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts) + first[edge]
+        across = (x1 - x0)[edge] * ((row - y0[edge]) / (y1 - y0)[edge])
+        col = np.clip(np.ceil(x0[edge] + across), 0, cols).astype(np.int64)
+        flips += np.bincount(row * (cols + 1) + col, minlength=rows * (cols + 1))
     inside = flips.reshape(rows, cols + 1)[:, :cols].cumsum(1) % 2
     return np.asarray(inside, bool)
+
+
+def _shares(counts: npt.NDArray[np.int64]) -> Iterator[slice]:
+    """Parts of edges that cross some rows each, so many together."""
+    ends = counts.cumsum()
+    begin = 0
+    while begin < len(counts):
+        before = ends[begin] - counts[begin]
+        end = max(begin + 1, int(np.searchsorted(ends, before + _CROSSINGS, "right")))
+        yield slice(begin, end)
+        begin = end

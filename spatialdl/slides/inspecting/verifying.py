@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spatialdl.data.folder import COORDS
-from spatialdl.data.format import MANIFEST, Manifest, ShardInfo, sha256_of
+from spatialdl.data.format import MANIFEST, Manifest, ShardInfo, sha256_of, shard_status
 from spatialdl.data.locating import say_damaged
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.keeping import names_in
@@ -76,7 +76,7 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
     with tqdm(total=total, unit="B", unit_scale=True, disable=off, leave=False) as bar:
         for number, shard in enumerate(shards):
             bar.set_description(shard.file)
-            problem = _problem(path / shard.file, shard, bar.update)
+            problem = _problem(path, shard, bar.update)
             if problem and manifest is not None and os.path.isfile(path / shard.file):
                 problem += f"; {say_damaged(path, manifest, number)}"
             if problem:
@@ -93,13 +93,15 @@ def _files_of_coords(path: Path) -> list[ShardInfo]:
     return [file for _, record in records if record is not None for file in record.files]
 
 
-def _problem(file: Path, shard: ShardInfo, progress: Callable[[int], object]) -> str:
+def _problem(folder: Path, shard: ShardInfo, progress: Callable[[int], object]) -> str:
     try:
-        size = file.stat().st_size
+        size = shard_status(folder, shard).st_size
         if size != shard.bytes:
             progress(shard.bytes)
             return f"has {size} bytes, {shard.bytes} were written; it was cut or replaced"
-        found = sha256_of(file, progress)
+        found = sha256_of(folder / shard.file, progress)
+    except ShardError as error:
+        return str(error)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if found != shard.sha256:

@@ -270,7 +270,20 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(states: dict[str, Tensor], device: torch.device) -> None:
-    """Have the generators go on as those of `random_states`."""
+    """Have the generators go on as those of `random_states`.
+
+    Raises:
+        CheckpointError: these are none.
+    """
+    try:
+        _set_generators(states, device)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the random states of the checkpoint are damaged: {error}"
+        ) from error
+
+
+def _set_generators(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     position, has_gauss, gauss = states["numpy.gauss"].tolist()
     keys = states["numpy"].numpy().astype(np.uint32)

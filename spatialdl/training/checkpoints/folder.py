@@ -6,6 +6,7 @@ RUN/checkpoints/
         stage-00.safetensors     weights and buffers, and the optimizer's state, of a stage
         random.safetensors       states of the random generators of each rank
     .step-00000200.tmp/  being written, or left by a run that was killed
+    .step-00000100.replaced.tmp/  whole, while another one of its step takes its name
     latest  best         names of such folders, as text: some file systems have no links
 """
 
@@ -26,6 +27,8 @@ FOLDER = "checkpoints"
 CONTENT = "checkpoint.json"
 RANDOM = "random.safetensors"
 LATEST, BEST = "latest", "best"
+
+_REPLACED = ".replaced.tmp"
 
 
 def stage_file(stage: int) -> str:
@@ -76,15 +79,16 @@ def pointed(pointer: Path) -> Path | None:
 def publish(temporary: Path, content: dict[str, Any]) -> Path:
     """Complete a checkpoint by its `checkpoint.json`, and give it its name.
 
-    One of the same step, of a curve that was left, is replaced.
+    One of the same step is replaced: of a curve that was left, or written before a validation was
+    made that told it to be the best.
     """
     with replacing(temporary / CONTENT) as file:
         file.write(json.dumps(content, indent=1, default=str).encode())
     folder, path = temporary.parent, temporary.with_name(name_of(content["step"]))
     if path.exists():
-        left = folder / f".{path.name}.old.tmp"
-        shutil.rmtree(left, ignore_errors=True)
-        path.rename(left)
+        replaced = folder / f".{path.name}{_REPLACED}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
     temporary.rename(path)
     fsync_folder(folder)
     return path
@@ -118,7 +122,11 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what nobody writes any more."""
+    """Remove what nobody writes any more; what was not replaced after all gets its name back."""
+    for path in folder.glob(f".*{_REPLACED}"):
+        name = folder / path.name.removeprefix(".").removesuffix(_REPLACED)
+        if not name.exists():
+            path.rename(name)
     for path in folder.glob(TEMPORARY):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

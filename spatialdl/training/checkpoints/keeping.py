@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import CheckpointError
@@ -24,7 +24,7 @@ from spatialdl.training.checkpoints.content import (
 )
 from spatialdl.training.checkpoints.folder import FOLDER, candidates, clean, complete
 from spatialdl.training.checkpoints.reading import FORMAT, Checkpoint, first_whole
-from spatialdl.training.checkpoints.same_run import check_same, identity
+from spatialdl.training.checkpoints.same_run import check_same, identity, settings_of
 from spatialdl.training.checkpoints.settings import local_folder
 from spatialdl.training.checkpoints.writing import Writer
 from spatialdl.training.optimization.update import Update
@@ -78,7 +78,9 @@ class Checkpoints:
         everybody = self._world.gather(random_states(self._pipeline.device))
         content: dict[str, Any] = {}
         if everybody is not None:
-            files.update(random_file(everybody))
+            placement = self._pipeline.placement
+            places = placement.at(range(placement.world_size))
+            files.update(random_file([everybody[rank] for rank in places]))
             content = self._content()
         self.writer.start(files, {**content, **progress}, is_best)
         self.last = progress["step"]
@@ -98,7 +100,7 @@ class Checkpoints:
             "update": self._update.state(),
             "layout": self._layout(),
             "identity": identity(self._config),
-            "config": OmegaConf.to_container(self._config, resolve=True),
+            "config": settings_of(self._config),
             "data": self._data,
             "versions": {
                 "spatialdl": __version__,
@@ -128,6 +130,7 @@ class Checkpoints:
         """
         wanted = self._config.ckpt_path
         paths = self._rank_0(lambda: self._choices(wanted))
+        self.writer.clean()  # rank 0 has said that no other run writes to this directory
         if not paths:
             return None
         path = first_whole(paths, self._world)
@@ -137,9 +140,10 @@ class Checkpoints:
             restore(self._pipeline, self._update, checkpoint, self._world)
             self._update.restore(content["update"])
             if content["layout"] == self._layout():
-                restore_random(checkpoint.random_states(self._world.rank), self._pipeline.device)
+                place = self._pipeline.placement.place(self._world.rank)
+                restore_random(checkpoint.random_states(place), self._pipeline.device)
         if path.parent == self._run_dir / FOLDER:
-            self.last = int(content["step"])
+            self.last = self.writer.last = int(content["step"])
         log.info(
             "going on after step %d from %s (saved by parallel=%s, %s)",
             *(content["step"], path, content["layout"]["parallel"], content["layout"]["placement"]),
@@ -149,6 +153,7 @@ class Checkpoints:
     def _choices(self, wanted: str | None) -> list[Path]:
         """Those to try; nothing in the run directory may be lost by starting anew."""
         folder = self._run_dir / FOLDER
+        clean(folder)
         found = candidates(str(wanted), self._run_dir) if wanted is not None else []
         there = complete(folder)
         if there and self.keep and not any(path.parent == folder for path in found):
@@ -158,7 +163,6 @@ class Checkpoints:
             )
         if wanted is not None and not found:
             log.info("ckpt_path=%s: there is none in %s yet, a new run starts", wanted, folder)
-        clean(folder)
         return found
 
     def _rank_0(self, work: Callable[[], T]) -> T:

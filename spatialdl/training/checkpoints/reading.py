@@ -6,9 +6,9 @@ Nothing is unpickled: there are JSON and safetensors files only.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.data import fields
+from spatialdl.data.inside import file_status
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, step_of
 
 FORMAT = 1
 """Version of `checkpoint.json`."""
+
+_FILE = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
+_MOST_STEPS = 10**8
 
 log = logging.getLogger("spatialdl.checkpoints")
 
@@ -83,12 +88,19 @@ class Checkpoint:
         some: Tensor = self._files[name].get_slice(name)[rows]
         return some
 
-    def random_states(self, rank: int) -> dict[str, Tensor]:
-        """Of the random generators of a rank."""
-        prefix = f"{rank}/"
-        with safe_open(self.path / RANDOM, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    def random_states(self, place: int) -> dict[str, Tensor]:
+        """Of the random generators of the rank at a place of the layout.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        prefix = f"{place}/"
+        try:
+            with safe_open(self.path / RANDOM, "pt") as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path / RANDOM}: {error}") from error
 
 
 def content_of(path: Path) -> dict[str, Any]:
@@ -99,31 +111,61 @@ def content_of(path: Path) -> dict[str, Any]:
     """
     file = path / CONTENT
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        version, files = content["format"], content["files"]
-        plain = all(Path(name).name == name for name in files)
-        known = all({"bytes", "sha256"} <= set(one) for one in files.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+        text = file.read_text(encoding="utf-8")
+        content = fields.table({CONTENT: fields.parse(text)}, CONTENT)
+        version = content["format"]
+        if version == FORMAT:
+            _check(content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: {fields.missing(error)}") from error
     if version != FORMAT:
+        wrote = fields.shown(content.get("versions", "unknown"))
         raise CheckpointError(
-            f"{file} is of version {version}, this program reads {FORMAT}: take the spatialdl "
-            f"that wrote it ({content.get('versions', {}).get('spatialdl', 'unknown')})"
+            f"{file} is of version {fields.shown(version)}, this program reads {FORMAT}: take the "
+            f"spatialdl that wrote it ({wrote})"
         )
-    if not plain or not known or content.get("step") != step_of(path):
+    if content["step"] != step_of(path):
         raise CheckpointError(f"{file} is damaged: it does not describe this folder")
-    return dict(content)
+    return content
+
+
+def _check(content: Mapping[str, Any]) -> None:
+    """Whether all that a run goes on with is there, and of its type.
+
+    Raises:
+        KeyError, ValueError: it is not.
+    """
+    files = fields.table(content, "files")
+    for name in files:
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"{fields.shown(name)} is not the name of one of its files")
+        record = fields.table(files, name)
+        fields.whole(record, "bytes")
+        fields.text(record, "sha256")
+    for key in ("config", "identity", "versions"):
+        fields.table(content, key)
+    if fields.whole(content, "step") > _MOST_STEPS:
+        raise ValueError(f"step is {content['step']}")
+    layout, update = fields.table(content, "layout"), fields.table(content, "update")
+    fields.text(layout, "parallel")
+    fields.text(layout, "placement")
+    if fields.whole(update, "scheduler_steps") > content["step"]:
+        raise ValueError(f"there are {update['scheduler_steps']} steps of its learning rate")
+    if update["scaler"] is not None:
+        scaler = fields.table(update, "scaler")
+        fields.positive(scaler, "scale")
+        fields.whole(scaler, "steps")
 
 
 def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
     """What is wrong with a file of a checkpoint."""
     try:
-        size = (path / name).stat().st_size
+        size = file_status(path, name).st_size
         if size != record["bytes"]:
             return f"{name} has {size} bytes instead of {record['bytes']}"
         if sha256(path / name) != record["sha256"]:
             return f"{name} is not what was written (its SHA-256 differs)"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return None
 

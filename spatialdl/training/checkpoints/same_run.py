@@ -11,14 +11,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.errors import CheckpointError
+from spatialdl.text import without_passwords
 from spatialdl.training.checkpoints.reading import sha256
 
 log = logging.getLogger("spatialdl.checkpoints")
 
 _NOT_SAID = (
     *("ckpt_path", "weights", "data.path", "data.targets"),
-    *("trainer.max_", "trainer.checkpoint", "trainer.trace"),
+    *("trainer.max_", "trainer.checkpoint", "trainer.trace", "trainer.report"),
 )
+
+
+def settings_of(config: DictConfig) -> dict[str, Any]:
+    """What a checkpoint keeps of a configuration: no passwords in addresses."""
+    found: dict[str, Any] = without_passwords(OmegaConf.to_container(config, resolve=True))
+    return found
 
 
 def identity(config: DictConfig) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def check_same(content: Mapping[str, Any], config: DictConfig) -> None:
 
 
 def _both(content: Mapping[str, Any], config: DictConfig) -> tuple[Any, Any]:
-    return content["config"], OmegaConf.to_container(config, resolve=True)
+    return content["config"], settings_of(config)
 
 
 def _changes(content: Mapping[str, Any], config: DictConfig) -> list[str]:

@@ -11,14 +11,16 @@ travel with a sum over all ranks that every step makes anyway. When nobody is bu
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -46,6 +48,21 @@ Phase = Literal["write", "complete", "discard"] | None
 Records = dict[str, dict[str, Any]]
 """By the name of a file its bytes and SHA-256."""
 
+ROWS = "metrics.csv"
+"""In the run directory: it has a row of every step before a checkpoint."""
+
+
+class _Near(NamedTuple):
+    """Folders on a disk of this machine, whose names tell of which run they are."""
+
+    disk: Path
+    prefix: str
+
+    @classmethod
+    def of(cls, run_dir: Path, disk: Path) -> _Near:
+        run = hashlib.sha256(bytes(run_dir.absolute())).hexdigest()[:16]
+        return cls(disk, f"spatialdl-checkpoint-{run}-")
+
 
 class Writer:
     """Writes the checkpoints of a run, one at a time; all ranks must make it and call it together.
@@ -54,19 +71,29 @@ class Writer:
         run_dir: the same on every rank.
         keep: so many checkpoints stay, beside the best.
         local: a folder on a disk of this machine, where files are written first; None for none.
+
+    Attributes:
+        last: the step of the latest that is whole, None if there is none.
     """
 
     def __init__(
         self, run_dir: Path, world: Communicator, keep: int, local: Path | None = None
     ) -> None:
         self.folder = run_dir / FOLDER
-        self._world, self._keep, self._local = world, keep, local
+        self._world, self._keep = world, keep
+        self._near = None if local is None else _Near.of(run_dir, local)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._phase: Phase = None
         self._work: Future[Any] | None = None
         self._content: dict[str, Any] = {}
         self._is_best = False
         self.last: int | None = None
+
+    def clean(self) -> None:
+        """Remove what this run, if it was killed before, has left on this machine's disk."""
+        if self._near is not None:
+            for path in self._near.disk.glob(f"{self._near.prefix}*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def start(self, files: Files, content: dict[str, Any], is_best: bool = False) -> None:
         """Begin to write a checkpoint; if one is under way, wait for it before.
@@ -79,7 +106,7 @@ class Writer:
         self.wait()
         self._content, self._is_best = content, is_best
         temporary = temporary_of(self.folder, content["step"])
-        self._work = self._thread.submit(_write, files, temporary, self._local)
+        self._work = self._thread.submit(_write, files, temporary, self._near)
         self._phase = "write"
 
     def status(self) -> tuple[float, float]:
@@ -127,6 +154,8 @@ class Writer:
         self._submit(lambda: clean(folder))
 
     def _complete(self) -> None:
+        with suppress(OSError):  # a node that fails takes along what is not on the disk yet
+            _sync(self.folder.parent / ROWS)
         path = publish(temporary_of(self.folder, self._content["step"]), self._content)
         if self._is_best:
             point(self.folder, BEST, path)
@@ -170,11 +199,11 @@ def _reason(work: Future[Any] | None) -> str | None:
     raise error
 
 
-def _write(files: Files, temporary: Path, local: Path | None) -> Records:
+def _write(files: Files, temporary: Path, disk: _Near | None) -> Records:
     if not files:
         return {}
     temporary.mkdir(parents=True, exist_ok=True)
-    near = None if local is None else _write_near(files, local)
+    near = None if disk is None else _write_near(files, disk)
     if near is None:
         return {name: save(temporary / name, files.pop(name)) for name in list(files)}
     files.clear()
@@ -187,14 +216,14 @@ def _write(files: Files, temporary: Path, local: Path | None) -> Records:
     return records
 
 
-def _write_near(files: Files, local: Path) -> tuple[Path, Records] | None:
+def _write_near(files: Files, near: _Near) -> tuple[Path, Records] | None:
     """Write to a disk of this machine; None if that is not possible, which is said."""
     folder = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix="spatialdl-checkpoint-", dir=local))
+        folder = Path(tempfile.mkdtemp(prefix=near.prefix, dir=near.disk))
         return folder, {name: save(folder / name, tensors) for name, tensors in files.items()}
     except (OSError, SafetensorError) as error:
-        log.warning("trainer.checkpoint.local=%s cannot be written to (%s)", local, error)
+        log.warning("trainer.checkpoint.local=%s cannot be written to (%s)", near.disk, error)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return None

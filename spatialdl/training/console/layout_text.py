@@ -13,6 +13,9 @@ WIDEST = 98
 DRAWN = 6
 """Rows and columns of a grid that are drawn, and stages."""
 
+LISTED = 8
+"""Ranks that do not follow each other and are told one by one."""
+
 _ARROW = "->"
 
 
@@ -31,20 +34,26 @@ def drawn(placement: Placement) -> list[str]:
 
 
 def _words(placement: Placement) -> Iterator[str]:
-    first = placement.replica_size
+    size = placement.replica_size
     if placement.mirrored:
         yield "  of two ranks in a tile, the second holds it in the copy in inverse order"
     if placement.data == 2:
-        yield f"  replica 1: the same on {ranks_text(range(first, 2 * first))}"
+        yield f"  replica 1: the same on {ranks_text(placement.at(range(size, 2 * size)))}"
     elif placement.data > 2:
-        ranks = ranks_text(range(first, placement.world_size))
-        each = "" if first == 1 else f", {first} each"
+        ranks = ranks_text(sorted(placement.at(range(size, placement.world_size))))
+        each = "" if size == 1 else f", {size} each"
         yield f"  replicas 1 to {placement.data - 1}: the same on {ranks}{each}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0 to 5"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    """ "rank 3", "ranks 0 to 5", "ranks 0, 2, 4", "ranks 0, 2, 4 ... 62"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    if len(ranks) <= LISTED:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {', '.join(map(str, ranks[: LISTED // 2]))} ... {ranks[-1]}"
 
 
 def _block(placement: Placement, stage: int) -> Iterator[str]:

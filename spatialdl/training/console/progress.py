@@ -50,7 +50,7 @@ class Progress:
     def __init__(self, steps: int, done: int = 0, terminal: bool | None = None) -> None:
         self._steps = steps
         self._step = self._done = done
-        self._terminal = _has_terminal() if terminal is None else terminal
+        self._terminal = has_terminal() if terminal is None else terminal
         self._open = ExitStack()
         self._bar: tqdm[None] | None = None
         self._started = self._last_line = time.monotonic()
@@ -128,5 +128,6 @@ class Progress:
         return timedelta(seconds=round(per_step * max(0, self._steps - self._step)))
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
+    """Whether this process, or the one that started its rank, has a terminal."""
     return sys.stderr.isatty() or TERMINAL in os.environ

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ def start_table(
         batch: images of an optimizer step.
     """
     own = {stage: _held(pipeline, stage) for stage in pipeline.stages}
-    everybody = world.gather((own, _device(pipeline.device)))
+    everybody = world.gather((own, device_of_rank(pipeline.device)))
     if everybody is None:
         return None
     placement = pipeline.placement
@@ -115,16 +115,16 @@ def batch_line(batch: int, microbatches: int, replicas: int) -> str:
 
 
 def device_lines(devices: Sequence[Device]) -> Iterator[str]:
-    """Ranks that follow each other on a machine are told together."""
+    """Ranks of a machine are told together."""
     yield "devices:"
     lines = []
-    numbered = enumerate(devices)
-    for (host, more), group in groupby(numbered, key=lambda one: (one[1].host, one[1].more)):
-        some = list(group)
-        names = list(dict.fromkeys(one.device for _, one in some))
+    together: dict[tuple[str, str], list[int]] = {}
+    for rank, one in enumerate(devices):
+        together.setdefault((one.host, one.more), []).append(rank)
+    for (host, more), ranks in together.items():
+        names = list(dict.fromkeys(devices[rank].device for rank in ranks))
         named = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        ranks = ranks_text([rank for rank, _ in some])
-        lines.append([f"  {ranks}", host, f"{named}, {more}"])
+        lines.append([f"  {ranks_text(ranks)}", host, f"{named}, {more}"])
     rows = aligned(lines, left=(0, 1, 2))
     yield from rows if len(rows) <= 10 else [*rows[:8], f"  ... {len(rows) - 9} more", rows[-1]]
 
@@ -139,7 +139,7 @@ def _held(pipeline: Pipeline, stage: int) -> Held:
     return Held(count, weights // parts, learning // parts)
 
 
-def _device(device: torch.device) -> Device:
+def device_of_rank(device: torch.device) -> Device:
     host = socket.gethostname().partition(".")[0]
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)

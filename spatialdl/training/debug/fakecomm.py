@@ -26,6 +26,7 @@ from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named, job_of
 from spatialdl.planning.stage import CannotWork, StageCosts, stage_costs
 from spatialdl.training.console.layout_text import drawn
+from spatialdl.training.console.rank_table import rank_lines
 from spatialdl.training.layouts import (
     check_batch,
     check_image,
@@ -67,6 +68,8 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     height, width = sources.image_size
     print(f"layout: {placement.describe()}, images of {height}x{width}\n")
     print("\n".join(drawn(placement)), flush=True)
+    if config.comm.map:
+        print("\n".join(["", *rank_lines(placement, sources.image_size)]), flush=True)
     cluster = _cluster(config.device)
     job = _tried(errors, lambda: job_of(_planned(config), cluster))
     if job is None or not fits:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from spatialdl.text import without_passwords
+
 if TYPE_CHECKING:
     from spatialdl.training.loggers.logger import Logger, Picture
 
@@ -59,8 +61,7 @@ class Loggers:
     def __init__(self, config: DictConfig, run_dir: Path, done: int) -> None:
         self._open: dict[str, Logger] = {}
         self.take_images = wants_images(config.get("logger") or {})
-        plain = OmegaConf.to_container(config, resolve=True)
-        assert isinstance(plain, dict)
+        plain = without_passwords(OmegaConf.to_container(config, resolve=True))
         for name, settings in (config.get("logger") or {}).items():
             if name != "csv":
                 self._start(str(name), settings, run_dir, done)
@@ -115,5 +116,5 @@ def _logger(name: str, settings: DictConfig, run_dir: Path, done: int) -> Logger
 
 
 def _say(name: str, error: Exception) -> None:
-    said = " ".join(str(error).split()) or type(error).__name__
+    said = without_passwords(" ".join(str(error).split())) or type(error).__name__
     log.warning("logger=%s: %s; training goes on without it", name, said)

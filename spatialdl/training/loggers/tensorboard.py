@@ -20,8 +20,7 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: Path, done: int) -> None:
-        purge = done + 1 if done else None
-        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=purge)
+        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=done + 1)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import resource
 
 import hydra.utils
+import numpy as np
 import torch
 from omegaconf import DictConfig, open_dict
 from torch import nn
@@ -21,8 +23,15 @@ def build_model(config: DictConfig, sources: Sources) -> nn.Module:
         config.data.image_size = list(sources.image_size)
         config.data.channels = sources.channels
         config.data.num_classes = sources.num_classes
-    torch.manual_seed(int(config.seed))
+    seed_generators(int(config.seed))
     return instantiate(config)
+
+
+def seed_generators(seed: int) -> None:
+    """Those of PyTorch, and of NumPy and Python, by which a network of the user's may draw."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def instantiate(config: DictConfig) -> nn.Module:

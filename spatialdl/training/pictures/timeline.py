@@ -106,11 +106,13 @@ def simulated(
     """The same step if every action took what it usually takes, and messages nothing."""
     seen = {span.detail for spans in ranks for span in spans if isinstance(span.detail, Action)}
     done = [[action for action in actions if action in seen] for actions in train]
-    replica = [actions_of(rank, placement, done) for rank in range(placement.replica_size)]
-    rows = simulate(replica, measured_costs(ranks, placement.stages)).spans
+    replica = placement.at(range(placement.replica_size))
+    actions = [actions_of(rank, placement, done) for rank in replica]
+    rows = simulate(actions, measured_costs(ranks, placement.stages)).spans
+    places = (placement.place(rank) for rank in range(placement.world_size))
     return [
         [Span("compute", describe(action), start, end, action) for action, start, end in row]
-        for row in rows * placement.data
+        for row in (rows[place % placement.replica_size] for place in places)
     ]
 
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from spatialdl.data.saving import replacing
-from spatialdl.text import readable_bytes
+from spatialdl.text import readable_bytes, without_passwords
 from spatialdl.training.console.validation_table import (
     SHARES,
     class_rows,
@@ -80,8 +80,8 @@ def save_report(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
+    plain = without_passwords(OmegaConf.to_container(config, resolve=True))
+    overrides = without_passwords(list(overrides))
     last = validations[-1] if validations else {}
     text = environment.get_template("page.html").render(
         title=title,

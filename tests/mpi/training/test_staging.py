@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +15,11 @@ from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.data import ShardWriter
+from spatialdl.data.staging.process import CopierProcess
 from spatialdl.errors import ShardError
 from spatialdl.layout import even_bounds
-from spatialdl.training import staging
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
 
@@ -61,7 +65,9 @@ def until_done(monkeypatch):
     monkeypatch.setattr(Staging, "damage", looking)
 
 
-def train(run_dir: Path, data: Path, comm: Communicator, layout: str, to: object, note=None):
+def train(
+    run_dir: Path, data: Path, comm: Communicator, layout: str, to: object, note=None, nodes=None
+):
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
@@ -75,7 +81,7 @@ def train(run_dir: Path, data: Path, comm: Communicator, layout: str, to: object
                 *("device=cpu", "comm.check=true", *layout.split()),
             ],
         )
-    trainer, losses = Trainer(config, comm), []
+    trainer, losses = Trainer(config, comm, nodes), []
     step = trainer._train_step
 
     def stepping(batch):
@@ -113,10 +119,9 @@ def test_losses_are_those_without_staging(layout, data, tmp_path, world, until_d
 
 
 @pytest.mark.world(2, 3, 4)
-def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, monkeypatch, caplog):
+def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, caplog):
     """Ranks of the upper rows on one node, the last rank on another one."""
-    last = world.rank == world.size - 1
-    monkeypatch.setattr(staging, "_node", lambda: ("lower" if last else "upper", ""))
+    nodes = Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
     disk = tmp_path / "disk"  # of each rank its own; a node's is that of its first rank
     copied = []
 
@@ -126,7 +131,7 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, m
 
     layout = f"parallel=sp parallel.grid=[{world.size},1]"
     with caplog.at_level(logging.INFO):
-        train(tmp_path / "run", data / "one", world, layout, disk, note)
+        train(tmp_path / "run", data / "one", world, layout, disk, note, nodes)
     everybody = world.allgather(copied[-1] if copied else None)
     starters = [rank for rank, names in enumerate(everybody) if names is not None]
     assert starters == [0, world.size - 1]
@@ -140,6 +145,101 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, m
         assert sum(one.startswith("staging ") for one in said) == 2
         assert said[-1].startswith(f"staged: {len(upper) + len(lower)} shards (")
     assert not disk.exists() or not list(disk.iterdir())
+
+
+@pytest.fixture
+def two_nodes(world) -> Nodes:
+    """The last rank is on a node of its own."""
+    return Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
+
+
+@pytest.fixture
+def small_disk(world, tmp_path):
+    """Of this rank, with room for two of three shards."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "none", str(disk)]
+    made = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    if not all(world.allgather(made)):
+        pytest.skip("needs the right to mount a disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def warnings(caplog) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
+@pytest.mark.world(2, 3, 4)
+def test_a_disk_that_others_fill_is_said_once_a_node(
+    data, tmp_path, world, until_done, two_nodes, small_disk, monkeypatch, caplog
+):
+    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
+    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
+    start = CopierProcess.start
+
+    def late(self: CopierProcess, shards) -> None:
+        room = os.statvfs(small_disk)
+        (small_disk / "of-others").write_bytes(bytes(room.f_bavail * room.f_bsize - 100_000))
+        start(self, shards)
+
+    monkeypatch.setattr(CopierProcess, "start", late)
+    caplog.clear()
+    staged = train(tmp_path / "staged", data / "set", world, layout, small_disk, nodes=two_nodes)
+    assert staged == plain
+    told = warnings(caplog)
+    assert len(told) == (two_nodes.own.rank == 0)
+    assert all("there is no room for it; what is not in" in one for one in told)
+    assert [path.name for path in small_disk.iterdir()] in (["of-others"], [])
+
+
+@pytest.mark.world(2, 3, 4)
+def test_copies_that_vanish_are_read_from_the_source(
+    data, tmp_path, world, until_done, two_nodes, monkeypatch, caplog
+):
+    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
+    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
+    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
+
+    def note(run: Staging) -> None:
+        world.barrier()
+        if run._copier is not None:
+            shutil.rmtree(run._copier.folder, ignore_errors=True)  # as a cleaner of /tmp does
+        world.barrier()
+        run._datasets[0]._shards.close()
+
+    caplog.clear()
+    staged = train(
+        tmp_path / "staged", data / "set", world, layout, tmp_path / "disk", note, two_nodes
+    )
+    assert staged == plain
+    [told] = warnings(caplog)  # of all shards; the other ranks of a node say the same words
+    assert f" are gone; reading from {data / 'set'}" in told
+    host = socket.gethostname()
+    assert told.startswith(f"{host}: the copies in ")
+
+
+@pytest.mark.world(2, 3, 4)
+def test_a_source_that_vanishes_when_all_is_staged_is_not_missed(
+    data, tmp_path, world, until_done, monkeypatch
+):
+    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
+    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
+    folder = world.bcast(tmp_path) / "mine"
+    if world.rank == 0:
+        shutil.copytree(data / "set", folder)
+    world.barrier()
+    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
+
+    def note(run: Staging) -> None:
+        world.barrier()
+        if world.rank == 0 and folder.exists():
+            folder.rename(folder.with_name("away"))
+        world.barrier()
+
+    assert (
+        train(tmp_path / "run", folder, world, layout, world.bcast(tmp_path / "d"), note) == plain
+    )
 
 
 def test_damage_ends_all_ranks(data, tmp_path, world, until_done):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.slides.batch.finding_slides import find_slides, slide_names
+from spatialdl.slides.batch.finding_slides import find_slides, slide_names, storable
 
 
 def test_slides_are_found_in_folders(tmp_path: Path) -> None:
@@ -51,3 +51,19 @@ def test_names_that_differ_by_capitals_only_are_two(tmp_path: Path) -> None:
 def test_a_name_made_up_is_nobody_elses(tmp_path: Path) -> None:
     names = slide_names([tmp_path / k for k in ("x/a.svs", "y/a.svs", "z/x_a.svs.tiff")])
     assert len(set(names.values())) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/etc/passwd", "a/b", "..", ".", "a\0b", "x" * 300, "\ud800", "é"]
+)
+def test_a_name_is_that_of_one_file(tmp_path: Path, name: str) -> None:
+    stored = storable(name)
+    (tmp_path / f"{stored}.json").touch()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{stored}.json"]
+    assert storable(stored) == stored
+
+
+def test_names_that_are_changed_stay_apart() -> None:
+    names = ["a/b", "a_b", "a\0b", "/a/b", "../a", ".", ".."]
+    assert len({storable(name) for name in names}) == len(names)
+    assert storable("a_b") == "a_b"

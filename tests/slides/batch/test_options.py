@@ -39,7 +39,6 @@ def test_a_whole_region_has_tiles_to_tell_colours_of() -> None:
         ["--whole", "--format", "coords"],
         ["--whole", "--overlap", "8"],
         ["--whole", "--filter", "pen"],
-        ["--whole", "--annotations", "."],
         ["--stripes", "2"],
     ],
 )

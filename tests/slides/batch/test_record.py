@@ -114,3 +114,39 @@ def test_contents_count(tmp_path: Path) -> None:
         assert not holds(tmp_path, info)
     (tmp_path / info.file).unlink()
     assert not holds(tmp_path, info)
+
+
+@pytest.mark.parametrize("name", ["../b.h5", "/etc/passwd", "a/../../b", "", ".", "a\0", 3])
+def test_a_record_that_leads_out_of_the_data_set_is_none(tmp_path: Path, name: object) -> None:
+    """Its files were linked from and to where their names said, wherever that was."""
+    record = record_in(tmp_path)
+    record.save(tmp_path, "a")
+    path = tmp_path / "records" / "a.json"
+    known = json.loads(path.read_text())
+    for where in (known["files"], [part["shard"] for part in known["parts"] if part["shard"]]):
+        before, where[0]["file"] = where[0]["file"], name
+        path.write_text(json.dumps(known))
+        assert Record.load(tmp_path, "a") is None
+        where[0]["file"] = before
+    path.write_text(json.dumps(known))
+    assert Record.load(tmp_path, "a") == record
+
+
+def test_a_link_out_of_the_data_set_is_no_file_of_it(tmp_path: Path) -> None:
+    info = shard(tmp_path / "elsewhere")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / info.file).symlink_to(tmp_path / "elsewhere" / info.file)
+    assert not holds(tmp_path / "set", info)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("written", "2"), ("failed", 0), ("slide", None), ("mpp", "0.5"), ("seconds", [])],
+)
+def test_a_record_with_a_report_of_other_types_is_none(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    record = record_in(tmp_path)
+    record.report[key] = value
+    record.save(tmp_path, "a")
+    assert Record.load(tmp_path, "a") is None

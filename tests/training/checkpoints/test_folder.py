@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from spatialdl.training.checkpoints.folder import (
     CONTENT,
     LATEST,
     candidates,
+    clean,
     complete,
     name_of,
     point,
@@ -68,6 +73,59 @@ def test_steps_of_a_curve_that_was_left_go(tmp_path):
     assert [path.name[-2:] for path in candidates(str(tmp_path), tmp_path)] == ["12", "10"]
     prune(tmp_path, newest, 2)
     assert steps(tmp_path) == [10, 12]
+
+
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+
+def dies(work: Callable[[], object], at: int) -> bool:
+    """Do some work in a process that ends before its so many-th change of the file system.
+
+    Returns:
+        Whether it came so far.
+    """
+    child = os.fork()
+    if child == 0:
+        left = iter(range(at))
+
+        def count(event: str, arguments: tuple[object, ...]) -> None:
+            if event in CHANGES and next(left, None) is None:
+                os._exit(1)
+
+        sys.addaudithook(count)
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("step", [3, 4])
+def test_whenever_it_is_killed_there_is_a_whole_checkpoint(step, keep, tmp_path):
+    """Of step 3 there is one already, which is replaced: it turned out to be the best."""
+    before = tmp_path / "before"
+    for number in (1, 2, 3):
+        newest = make(before, number, "old")
+    prune(before, newest, keep)
+
+    def write() -> None:
+        path = make(folder, step, "new")
+        point(folder, BEST, path)
+        prune(folder, path, keep)
+
+    for operation in range(100):
+        folder = shutil.copytree(before, tmp_path / str(operation))
+        is_over = not dies(write, operation)
+        clean(folder)
+        path, *others = candidates(str(folder), folder)
+        content = json.loads((path / CONTENT).read_text())
+        assert content in ({"step": 3, "mark": "old"}, {"step": step, "mark": "new"})
+        assert len(others) >= keep - 1
+        assert not list(folder.glob(".*"))
+        if is_over:
+            break
+    assert operation > 10
+    assert content == {"step": step, "mark": "new"}
 
 
 def test_every_way_to_name_a_checkpoint(tmp_path):

@@ -173,7 +173,7 @@ def test_the_learning_rate_follows_a_longer_schedule(tmp_path):
 
 
 def test_random_generators_go_on(tmp_path):
-    """The network draws by Python's and NumPy's, which nobody has seeded."""
+    """The network draws by Python's and NumPy's, too."""
     noisy = "++model._target_=tests.training.checkpoints.runs.noisy"
     train(
         tmp_path / "whole", noisy, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -112,6 +113,23 @@ def test_local_files_are_moved_and_none_is_left_there(tmp_path):
     assert list(local.iterdir()) == []
 
 
+def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypatch):
+    """By itself when it goes on; what others have there is theirs."""
+    local = tmp_path / "local"
+    local.mkdir()
+    for run in ("one", "other"):
+        with monkeypatch.context() as during:
+            during.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before
+            writer = Writer(tmp_path / run, Alone(), keep=2, local=local)
+            writer.start(tensors(4.0), content(5))
+            writer.wait()
+            writer.close()
+    assert len(list(local.iterdir())) == 2
+    shutil.rmtree(tmp_path / "one")
+    train(tmp_path / "one", f"trainer.checkpoint.local={local}", "trainer.max_steps=1")
+    assert len(list(local.iterdir())) == 1
+
+
 def test_without_a_local_disk_files_are_written_straight(tmp_path, caplog):
     writer = Writer(tmp_path, Alone(), keep=2, local=tmp_path / "gone")
     writer.start(tensors(4.0), content(5))
@@ -119,6 +137,22 @@ def test_without_a_local_disk_files_are_written_straight(tmp_path, caplog):
     writer.close()
     assert weights(tmp_path, 5)[0] == 4.0
     assert "cannot be written to" in caplog.text
+
+
+def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkeypatch):
+    """A node that fails keeps a checkpoint, which is synced, and lost the last rows."""
+    (tmp_path / "metrics.csv").write_text("step\n1\n")
+    synced, fsync = [], os.fsync
+
+    def note(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}").rpartition("/")[2])
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    writer.start(tensors(), content(1))
+    writer.wait()
+    assert synced[:2] == [stage_file(0), "metrics.csv"]
+    assert writer.last == 1
 
 
 def test_an_error_of_ours_is_not_taken_for_one_of_the_disk(writer):

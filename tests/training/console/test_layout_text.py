@@ -80,3 +80,8 @@ def test_replicas_are_told_by_their_ranks():
         "  replicas 1 to 3: the same on ranks 2 to 7, 2 each"
     )
     assert [ranks_text([3]), ranks_text(range(3))] == ["rank 3", "ranks 0 to 2"]
+    assert ranks_text([0, 2, 4]) == "ranks 0, 2, 4"
+    assert ranks_text(range(0, 512, 8)) == "ranks 0, 8, 16, 24 ... 504"
+    dealt = Placement(2, ((2, 1),), order=(0, 2, 1, 3))
+    assert drawn(dealt)[-1] == "  replica 1: the same on ranks 1, 3"
+    assert "  | 2 |" in drawn(dealt)

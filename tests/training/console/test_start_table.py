@@ -81,3 +81,8 @@ def test_ranks_of_a_machine_are_told_together():
     assert lines[2] == "  rank 4        node2   cpu, 2 threads each"
     assert len(lines) == 11
     assert lines[-2:] == ["  ... 20 more", "  rank 31       node29  cpu, 2 threads each"]
+    dealt = [Device(f"node{n % 2}", "cpu", "1 thread each") for n in range(6)]
+    assert list(device_lines(dealt))[1:] == [
+        "  ranks 0, 2, 4  node0  cpu, 1 thread each",
+        "  ranks 1, 3, 5  node1  cpu, 1 thread each",
+    ]

@@ -22,7 +22,7 @@ class Poison(nn.Module):
     """Lets everything pass, until its call number `call` in training.
 
     Args:
-        kind: "forward" to spoil anything.
+        kind: "forward" to spoil what passes in that call, "from" also in all later ones.
         part: of the tiles of an image that is spoilt; None: every one.
     """
 
@@ -36,14 +36,33 @@ class Poison(nn.Module):
         self.calls += 1
         mesh = getattr(x, "mesh", None)
         mine = self.part is None or mesh is None or mesh.part == self.part
-        if self.kind == "forward" and self.calls - 1 == self.call and mine:
+        now = self.calls - 1
+        if mine and (self.kind, now) == ("forward", self.call):
+            return x * float("nan")
+        if mine and self.kind == "from" and now >= self.call:
             return x * float("nan")
         return x + 0
 
 
 class BadGradient(nn.Module):
+    """Its gradient is infinite, from its call number `call` in training."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call, self.calls = call, 0
+
     def forward(self, x: Tensor) -> Tensor:
-        return _BadGradient.apply(x)
+        self.calls += self.training
+        return _BadGradient.apply(x) if self.calls > self.call else x + 0
+
+
+class Unlucky(nn.Module):
+    """Spoils what passes where it draws a number above 0.7."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or x.device.type == "meta":
+            return x + 0
+        return x * (float("nan") if float(torch.rand(())) > 0.7 else 1.0)
 
 
 class Extreme(nn.Module):
@@ -51,6 +70,12 @@ class Extreme(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 0 + torch.where(torch.arange(x.shape[1], device=x.device) == 0, 3e38, -3e38)
+
+
+def _poison(kind: str, call: int, part: int | None) -> nn.Module:
+    if kind == "backward":
+        return BadGradient(call)
+    return Unlucky() if kind == "unlucky" else Poison(kind, call, part)
 
 
 def chain(
@@ -61,7 +86,7 @@ def chain(
     layers = nn.Sequential()
     layers.add_module("conv1", nn.Conv2d(in_channels, 4, 3, padding=1))
     layers.add_module("relu", nn.ReLU(inplace=True))
-    layers.add_module("poison", BadGradient() if kind == "backward" else Poison(kind, call, part))
+    layers.add_module("poison", _poison(kind, call, part))
     layers.add_module("conv2", nn.Conv2d(4, 4, 3, stride=2, padding=1))
     layers.add_module("norm", nn.BatchNorm2d(4))
     layers.add_module("pool", nn.AdaptiveAvgPool2d(1))

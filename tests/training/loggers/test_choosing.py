@@ -64,3 +64,14 @@ def test_a_logger_that_cannot_start_ends_no_run(tmp_path, caplog):
     loggers.log_step(1, {"loss": 1.0})
     loggers.close()
     assert [record.getMessage()[:19] for record in caplog.records] == ["logger=tensorboard:"]
+
+
+def test_no_logger_gets_the_passwords_of_addresses(tmp_path, caplog):
+    uri = "https://me:secret@host:5000/?a=b"
+    loggers = Loggers(OmegaConf.merge(TENSORBOARD, {"uris": [uri]}), tmp_path, 0)
+    loggers._each(lambda _: (_ for _ in ()).throw(ValueError(f"cannot reach {uri}")))
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"https://***@host:5000/?a=b" in events.read_bytes()
+    assert b"secret" not in events.read_bytes()
+    assert "cannot reach https://***@host" in caplog.text
+    assert "secret" not in caplog.text

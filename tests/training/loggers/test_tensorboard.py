@@ -16,6 +16,13 @@ def events(run_dir: Path) -> EventAccumulator:
     return found
 
 
+def test_steps_of_a_run_that_was_killed_before_its_first_checkpoint_go(tmp_path):
+    """They were shown twice."""
+    log(tmp_path, range(1, 4))
+    log(tmp_path, range(1, 6))
+    assert [e.step for e in events(tmp_path).Scalars("train/loss")] == list(range(1, 6))
+
+
 def log(run_dir: Path, steps: range, done: int = 0) -> None:
     logger = TensorBoard(run_dir, done)
     logger.log_config({"optimizer": {"lr": 0.1}})

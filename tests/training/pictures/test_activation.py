@@ -13,7 +13,7 @@ from spatialdl.training.pictures.activation import Activations
 from spatialdl.training.trainer import Trainer
 from tests.mpi.training.small import small
 
-HERE = "tests.training.test_activation"
+HERE = "tests.training.pictures.test_activation"
 
 
 def trainer(network: str) -> Trainer:

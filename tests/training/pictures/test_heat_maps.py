@@ -17,6 +17,7 @@ from spatialdl.training.tasks.extremes import extremes
 from spatialdl.training.trainer import Trainer
 
 SMALL = "tests.mpi.training.small.small"
+NETWORKS = "tests.training.pictures.test_activation"
 TINY = [
     *("~model.width", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"),
     *("data.validation_samples=11", "data.batch_size=4", "trainer.max_steps=1"),
@@ -63,8 +64,8 @@ def test_only_those_that_may_be_shown_are_kept():
 @pytest.mark.parametrize(
     ("network", "why"),
     [
-        ("tests.training.test_activation.pools_the_most", "is not the mean of the map before it"),
-        ("tests.training.test_activation.ends_with_a_map", "has no linear layer"),
+        (f"{NETWORKS}.pools_the_most", "is not the mean of the map before it"),
+        (f"{NETWORKS}.ends_with_a_map", "has no linear layer"),
         (SMALL, "its last map has but one place"),
     ],
 )

@@ -15,7 +15,7 @@ from spatialdl.training.tasks.own_loss import OwnLoss
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import task_of
 
-HERE = "tests.training.test_own_loss"
+HERE = "tests.training.tasks.test_own_loss"
 
 
 def squared(output, target, power=2.0):

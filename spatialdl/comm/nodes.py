@@ -1,0 +1,37 @@
+"""Which ranks share a machine, found out once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.mesh import Placement
+from spatialdl.node_order import numbered, order_by_nodes
+
+
+class Nodes:
+    """The ranks of a world by machine; all of them make it together.
+
+    Args:
+        world: the ranks.
+        names: by rank, what tells its machine from others; asked of the transport without.
+
+    Attributes:
+        of: by rank the number of its node, in the order of their first ranks.
+    """
+
+    def __init__(self, world: Communicator, names: Sequence[Hashable] | None = None) -> None:
+        self._world = world
+        self.of = numbered(world.nodes() if names is None else names)
+
+    @cached_property
+    def own(self) -> Communicator:
+        """The ranks of this rank's node; all of these ask for the first time together."""
+        here = self.of[self._world.rank]
+        return self._world.subset([rank for rank, node in enumerate(self.of) if node == here])
+
+    def placed(self, placement: Placement) -> Placement:
+        """The placement with its groups of ranks within nodes, see `node_order`."""
+        return replace(placement, order=order_by_nodes(placement, self.of))

@@ -1,0 +1,202 @@
+"""Ends the job when a rank waits too long for others, after all have said what they wait for.
+
+A thread of each rank looks now and then at what `waiting` has noted. The first rank that has waited
+longer than the limit tells the others; each prints what it is doing, and with which step. Then one
+of them says of whom nothing was heard, and ends the job. There is no way back: MPI cannot take back
+what some ranks have begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from threading import Event, Thread, main_thread
+from typing import NamedTuple
+
+from spatialdl import waiting
+from spatialdl.comm import limit
+from spatialdl.comm.alarm import MOST, Alarm, Report, alarm_between
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.ending import end_job_for_sure
+from spatialdl.comm.processes import Process
+from spatialdl.comm.roll_call import say, say_last
+from spatialdl.comm.stack import module_of, place_of
+
+LOOK_S = 1.0
+GRACE_S = 5.0
+"""How long the rank that raised the alarm waits for what the others say."""
+AFTERWARDS_S = 0.5
+"""Before the job ends: launchers pass on what ranks have printed in their own time."""
+MANY = 16
+
+
+class _Running:
+    watchdog: Watchdog | None = None
+
+
+def start_watchdog(world: Communicator) -> None:
+    """Watch this rank from now on; all of the world must call it. Rank 0's limit counts."""
+    found = world.allgather((limit.seconds(), Process.own()))
+    limit_s = found[0][0]
+    if limit_s is None or world.size == 1:
+        return
+    processes = [process for _, process in found]
+    _Running.watchdog = Watchdog(alarm_between(world), world.rank, processes, limit_s)
+
+
+def stop_watchdog() -> None:
+    """Watch no more."""
+    if _Running.watchdog is not None:
+        _Running.watchdog.stop()
+        _Running.watchdog = None
+
+
+class _Overdue(NamedTuple):
+    thread: int
+    seconds: float
+
+
+class Watchdog:
+    """Of this process.
+
+    Args:
+        alarm: of all ranks.
+        rank: this one.
+        processes: of all ranks.
+        limit_s: seconds that a wait may take.
+    """
+
+    def __init__(self, alarm: Alarm, rank: int, processes: list[Process], limit_s: float) -> None:
+        self._alarm, self._rank = alarm, rank
+        self._processes, self._limit_s = processes, limit_s
+        self._look_s = min(LOOK_S, limit_s / 10)
+        self._clock, self._since = 0.0, dict[int, tuple[int, float]]()
+        self._stop = Event()
+        self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._alarm.close()
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._stop.wait(self._look_s):
+            now = time.monotonic()
+            # a job that was suspended as a whole goes on: its ranks have not waited meanwhile
+            self._clock += min(now - before, 2 * self._look_s)
+            was_away, before = now - before > self._limit_s, now
+            overdue = self._look()
+            if was_away:  # and launchers wake up a rank that was stopped, to end it
+                continue
+            if overdue is not None or any(one.raised for one in self._alarm.heard().values()):
+                self._end(overdue)
+
+    def _look(self) -> _Overdue | None:
+        """Take note of what threads are in; one that waits for others for too long."""
+        before = self._since
+        self._since = {}
+        for thread, number in waiting.numbers().items():
+            known, since = before.get(thread, (0, 0.0))
+            self._since[thread] = (number, since if number == known else self._clock)
+        for thread, (number, since) in self._since.items():
+            if self._clock - since > self._limit_s:
+                wait = waiting.wait_of(thread)
+                if wait is not None and wait.number == number and wait.ranks:
+                    return _Overdue(thread, self._clock - since)
+        return None
+
+    def _end(self, overdue: _Overdue | None) -> None:
+        own = self._report(overdue)
+        say(own.text)
+        self._alarm.tell(own)
+        reports = self._gathered(own)
+        leader = min((rank for rank, one in reports.items() if one.raised), default=self._rank)
+        if leader != self._rank:
+            time.sleep(2 * GRACE_S)  # it ends the job, unless it is gone itself
+        time.sleep(AFTERWARDS_S)
+        say_last(self._summary(reports))
+        end_job_for_sure()
+
+    def _gathered(self, own: Report) -> dict[int, Report]:
+        """What ranks say within the grace, this one too."""
+        until = time.monotonic() + GRACE_S
+        while True:
+            reports = {**self._alarm.heard(), self._rank: own}
+            stopped = {
+                int(rank)
+                for one in reports.values()
+                for rank, why in one.stopped.items()
+                if why.startswith("stopped")
+            }
+            if len(reports.keys() | stopped) == len(self._processes) or time.monotonic() > until:
+                return reports
+            time.sleep(0.05)
+
+    def _report(self, overdue: _Overdue | None) -> Report:
+        text, waits = self._state(overdue)
+        where = f"rank {self._rank} on {self._processes[self._rank].host}"
+        if waiting.place():
+            where += f", {waiting.place()}"
+        states = {str(rank): one.state() for rank, one in enumerate(self._processes)}
+        stopped = {rank: state for rank, state in states.items() if state is not None}
+        return Report(self._rank, f"{where}: {text}"[:MOST], overdue is not None, waits, stopped)
+
+    def _state(self, overdue: _Overdue | None) -> tuple[str, bool]:
+        """What this rank does, and whether it waits for others."""
+        main = main_thread().ident or 0
+        others = [thread for thread in self._since if thread != main]
+        for thread in (main, *others) if overdue is None else (overdue.thread,):
+            wait = waiting.wait_of(thread)
+            if wait is not None and wait.ranks:
+                text = f"waits for {self._waited(thread, wait)}in {': '.join(wait.what)}"
+                module = module_of(thread)
+                text += f", in {module}," if module else ""
+                peers = [rank for rank in wait.ranks if rank != self._rank]
+                text += f" with {_ranks_text(peers)}"
+                if overdue is not None:
+                    text += f", longer than comm.timeout={self._limit_s:g}"
+                return text, True
+        wait = waiting.wait_of(main)
+        doing = ""
+        if wait is not None:
+            doing = f" for {self._waited(main, wait)}it is in {': '.join(wait.what)},"
+        return f"does not wait for other ranks;{doing} at {place_of(main)}", False
+
+    def _waited(self, thread: int, wait: waiting.Wait) -> str:
+        number, since = self._since.get(thread, (0, 0.0))
+        return f"{self._clock - since:.0f} s " if number == wait.number else "a moment "
+
+    def _summary(self, reports: dict[int, Report]) -> str:
+        """Who is to blame, as far as it can be told, and what to do."""
+        stopped = {int(r): why for one in reports.values() for r, why in one.stopped.items()}
+        missing = [r for r in range(len(self._processes)) if r not in reports]
+        busy = sorted(rank for rank, one in reports.items() if not one.waits)
+        said = []
+        if not self._alarm.reaches:
+            missing = sorted(stopped)
+        for rank in missing[:8]:
+            why = f"which is {stopped[rank]}" if rank in stopped else "stopped, dead or cut off"
+            said.append(f"nothing was heard of rank {rank} ({self._processes[rank]}), {why}")
+        if len(missing) > 8:
+            said.append(f"nor of {len(missing) - 8} more ranks")
+        if busy:
+            said.append(f"{_ranks_text(busy)} did not come: see above what is done there")
+        if not said and self._alarm.reaches:
+            said.append(
+                "all ranks wait, for each other: look for control flow that depends on the rank, "
+                "which comm.check=true finds"
+            )
+        return (
+            f"{'; '.join(said) or 'some rank did not come'}. The job ends. If ranks have reason to "
+            "wait so long (validation, storage, a first step that compiles): raise comm.timeout, "
+            "null is for ever"
+        )
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1, 5 and 7 more"."""
+    shown = ", ".join(map(str, ranks[:MANY]))
+    more = f" and {len(ranks) - MANY} more" if len(ranks) > MANY else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

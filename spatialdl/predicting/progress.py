@@ -1,0 +1,95 @@
+"""How far the work on one large image is: bars of what is read, run and drawn, on rank 0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+from tqdm import tqdm
+
+from spatialdl.data.image_source import Box, ImageSource, Pixels
+from spatialdl.training.console.progress import has_terminal
+
+BAND = 1024  # rows that are read at a time
+
+
+def bar(name: str, what: str, total: int, unit: str) -> tqdm[Any]:
+    """A bar that leaves nothing behind; none where there is no terminal."""
+    return tqdm(
+        total=total,
+        desc=f"{name}, {what}",
+        unit=unit,
+        disable=not has_terminal(),
+        leave=False,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    )
+
+
+@dataclass
+class ReadInBands:
+    """The images of a source, some rows at a time, as a bar tells; the pixels are the same."""
+
+    source: ImageSource
+    name: str
+
+    def __post_init__(self) -> None:
+        self.labels: npt.NDArray[Any] = self.source.labels
+        self.dtype: np.dtype[Any] = self.source.dtype  # type: ignore[attr-defined]
+
+    @property
+    def has_masks(self) -> bool:
+        return self.source.has_masks
+
+    @property
+    def channels(self) -> int:
+        return self.source.channels
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self.source.classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def image_size(self, sample: int) -> tuple[int, int]:
+        return self.source.image_size(sample)
+
+    def read(self, sample: int, box: Box | None = None) -> Pixels:
+        rows, cols = self.image_size(sample)
+        row0, row1, col0, col1 = box or (0, rows, 0, cols)
+        found = np.empty((row1 - row0, col1 - col0, self.channels), self.dtype)
+        with bar(self.name, "reading", row1 - row0, "row") as rows_read:
+            for first in range(row0 // BAND * BAND, row1, BAND):
+                top, end = max(first, row0), min(first + BAND, row1)
+                band = self.source.read(sample, (top, end, col0, col1))
+                found[top - row0 : end - row0] = band
+                rows_read.update(end - top)
+        return found
+
+    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
+        return self.source.read_mask(sample, box)
+
+
+@contextmanager
+def layers_told(name: str, stages: Sequence[nn.Module]) -> Iterator[None]:
+    """While this is open, a bar follows the layers that this rank runs."""
+    layers = [one for stage in stages for one in stage.modules() if not list(one.children())]
+    with bar(name, "network", len(layers), "layer") as done:
+        hooks = [one.register_forward_hook(lambda *_: _one_more(done)) for one in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _one_more(done: tqdm[Any]) -> None:
+    if done.n < done.total:  # a layer may run more than once
+        done.update()

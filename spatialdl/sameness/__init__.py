@@ -1,0 +1,1 @@
+"""Whether all ranks were started with the same code, packages, configuration and data."""

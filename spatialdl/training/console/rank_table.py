@@ -1,0 +1,69 @@
+"""``comm.map``: where each rank is, and what it holds, in the order of the layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.layout import Layout
+from spatialdl.mesh import Placement, Position
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.text import aligned
+from spatialdl.training.console.start_table import Device, device_of_rank
+
+log = logging.getLogger("spatialdl.ranks")
+
+_LINES = 40
+"""After so many the titles come again."""
+
+
+def tell_ranks(pipeline: Pipeline, world: Communicator) -> None:
+    """Rank 0 tells; all ranks must call it."""
+    everybody = world.gather(device_of_rank(pipeline.device))
+    if everybody is not None:
+        lines = rank_lines(pipeline.placement, pipeline.image_size[1:], everybody)
+        log.info("ranks:\n%s", "\n".join(lines))
+
+
+def rank_lines(
+    placement: Placement, size: tuple[int, int], devices: Sequence[Device] = ()
+) -> list[str]:
+    """A line a rank, replica by replica, stage by stage, the grid row by row.
+
+    A rank has several where it holds different boxes. Those of later stages are what their tiles
+    cover of an image.
+
+    Args:
+        size: (H, W) of the images.
+        devices: by rank; without, they are not told.
+    """
+    titles = ["rank", "host", "device", "replica", "stage", "rows", "columns", "samples"]
+    boxes = [Layout.even((1, *size), grid).boxes for grid in placement.grids]
+    rows = []
+    for rank in placement.at(range(placement.world_size)):
+        on = [devices[rank].host, devices[rank].device] if devices else ["", ""]
+        for stages, (replica, stage, part, _) in _held(placement, rank):
+            parts = placement.batch_parts(stage)
+            box = boxes[stage][part if parts == 1 else 0]
+            sides = f"{box.row0}:{box.row1}", f"{box.col0}:{box.col1}"
+            samples = "all" if parts == 1 else f"{part + 1} of {parts}"
+            rows.append([str(rank), *on, str(replica), stages, *sides, samples])
+    left_out = set() if devices else {1, 2}
+    if max(placement.batch, default=1) == 1:
+        left_out.add(7)
+    shown = [column for column in range(len(titles)) if column not in left_out]
+    left = [place for place, column in enumerate(shown) if column in (1, 2, 4)]
+    head, *lines = aligned([[row[k] for k in shown] for row in (titles, *rows)], left)
+    starts = range(0, len(lines), _LINES)
+    return [line for start in starts for line in (head, *lines[start : start + _LINES])]
+
+
+def _held(placement: Placement, rank: int) -> Iterator[tuple[str, Position]]:
+    """What a rank holds that has the same box: the names of its stages, and one of them."""
+    alike: dict[tuple[object, ...], list[Position]] = {}
+    for position in placement.positions(rank):
+        grid, parts = placement.grids[position.stage], placement.batch_parts(position.stage)
+        alike.setdefault((position.part, grid, parts), []).append(position)
+    for some in alike.values():
+        yield ", ".join(f"{p.stage} of the copy" if p.copy else str(p.stage) for p in some), some[0]

@@ -1,0 +1,106 @@
+"""What each thread of this process waits for, noted where it waits, so that a hang can be told.
+
+Nobody reads a clock: a note has a number, and whoever looks twice and sees the same one knows that
+the thread waits still. See `comm.watchdog`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from threading import get_ident
+from typing import NamedTuple, TypeVar, TypeVarTuple, cast
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+
+Ranks = Sequence[int] | Callable[[], Sequence[int]] | None
+"""Of the world; or what tells them when somebody asks; None for what is no communication."""
+
+_Note = tuple[int, object, Ranks, "_Note | None"]
+
+_numbers = count(1)
+_notes: dict[int, _Note | None] = {}
+
+
+class _Place:
+    text = doing = ""
+
+
+def noted(
+    what: object, ranks: Ranks, do: Callable[[*Arguments], Result], *arguments: *Arguments
+) -> Result:
+    """Do what may wait, and return its result; notes within each other make it more exact.
+
+    Args:
+        what: is done, with its direction; its ``str`` is taken only when it is told.
+        ranks: among which; this one may be among them.
+        do: is called with `arguments`.
+    """
+    thread = get_ident()
+    outer = _notes.get(thread)
+    _notes[thread] = (next(_numbers), what, ranks, outer)
+    try:
+        return do(*arguments)
+    finally:
+        _notes[thread] = outer
+
+
+def each(what: str, items: Iterable[Item]) -> Iterator[Item]:
+    """The items; what it takes to get each of them is noted, as no communication."""
+    iterator, end = iter(items), object()
+    while True:
+        item = noted(what, None, next, iterator, end)
+        if item is end:
+            return
+        yield cast("Item", item)
+
+
+def at(place: str) -> None:
+    """From now on this process is at this place, such as ``step 3``."""
+    _Place.text, _Place.doing = place, ""
+
+
+def doing(what: str) -> None:
+    """More about the place, until the next `at`."""
+    _Place.doing = what
+
+
+def place() -> str:
+    """Where this process said last that it is; empty if it has not."""
+    return ", ".join(filter(None, (_Place.text, _Place.doing)))
+
+
+class Wait(NamedTuple):
+    """What a thread is in.
+
+    Attributes:
+        number: another one for each wait.
+        what: from the widest to the closest.
+        ranks: of the world, of the closest that names some; none if it is no communication.
+    """
+
+    number: int
+    what: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def numbers() -> dict[int, int]:
+    """By thread the number of what it is in, of those that are in something."""
+    return {thread: note[0] for thread, note in list(_notes.items()) if note is not None}
+
+
+def wait_of(thread: int) -> Wait | None:
+    """What a thread is in, None if in nothing."""
+    note = _notes.get(thread)
+    if note is None:
+        return None
+    number, _, ranks, _ = note
+    texts = []
+    while note is not None:
+        texts.append(str(note[1]))
+        ranks = note[2] if ranks is None else ranks
+        note = note[3]
+    found = ranks() if callable(ranks) else ranks
+    return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(found or ()))

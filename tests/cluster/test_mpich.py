@@ -1,0 +1,64 @@
+"""PMI-2: an environment with MPICH in place of Open MPI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import TRAIN, run
+from tests.training.checkpoints.runs import TINY, losses
+
+pytestmark = pytest.mark.slow
+SP_PP = [*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"]
+ONE = [*TINY, "parallel.microbatches=2", "data.validation_samples=0"]
+LIBRARY = "import mpi4py.MPI as mpi; print(mpi.Get_library_version())"
+
+
+@pytest.fixture(scope="module")
+def mpich(tmp_path_factory) -> str:
+    """The interpreter of an environment with MPICH, and all else that is installed here."""
+    folder = tmp_path_factory.mktemp("environment") / "mpich"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = str(folder / "bin" / "python")
+    asked = [python, "-m", "pip", "install", "--quiet", "--retries=1", "--timeout=20", "mpich"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+    if told.returncode:
+        pytest.skip(f"MPICH cannot be installed here: {told.stderr[-300:]}")
+    packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    (Path(packages) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    assert "MPICH" in run([python, "-c", LIBRARY], folder).stdout
+    return python
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("none")
+    done = run([*TRAIN, *ONE, "hydra.run.dir=run"], cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses(cwd / "run")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [["srun", "--mpi=pmi2", "-N3", "-n3", "--kill-on-bad-exit=1"], ["salloc", "-N3", "-n3", "-Q"]],
+    ids=["srun", "its own srun"],
+)
+def test_ranks_of_mpich_on_three_nodes_equal_one_process(launcher, mpich, one_process, tmp_path):
+    done = run([*launcher, mpich, *TRAIN[1:], *SP_PP, "hydra.run.dir=run"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 3
+    assert losses(tmp_path / "run") == pytest.approx(one_process, abs=1e-10)
+
+
+def test_mpich_that_is_started_for_open_mpi_is_refused_with_advice(mpich, tmp_path):
+    words = ["srun", "--mpi=pmix", "-N2", "-n2", mpich, *TRAIN[1:], *TINY, "parallel=dp"]
+    done = run(words, tmp_path)
+    assert done.returncode != 0
+    assert "srun started 2 ranks, but MPI sees a world of 1" in done.stderr
+    assert "`srun --mpi=pmi2` for MPICH" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from spatialdl.data.inside import file_status
+
+
+def test_files_and_links_of_the_folder(tmp_path):
+    (tmp_path / "a").write_bytes(b"123")
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    assert file_status(tmp_path, "a").st_size == 3
+    assert file_status(tmp_path, "link").st_size == 3
+    assert file_status(tmp_path / "folder", "link").st_size == 3
+    with pytest.raises(FileNotFoundError):
+        file_status(tmp_path, "b")
+
+
+def test_what_leads_elsewhere_or_never_ends_is_refused(tmp_path):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "outside").touch()
+    (inside / "link").symlink_to("../outside")
+    (inside / "again").symlink_to("link")
+    os.mkfifo(inside / "pipe")
+    for name in ("link", "again"):
+        with pytest.raises(ValueError, match="link out of its folder"):
+            file_status(inside, name)
+    (inside / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero", "."):
+        with pytest.raises(ValueError, match=r"is no file|link out of"):
+            file_status(inside, name)

@@ -1,0 +1,458 @@
+"""What is read in the child: each target makes valid inputs, and reads what was made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+Document = Any
+
+
+class Target(Protocol):
+    """Something that reads files.
+
+    Attributes:
+        clean: exceptions besides `ValueError` and `OSError` that are good answers.
+        names: what an error has to name.
+    """
+
+    clean: tuple[type[BaseException], ...]
+    names: str
+
+    def __init__(self, folder: Path) -> None:
+        """Make a folder with all that is needed beside the inputs."""
+
+    def valid(self) -> list[bytes]:
+        """Inputs that are read without an error."""
+
+    def attempt(self, number: int, data: bytes) -> None:
+        """Read an input that was made of the valid one of this number."""
+
+
+def pixels(rows: int, cols: int, seed: int = 0) -> Any:
+    """uint8 (rows, cols, 3)."""
+    return np.random.default_rng(seed).integers(0, 256, (rows, cols, 3), np.uint8)
+
+
+def data_sets(folder: Path) -> list[Path]:
+    """One of each kind: tiles with masks, striped regions, and tiles as JPEG, zstd and LZ4."""
+    from spatialdl.data.writer import ShardWriter
+
+    made = [folder / name for name in ("tiles", "regions", "jpeg", "zstd", "lz4")]
+    if made[-1].exists():
+        return made
+    for path in made:
+        kind: Any = "regions" if path.name == "regions" else "tiles"
+        codec: Any = path.name if kind == "tiles" and path.name != "tiles" else "raw"
+        more: Any = {"stripes": 2} if kind == "regions" else {"mpp": 0.5}
+        note = {"overlap": 0, "program": "test"}
+        with ShardWriter(
+            path, ["a", "b"], kind=kind, codec=codec, made_with=note, overwrite=True, **more
+        ) as out:
+            for number, split in enumerate(("train", "train", "val")):
+                image = pixels(20, 24, number)
+                mask = None if codec == "jpeg" else image[..., 0] % 2
+                xy = (8 * number, 0)
+                out.add(image, number % 2, split, slide=f"s{number % 2}", xy=xy, mask=mask)
+    return made
+
+
+def read_all(path: Path, io: Any = "auto") -> None:
+    """Read a data set in every way there is, all of it and boxes."""
+    from spatialdl.data.shards import ShardDataset
+    from spatialdl.data.staging.samples import of_splits
+    from spatialdl.predicting.inputs import shard_inputs
+
+    data = ShardDataset(path, io=io)
+    of_splits(data.manifest, data.splits[:1])
+    shard_inputs(data, (8, 8), maps=False)
+    for number in {0, len(data) // 2, len(data) - 1} if len(data) else ():
+        rows, cols = data.image_size(number)
+        data.read(number, (rows // 2, rows, 0, (cols + 1) // 2))
+        data.read(number)
+        if data.has_masks:
+            data.read_mask(number, (0, rows, cols // 2, cols))
+    data.close()
+
+
+class ManifestTarget:
+    """manifest.json of each kind of data set."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "manifest.json"
+
+    def __init__(self, folder: Path) -> None:
+        self._sets = data_sets(folder)
+
+    def valid(self) -> list[bytes]:
+        return [(path / "manifest.json").read_bytes() for path in self._sets]
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.errors import ShardError
+        from spatialdl.slides.inspecting import inspect, verify
+
+        path = self._sets[number]
+        (path / "manifest.json").write_bytes(data)
+        inspect(path)
+        try:
+            read_all(path)
+            verify(path, progress=False)
+        except ShardError as error:
+            # of what the manifest says of the shards: they name the folder
+            raise ShardError(f"{error} (manifest.json)") from error
+
+
+class ShardTarget:
+    """A shard, of which the manifest says the length that it has."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "shard-00000.h5"
+
+    def __init__(self, folder: Path) -> None:
+        self._sets = data_sets(folder)
+        self._manifests = [json.loads((path / "manifest.json").read_bytes()) for path in self._sets]
+        self._valid = [(path / self.names).read_bytes() for path in self._sets]
+        self._tried = 0
+
+    def valid(self) -> list[bytes]:
+        return self._valid
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.data.importing.clam import _opened
+        from spatialdl.errors import ShardError
+        from spatialdl.slides.inspecting import inspect, verify
+
+        path, manifest = self._sets[number], self._manifests[number]
+        (path / self.names).write_bytes(data)
+        manifest["shards"][0]["bytes"] = len(data)
+        manifest["shards"][0]["sha256"] = hashlib.sha256(self._valid[number]).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        self._tried += 1
+        wrong: Exception | None = None
+        ways = ("mmap", "pread", "h5py")
+        for work in (
+            lambda: read_all(path, ways[self._tried % 3]),
+            lambda: inspect(path / self.names),
+            lambda: verify(path, progress=False),
+            lambda: _opened([path / self.names]),
+        ):
+            try:
+                work()
+            except ShardError as error:
+                wrong = error
+        if wrong is not None:
+            raise wrong
+
+
+class CsvTarget:
+    """The tables that users write: labels of slides, targets, labels of CLAM."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "table.csv"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / self.names
+        self._slides = [folder / name for name in ("a.svs", "b.svs", "c d.svs")]
+
+    def valid(self) -> list[bytes]:
+        return [
+            b"slide,label,split,mpp\na.svs,tumour,train,0.25\nb,normal,val,\nc d.svs,x,test,0.5\n",
+            b"slide,er,pr\na.svs,1,0\nb.svs,1,\n",
+            b"sample,age\n0,63.5\n1,71\n2,nan\n",
+            b'slide_id,label,split\na,"tumour, large",train\nb,normal,val\n',
+        ]
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.data.importing.clam import read_labels as read_clam
+        from spatialdl.data.targets import match_targets, read_targets
+        from spatialdl.slides.batch.labels import read_labels
+
+        self._path.write_bytes(data)
+        if number == 0:
+            read_labels(self._path, self._slides)
+        elif number == 3:
+            read_clam(self._path)
+        else:
+            key, _, found = read_targets(self._path, binary=number == 1)
+            samples = ["a.svs", "b.svs"] if key == "slide" else ["0", "1"]
+            match_targets(self._path, key, found, samples, "x")
+
+
+class GeojsonTarget:
+    """Annotations as QuPath writes them."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "a.geojson"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / self.names
+
+    def documents(self) -> list[Document]:
+        outer = [[0, 0], [100, 0], [100, 80.5], [0, 80], [0, 0]]
+        hole = [[10, 10], [20, 10], [20, 20], [10, 10]]
+        shapes = [
+            ("Polygon", [outer, hole]),
+            ("MultiPolygon", [[outer], [hole]]),
+            ("Point", [5, 5]),
+        ]
+        features = [
+            {
+                "type": "Feature",
+                "id": "PathAnnotationObject",
+                "geometry": {"type": kind, "coordinates": coordinates},
+                "properties": {
+                    "objectType": "annotation",
+                    "classification": {"name": "Tumor", "color": [200, 0, 0]},
+                },
+            }
+            for kind, coordinates in shapes
+        ]
+        parts = {"type": "GeometryCollection", "geometries": [features[0]["geometry"]]}
+        names = {"names": ["Tumor", "Positive"]}
+        other = {"type": "Feature", "geometry": parts, "properties": {"classification": names}}
+        return [{"type": "FeatureCollection", "features": features}, [*features, other], other]
+
+    def valid(self) -> list[bytes]:
+        return [json.dumps(one).encode() for one in self.documents()]
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.slides.finding.annotations import read_annotations
+        from spatialdl.slides.finding.regions import class_map, class_names
+
+        self._path.write_bytes(data)
+        regions = [region.moved((3, -4)) for region in read_annotations(self._path)]
+        class_names(regions)
+        class_map(regions, (64, 48), 2.5)
+
+
+class XmlTarget(GeojsonTarget):
+    """Annotations as ASAP and ImageScope write them."""
+
+    names = "a.xml"
+
+    def valid(self) -> list[bytes]:
+        asap = "".join(
+            f'<Coordinate Order="{n}" X="{x}" Y="{y}"/>'
+            for n, (x, y) in enumerate([(0, 0), (50.5, 0), (50, 40)])
+        )
+        aperio = '<Vertex X="0" Y="0"/><Vertex X="60" Y="0"/><Vertex X="60" Y="33.3"/>'
+        return [
+            '<?xml version="1.0"?><ASAP_Annotations><Annotations><Annotation Name="1" '
+            f'Type="Polygon" PartOfGroup="Tumor"><Coordinates>{asap}</Coordinates></Annotation>'
+            "</Annotations></ASAP_Annotations>".encode(),
+            '<Annotations MicronsPerPixel="0.25"><Annotation Id="1" Name="Tumor"><Regions>'
+            f'<Region Id="1" Type="0" NegativeROA="0"><Vertices>{aperio}</Vertices></Region>'
+            f'<Region Id="2" Type="2"><Vertices>{aperio}</Vertices></Region>'
+            "</Regions></Annotation></Annotations>".encode(),
+        ]
+
+
+class CheckpointTarget:
+    """checkpoint.json, and then safetensors files whose checksum it has."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "step-00000002"
+
+    def __init__(self, folder: Path) -> None:
+        from tests.predicting.runs import train
+
+        self._folder = folder
+        run = folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        train(run)
+        self._path = run / "checkpoints" / self.names
+        self._files = ["checkpoint.json", "stage-00.safetensors", "random.safetensors"]
+        self._valid = [(self._path / name).read_bytes() for name in self._files]
+
+    def valid(self) -> list[bytes]:
+        return self._valid
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.comm.alone import Alone
+        from spatialdl.export import export
+        from spatialdl.predicting.cutting import cutting_of
+        from spatialdl.predicting.trained import find_trained
+        from spatialdl.training.checkpoints.content import restore_random
+        from spatialdl.training.checkpoints.reading import Checkpoint
+        from tests.predicting.runs import command
+
+        for name, whole in zip(self._files, self._valid, strict=True):
+            (self._path / name).write_bytes(whole)
+        name = self._files[number]
+        (self._path / name).write_bytes(data)
+        if number:
+            content = json.loads(self._valid[0])
+            record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            content["files"][name] = record
+            (self._path / "checkpoint.json").write_text(json.dumps(content))
+        trained = find_trained(str(self._path), Alone())
+        with Checkpoint(trained.path) as checkpoint:
+            for key in checkpoint.names(""):
+                checkpoint.shape(key)
+                checkpoint.read(key)
+            self._restore_random(checkpoint, restore_random)
+        export(str(self._path), self._folder / "out.safetensors")
+        self._config = getattr(self, "_config", None) or command("ckpt_path=x", "mpp=0.5")
+        try:
+            cutting_of(self._config, trained)
+        except ValueError as error:
+            raise ValueError(f"{self.names}: {error}") from error
+
+    def _restore_random(self, checkpoint: Any, restore: Any) -> None:
+        import torch
+
+        from spatialdl.errors import CheckpointError
+
+        try:
+            restore(checkpoint.random_states(0), torch.device("cpu"))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.names}: {error}") from error
+
+
+class ResumeTarget(CheckpointTarget):
+    """checkpoint.json, as a run that goes on reads it."""
+
+    names = "run"
+
+    def __init__(self, folder: Path) -> None:
+        self.names = "step-00000002"
+        super().__init__(folder)
+        self.names = ""
+
+    def valid(self) -> list[bytes]:
+        return self._valid[:1]
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from tests.predicting.runs import train
+
+        (self._path / "checkpoint.json").write_bytes(data)
+        run = self._folder / "resumed"
+        shutil.rmtree(run, ignore_errors=True)
+        train(run, f"ckpt_path={self._path}", "trainer.checkpoint.keep=0", "logger=[]")
+
+
+class WeightsTarget:
+    """Files of weights: of PyTorch and safetensors."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "weights"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def valid(self) -> list[bytes]:
+        import torch
+        from safetensors.torch import save
+
+        state = {"a.weight": torch.ones(3, 4), "a.bias": torch.zeros(4, dtype=torch.float64)}
+        torch.save({"state_dict": state}, self._folder / "weights.pt")
+        torch.save(state, self._folder / "weights.pt2", _use_new_zipfile_serialization=False)
+        files = [(self._folder / name).read_bytes() for name in ("weights.pt", "weights.pt2")]
+        return [*files, save(state)]
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.training.network.weights import read_weights
+
+        path = self._folder / ("weights.pt", "weights.pth", "weights.safetensors")[number]
+        path.write_bytes(data)
+        read_weights(path)
+
+
+class SlideTarget:
+    """Slides: pyramids of TIFF, JPEG tiles or strips, PNG and JPEG."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "slide."
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._endings = ("tif", "tif", "svs", "tif", "png", "jpg")
+
+    def valid(self) -> list[bytes]:
+        return list(self._made())
+
+    def _made(self) -> Iterator[bytes]:
+        import imagecodecs
+        import tifffile
+
+        from spatialdl.slides.pyramid import write_pyramid
+
+        image, path = pixels(300, 280), self._folder / "made.tif"
+        write_pyramid(path, [image], (300, 280), 0.5)
+        yield path.read_bytes()
+        tifffile.imwrite(path, image, tile=(64, 64), photometric="rgb")
+        yield path.read_bytes()
+        said = "Aperio Image Library v11\n280x300 [0,0 280x300] (64x64)|AppMag = 20|MPP = 0.5"
+        more: Any = {"compression": "jpeg", "photometric": "ycbcr"}
+        tifffile.imwrite(path, image, tile=(64, 64), description=said, **more)
+        yield path.read_bytes()
+        tifffile.imwrite(path, image[:90, :70], rowsperstrip=16, compression="deflate")
+        yield path.read_bytes()
+        yield imagecodecs.png_encode(image[:90, :70])
+        yield imagecodecs.jpeg8_encode(image[:90, :70])
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.slides.inspecting import inspect
+        from spatialdl.slides.reading.reader import Slide
+
+        path = self._folder / f"slide.{self._endings[number]}"
+        path.write_bytes(data)
+        inspect(path)
+        with Slide(path) as slide:
+            rows, cols = slide.size
+            for scale in slide.downsamples[:4]:
+                slide.read_scaled(0, 0, (40, 50), scale)
+                slide.read_scaled(cols // 2, rows // 2, (30, 30), scale * 1.3)
+            slide.thumbnail(max(rows, cols) / 50)
+
+
+class ConfigTarget:
+    """A network of the user's own in a folder of configurations."""
+
+    names = ""
+
+    def __init__(self, folder: Path) -> None:
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        self.clean: tuple[type[BaseException], ...] = (HydraException, OmegaConfBaseException)
+        self._folder = folder / "conf"
+        (self._folder / "model").mkdir(parents=True, exist_ok=True)
+
+    def valid(self) -> list[bytes]:
+        return [
+            b"_target_: spatialdl.models.resnet18\nnum_classes: ${data.num_classes}\nwidth: 4\n",
+            b"# @package _global_\ndefaults:\n  - override /optimizer: sgd\n\nmodel:\n"
+            b"  _target_: spatialdl.models.unet\n  width: 3\noptimizer:\n  lr: 1e-3\n",
+        ]
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.configuring.overrides import flags_of
+        from spatialdl.starting import check_words, composed_for, without_hydra
+        from spatialdl.training.checks import check_config
+
+        (self._folder / "model" / "mine.yaml").write_bytes(data)
+        words = ["--config-dir", str(self._folder), "model=mine", "trainer.max_steps=1"]
+        flags = flags_of(words)
+        check_words(flags, "train")
+        check_config(without_hydra(composed_for(flags, "train")))
+
+
+TARGETS: dict[str, type[Target]] = {
+    "manifest": ManifestTarget,
+    "shard": ShardTarget,
+    "csv": CsvTarget,
+    "geojson": GeojsonTarget,
+    "xml": XmlTarget,
+    "checkpoint": CheckpointTarget,
+    "resume": ResumeTarget,
+    "weights": WeightsTarget,
+    "slide": SlideTarget,
+    "config": ConfigTarget,
+}

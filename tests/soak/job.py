@@ -1,0 +1,209 @@
+"""A job as a scheduler sees it: started, watched from outside, killed, and gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from spatialdl.comm.launch import mpiexec_command
+from spatialdl.training.checkpoints.folder import FOLDER
+from spatialdl.training.signals import MARKER
+from tests.soak.network import SEEN
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 240.0
+"""Nothing here takes so long; then a job counts as hanging."""
+
+_MARK = "SPATIALDL_SOAK_JOB"
+_LOOK_EVERY_S = 0.005
+
+
+class Job:
+    """A life of a run. Leaving the block kills what is left of it.
+
+    Args:
+        folder: of all lives; the run directory is ``run`` in it, shards are staged to ``disk``.
+        number: of this life.
+        ranks: how many are started by an ``mpiexec``; None leaves that to the command.
+        words: of the command line.
+
+    Attributes:
+        log: what it has said.
+    """
+
+    def __init__(self, folder: Path, number: int, ranks: int | None, words: Sequence[str]) -> None:
+        self.run_dir, self.log = folder / "run", folder / f"life-{number:02d}.log"
+        self._id, self._old_rows = uuid4().hex, _inode(self.run_dir / "metrics.csv")
+        launcher = [] if ranks is None else mpiexec_command(ranks)
+        (folder / "tmp").mkdir(exist_ok=True)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "TMPDIR": str(folder / "tmp"),
+            SEEN: str(folder / f"seen-{number:02d}"),
+            _MARK: self._id,
+        }
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*launcher, sys.executable, "-m", "spatialdl.train", *words],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.started = time.monotonic()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            _kill(pid, 9)
+        self.process.wait()
+
+    # --- what is seen from outside
+
+    def begun_at(self) -> int | None:
+        """The step after which this life goes on; None while it has not said so."""
+        said = self.log.read_text()
+        found = re.search(r"going on after step (\d+) from", said)
+        if found:
+            return int(found[1])
+        return 0 if "a new run starts" in said else None
+
+    def steps(self) -> int:
+        """That this life has made."""
+        begun = self.begun_at()
+        if begun is None or _inode(self.run_dir / "metrics.csv") == self._old_rows:
+            return 0
+        return last_step(self.run_dir) - begun
+
+    def writes_checkpoint(self) -> bool:
+        return any((self.run_dir / FOLDER).glob(".step-*.tmp"))
+
+    def stages(self) -> bool:
+        return any((self.run_dir.parent / "disk").glob(".spatialdl-*/jobs/*"))
+
+    def ended_well(self) -> bool:
+        """By its own word: come to its end, or stopped with a checkpoint."""
+        return any((self.run_dir / name).exists() for name in ("summary.json", MARKER))
+
+    # --- processes
+
+    def processes(self) -> list[int]:
+        """All that belong to it, whoever their parents are."""
+        mark = f"{_MARK}={self._id}".encode()
+        return [pid for pid in _all() if mark in _environment(pid)]
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank, of those that are there; not the helpers that they start."""
+        of_ranks = {pid: rank for pid in self.processes() if (rank := _rank(pid)) is not None}
+        return {rank: pid for pid, rank in of_ranks.items() if _parent(pid) not in of_ranks}
+
+    def victim(self, name: str) -> int:
+        """The process of a name: the one that was started, the ``launcher``, or ``rank 2``.
+
+        Who is not there yet is stood for by the one that was started.
+        """
+        ranks = self.ranks()
+        if name.startswith("rank"):
+            return ranks.get(int(name.split()[1]), self.process.pid)
+        if name == "launcher" and ranks:
+            return _parent(next(iter(ranks.values()))) or self.process.pid
+        return self.process.pid
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for something that it does by itself; False if it ends before.
+
+        Raises:
+            TimeoutError: if it does nothing.
+        """
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > end:
+                raise TimeoutError(f"nothing happens:\n{self.log.read_text()[-3000:]}")
+            time.sleep(_LOOK_EVERY_S)
+        return True
+
+    def after(self, seconds: float) -> bool:
+        """Let it run for so long from now; False if it ends before."""
+        end = time.monotonic() + seconds
+        return self.until(lambda: time.monotonic() >= end)
+
+    def kill(self, name: str, number: int) -> bool:
+        """Send a signal; False if there is nobody any more."""
+        return self.process.poll() is None and _kill(self.victim(name), number)
+
+    def wait(self) -> int:
+        """Its exit code, once every process of it is gone.
+
+        Raises:
+            TimeoutError: if one is not.
+        """
+        end = time.monotonic() + PATIENCE_S
+        code: int | None = None
+        while code is None or self.processes():
+            code = self.process.poll()
+            if time.monotonic() > end:
+                left = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.processes()]
+                raise TimeoutError(f"still there: {left}\n{self.log.read_text()[-3000:]}")
+            time.sleep(_LOOK_EVERY_S)
+        return code
+
+
+def last_step(run_dir: Path) -> int:
+    """Of ``metrics.csv``."""
+    try:
+        rows = (run_dir / "metrics.csv").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(rows[-1].split(",")[0] or 0) if len(rows) > 1 else 0
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _all() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return []
+
+
+def _rank(pid: int) -> int | None:
+    prefix = b"OMPI_COMM_WORLD_RANK="
+    return next((int(v[len(prefix) :]) for v in _environment(pid) if v.startswith(prefix)), None)
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return None
+
+
+def _kill(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spatialdl.mesh import Placement
+from spatialdl.node_order import cost, numbered, order_by_nodes
+
+GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 4))
+PLACEMENTS = st.one_of(
+    st.builds(Placement, st.integers(1, 4), st.lists(GRIDS, min_size=1, max_size=4).map(tuple)),
+    st.builds(
+        lambda data, grid, stages, times: Placement(data, (grid,) * stages * times, times),
+        *(st.integers(1, 3), GRIDS, st.integers(1, 3), st.integers(2, 3)),
+    ),
+    st.builds(
+        lambda data, grids: Placement(data, tuple(grids), mirrored=True),
+        *(st.integers(1, 3), st.lists(GRIDS, min_size=2, max_size=4)),
+    ),
+    st.builds(
+        lambda data, rows, parts: Placement(data, ((rows, 1), (1, 1)), batch=(1, parts)),
+        *(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)),
+    ),
+)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Placement, list[str]]:
+    """A placement, and the node of each rank in any order."""
+    placement = draw(PLACEMENTS)
+    count = placement.world_size
+    names = [f"node{n}" for n in range(draw(st.integers(1, 5)))]
+    return placement, draw(st.lists(st.sampled_from(names), min_size=count, max_size=count))
+
+
+def launched(kind: str, sizes: list[int]) -> list[int]:
+    """The node of each rank, by how Slurm's launcher would deal them out."""
+    if kind == "block":
+        return [node for node, size in enumerate(sizes) for _ in range(size)]
+    return [node for turn in range(max(sizes)) for node, size in enumerate(sizes) if turn < size]
+
+
+def after(placement: Placement, nodes: list) -> tuple[int, int, int, int]:
+    return cost(replace(placement, order=order_by_nodes(placement, nodes)), numbered(nodes))
+
+
+@settings(max_examples=300)
+@given(jobs())
+@example((Placement(2, ((2, 2),)), ["a", "b"] * 4))
+@example((Placement(1, ((2, 2), (1, 1)), mirrored=True), ["a", "b", "a", "a", "a"]))
+def test_an_order_has_every_rank_once_and_is_never_worse(job):
+    placement, nodes = job
+    order = order_by_nodes(placement, nodes)
+    assert order == () or sorted(order) == list(range(len(nodes)))
+    before = cost(placement, numbered(nodes))
+    assert after(placement, nodes) <= before
+    assert (after(placement, nodes) < before) == bool(order)
+    assert order == order_by_nodes(placement, [f"another {name}" for name in nodes])
+
+
+def dealt(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All ways to put places on nodes."""
+    if not any(sizes):
+        yield ()
+    for node, size in enumerate(sizes):
+        if size:
+            for rest in dealt((*sizes[:node], size - 1, *sizes[node + 1 :])):
+                yield (node, *rest)
+
+
+@pytest.mark.parametrize(
+    ("placement", "sizes"),
+    [
+        (Placement(1, ((2, 2), (1, 1), (1, 1), (2, 1))), (3, 5)),
+        (Placement(2, ((3, 1), (1, 1))), (5, 3)),
+        (Placement(2, ((3, 1), (1, 1))), (2, 2, 4)),
+        (Placement(3, ((1, 2), (1, 1))), (4, 4, 1)),
+        (Placement(2, ((2, 2),)), (3, 3, 2)),
+        (Placement(1, ((3, 1), (2, 1), (2, 1), (1, 1))), (4, 4)),
+        (Placement(1, ((2, 1), (3, 1), (2, 1), (1, 1), (1, 1))), (5, 4)),
+        (Placement(1, ((2, 2), (1, 1)), mirrored=True), (3, 2)),
+        (Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), mirrored=True), (3, 2)),
+        (Placement(1, ((1, 1),) * 4, interleave=2), (1, 1)),
+    ],
+)
+def test_no_order_has_fewer_groups_across_nodes(placement, sizes):
+    least = min(cost(placement, labels).groups for labels in dealt(sizes))
+    for kind in ("block", "cyclic"):
+        assert after(placement, launched(kind, list(sizes))).groups == least
+
+
+@st.composite
+def that_fit(draw: st.DrawFn) -> tuple[Placement, list[int]]:
+    """Stages of several widths, and nodes that some of their groups fill."""
+    widths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    placement = Placement(draw(st.integers(1, 12)), tuple((width, 1) for width in widths))
+    groups = draw(st.permutations(widths * placement.data))
+    on = draw(st.lists(st.integers(0, 9), min_size=len(groups), max_size=len(groups)))
+    sizes = [sum(g for g, n in zip(groups, on, strict=True) if n == node) for node in range(10)]
+    ranks = [node for node, size in enumerate(sizes) for _ in range(size)]
+    return placement, draw(st.permutations(ranks))
+
+
+@settings(max_examples=200)
+@given(that_fit())
+def test_no_group_lies_across_nodes_if_sizes_allow_it(job):
+    placement, nodes = job
+    assert after(placement, nodes).groups == 0
+
+
+@pytest.mark.parametrize("kind", ["block", "cyclic"])
+def test_many_ranks_of_equal_nodes(kind):
+    """Of 512 ranks: widths that divide, that do not, and that are too wide."""
+    nodes = launched(kind, [8] * 64)
+    assert after(Placement(64, ((2, 4),)), nodes) == (0, 0, 0, 0)
+    assert after(Placement(64, ((2, 2), (1, 2), (1, 1), (1, 1))), nodes) == (0, 0, 0, 0)
+    assert after(Placement(512, ((1, 1),)), nodes) == (0, 0, 0, 0)
+    # each stage on nodes of its own, the next one on the next node
+    assert after(Placement(32, ((2, 4), (2, 4))), nodes) == (0, 0, 32, 32)
+    # blocks of 2x4 where rows would have 8 x 7 sides across
+    assert after(Placement(8, ((8, 8),)), nodes) == (8, 8 * 32, 0, 0)
+    # seven and one: replicas of 7 ranks must give way to single ones of others
+    found = after(Placement(64, ((7, 1), (1, 1))), nodes)
+    assert found[:3] == (0, 0, 0)
+
+
+def test_ranks_dealt_out_in_turn_get_places_node_by_node():
+    order = order_by_nodes(Placement(2, ((2, 2),)), ["a", "b"] * 4)
+    assert order == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert order_by_nodes(Placement(2, ((2, 2),)), ["a"] * 4 + ["b"] * 4) == ()
+    assert order_by_nodes(Placement(8, ((1, 1),)), ["a", "b"] * 4) == ()
+
+
+def test_a_wide_stage_goes_where_it_fits():
+    placement = Placement(1, ((2, 2), *((1, 1),) * 4))
+    order = order_by_nodes(placement, ["a"] * 3 + ["b"] * 5)
+    assert order == (3, 4, 5, 6, 7, 0, 1, 2)  # the stage after it beside it
+
+
+def test_other_ranks_than_those_of_the_placement_are_refused():
+    with pytest.raises(ValueError, match="3 ranks are on nodes, but it is 1 replica x 2x1 = 2"):
+        order_by_nodes(Placement(1, ((2, 1),)), ["a"] * 3)
