@@ -36,15 +36,18 @@ class SlurmLauncher(Launcher):
         Raises:
             SystemExit: with what sbatch says.
         """
+        from tqdm import tqdm
+
         from spatialdl.comm.abort import describe_error
         from spatialdl.submitting.runs import gathered, submit
 
         setup_globals()
         hydra = self._config.hydra
+        bar = tqdm(job_overrides, desc="preparing", unit="run", disable=None, delay=2)
         with gathered() as runs:
             found = [
                 self._prepare(list(overrides), number)
-                for number, overrides in enumerate(job_overrides, start=initial_job_idx)
+                for number, overrides in enumerate(bar, start=initial_job_idx)
             ]
         configure_log(hydra.hydra_logging, hydra.verbose)
         try:

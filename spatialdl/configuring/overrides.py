@@ -58,6 +58,11 @@ def flags_of(arguments: Sequence[str], command: str = "train") -> Namespace:
     """
     parser = get_args_parser()
     flags, unknown = parser.parse_known_args(list(arguments))
+    if unknown and re.match(r"[^-=]+=", unknown[0]):
+        raise ValueError(
+            f"{unknown[0]} stands behind a flag that stands behind keys: write the flags, such as "
+            "-m, before all keys"
+        )
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         known += ["--help", *(["--calibrate"] if command == "plan" else [])]

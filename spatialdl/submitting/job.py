@@ -35,10 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, environment = ranks_command(options.ranks, "spatialdl.train", words)
     environment.setdefault("SLURM_DISTRIBUTION", "block")  # ranks that talk most share a node
     _say(f"start {restarts + 1} of the run in {run_dir}")
+    before = endings(run_dir)
     code = subprocess.call(command, env=environment)
     if code:
         _wait_for_dead_node()
         return code if code > 0 else 128 - code
+    if endings(run_dir) == before:  # srun ends with 0 where it could not start all ranks, too
+        _say("srun says that all is well, but no run has ended: were its ranks started?")
+        return 1
     marker = run_dir / MARKER
     stopped = json.loads(marker.read_text()) if marker.exists() else {}
     if stopped.get("signal") != "SIGUSR1":
@@ -56,6 +60,14 @@ def job_id(environment: Mapping[str, str]) -> str:
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment["SLURM_JOB_ID"]
+
+
+def endings(run_dir: Path) -> list[tuple[str, int, int]]:
+    """What a run leaves behind when it is over or stopped; it changes with every run that ends."""
+    found = [run_dir / name for name in ("summary.json", MARKER)]
+    return [
+        (path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in found if path.exists()
+    ]
 
 
 def why_not_again(stopped: Mapping[str, object], restarts: int, most: int) -> str | None:

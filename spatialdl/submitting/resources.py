@@ -11,21 +11,18 @@ Options = tuple[tuple[str, object], ...]
 """Options of sbatch in order, ``True`` for those that have no value; equal ones share an array."""
 
 _COUNTS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_task", "at_once")
-_OURS = {
+_KEYS = {
+    **{name: name for name in ("account", "partition", "time", "nodes", "requeue", "signal")},
+    **{"ntasks_per_node": "tasks_per_node", "no_requeue": "requeue"},
+    **{name: name for name in ("cpus_per_task", "gpus_per_task")},
+}
+_OURS = {option: f"launcher.{key} says it" for option, key in _KEYS.items()} | {
     "array": "a sweep is one, launcher.at_once limits it",
     "error": "what jobs say goes where the table says",
     "ntasks": "the layout says how many ranks there are",
     "open_mode": "a job that goes on adds to its log",
     "output": "what jobs say goes where the table says",
     "wrap": "a job is a run",
-    **{"account": "launcher.account", "partition": "launcher.partition", "time": "launcher.time"},
-    **{"nodes": "launcher.nodes", "ntasks_per_node": "launcher.tasks_per_node"},
-    **{"cpus_per_task": "launcher.cpus_per_task", "gpus_per_task": "launcher.gpus_per_task"},
-    **{
-        "requeue": "launcher.requeue",
-        "no_requeue": "launcher.requeue",
-        "signal": "launcher.signal",
-    },
 }
 """Options that are not for ``launcher.options``, with who says them."""
 

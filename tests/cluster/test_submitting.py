@@ -80,7 +80,7 @@ def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_time_limit_is_gone_past_as_often_as_is_allowed(tmp_path):
-    limit = ["launcher.time=1", "launcher.signal=30", "launcher.requeue=1"]
+    limit = ["launcher.time=2", "launcher.signal=30", "launcher.requeue=1"]
     words = [*LONG, "trainer.max_steps=1000000", "hydra.run.dir=run"]
     (job,) = submitted(tmp_path, "launcher=slurm", *limit, *words)
     with job:

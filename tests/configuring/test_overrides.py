@@ -124,6 +124,8 @@ def test_a_flag_that_is_unknown_is_refused_with_the_nearest(word, nearest):
     assert nearest is None or f"nearest: {nearest};" in str(refusal.value)
     with pytest.raises(ValueError, match="nearest: --calibrate;"):
         flags_of(["--calibrat"], "plan")
+    with pytest.raises(ValueError, match="seed=1,2 stands behind a flag"):
+        flags_of(["parallel=sp", "-m", "seed=1,2"])
     assert flags_of(["--cfg", "job", "seed=1"]).overrides == ["seed=1"]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from spatialdl.submitting.job import _parser, job_id, why_not_again
+from spatialdl.submitting.job import _parser, endings, job_id, why_not_again
 
 
 def test_one_of_an_array_is_not_all_of_it():
@@ -14,6 +15,18 @@ def test_one_of_an_array_is_not_all_of_it():
     assert job_id(alone) == "12"
     last = {**alone, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
     assert job_id(last) == "12_3"
+
+
+def test_a_run_that_ended_has_left_something_new(tmp_path):
+    seen = [endings(tmp_path)]
+    for name in ("stopped.json", "summary.json", "stopped.json"):
+        (tmp_path / "new").write_text("{}")
+        (tmp_path / "new").replace(tmp_path / name)
+        seen.append(endings(tmp_path))
+    assert seen[0] == []
+    assert all(one != other for one, other in pairwise(seen))
+    (tmp_path / "metrics.csv").touch()
+    assert endings(tmp_path) == seen[-1]
 
 
 @pytest.mark.parametrize(

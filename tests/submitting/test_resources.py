@@ -92,7 +92,10 @@ def test_every_setting_is_an_option():
             "options=['--array=0-3']",
             "launcher.options has --array=0-3: leave it out, a sweep is one",
         ),
-        ("options=['--time=3']", "launcher.options has --time=3: leave it out, launcher.time"),
+        (
+            "options=['--time=3']",
+            "launcher.options has --time=3: leave it out, launcher.time says it",
+        ),
     ],
 )
 def test_what_is_no_such_thing_is_told(word, told):

@@ -29,6 +29,9 @@ echo "Submitted batch job $number"
 """
 
 
+SITE = Path(__file__).resolve().parents[2] / "examples" / "slurm"
+
+
 @pytest.fixture
 def submitted(tmp_path, monkeypatch, capsys):
     """Runs the command in an empty folder where sbatch is on the path."""
@@ -44,7 +47,7 @@ def submitted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "launched", lambda: None)  # whoever started the tests
 
     def run(*words: str) -> tuple[int, str, str]:
-        flags = [word for word in words if word in ("-m", "--config-dir", "mine")]
+        flags = [word for word in words if word.startswith("-")]
         overrides = ["launcher=slurm", *(word for word in words if word not in flags)]
         monkeypatch.setattr(sys, "argv", ["train.py", *flags, *overrides])
         code: object = 0
@@ -140,17 +143,14 @@ def test_where_a_layout_is_found_in_the_job_the_user_says_how_many_ranks(submitt
     assert err.startswith("error: parallel=auto does not know for how many ranks: add parallel.wor")
 
 
-def test_configurations_of_the_users_are_named_to_the_ranks(submitted, tmp_path):
-    mine = tmp_path / "mine" / "launcher"
-    mine.mkdir(parents=True)
-    (mine / "site.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - slurm\n  - _self_\nlauncher:\n  partition: big\n"
-    )
-    assert submitted("--config-dir", "mine", "launcher=site", "hydra.run.dir=run")[0] == 0
+def test_what_a_site_needs_is_a_file(submitted):
+    overrides = ["launcher=site", "launcher.partition=small", "hydra.run.dir=run"]
+    assert submitted(f"--config-dir={SITE}", *overrides)[0] == 0
     options, commands = given()
-    assert "partition=big" in options
+    assert {"partition=small", "time=12:00:00", "gpus-per-task=1", "nodes=1"} <= options
+    assert "\nmodule load openmpi\n" in Path("given", "12").read_text()
     words = words_of(commands)
-    assert words[words.index("--config-dir") + 1] == str(tmp_path / "mine")
+    assert words[words.index("--config-dir") + 1] == str(SITE)
     assert [word for word in words if word.startswith("launcher")] == ["launcher=local"]
 
 
