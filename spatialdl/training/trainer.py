@@ -119,6 +119,12 @@ class Trainer:
                 *(self.pipeline, self.task, self.sources, feed, world),
                 pictures=shows or bool(settings.report),
             )
+        early = settings.early_stopping.metric
+        if early is not None and self.validation is None:
+            raise ValueError(
+                f"trainer.early_stopping.metric={early} would never stop the run, as there is "
+                "nothing to validate on: give data a split to validate on, or leave it out"
+            )
         self.steps = total_steps(settings, len(self.train_feed))
         self._check_last_batch()
         self.update = Update(
