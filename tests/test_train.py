@@ -161,6 +161,8 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             ["trainer.checkpoint.best=acuracy"],
             "error: trainer.checkpoint.best=acuracy is no metric here: take one of loss, accuracy",
         ),
+        (["seed=abc"], "error: seed=abc must be a whole number of at least 0"),
+        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
         (["weights=./gone.pth"], "error: weights=./gone.pth: there is no such file"),
         (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
         (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),

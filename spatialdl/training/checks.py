@@ -8,6 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.mesh import Placement
 from spatialdl.training.best import check_metric
+from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
@@ -38,6 +39,8 @@ def check_config(config: DictConfig) -> Placement:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    if not isinstance(config.seed, int) or isinstance(config.seed, bool) or config.seed < 0:
+        raise ValueError(f"seed={config.seed} must be a whole number of at least 0")
     choices = {
         "trainer.precision": PRECISIONS,
         "device": DEVICES,
@@ -65,6 +68,8 @@ def check_config(config: DictConfig) -> Placement:
         check_image(tuple(config.data.image_size), placement)
     if config.data.name == "shards" and not Path(config.data.path).expanduser().is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
+    if config.ckpt_path not in (None, LATEST):
+        candidates(str(config.ckpt_path), Path())
     if config.weights is not None:
         check_weights_file(str(config.weights))
     targets = config.data.get("targets")

@@ -203,7 +203,7 @@ class Trainer:
             return
         if self._overfit is not None:
             log.info("debug=overfit: %s", self._overfit.verdict(self.course.step))
-        reporter.finish(summary, examples or ())
+        reporter.finish(summary, examples or (), self.course.stopped_early())
 
     def _summary(self) -> dict[str, Any]:
         """What all ranks together know of the run; each must call it."""
