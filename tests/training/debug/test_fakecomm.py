@@ -120,6 +120,8 @@ def test_halos_are_those_of_arithmetic_by_hand(capsys, tmp_path, monkeypatch):
         (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
         (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid is [ro"]),
         (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),
+        (["trainer.freeze=[zz.*]"], ["no parameter is called zz.*"]),
+        (["weights=gone", "ckpt_path=nowhere"], ["weights=gone is no file", "ckpt_path=nowhere"]),
         (["parallel=sp", "model.num_classes=x"], ["model=spatialdl.models.resnet18 cannot be bu"]),
     ],
 )
