@@ -124,7 +124,10 @@ class ByStore:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
 
-        self._store: Store = PrefixStore("spatialdl/alarm", _get_default_store().clone())  # type: ignore[attr-defined]
+        store = _get_default_store()
+        with suppress(Exception):  # not every kind can have a connection more
+            store = store.clone()  # type: ignore[attr-defined]
+        self._store: Store = PrefixStore("spatialdl/alarm", store)
         self._rank, self._size = rank, size
         self._own: Report | None = None
         self._heard: dict[int, Report] = {}

@@ -28,6 +28,7 @@ GRACE_S = 5.0
 AFTERWARDS_S = 0.5
 """Before the job ends: launchers pass on what ranks have printed in their own time."""
 MANY = 16
+_UNKNOWN = "stopped, dead, cut off, or in a call that lets no other thread run"
 
 
 class _Running:
@@ -135,7 +136,10 @@ class Watchdog:
             time.sleep(0.05)
 
     def _report(self, overdue: _Overdue | None) -> Report:
-        text, waits = self._state(overdue)
+        try:
+            text, waits = self._state(overdue)
+        except Exception as error:  # the job must end all the same
+            text, waits = f"cannot tell what it does: {error!r}", True
         where = f"rank {self._rank} on {self._processes[self._rank].host}"
         if waiting.place():
             where += f", {waiting.place()}"
@@ -177,7 +181,7 @@ class Watchdog:
         if not self._alarm.reaches:
             missing = sorted(stopped)
         for rank in missing[:8]:
-            why = f"which is {stopped[rank]}" if rank in stopped else "stopped, dead or cut off"
+            why = f"which is {stopped[rank]}" if rank in stopped else _UNKNOWN
             said.append(f"nothing was heard of rank {rank} ({self._processes[rank]}), {why}")
         if len(missing) > 8:
             said.append(f"nor of {len(missing) - 8} more ranks")

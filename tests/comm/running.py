@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -117,18 +117,23 @@ def running(words: list[str], run_dir: Path, *overrides: str) -> Iterator[Run]:
 
 def ranks_below(launcher: int) -> dict[int, int]:
     """Process ids of the ranks that a launcher has started, by rank."""
-    found, todo = {}, [launcher]
-    while todo:
-        pid = todo.pop()
-        try:
-            todo += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    found: dict[int, int] = {}
+    for pid in (launcher, *below(launcher)):
+        with suppress(FileNotFoundError, ProcessLookupError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             rank = RANK.search(Path(f"/proc/{pid}/environ").read_bytes())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if rank and b"spatialdl.train" in words and b"torch.distributed.run" not in words:
-            found.setdefault(int(rank[1]), pid)
+            if rank and b"spatialdl.train" in words and b"torch.distributed.run" not in words:
+                found.setdefault(int(rank[1]), pid)
     return found
+
+
+def below(parent: int) -> list[int]:
+    """Process ids of the children of a process, and of theirs, parents first."""
+    found = [parent]
+    for pid in found:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return found[1:]
 
 
 class Fails(nn.Module):

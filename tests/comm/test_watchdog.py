@@ -12,7 +12,16 @@ import pytest
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.limit import check_timeout
-from tests.comm.running import ROOT, Run, by_itself, by_mpiexec, by_torchrun, running, with_failing
+from tests.comm.running import (
+    ROOT,
+    Run,
+    below,
+    by_itself,
+    by_mpiexec,
+    by_torchrun,
+    running,
+    with_failing,
+)
 
 LAYOUTS = {
     "sp": ["parallel=sp"],
@@ -134,6 +143,24 @@ def test_a_rank_that_does_something_else_says_where_it_is(tmp_path):
     assert re.search(alone + r"tests/comm/running.py:\d+ in forward", said), said
     last = said.splitlines()[-1]
     assert "rank 1 did not come: see above what is done there" in last, said
+
+
+@pytest.mark.slow
+def test_a_rank_whose_data_do_not_come_says_so(tmp_path):
+    words = ["parallel=dp", "data.workers=1", TIMEOUT]
+    with running(by_itself(), tmp_path, *words) as run:
+        readers = below(run.ranks[1])
+        assert readers
+        for pid in readers:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            said = run.end()
+        finally:
+            for pid in readers:
+                os.kill(pid, signal.SIGKILL)
+    assert re.search(r"rank 0 on .*: waits for \d+ s in .* with rank 1", said), said
+    alone = r"rank 1 on \S+, step \d+: does not wait for other ranks; for \d+ s it is in "
+    assert re.search(alone + "the next batch of data, at ", said), said
 
 
 @pytest.mark.parametrize("value", ["soon", -1, float("nan"), float("inf"), True, [3]])
