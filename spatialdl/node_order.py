@@ -223,11 +223,8 @@ def _packed(widths: Sequence[int], sizes: Sequence[int]) -> list[int]:
 def _spread(width: int, left: list[int]) -> Iterator[int]:
     """Nodes for a piece that fits in none, few of them; takes from what is left on each."""
     while width:
-        enough = [node for node, room in enumerate(left) if room >= width]
-        if enough:
-            node = min(enough, key=left.__getitem__)
-        else:
-            node = max(range(len(left)), key=left.__getitem__)
+        enough = (node for node, room in enumerate(left) if room >= width)
+        node = next(enough, max(range(len(left)), key=left.__getitem__))
         taken = min(width, left[node])
         left[node] -= taken
         width -= taken

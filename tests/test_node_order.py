@@ -84,6 +84,7 @@ def dealt(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         (Placement(1, ((2, 1), (3, 1), (2, 1), (1, 1), (1, 1))), (5, 4)),
         (Placement(1, ((2, 2), (1, 1)), mirrored=True), (3, 2)),
         (Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), mirrored=True), (3, 2)),
+        (Placement(2, ((2, 1), (1, 1), (1, 1)), mirrored=True), (3, 3, 2)),
         (Placement(1, ((1, 1),) * 4, interleave=2), (1, 1)),
     ],
 )
@@ -110,6 +111,17 @@ def that_fit(draw: st.DrawFn) -> tuple[Placement, list[int]]:
 def test_no_group_lies_across_nodes_if_sizes_allow_it(job):
     placement, nodes = job
     assert after(placement, nodes).groups == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "widths", "sizes"),
+    [(1, (4, 4, 3, 2, 2), [8, 7]), (4, (2, 1, 4, 3, 2), [20, 16, 12]), (3, (2, 2, 4, 2), [14, 16])],
+)
+def test_nor_one_of_the_copy_in_inverse_order(data, widths, sizes):
+    """Groups of the two copies that overlap must lie on one node together."""
+    placement = Placement(data, tuple((width, 1) for width in widths), mirrored=True)
+    for kind in ("block", "cyclic"):
+        assert after(placement, launched(kind, sizes)).groups == 0
 
 
 @pytest.mark.parametrize("kind", ["block", "cyclic"])
