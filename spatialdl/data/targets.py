@@ -132,7 +132,7 @@ def set_targets(file: Path, sources: Sequence[ShardDataset], path: Path, binary:
         if key == "slide":
             known = [source.sample(number).slide for number in range(len(source))]
         else:
-            known = [str(number) for number in sample_numbers(path, source)]
+            known = [str(number) for number in sample_numbers(source)]
         targets = match_targets(file, key, found, known, str(path))
         source.labels = targets  # type: ignore[assignment]
     return names
@@ -144,10 +144,10 @@ def _check_numbers(file: Path, found: Iterable[str], samples: int) -> None:
             raise ValueError(f"{file}: there is no sample {name}, they are 0 to {samples - 1}")
 
 
-def sample_numbers(path: Path, source: ShardDataset) -> list[int]:
+def sample_numbers(source: ShardDataset) -> list[int]:
     """The numbers in the whole data set of the samples of one split of it."""
-    whole = ShardDataset(path)
-    split = source.sample(0).split
+    whole = source.manifest.samples
     if len(source) == len(whole):
         return list(range(len(whole)))
-    return [number for number in range(len(whole)) if whole.sample(number).split == split]
+    split = source.sample(0).split
+    return [number for number, sample in enumerate(whole) if sample.split == split]

@@ -174,7 +174,7 @@ class Validation:
             )
         outputs = torch.cat([output for _, output in pieces])[order.argsort()]
         if isinstance(source, ShardDataset) and self._numbers is None:
-            self._numbers = sample_numbers(source.path, source)
+            self._numbers = sample_numbers(source)
         self._predictions = Predictions(self._task, outputs, source, names, self._numbers)
         found = self._predictions.scores()
         self._tell_missing(found, names)

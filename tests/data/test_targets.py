@@ -37,8 +37,8 @@ def test_targets_of_samples_are_numbered_over_all_splits(folder):
     train = ShardDataset(folder, "train")
     assert set_targets(written(folder, "sample,age\n" + lines), [train], folder, False) == ["age"]
     np.testing.assert_equal(train.labels, [[4.5], [24.5], [44.5]])
-    assert sample_numbers(folder, train) == [1, 3, 5]
-    assert sample_numbers(folder, ShardDataset(folder)) == list(range(6))
+    assert sample_numbers(train) == [1, 3, 5]
+    assert sample_numbers(ShardDataset(folder)) == list(range(6))
 
 
 @pytest.mark.parametrize(

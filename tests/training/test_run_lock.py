@@ -31,9 +31,9 @@ def start_of(job: str, number: int) -> dict[str, str]:
 
 
 @contextmanager
-def elsewhere(run_dir: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def elsewhere(run_dir: Path, *launcher: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """Another process that has a run directory."""
-    words = [sys.executable, "-c", HOLD, str(run_dir)]
+    words = [*launcher, sys.executable, "-c", HOLD, str(run_dir)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, env={**os.environ, **environment}, **pipes) as other:
         try:
@@ -131,3 +131,23 @@ def test_where_there_are_no_locks_a_run_is_told_so_and_goes_on(tmp_path, monkeyp
     monkeypatch.setattr(run_lock.log, "info", lambda text, *words: told.append(text % words))
     with held(tmp_path):
         assert "has no locks: no other run may write to it" in told[0]
+
+
+def test_a_run_that_was_killed_leaves_no_lock(tmp_path):
+    with elsewhere(tmp_path) as other:
+        other.kill()
+        other.wait()
+        with held(tmp_path):
+            assert Holder.read(tmp_path / ".lock") == Holder.here()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another name of the machine needs root")
+def test_a_run_on_another_host_is_told_with_its_name(tmp_path):
+    renamed = ["unshare", "--uts", "sh", "-c", 'hostname node7 && exec "$@"', "sh"]
+    refused = r"another run is writing to .* \(process \d+ on node7\): wait for it"
+    with (
+        elsewhere(tmp_path, *renamed),
+        pytest.raises(ValueError, match=refused),
+        held(tmp_path),
+    ):
+        pass

@@ -63,6 +63,8 @@ class Checkpoints:
         self.keep = int(settings.keep)
         self.writer = Writer(run_dir, world, self.keep, local_folder(settings.local))
         self.last: int | None = None
+        # now, while the data set is there: it may be read from copies when this is saved
+        self._identity = identity(config) if world.rank == 0 else {}
 
     def save(self, progress: dict[str, Any], is_best: bool = False) -> None:
         """Copy what there is to save; it is written while training goes on.
@@ -99,7 +101,7 @@ class Checkpoints:
             "optimizer": groups,
             "update": self._update.state(),
             "layout": self._layout(),
-            "identity": identity(self._config),
+            "identity": self._identity,
             "config": settings_of(self._config),
             "data": self._data,
             "versions": {
