@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
+from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
@@ -86,8 +87,8 @@ def _run_rank(info: LaunchInfo) -> None:
     config = without_hydra(composed)
     check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
-    # from here on this process is a rank
-    world = start_world(str(config.comm.transport), config.comm.timeout)
+    limit_waits(config.comm.timeout)
+    world = start_world(str(config.comm.transport))  # from here on this process is a rank
     check_same_start(world, composed, prediction_files(config))
     config, run_dir = agree(world, composed, config)
     run_log.start_log(run_dir, info.rank, "predict")

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
+from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
@@ -144,8 +145,8 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
         check_ranks(info, check_config(config), str(config.parallel.name))
     choose_gpu(config, info)
 
-    # from here on this process is a rank
-    world = start_world(str(config.comm.transport), config.comm.timeout)
+    limit_waits(config.comm.timeout)
+    world = start_world(str(config.comm.transport))  # from here on this process is a rank
     check_same_start(world, composed, training_files(config))
     if config.parallel.name == "auto":
         config = _choose_together(world, config)

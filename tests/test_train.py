@@ -157,6 +157,13 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             ["data=shards", "data.path=nowhere"],
             "error: data.path=nowhere is no folder: write one by spatialdl-tile",
         ),
+        (
+            ["trainer.checkpoint.best=acuracy"],
+            "error: trainer.checkpoint.best=acuracy is no metric here: take one of loss, accuracy",
+        ),
+        (["seed=abc"], "error: seed=abc must be a whole number of at least 0"),
+        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
+        (["weights=./gone.pth"], "error: weights=./gone.pth: there is no such file"),
         (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
         (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),
         (["trainer.accumulate=2", "data.batch_size=ten"], "data.batch_size=ten cannot be cut into"),

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from types import TracebackType
 
 from hydra.errors import HydraException
@@ -45,11 +46,15 @@ def describe_error(error: BaseException) -> str:
         text = str(error).partition("\nConfig search path:")[0]
         words = " ".join([text, *getattr(error, "__notes__", ())]).split()
         return " ".join(words) or type(error).__name__
-    text = str(error).partition("\n")[0]
-    if isinstance(error, RuntimeError) and any(lost in text for lost in _CONNECTION_LOST):
+    if _is_lost_connection(error):
+        text = str(error).partition("\n")[0]
         why = text.partition("] ")[2].partition(". This is typ")[0] or text
         return f"another rank has gone, see what it or the launcher says ({why})"
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(lost in str(error) for lost in _CONNECTION_LOST)
 
 
 def install_abort_hook() -> None:
@@ -68,4 +73,14 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
         handler.flush()  # what this rank has kept for rank 0 to say
     who = f"rank {rank} on {socket.gethostname()}" if info else "error"
     say_last(f"{who}: {describe_error(error)}")
+    if info and info.launcher == "torchrun" and not _is_lost_connection(error):
+        _leave_to_torchrun(error)
     end_job(1)
+
+
+def _leave_to_torchrun(error: BaseException) -> None:
+    """Have the table that torchrun prints at the end show it."""
+    with suppress(Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.launch import LaunchInfo, check_mpi_world, close_to_others, launched
-from spatialdl.comm.limit import limit_waits, timeout_of_groups
+from spatialdl.comm.limit import timeout_of_groups
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -22,14 +22,14 @@ class _Chosen:
     world: Communicator | None = None
 
 
-def start_world(transport: str = "auto", timeout: float | None = None) -> Communicator:
+def start_world(transport: str = "auto") -> Communicator:
     """Make this process one of the ranks that its launcher started; all of them must call it.
+
+    From then on the limit of `comm.limit`, if one was set, is watched over.
 
     Args:
         transport: ``mpi``, ``torch`` (torch.distributed), or ``auto``: torch under torchrun,
             which sets up no MPI, mpi otherwise.
-        timeout: seconds that a rank may wait for others before the job ends, see
-            `comm.watchdog`; None or 0: for ever.
 
     Returns:
         What `world` returns from now on; a process by itself if no launcher started this one.
@@ -42,7 +42,6 @@ def start_world(transport: str = "auto", timeout: float | None = None) -> Commun
     from spatialdl.comm.watchdog import start_watchdog, stop_watchdog
 
     info = launched()
-    limit_waits(timeout)
     if info is None:
         _Chosen.world = Alone()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):

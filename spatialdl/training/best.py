@@ -13,6 +13,33 @@ SMALLER = ("loss", "rmse", "mae")
 
 COUNTS = ("samples", "slides")
 
+METRICS = {
+    "classification": ("accuracy", "balanced_accuracy", "auroc", "f1"),
+    "multilabel": ("accuracy", "balanced_accuracy", "auroc", "f1"),
+    "regression": ("mae", "rmse", "r2"),
+    "segmentation": ("accuracy", "mean_dice", "mean_iou", "balanced_accuracy"),
+}
+"""Numbers that a validation tells beside the loss, by the task."""
+
+
+def check_metric(metric: str | None, key: str, task: str, slides: bool) -> None:
+    """Refuse a metric that no validation of a task tells, before anything is trained.
+
+    Args:
+        key: of the configuration, for messages.
+        task: its name.
+        slides: whether samples may be tiles of slides.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
+    known = ["loss", *METRICS[task]]
+    if slides and task != "segmentation":
+        known += [f"slide_{name}" for name in METRICS[task]]
+        known += ["slide_vote_accuracy"] if task == "classification" else []
+    if metric is not None and metric not in known:
+        raise ValueError(f"{key}={metric} is no metric here: take one of {', '.join(known)}")
+
 
 class Best:
     """The best value of a metric so far.

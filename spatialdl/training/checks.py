@@ -8,6 +8,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.limit import check_timeout
 from spatialdl.mesh import Placement
+from spatialdl.training.best import check_metric
+from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
@@ -15,6 +17,7 @@ SWITCHES = ("tf32", "channels_last", "deterministic", "stop_on_nan", "trace", "r
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("classification", "multilabel", "regression", "segmentation")
+WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 BACKENDS = (None, "mpi4py", "gloo", "nccl")
@@ -37,6 +40,8 @@ def check_config(config: DictConfig) -> Placement:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    if not isinstance(config.seed, int) or isinstance(config.seed, bool) or config.seed < 0:
+        raise ValueError(f"seed={config.seed} must be a whole number of at least 0")
     choices = {
         "trainer.precision": PRECISIONS,
         "device": DEVICES,
@@ -53,6 +58,7 @@ def check_config(config: DictConfig) -> Placement:
     check_timeout(config.comm.timeout)
     placement = placement_of(config.parallel)
     accumulate = _check_trainer(config)
+    _check_metrics(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
     local, batch = max(placement.batch, default=1), config.data.batch_size
     if isinstance(batch, int):
@@ -64,10 +70,32 @@ def check_config(config: DictConfig) -> Placement:
         check_image(tuple(config.data.image_size), placement)
     if config.data.name == "shards" and not Path(config.data.path).expanduser().is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
+    if config.ckpt_path not in (None, LATEST):
+        candidates(str(config.ckpt_path), Path())
+    if config.weights is not None:
+        check_weights_file(str(config.weights))
     targets = config.data.get("targets")
     if targets is not None and not Path(targets).expanduser().is_file():
         raise ValueError(f"data.targets={targets} is no file")
     return placement
+
+
+def _check_metrics(config: DictConfig) -> None:
+    """Of what decides on the best checkpoint, and when a run stops."""
+    for key in ("checkpoint.best", "early_stopping.metric"):
+        metric = OmegaConf.select(config.trainer, key)
+        check_metric(metric, f"trainer.{key}", config.task.name, config.data.name == "shards")
+
+
+def check_weights_file(name: str) -> None:
+    """Refuse a path of weights that is not there; names without a folder may be a hub's.
+
+    Raises:
+        ValueError: if nobody can have meant anything else.
+    """
+    path = Path(name).expanduser()
+    if "/" in name and path.suffix in WEIGHTS and not path.is_file():
+        raise ValueError(f"weights={name}: there is no such file")
 
 
 def _check_trainer(config: DictConfig) -> int:

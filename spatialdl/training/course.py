@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from spatialdl.data import fields
 from spatialdl.errors import CheckpointError
+from spatialdl.text import counted
 from spatialdl.training.best import Best
 
 
@@ -45,8 +46,20 @@ class Course:
             self.epoch, self.batch = self.epoch + 1, 0
 
     def is_over(self) -> bool:
-        stale = self._early.worse >= int(self._settings.early_stopping.patience)
-        return self.stopped is not None or self.step >= self.steps or stale
+        return self.stopped is not None or self.step >= self.steps or self._is_stale()
+
+    def _is_stale(self) -> bool:
+        return self._early.worse >= int(self._settings.early_stopping.patience)
+
+    def stopped_early(self) -> str:
+        """Why the run ends before its last step, where a metric gets no better; else nothing."""
+        if self.stopped is not None or self.step >= self.steps or not self._is_stale():
+            return ""
+        best = "none" if self._early.value is None else f"{self._early.value:.4g}"
+        return (
+            f"Stopped early after step {self.step} of {self.steps}: {self._early.metric} has not "
+            f"got better than {best} in {counted(self._early.worse, 'validation')}."
+        )
 
     def validation_is_due(self) -> bool:
         if self.stopped is not None or self._validated == self.step:

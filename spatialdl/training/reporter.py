@@ -120,13 +120,17 @@ class Reporter:
         for number, example in enumerate(examples):
             self.loggers.log_image(step, f"validation/{number}", labelled(example))
 
-    def finish(self, summary: Mapping[str, Any], examples: Sequence[Example]) -> None:
-        """The run has come to its end."""
+    def finish(
+        self, summary: Mapping[str, Any], examples: Sequence[Example], early: str = ""
+    ) -> None:
+        """The run has come to its end; `early` says why before its last step."""
         path = self.record.path
+        if early:
+            log.info("%s", early)
         self.record.finish(summary)
         log.info("run directory: %s", path)
         log.info("loss curve:    %s", path / "loss.png")
-        self._report(summary, examples)
+        self._report(summary, examples, early)
         step = int(self.record.steps[-1]["step"]) if self.record.steps else 0
         for picture in (path / "loss.png", self._timeline()):
             if picture is not None and picture.is_file() and self.loggers.take_images:

@@ -67,9 +67,11 @@ class RunDirectory:
         for left in self.path.glob(TEMPORARY):  # by a run that was killed
             left.unlink(missing_ok=True)
         self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
+        self._metrics.open()
         self._validation: _Table | None = None
         if self._validations:
             self._validation = self._validation_table()
+            self._validation.open()
         else:
             for name in _OF_VALIDATIONS:
                 (self.path / name).unlink(missing_ok=True)
@@ -138,8 +140,7 @@ class RunDirectory:
         self._validations.append({"step": step, **metrics})
         if self._validation is None:
             self._validation = self._validation_table()
-        else:
-            self._validation.write_last()
+        self._validation.write_last()
 
     def _validation_table(self) -> _Table:
         first = self._validations[0]
@@ -217,7 +218,15 @@ class _Table:
     def __init__(self, path: Path, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
         self._path, self._columns, self._rows = path, columns, rows
         self._warned = False
-        self._file: IO[str] | None = self._written()
+        self._file: IO[str] | None = None
+
+    def open(self) -> None:
+        """Write the rows that are there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._file = self._written()
 
     def _values(self, row: Mapping[str, Any]) -> list[Any]:
         return [row.get(name, "") for name in self._columns]

@@ -131,6 +131,12 @@ class Trainer:
                 *(self.pipeline, self.task, self.sources, feed, world),
                 pictures=shows or bool(settings.report),
             )
+        early = settings.early_stopping.metric
+        if early is not None and self.validation is None:
+            raise ValueError(
+                f"trainer.early_stopping.metric={early} would never stop the run, as there is "
+                "nothing to validate on: give data a split to validate on, or leave it out"
+            )
         self.steps = total_steps(settings, len(self.train_feed))
         self._check_last_batch()
         self.update = Update(
@@ -222,7 +228,7 @@ class Trainer:
             return
         if self._overfit is not None:
             log.info("debug=overfit: %s", self._overfit.verdict(self.course.step))
-        reporter.finish(summary, examples or ())
+        reporter.finish(summary, examples or (), self.course.stopped_early())
 
     def _summary(self) -> dict[str, Any]:
         """What all ranks together know of the run; each must call it."""

@@ -6,10 +6,11 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import answer, until
+from tests.cluster.slurm import answer, resume_drained, until
 
 NODES = 4
 UP = ("idle", "mixed", "allocated", "completing")
@@ -27,12 +28,32 @@ def cluster() -> None:
         pytest.skip(f"these tests take {NODES} nodes, sinfo says {' '.join(said)}")
 
 
+@pytest.fixture(scope="session")
+def nodectl() -> str:
+    found = shutil.which("nodectl")
+    if found is None:
+        pytest.skip("nodectl, which enters nodes and makes faults, is not here")
+    return found
+
+
 @pytest.fixture
-def lose() -> Iterator[Callable[[str, str, str], None]]:
+def agent(nodectl, tmp_path) -> Path:
+    """What takes the place of ssh: the words after the host are a line for the shell there."""
+    path = tmp_path / "agent"
+    lines = [
+        "#!/bin/bash",
+        "while [[ $1 == -* ]]; do shift; done",
+        "host=$1 && shift",
+        f'exec {nodectl} exec "$host" /bin/bash -c "$*"',
+    ]
+    path.write_text("\n".join(lines))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def lose(nodectl) -> Iterator[Callable[[str, str, str], None]]:
     """Take a node away; afterwards it comes back."""
-    nodectl = shutil.which("nodectl")
-    if nodectl is None:
-        pytest.skip("faults of nodes are made by nodectl, which is not here")
     lost = []
 
     def take(node: str, fault: str, remedy: str) -> None:
@@ -43,6 +64,7 @@ def lose() -> Iterator[Callable[[str, str, str], None]]:
     for remedy, node in lost:
         subprocess.run([nodectl, remedy, node], check=True)
         until(partial(_is_idle, node), f"{node} does not come back")
+    resume_drained()
 
 
 def _is_idle(node: str) -> bool:

@@ -54,6 +54,14 @@ def until(condition: Callable[[], object], otherwise: str) -> None:
         time.sleep(0.1)
 
 
+def resume_drained() -> None:
+    """What an administrator does: Slurm gives up nodes whose tasks report to one that hangs."""
+    for line in answer("sinfo", "-h", "-N", "-o", "%N %T").splitlines():
+        node, state = line.split()
+        if state.startswith("drain"):
+            answer("scontrol", "update", f"nodename={node}", "state=resume")
+
+
 class Job:
     """A batch job, cancelled at the end of the `with`; its output is in ``job.log``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,19 +16,6 @@ from tests.training.checkpoints.runs import TINY, losses
 
 HOSTS = ["node1", "node2"]
 SP = [*TINY, "parallel=sp", "parallel.grid=[2,2]", "data.validation_samples=0", "hydra.run.dir=run"]
-
-# ssh: the words after the host are a line for the shell there
-AGENT = """#!/bin/bash
-host=$1
-shift
-exec nodectl exec "$host" /bin/bash -c "$*"
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def can_enter_hosts() -> None:
-    if shutil.which("nodectl") is None:
-        pytest.skip("nodectl, which takes the place of ssh, is not here")
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +32,7 @@ def assert_is_the_run_of_one_process(cwd: Path, one_process: list[float]) -> Non
     assert losses(cwd / "run") == pytest.approx(one_process, abs=1e-10)
 
 
-def test_mpiexec_on_two_hosts_equals_one_process(one_process, tmp_path):
-    agent = tmp_path / "agent"
-    agent.write_text(AGENT)
-    agent.chmod(0o755)
+def test_mpiexec_on_two_hosts_equals_one_process(agent, one_process, tmp_path):
     mpiexec = mpiexec_command(4)
     hosts = ["--host", ",".join(f"{host}:2" for host in HOSTS)]
     words = [*mpiexec, *hosts, "-x", "OMP_NUM_THREADS", "-x", "PYTHONPATH", *TRAIN, *SP]
@@ -58,13 +41,13 @@ def test_mpiexec_on_two_hosts_equals_one_process(one_process, tmp_path):
     assert_is_the_run_of_one_process(tmp_path, one_process)
 
 
-def test_torchrun_on_two_hosts_equals_one_process(one_process, tmp_path):
+def test_torchrun_on_two_hosts_equals_one_process(nodectl, one_process, tmp_path):
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOSTS[0]}:29400", "--rdzv-id=1"]
     words = ["--nnodes=2", "--nproc-per-node=2", *meeting, "-m", *TRAIN[2:], *SP]
     line = shlex.join([sys.executable, "-m", "torch.distributed.run", *words])
     started = [
         subprocess.Popen(
-            ["nodectl", "exec", host, "/bin/bash", "-c", f"cd {tmp_path} && exec {line}"],
+            [nodectl, "exec", host, "/bin/bash", "-c", f"cd {tmp_path} && exec {line}"],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

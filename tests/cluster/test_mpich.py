@@ -55,10 +55,21 @@ def test_ranks_of_mpich_on_three_nodes_equal_one_process(launcher, mpich, one_pr
     assert losses(tmp_path / "run") == pytest.approx(one_process, abs=1e-10)
 
 
-def test_mpich_that_is_started_for_open_mpi_is_refused_with_advice(mpich, tmp_path):
-    words = ["srun", "--mpi=pmix", "-N2", "-n2", mpich, *TRAIN[1:], *TINY, "parallel=dp"]
+def test_ranks_that_srun_does_not_introduce_to_each_other_end_with_advice(mpich, tmp_path):
+    words = ["srun", "--mpi=none", "-N2", "-n2", mpich, *TRAIN[1:], *TINY, "parallel=dp"]
     done = run(words, tmp_path)
     assert done.returncode != 0
     assert "srun started 2 ranks, but MPI sees a world of 1" in done.stderr
     assert "`srun --mpi=pmi2` for MPICH" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_its_mpiexec_on_two_hosts_equals_one_process(agent, mpich, one_process, tmp_path):
+    mpiexec = str(Path(mpich).parent / "mpiexec")
+    hosts = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", "node1,node2", "-ppn", "2"]
+    words = [mpich, *TRAIN[1:], *ONE, "parallel=sp", "parallel.grid=[2,2]"]
+    done = run([mpiexec, *hosts, "-n", "4", *words], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "outputs").iterdir()
+    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 4
+    assert losses(run_dir) == pytest.approx(one_process, abs=1e-10)

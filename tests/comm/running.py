@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = [*TINY, "data.validation_samples=0", "trainer.max_steps=1000000"]
 RANK = re.compile(rb"(?:^|\0)(?:OMPI_COMM_WORLD_RANK|PMI_RANK|RANK)=(\d+)\0")
 ENDS_S = 60
-"""A launcher under torch's agent waits 30 s for a process that takes no SIGTERM."""
+"""torch's agent waits 30 s for a process that takes no SIGTERM."""
+
+GONE_S = 5
+"""In which the ranks of a job that has ended are gone."""
 
 
 def by_mpiexec(ranks: int) -> list[str]:
@@ -33,7 +38,7 @@ def by_torchrun(ranks: int) -> list[str]:
     return [*agent, f"--nproc-per-node={ranks}", "-m", "spatialdl.train"]
 
 
-def by_itself(ranks: int) -> list[str]:
+def by_itself() -> list[str]:
     return [sys.executable, "-m", "spatialdl.train"]
 
 
@@ -51,6 +56,11 @@ class Run:
 
     def __init__(self, process: subprocess.Popen[str], ranks: dict[int, int]) -> None:
         self.process, self.ranks = process, ranks
+        self._gone = {rank: os.pidfd_open(pid) for rank, pid in ranks.items()}
+
+    def close(self) -> None:
+        for descriptor in self._gone.values():
+            os.close(descriptor)
 
     def send(self, rank: int, number: int) -> None:
         os.kill(self.ranks[rank], number)
@@ -59,7 +69,8 @@ class Run:
         """What it has said when it ends; no rank is left then."""
         said = self.process.communicate(timeout=ENDS_S)[0]
         assert self.process.returncode != 0, said
-        assert not [pid for pid in self.ranks.values() if is_alive(pid)]
+        for rank, gone in self._gone.items():
+            assert select.select([gone], [], [], GONE_S)[0], f"rank {rank} is still there"
         return said
 
 
@@ -96,7 +107,8 @@ def running(words: list[str], run_dir: Path, *overrides: str) -> Iterator[Run]:
                     break
             else:
                 pytest.fail("".join(said))
-            yield Run(process, ranks_below(process.pid))
+            with closing(Run(process, ranks_below(process.pid))) as run:
+                yield run
         finally:
             for pid in (*ranks_below(process.pid).values(), process.pid):
                 if is_alive(pid):
@@ -133,7 +145,9 @@ class Fails(nn.Module):
             print(f"now it is {time.time()}", flush=True)
             if self.how == "raises":
                 raise ZeroDivisionError("this rank has had enough")
-            time.sleep(10_000)
+            if self.how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pause()
         return x
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 
+from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.limit import check_timeout
-from tests.comm.running import by_mpiexec, by_torchrun, running
+from tests.comm.running import ROOT, Run, by_itself, by_mpiexec, by_torchrun, running, with_failing
 
 LAYOUTS = {
     "sp": ["parallel=sp"],
@@ -16,58 +20,120 @@ LAYOUTS = {
     "dp": ["parallel=dp"],
     "sp+pp": ["parallel=sp+pp", "parallel.microbatches=2"],
 }
+SECONDS = 6
+"""Busy machines take their time for a first step."""
+
+TIMEOUT = f"comm.timeout={SECONDS}"
 RANKS = {"sp": 2, "pp": 2, "dp": 2, "sp+pp": 3}
 WAITS = r"rank (\d) on \S+, step \d+.*: waits for \d+ s in (.*) with ranks? ([\d, ]+)"
+HALO = r"exchange for conv2d \(plan \w+\), in module 1 \(Conv2d\),"
+HANDOVER = "hand-over forward of micro-batch 0"
+SUM = "gradients present: all-reduce"
 
 
 def slow(*values: object):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("layout", "start", "words", "stopped"),
-    [
-        ("sp+pp", by_mpiexec, [], 1),
-        ("sp", by_torchrun, [], 0),
-        slow("sp", by_mpiexec, [], 1),
-        slow("pp", by_mpiexec, [], 0),
-        slow("dp", by_mpiexec, [], 1),
-        slow("dp", by_mpiexec, ["comm.backend=mpi4py"], 1),
-        slow("sp+pp", by_mpiexec, ["comm.transport=torch"], 0),
-        slow("pp", by_torchrun, [], 1),
-        slow("dp", by_torchrun, [], 0),
-        slow("sp+pp", by_torchrun, [], 2),
-    ],
-)
-def test_all_say_what_they_wait_for_when_a_rank_has_stopped(
-    layout, start, words, stopped, tmp_path
-):
-    size = RANKS[layout]
-    words = [*LAYOUTS[layout], *words, "comm.timeout=2"]
-    with running(start(size), tmp_path, *words) as run:
-        run.send(stopped, signal.SIGSTOP)
-        said = run.end()
+def assert_told(said: str, run: Run, stopped: int) -> dict[int, str]:
+    """What the others wait for, if all say so, and one of them blames the right one."""
     waits = re.findall(WAITS, said)
-    assert sorted(int(rank) for rank, *_ in waits) == sorted({*range(size)} - {stopped}), said
+    assert sorted(int(rank) for rank, *_ in waits) == sorted(run.ranks.keys() - {stopped}), said
     assert any(str(stopped) in peers for _, _, peers in waits), said
-    assert "longer than comm.timeout=2" in said
+    assert f"longer than {TIMEOUT}" in said
     pid = run.ranks[stopped]
     blame = rf"nothing was heard of rank {stopped} \(process {pid} on .*\), which is stopped"
     assert len(re.findall(blame, said)) == 1, said
+    return {int(rank): what for rank, what, _ in waits}
 
 
+@pytest.mark.parametrize(
+    ("layout", "start", "words", "stopped", "expected"),
+    [
+        ("sp+pp", by_mpiexec, [], 1, {0: HALO, 2: HANDOVER}),
+        slow("sp", by_mpiexec, ["comm.transport=torch"], 1, {0: HALO}),
+        slow("sp", by_torchrun, [], 0, {1: HALO}),
+        slow("pp", by_mpiexec, [], 0, {1: HANDOVER}),
+        slow("dp", by_mpiexec, [], 1, {0: SUM}),
+        slow("dp", by_mpiexec, ["comm.backend=mpi4py"], 1, {0: "all_reduce of int32"}),
+        slow("dp", by_torchrun, [], 0, {1: SUM}),
+    ],
+)
+def test_all_say_what_they_wait_for_when_a_rank_stops_in_forward(
+    layout, start, words, stopped, expected, tmp_path
+):
+    words = [*LAYOUTS[layout], *words, TIMEOUT, *with_failing("stops", stopped)]
+    with running(start(RANKS[layout]), tmp_path, *words) as run:
+        told = assert_told(run.end(), run, stopped)
+    for rank, what in expected.items():
+        assert re.search(what, told[rank]), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [by_mpiexec, by_torchrun])
+@pytest.mark.parametrize(("layout", "stopped"), [("sp", 0), ("pp", 1), ("dp", 0), ("sp+pp", 2)])
+def test_all_say_what_they_wait_for_when_a_rank_is_stopped(layout, stopped, start, tmp_path):
+    """Wherever it is."""
+    with running(start(RANKS[layout]), tmp_path, *LAYOUTS[layout], TIMEOUT) as run:
+        run.send(stopped, signal.SIGSTOP)
+        assert_told(run.end(), run, stopped)
+
+
+OVERLAPPED = """
+import os, signal
+import torch
+import spatialdl
+from spatialdl.comm.limit import limit_waits
+from spatialdl.comm.world import start_world
+
+limit_waits(SECONDS)
+world = start_world()
+model = spatialdl.SpatialParallel(torch.nn.Linear(3, 2), spatialdl.init_mesh(grid=(1, 1), data=2))
+for step in range(3):
+    if step == 2 and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model(torch.ones(4, 3)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_gradients_that_overlap_with_backward_are_waited_for_too(tmp_path):
+    (tmp_path / "job.py").write_text(OVERLAPPED.replace("SECONDS", str(SECONDS)))
+    command = [*mpiexec_command(2), sys.executable, str(tmp_path / "job.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert re.search(r"rank 0 on \S+: waits for \d+ s in gradients with rank 1", done.stderr)
+    assert "nothing was heard of rank 1" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     """The clock runs meanwhile, but nobody has waited for anybody."""
-    with running(by_mpiexec(2), tmp_path, "parallel=sp", "comm.timeout=2") as run:
+    with running(by_mpiexec(2), tmp_path, "parallel=sp", TIMEOUT) as run:
         for rank in run.ranks:
             run.send(rank, signal.SIGSTOP)
-        signal.sigtimedwait([], 4)
+        signal.sigtimedwait([], 1.5 * SECONDS)
         for rank in run.ranks:
             run.send(rank, signal.SIGCONT)
         run.process.send_signal(signal.SIGUSR1)
         said = run.process.communicate(timeout=60)[0]
     assert "stopped by SIGUSR1 after step" in said
     assert "waits for" not in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_something_else_says_where_it_is(tmp_path):
+    words = ["parallel=dp", TIMEOUT, *with_failing("sleeps")]
+    with running(by_itself(), tmp_path, *words) as run:
+        said = run.end()
+    assert re.search(r"rank 0 on .*: waits for \d+ s in .* with rank 1", said), said
+    alone = r"rank 1 on .*, step \d+, forward 0, stage 0: does not wait for other ranks; at "
+    assert re.search(alone + r"tests/comm/running.py:\d+ in forward", said), said
+    last = said.splitlines()[-1]
+    assert "rank 1 did not come: see above what is done there" in last, said
 
 
 @pytest.mark.parametrize("value", ["soon", -1, float("nan"), float("inf"), True, [3]])

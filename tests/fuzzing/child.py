@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 ROOT = Path(__file__).parents[2]
-CPU_LIMIT_S = 10
+CPU_LIMIT_S = float(os.environ.get("FUZZING_CPU_LIMIT_S", "10"))
 """For an input; of the child's own time, as others may be at work on this machine."""
 TIME_LIMIT_S = 120.0
 """For one that waits for something."""
@@ -108,9 +108,10 @@ class Child:
             env=environment,
         )
         self._tried = 0
-        ready = self._answer(self._process, 120.0)
+        ready = self._answer(self._process)
         if ready is None or ready[0] != "ready":
-            raise RuntimeError(f"{self._target} does not read a valid input: {ready}{self._tail()}")
+            self.close()
+            raise RuntimeError(f"{self._target} does not read a valid input: {self._tail()}")
 
     def _answer(self, process: subprocess.Popen[bytes], limit: float = TIME_LIMIT_S) -> Any:
         """What it says; None if it ended, or said nothing in time."""

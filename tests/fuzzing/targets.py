@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pickle
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,9 +49,8 @@ def data_sets(folder: Path) -> list[Path]:
     from spatialdl.data.writer import ShardWriter
 
     made = [folder / name for name in ("tiles", "regions", "jpeg", "zstd", "lz4")]
-    if made[-1].exists():
-        return made
     for path in made:
+        shutil.rmtree(path, ignore_errors=True)  # what an earlier child has left is not valid
         kind: Any = "regions" if path.name == "regions" else "tiles"
         codec: Any = path.name if kind == "tiles" and path.name != "tiles" else "raw"
         more: Any = {"stripes": 2} if kind == "regions" else {"mpp": 0.5}
@@ -444,6 +447,43 @@ class ConfigTarget:
         check_config(without_hydra(composed_for(flags, "train")))
 
 
+class Misbehaving:
+    """A reader that does what its input says: to see that it is noticed."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = "a.txt"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def valid(self) -> list[bytes]:
+        return [b"read"]
+
+    def attempt(self, number: int, data: bytes) -> None:
+        outside = self._folder.parent / "outside"
+        if data == b"crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif data == b"spin":
+            while True:
+                pass
+        elif data == b"eat":
+            bytearray(2**40)
+        elif data == b"write":
+            outside.touch()
+        elif data == b"rename":
+            (self._folder / "stderr").rename(outside)
+        elif data == b"look":
+            (self._folder.parent / "secret").read_bytes()
+        elif data == b"unpickle":
+            pickle.loads(pickle.dumps(Path()))
+        elif data == b"start":
+            subprocess.run(["true"], check=True)
+        elif data != b"read":
+            raise {b"key": KeyError, b"clean": ValueError, b"unnamed": ValueError}[data](
+                "a.txt" if data == b"clean" else "something"
+            )
+
+
 TARGETS: dict[str, type[Target]] = {
     "manifest": ManifestTarget,
     "shard": ShardTarget,
@@ -455,4 +495,5 @@ TARGETS: dict[str, type[Target]] = {
     "weights": WeightsTarget,
     "slide": SlideTarget,
     "config": ConfigTarget,
+    "misbehaving": Misbehaving,
 }

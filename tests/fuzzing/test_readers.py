@@ -28,7 +28,7 @@ MANY = {
 @pytest.fixture(scope="module")
 def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
     folder = tmp_path_factory.mktemp("fuzzing")
-    found = {name: Child(name, folder / name) for name in TARGETS}
+    found = {name: Child(name, folder / name) for name in MANY}
     yield found
     for child in found.values():
         child.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from signal import Signals
 from typing import NamedTuple
 
@@ -62,7 +63,8 @@ class Kill(NamedTuple):
             start_s: how long a job takes to its first step.
         """
         if self.moment == "start-up":
-            return job.after(self.delay * start_s)
+            end = time.monotonic() + self.delay * start_s
+            return job.until(lambda: time.monotonic() >= end or job.steps() > 0)
         if self.moment == "staging":
             return job.until(job.stages) and job.after(self.delay * 0.2)
         if not job.until(lambda: job.steps() >= self.steps):

@@ -147,7 +147,7 @@ def soaked(
         layouts: of the lives; the last is that of the run which is left alone.
     """
     print(f"SPATIALDL_SOAK_SEED={SEED} repeats this")
-    epochs = f"trainer.max_epochs={-(-len(kills) * STEPS_A_KILL // BATCHES)}"
+    epochs = f"trainer.max_epochs={2 + len(kills) * STEPS_A_KILL // BATCHES}"
     alone, other = (Run(tmp_path / name, data, [*words, epochs]) for name in ("alone", "killed"))
     alone.to_the_end(layouts[-1])
     for layout, kill in zip(layouts[:-1], kills, strict=True):
@@ -166,7 +166,7 @@ def test_three_kills(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60 + 30 * KILLS)
+@pytest.mark.timeout(60 + 120 * KILLS)
 def test_twenty_kills(data, tmp_path):
     layout = LAYOUTS[LAYOUT]
     run, alone = soaked(tmp_path, data, drawn(SEED, KILLS), [layout] * (KILLS + 1), *WORDS)

@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+from hydra import compose, initialize_config_module
 
-from spatialdl.training.best import Best
+from spatialdl.comm.alone import Alone
+from spatialdl.training.best import METRICS, Best, check_metric
+from spatialdl.training.trainer import Trainer
+
+
+def small(*overrides: str) -> Trainer:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        given = ("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu")
+        more = ("data.samples=3", "data.validation_samples=3", "trainer.max_steps=1")
+        config = compose("train", [*overrides, *given, *more, "data.batch_size=3"])
+    return Trainer(config, Alone())
 
 
 def outcomes(best: Best, values: list[float]) -> list[bool]:
@@ -52,3 +64,24 @@ def test_it_goes_on_from_what_was_saved_of_the_same_metric():
         one.restore(best.state())
     assert (again.value, again.worse) == (3.0, 1)
     assert (other.value, other.worse) == (None, 0)
+
+
+@pytest.mark.parametrize("task", METRICS)
+def test_the_metrics_that_are_known_before_are_those_that_are_told(task, tmp_path):
+    given = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
+    trainer = small(*given, f"task={task}")
+    trainer.fit(tmp_path)
+    (found,) = json.loads((tmp_path / "summary.json").read_text())["validation"]
+    numbers = {name for name, value in found.items() if not isinstance(value, list)}
+    assert numbers - {"step", "samples"} == {"loss", *METRICS[task]}
+
+
+def test_a_metric_that_nobody_tells_is_refused():
+    check_metric(None, "key", "regression", slides=False)
+    check_metric("slide_vote_accuracy", "key", "classification", slides=True)
+    sentence = "key=slide_f1 is no metric here: take one of loss, accuracy, balanced_accuracy"
+    for task, slides in (("multilabel", False), ("segmentation", True)):
+        with pytest.raises(ValueError, match="key=slide_f1 is no metric here: take one of loss"):
+            check_metric("slide_f1", "key", task, slides)
+    with pytest.raises(ValueError, match=sentence):
+        check_metric("slide_f1", "key", "classification", slides=False)

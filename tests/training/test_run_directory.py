@@ -174,3 +174,17 @@ def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
     log(run, 1)
     assert len(rows(tmp_path / "metrics.csv")) == 4
     run.close()
+
+
+def test_validations_that_cannot_be_written_are_written_later(tmp_path, caplog):
+    """From the first one on, for which there is no file yet."""
+    run = RunDirectory(tmp_path / "run", CONFIG)
+    log(run, 1)
+    (tmp_path / "run").rename(tmp_path / "away")
+    run.log_validation(step=1, loss=0.5)
+    run.log_validation(step=2, loss=0.25)
+    assert caplog.text.count("rows are kept, and written when that ends") == 1
+    (tmp_path / "away").rename(tmp_path / "run")
+    run.log_validation(step=3, loss=0.125)
+    run.close()
+    assert [row["step"] for row in rows(tmp_path / "run" / "validation.csv")] == ["1", "2", "3"]

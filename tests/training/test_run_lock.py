@@ -47,6 +47,7 @@ def elsewhere(run_dir: Path, **environment: str) -> Iterator[subprocess.Popen[st
 def become(monkeypatch):
     """Let this process be a start of a job of Slurm, which looks often."""
     monkeypatch.setattr(run_lock, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(run_lock, "_NOTICED_S", 20.0)
 
     def set_variables(job: str, number: int) -> None:
         for name, value in start_of(job, number).items():

@@ -200,6 +200,10 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
         (["trainer.max_steps=null"], "leave no step to make"),
         (["++model._target_=builtins.dict"], "model=builtins.dict gives a dict, no network"),
         (["++model._target_=spatialdl.models.nothing"], "cannot be built"),
+        (
+            ["data.validation_samples=0", "trainer.early_stopping.metric=loss"],
+            "early_stopping.metric=loss would never stop the run, as there is nothing to validate",
+        ),
         (["++model.depth=7"], "model=spatialdl.models.resnet18 cannot be built.*depth"),
     ],
 )

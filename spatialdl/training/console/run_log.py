@@ -93,7 +93,24 @@ def warn_once() -> None:
     _State.once = _Once()
     for handler in logging.getLogger().handlers:
         handler.addFilter(_State.once)
+        if isinstance(handler, logging.FileHandler):
+            _bear_full_disks(handler)
     logging.captureWarnings(True)
+
+
+def _bear_full_disks(file: logging.FileHandler) -> None:
+    """A file that cannot be written to is said once; what fits its buffer is written later."""
+    otherwise, said = file.handleError, set[str]()
+
+    def tell(record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            otherwise(record)
+        elif not said:
+            said.add(file.baseFilename)
+            sys.stderr.write(f"{file.baseFilename} cannot be written to: {error.strerror}\n")
+
+    file.handleError = tell  # type: ignore[method-assign]
 
 
 def kept_warnings() -> int:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from spatialdl.checking.preflight import Preflight, preflight
+from spatialdl.comm.alone import Alone
 from spatialdl.layout import even_bounds
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import Schedule
@@ -34,6 +35,7 @@ from spatialdl.training.layouts import (
     placement_of,
     schedule_of,
 )
+from spatialdl.training.network.building import make_network
 from spatialdl.training.optimization.precision import PRECISIONS
 from spatialdl.training.settings import TARGETED, open_sources
 from spatialdl.training.tasks.task import task_of
@@ -70,6 +72,8 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     print("\n".join(drawn(placement)), flush=True)
     if config.comm.map:
         print("\n".join(["", *rank_lines(placement, sources.image_size)]), flush=True)
+    if config.weights is not None or config.trainer.freeze:
+        _tried(errors, lambda: make_network(config, sources, Alone()))
     cluster = _cluster(config.device)
     job = _tried(errors, lambda: job_of(_planned(config), cluster))
     if job is None or not fits:

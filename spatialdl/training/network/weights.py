@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.training.checks import check_weights_file
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -26,7 +28,6 @@ WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "ne
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.")
 """What DataParallel, torch.compile, Lightning and others put before every name."""
 
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _COUNTER = "num_batches_tracked"  # old files have none
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -70,8 +71,7 @@ def find_weights(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    if path.suffix in _SUFFIXES and path.parent != Path("."):
-        raise ValueError(f"weights={name}: there is no such file")
+    check_weights_file(name)
     hub = Path(torch.hub.get_dir()) / "checkpoints"
     files = [file for file in hub.glob("*") if name in (file.name, file.stem)]
     files = files or [file for file in hub.glob("*") if file.name.startswith(f"{name}-")]
@@ -97,10 +97,11 @@ def _in_hugging_face_cache(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    for file in _HUB_FILES:
-        found = try_to_load_from_cache(name, file)
-        if isinstance(found, str):
-            return Path(found)
+    with suppress(ValueError):  # no name of a repository
+        for file in _HUB_FILES:
+            found = try_to_load_from_cache(name, file)
+            if isinstance(found, str):
+                return Path(found)
     return None
 
 

@@ -42,6 +42,9 @@ def make_optimizer(
     with open_dict(settings):
         scale, base = settings.pop("scale_lr", "none"), settings.pop("base_batch", 1)
         decays_all = settings.pop("decay_norms_and_biases", True)
+    for key in ("lr", "momentum", "weight_decay"):
+        if isinstance(settings.get(key), str | bool):
+            raise ValueError(f"optimizer.{key}={settings[key]} must be a number")
     if scale not in SCALES:
         raise ValueError(f"optimizer.scale_lr={scale} is unknown: take one of {', '.join(SCALES)}")
     if not isinstance(base, int) or base < 1:

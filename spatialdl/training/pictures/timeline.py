@@ -77,11 +77,17 @@ class Timeline:
         trace.stop()
         everybody = self._world.gather(self._steps)
         if everybody is not None:
-            write_trace(self._run_dir / "trace.json", [list(chain(*steps)) for steps in everybody])
-            picture = self._run_dir / "timeline.png"
-            draw_step([steps[-1] for steps in everybody], self._placement, self._train, picture)
-            log.info("trace:         %s", self._run_dir / "trace.json")
-            log.info("timeline:      %s", picture)
+            try:
+                self._write(everybody)
+            except OSError as error:  # such as a full disk, for which no run is lost
+                log.warning("the trace is not written: %s", error)
+
+    def _write(self, everybody: list[list[list[Span]]]) -> None:
+        write_trace(self._run_dir / "trace.json", [list(chain(*steps)) for steps in everybody])
+        picture = self._run_dir / "timeline.png"
+        draw_step([steps[-1] for steps in everybody], self._placement, self._train, picture)
+        log.info("trace:         %s", self._run_dir / "trace.json")
+        log.info("timeline:      %s", picture)
 
 
 def write_trace(path: Path, ranks: Sequence[Sequence[Span]]) -> None:

@@ -26,6 +26,7 @@ TINY = [
     *("parallel.microbatches=2", "trainer.checkpoint.every_epochs=null"),
     *("trainer.checkpoint.every_steps=2", "comm.map=true"),
 ]
+SIZE = MPI.COMM_WORLD.size
 DEALT = {
     3: ("parallel=sp+pp", "parallel.grid=[2,1]", ["a", "b", "b"], (1, 2, 0)),
     4: ("parallel=dp+sp", "parallel.grid=[1,2]", ["a", "b", "a", "b"], (0, 2, 1, 3)),
@@ -79,10 +80,11 @@ def test_grids_of_a_mesh_lie_on_nodes(world: Communicator, monkeypatch):
 
 
 def train(run_dir: Path, world: Communicator, names: list[str] | None, *more: str) -> Trainer:
-    layout, grid, _, _ = DEALT[world.size]
+    layout, grid, _, _ = DEALT[SIZE]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*TINY, layout, grid, *more])
     trainer = Trainer(config, world, Nodes(world, names))
+    torch.manual_seed(world.rank)
     trainer.fit(run_dir)
     return trainer
 
@@ -96,15 +98,18 @@ def curve(run_dir: Path) -> list[float]:
 @pytest.mark.parametrize("transport", ["mpi", "torch"])
 def test_losses_are_those_of_ranks_in_order(transport, tmp_path, caplog):
     world = over(transport)
-    *_, names, order = DEALT[world.size]
+    *_, names, order = DEALT[SIZE]
     plain, dealt = (world.bcast(tmp_path / name) for name in ("plain", "dealt"))
     assert train(plain, world, None).placement.order == ()
     caplog.clear()
     with caplog.at_level("INFO"):
         assert train(dealt, world, names).placement.order == order
-    # what one order has saved another one goes on with
+    # what one order has saved another one goes on with, each rank as the one that had its place
     again = world.bcast(tmp_path / "again")
     train(again, world, names, f"ckpt_path='{plain}/checkpoints/step-00000002'")
+    assert world.allgather(torch.initial_seed()) == [order.index(rank) for rank in range(SIZE)]
+    train(again / "in order", world, None, f"ckpt_path='{dealt}/checkpoints/step-00000002'")
+    assert world.allgather(torch.initial_seed()) == list(order)
     if world.rank == 0:
         assert len(curve(plain)) == 4
         for other in (dealt, again):

@@ -20,9 +20,9 @@ STATE = ["parallel=dp", "parallel.shard_state=true"]
     ("ranks", "overrides", "where"),
     [
         (
-            3,  # the second micro-batch of the second step
-            [*THREE, "+model.kind=from", "+model.call=3", "+model.part=1"],
-            "step 2: NaN in poison (Poison), forward, micro-batch 1, stage 0, rank 1 on",
+            3,  # each step has two micro-batches
+            [*THREE, "+model.kind=from", "+model.call=2", "+model.part=1"],
+            "step 2: NaN in poison (Poison), forward, micro-batch 0, stage 0, rank 1 on",
         ),
         (
             3,

@@ -224,11 +224,15 @@ def test_a_metric_that_is_not_there_is_told_with_those_that_are(key, tmp_path):
         train(tmp_path, f"trainer.{key}=dice")
 
 
-def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path):
+def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     early = ("trainer.early_stopping.metric=accuracy", "trainer.early_stopping.patience=2")
     early += ("trainer.validate_every=1", "trainer.early_stopping.min_delta=1")  # never so much
     assert train(tmp_path, *early).course.step == 3
     assert len(losses(tmp_path)) == 3
+    why = "Stopped early after step 3 of 8: accuracy has not got better than"
+    assert why in caplog.text
+    assert why in (tmp_path / "report.html").read_text()
     assert train(tmp_path, *early, "ckpt_path=latest").course.step == 3
     more = (*early[:1], "trainer.early_stopping.patience=4", *early[2:])
     assert train(tmp_path, *more, "ckpt_path=latest").course.step == 5

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from contextlib import suppress
 
 import pytest
 
@@ -18,7 +19,8 @@ def clean():
     yield
     for handler in root.handlers:
         if handler not in handlers:
-            handler.close()
+            with suppress(OSError):  # a full disk
+                handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)
@@ -71,3 +73,17 @@ def test_warnings_appear_once_above_a_bar_too(capsys):
             logging.getLogger("spatialdl.somewhere").warning("slow disk")
     said = capsys.readouterr()
     assert (said.out + said.err).count("slow disk") == 1
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_full_disk_is_said_once_and_no_error_of_ours(tmp_path, capsys):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    run_log.start_log(tmp_path, rank=0)
+    log = logging.getLogger("spatialdl.somewhere")
+    for step in range(3):
+        log.info("step %d", step)
+    said = capsys.readouterr()
+    assert said.out.count("step ") == 3
+    assert said.err == f"{tmp_path}/train.log cannot be written to: No space left on device\n"
+    log.info("%d", "no number")
+    assert "Logging error" in capsys.readouterr().err

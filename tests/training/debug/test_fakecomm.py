@@ -75,6 +75,15 @@ def test_sizes_memory_and_halos(capsys):
         assert any(f"with stage {stage} " in one and told in one for one in text.splitlines())
 
 
+def test_boxes_are_told_by_rank(capsys):
+    assert look(config("parallel=sp", "parallel.grid=[2,1]", "comm.map=true"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["rank", "replica", "stage", "rows", "columns"])
+    assert lines[at + 1 : at + 3] == [
+        *(["0", "0", "0", "0:32", "0:48"], ["1", "0", "0", "32:65", "0:48"]),
+    ]
+
+
 def given_again(given: DictConfig) -> list[str]:
     return ["parallel=sp+pp", "parallel.cut=[layer2]", "parallel.microbatches=3"]
 
@@ -111,6 +120,8 @@ def test_halos_are_those_of_arithmetic_by_hand(capsys, tmp_path, monkeypatch):
         (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
         (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid is [ro"]),
         (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),
+        (["trainer.freeze=[zz.*]"], ["no parameter is called zz.*"]),
+        (["weights=gone", "ckpt_path=nowhere"], ["weights=gone is no file", "ckpt_path=nowhere"]),
         (["parallel=sp", "model.num_classes=x"], ["model=spatialdl.models.resnet18 cannot be bu"]),
     ],
 )

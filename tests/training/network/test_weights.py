@@ -171,7 +171,9 @@ def test_a_repository_is_looked_up_in_the_cache_of_the_hugging_face_hub(tmp_path
     assert find_weights("timm/resnet18.a1_in1k") == file
 
 
-@pytest.mark.parametrize("name", ["resnet18", "timm/resnet18.a1_in1k", "nobody/nothing"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "timm/resnet18.a1_in1k", "nobody/nothing", "no body/-nothing"]
+)
 def test_what_is_nowhere_is_not_downloaded(cache, tmp_path, name, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -181,9 +183,10 @@ def test_what_is_nowhere_is_not_downloaded(cache, tmp_path, name, monkeypatch):
         find_weights(name)
 
 
-def test_a_missing_file_is_said():
-    with pytest.raises(ValueError, match=r"weights=runs/a.pt: there is no such file"):
-        find_weights("runs/a.pt")
+@pytest.mark.parametrize("name", ["runs/a.pt", "./a.pth", "~/a.safetensors", "../b/a.ckpt"])
+def test_a_missing_file_is_said(name):
+    with pytest.raises(ValueError, match=f"weights={re.escape(name)}: there is no such file"):
+        find_weights(name)
 
 
 class Other(Alone):

@@ -50,6 +50,7 @@ def test_a_stage_may_have_no_parameters():
     [
         ({"scale_lr": "cubic"}, "scale_lr=cubic is unknown: take one of none, linear, sqrt"),
         ({"scale_lr": "linear", "base_batch": 0}, "base_batch=0 must be at least 1"),
+        ({"momentum": "fast"}, "optimizer.momentum=fast must be a number"),
         ({"weight": 1}, "the optimizer cannot be made: .*weight"),
     ],
 )

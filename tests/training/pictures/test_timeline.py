@@ -4,13 +4,15 @@ import json
 from itertools import pairwise
 
 import pytest
+import torch
 from matplotlib import image
 
+from spatialdl.comm.alone import Alone
 from spatialdl.mesh import Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.trace import Span
-from spatialdl.training.pictures.timeline import draw_step, simulated, write_trace
+from spatialdl.training.pictures.timeline import Timeline, draw_step, simulated, write_trace
 
 PLACEMENT = Placement(2, ((2, 1), (1, 1)), mirrored=True)
 TRAIN = make_schedule("mast", PLACEMENT, 2).train
@@ -77,3 +79,13 @@ def test_a_picture_is_drawn(ranks, tmp_path):
     draw_step(ranks, PLACEMENT, TRAIN, tmp_path / "timeline.png")
     height, width, _ = image.imread(tmp_path / "timeline.png").shape
     assert width > height > 300
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    placement = Placement(1, ((1, 1),))
+    train = make_schedule("gpipe", placement, 1).train
+    timeline = Timeline(Alone(), torch.device("cpu"), placement, train, tmp_path / "gone")
+    timeline.step_done(last=True)
+    assert "the trace is not written: " in caplog.text
+    timeline.step_done(last=True)
+    assert len(caplog.messages) == 1
