@@ -70,7 +70,7 @@ def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
         job.until(job.said)
         undisturbed.ends()
         job.says("step 1 of")
-        answer("scancel", "--signal=USR1", job.id)  # what --signal=USR1@120 sends
+        answer("scancel", "--full", "--signal=USR1", job.id)  # to ranks, srun and the script
         job.says("start 2 of the run")
         job.ends()
     assert (undisturbed.told("Restarts"), job.told("Restarts")) == ("0", "1")
