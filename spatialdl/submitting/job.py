@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from spatialdl.comm.launch import ranks_command
 from spatialdl.training.checkpoints.folder import FOLDER, LATEST, complete
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.append(f"ckpt_path={LATEST}")
     command, environment = ranks_command(options.ranks, "spatialdl.train", words)
     environment.setdefault("SLURM_DISTRIBUTION", "block")  # ranks that talk most share a node
+    signal.signal(signal.SIGUSR1, _leave_to_ranks)
     _say(f"start {restarts + 1} of the run in {run_dir}")
     before = endings(run_dir)
     code = subprocess.call(command, env=environment)
@@ -83,6 +86,10 @@ def why_not_again(stopped: Mapping[str, object], restarts: int, most: int) -> st
     if restarts >= most:
         return f"launcher.requeue={most}; ckpt_path={LATEST} goes on"
     return None
+
+
+def _leave_to_ranks(number: int, frame: FrameType | None) -> None:
+    """``scancel --full`` tells the script, too, which would die of it before it can go on."""
 
 
 def _wait_for_dead_node() -> None:

@@ -36,6 +36,9 @@ class Submitted(Job):
         self.until(self.is_over)
         assert self.told("JobState") == state, self.said()
 
+    def steps(self) -> list[int]:
+        return [int(row["step"]) for row in table(self.run_dir / "metrics.csv")]
+
     def summary(self) -> dict:
         return json.loads((self.run_dir / "summary.json").read_text())
 
@@ -67,15 +70,14 @@ def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
         job.until(job.said)
         undisturbed.ends()
         job.says("step 1 of")
-        answer("scancel", "--signal=USR1", job.id)  # what --signal=USR1@120 sends
+        answer("scancel", "--full", "--signal=USR1", job.id)  # to ranks, srun and the script
         job.says("start 2 of the run")
         job.ends()
     assert (undisturbed.told("Restarts"), job.told("Restarts")) == ("0", "1")
     assert job.said().count("stopped by SIGUSR1") == 1
     assert "going on after step" in job.said()
     assert losses(job.run_dir) == losses(undisturbed.run_dir)
-    steps = [int(row["step"]) for row in table(job.run_dir / "metrics.csv")]
-    assert steps == [*range(1, STEPS + 1)]
+    assert job.steps() == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow
@@ -102,6 +104,22 @@ def test_a_cancelled_job_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
     assert job.told("Restarts") == "0"
     assert json.loads((job.run_dir / "stopped.json").read_text())["signal"] == "SIGTERM"
     assert len(checkpoints(job.run_dir)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(lose, tmp_path):
+    nodes = ["launcher.nodes=2", "launcher.tasks_per_node=1", "launcher.options=['--exclusive']"]
+    words = [*LONG, f"trainer.max_steps={STEPS}", "trainer.checkpoint.every_steps=10"]
+    (job,) = submitted(tmp_path, "launcher=slurm", *nodes, *words, "hydra.run.dir=run")
+    with job:
+        job.says("step-00000010")
+        lose(job.nodes()[1], "crash", "boot")
+        job.says("start 2 of the run")
+        job.says("going on after step")
+        job.ends()
+    assert job.told("Restarts") == "1"
+    assert job.steps() == list(range(1, STEPS + 1))
 
 
 def test_a_partition_that_is_not_there_is_told_as_sbatch_does(tmp_path):
