@@ -125,8 +125,8 @@ def map_chunks(
         and columns alone, has filters, or the bytes of its numbers lie in another order.
 
     Raises:
-        ValueError: a chunk lies outside the file or has another size than its pixels, or they are
-            not of the codec.
+        ValueError: a chunk lies outside the file or the image, or has another size than its pixels,
+            or they are not of the codec.
     """
     filters = _filters(dataset)
     fits = _is_cut_alike(dataset, stacked) and filters == filters_of(codec, dataset.dtype)
@@ -138,23 +138,28 @@ def map_chunks(
     dims = 3 if stacked else 2
     shape, chunk = dataset.shape, dataset.chunks
     counts = [-(-n // each) for n, each in zip(shape[:dims], chunk[:dims], strict=True)]
+    if prod(counts) > file_size:
+        raise ValueError(f"its shape is {shape}, and {file_size} bytes have no such chunks")
     offsets, sizes = np.full(counts, MISSING, np.int64), np.zeros(counts, np.int64)
     whole, wrong = prod(chunk) * dataset.dtype.itemsize, []
 
     def note(info: Any) -> None:
         expected = whole if codec == "raw" else info.size
         inside = 0 < expected == info.size and 0 <= info.byte_offset <= file_size - expected
-        if info.filter_mask or not inside:
+        place = zip(info.chunk_offset[:dims], chunk[:dims], strict=True)
+        at = tuple(begin // each for begin, each in place)
+        known = all(number < count for number, count in zip(at, counts, strict=True))
+        if info.filter_mask or not (inside and known):
             wrong.append(info)
         else:
-            place = zip(info.chunk_offset[:dims], chunk[:dims], strict=True)
-            at = tuple(begin // each for begin, each in place)
             offsets[at], sizes[at] = info.byte_offset, info.size
 
     _each_chunk(dataset, note)
     if wrong:
         place, mask, begin, has = wrong[0]
         what = "did not go through its filters" if mask else f"has {has} bytes at {begin}"
+        if any(at >= most for at, most in zip(place, dataset.shape, strict=True)):
+            what = f"lies outside of {dataset.shape} pixels, and {what}"
         raise ValueError(
             f"chunk at {place} {what}, expected {whole if codec == 'raw' else 'a stream'} within "
             f"{file_size}"

@@ -30,7 +30,7 @@ from spatialdl.errors import ShardError
 
 Box = tuple[int, int, int, int]
 Pixels = npt.NDArray[Any]
-_UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError)
+_UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OverflowError)
 
 
 class ShardDataset(Dataset[tuple[Pixels, int]]):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import h5py
@@ -140,6 +141,23 @@ def test_chunks_beyond_the_file_are_refused(h5: h5py.File) -> None:
     Chunks(h5, "image", IMAGE.shape, (32, 48)).write(IMAGE)
     with pytest.raises(ValueError, match=r"chunk at \(\d+, \d+, 0\) has 4608 bytes at \d+, expect"):
         map_chunks(h5["image"], False, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [(0, "lies outside of"), (40, "lies outside of"), (2**60, "have no such chunks")],
+)
+def test_an_image_of_another_size_than_its_chunks(tmp_path: Path, rows: int, says: str) -> None:
+    """A few damaged bytes were an `IndexError`, or more memory than there is."""
+    with h5py.File(tmp_path / "a.h5", "w") as h5:
+        Chunks(h5, "image", IMAGE.shape, (32, 48)).write(IMAGE)
+    content = (tmp_path / "a.h5").read_bytes()
+    before = struct.pack("<3Q", *IMAGE.shape)
+    assert before in content
+    damaged = content.replace(before, struct.pack("<3Q", rows, *IMAGE.shape[1:]))
+    (tmp_path / "a.h5").write_bytes(damaged)
+    with h5py.File(tmp_path / "a.h5") as h5, pytest.raises(ValueError, match=says):
+        map_chunks(h5["image"], False, len(content))
 
 
 def test_chunks_of_shards_begin_with_a_page(tmp_path: Path) -> None:

@@ -421,3 +421,19 @@ def test_a_copy_that_cannot_be_read_is_left_for_the_source(tmp_path, caplog) -> 
         assert (dataset.read(0) == expected).all()
     [told] = caplog.messages
     assert "is no good any more" in told
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_stack_without_rows_is_refused_when_read(tmp_path: Path, io: Io) -> None:
+    """HDF5's own way of reading it ended with an `IndexError`."""
+    with ShardWriter(tmp_path / "set") as out:
+        out.add(np.zeros((8, 8, 3), np.uint8))
+    shard = tmp_path / "set" / "shard-00000.h5"
+    with h5py.File(shard, "a") as h5:
+        del h5["images"]
+        h5.create_dataset("images", (1, 0, 8, 3), np.uint8)
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    manifest["shards"][0]["bytes"] = shard.stat().st_size
+    (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match=r"cannot read images from .*shard-00000\.h5"):
+        ShardDataset(tmp_path / "set", io=io).read(0)

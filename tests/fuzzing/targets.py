@@ -129,7 +129,8 @@ class ShardTarget:
     def attempt(self, number: int, data: bytes) -> None:
         from spatialdl.data.importing.clam import _opened
         from spatialdl.errors import ShardError
-        from spatialdl.slides.inspecting import inspect, verify
+        from spatialdl.slides.inspecting import verify
+        from spatialdl.slides.inspecting.hdf5 import hdf5_in_a_line
 
         path, manifest = self._sets[number], self._manifests[number]
         (path / self.names).write_bytes(data)
@@ -141,7 +142,7 @@ class ShardTarget:
         ways = ("mmap", "pread", "h5py")
         for work in (
             lambda: read_all(path, ways[self._tried % 3]),
-            lambda: inspect(path / self.names),
+            lambda: hdf5_in_a_line(path / self.names),
             lambda: verify(path, progress=False),
             lambda: _opened([path / self.names]),
         ):
@@ -151,6 +152,17 @@ class ShardTarget:
                 wrong = error
         if wrong is not None:
             raise wrong
+
+
+class InspectTarget(ShardTarget):
+    """A shard, of which all is to be told."""
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.slides.inspecting import inspect
+
+        path = self._sets[number] / self.names
+        path.write_bytes(data)
+        inspect(path)
 
 
 class CsvTarget:
@@ -487,6 +499,7 @@ class Misbehaving:
 TARGETS: dict[str, type[Target]] = {
     "manifest": ManifestTarget,
     "shard": ShardTarget,
+    "inspect": InspectTarget,
     "csv": CsvTarget,
     "geojson": GeojsonTarget,
     "xml": XmlTarget,

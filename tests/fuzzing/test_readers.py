@@ -14,13 +14,20 @@ from tests.fuzzing.mutations import changed_bytes, changed_json
 from tests.fuzzing.targets import TARGETS
 
 _JSON = ("manifest", "geojson", "checkpoint", "resume")
-_HEADS = {"shard": 8192, "weights": 2048}
+_HEADS = {"shard": 8192, "inspect": 8192, "weights": 2048}
 """Bytes from which on there is nothing but pixels and numbers."""
 
 FEW = {"manifest": 250, "shard": 150, "csv": 250, "geojson": 250}
 MANY = {
     **dict.fromkeys(("manifest", "shard", "csv", "geojson"), 10_000),
-    **{"xml": 2000, "checkpoint": 1000, "weights": 1000, "slide": 1000, "config": 300},
+    **{
+        "inspect": 200,
+        "xml": 2000,
+        "checkpoint": 1000,
+        "weights": 1000,
+        "slide": 1000,
+        "config": 300,
+    },
     "resume": 60,
 }
 

@@ -9,8 +9,9 @@ from tqdm import tqdm
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.errors import ShardError, SlideError
+from spatialdl.slides.inspecting.apart import describe_apart
 from spatialdl.slides.inspecting.dataset import describe_dataset
-from spatialdl.slides.inspecting.hdf5 import HDF5_START, describe_hdf5, hdf5_in_a_line
+from spatialdl.slides.inspecting.hdf5 import HDF5_START, hdf5_in_a_line
 from spatialdl.slides.inspecting.slide import HEADS, describe_slide, slide_in_a_line
 from spatialdl.slides.reading.opening import SLIDE_SUFFIXES
 from spatialdl.slides.reading.plain import PLAIN_SUFFIXES
@@ -36,7 +37,7 @@ def inspect(path: str | os.PathLike[str]) -> str:
         if (path / MANIFEST).exists():
             return describe_dataset(path)
         return _folder(path / _CLAM if (path / _CLAM).is_dir() else path)
-    return describe_hdf5(path) if _is_hdf5(path) else describe_slide(path)
+    return describe_apart(path) if _is_hdf5(path) else describe_slide(path)
 
 
 def _is_hdf5(path: Path) -> bool:

@@ -54,18 +54,23 @@ def hdf5_in_a_line(path: Path) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
     """The file; what fails while it is read is a ShardError, too."""
-    _check_start(path)
+    check_start(path)
     try:
         with h5py.File(path, "r", locking=False) as file:
             yield file
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:
         why = " ".join(str(error).split())
         raise ShardError(
             f"cannot read {path}: it is cut short or damaged ({why}); copy it again"
         ) from error
 
 
-def _check_start(path: Path) -> None:
+def check_start(path: Path) -> None:
+    """Whether it begins as HDF5 does.
+
+    Raises:
+        ShardError: it does not, or cannot be read.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(len(_LFS))

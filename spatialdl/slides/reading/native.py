@@ -163,6 +163,8 @@ class NativeTiles:
 
     def _stored(self, level: int, number: int) -> bytes:
         place = self.levels[level]
+        if place.offsets[number] + place.lengths[number] > os.fstat(self._file.fileno()).st_size:
+            raise ValueError("the tile ends after the file does")
         # without a position in the file: processes that were forked share it
         return os.pread(self._file.fileno(), int(place.lengths[number]), int(place.offsets[number]))
 

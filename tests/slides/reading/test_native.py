@@ -295,3 +295,19 @@ def test_reading_moves_no_position_in_the_file(synthetic: dict[str, Path]) -> No
         position = file.tell()
         assert slide.read_scaled(512, 256, (256, 256), 1.0).shape == (256, 256, 3)
         assert file.tell() == position
+
+
+def test_a_tile_that_says_it_is_larger_than_its_file_is_left_to_openslide(tmp_path: Path) -> None:
+    """As many bytes were asked for as it said, and that was more memory than there is."""
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, picture(96, 96), tile=(32, 32), compression="jpeg")
+    with Slide(path) as slide:
+        levels = native.tile_levels(path, slide.properties)
+    lengths = levels[0].lengths.copy()
+    lengths[0] = 2**45
+    tiles = native.NativeTiles(path, {0: levels[0]._replace(lengths=lengths)}, lambda *_: True)
+    assert tiles.read(0, 0, 0, (32, 32), (255, 255, 255)) is None
+    assert tiles.read(0, 32, 32, (32, 32), (255, 255, 255)) is not None
+    with pytest.raises(ValueError, match="ends after the file does"):
+        tiles.stream(0, 0)
+    tiles.close()
