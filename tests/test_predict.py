@@ -21,6 +21,7 @@ from PIL import Image
 
 from spatialdl import predict
 from spatialdl.data import ShardWriter
+from spatialdl.predicting.batch import given_slides
 from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
 from tests.slides.tiled_tiffs import write_tiff
 
@@ -258,6 +259,18 @@ def test_a_mistake_is_one_sentence(words, sentence, here):
     code, said = here(*words.split(), "hydra.run.dir=wrong")
     assert code == 1
     assert f"error: {sentence}" in said
+
+
+def test_slides_in_folders_of_folders(case, monkeypatch):
+    monkeypatch.chdir(case.folder)
+    for name in ("top/a.tif", "top/x/b.tif", "top/x/y/c.tif"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    assert [one.name for one in given_slides("top/**/*.tif")] == ["a.tif", "b.tif", "c.tif"]
+    assert [one.name for one in given_slides(["top/x"])] == ["b.tif"]
+    Path("bare/x").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"bare has no slides in it .* such as 'FOLDER/\*\*/"):
+        given_slides("bare")
 
 
 @pytest.mark.parametrize("task", ["regression", "segmentation"])

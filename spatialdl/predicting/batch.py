@@ -176,13 +176,23 @@ def given_slides(given: Any) -> list[Path]:
     paths: list[Path] = []
     for one in given if isinstance(given, list | ListConfig) else [given]:
         path = Path(str(one)).expanduser()
-        found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(str(path)))]
+        found = [path] if path.exists() else _matching(str(path))
         if not found:
             raise ValueError(f"slides={one} matches no file or folder")
         paths += found
     if not paths:
         raise ValueError("slides=[] names no slide")
-    return find_slides(paths)
+    try:
+        return find_slides(paths)
+    except ValueError as error:
+        nested = "those in folders of folders by a pattern such as 'FOLDER/**/*.svs'"
+        text = str(error).replace("folders in it are looked into with --recursive", nested)
+        raise ValueError(text) from error
+
+
+def _matching(pattern: str) -> list[Path]:
+    """``**`` stands for any folders."""
+    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
 
 
 def _in_keys(text: str) -> str:
