@@ -21,7 +21,8 @@ from PIL import Image
 
 from spatialdl import predict
 from spatialdl.data import ShardWriter
-from tests.predicting.runs import NETWORK, picture, train, write_slide
+from spatialdl.predicting.batch import given_slides
+from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
 from tests.slides.tiled_tiffs import write_tiff
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -248,6 +249,7 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
         ),
         ("ckpt_path=run slides=a.tiff parallel=auto", "parallel=auto is for training"),
         ("ckpt_path=run slides=a.tiff whole=true parallel=dp", "parallel.data=2 divides several"),
+        ("ckpt_path=run slides=a.tiff activation=true maps=false", "activation=true draws maps"),
         ("ckpt_path=run shards=tiles mpp=1", "mpp says how to cut slides, but shards are cut"),
         ("ckpt_path=run slide=a.tiff", "slide is unknown; nearest: slides"),
         ("ckpt_path=run slides=a.tiff average=perhaps", "average=perhaps is not supported"),
@@ -257,3 +259,24 @@ def test_a_mistake_is_one_sentence(words, sentence, here):
     code, said = here(*words.split(), "hydra.run.dir=wrong")
     assert code == 1
     assert f"error: {sentence}" in said
+
+
+def test_slides_in_folders_of_folders(case, monkeypatch):
+    monkeypatch.chdir(case.folder)
+    for name in ("top/a.tif", "top/x/b.tif", "top/x/y/c.tif"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    assert [one.name for one in given_slides("top/**/*.tif")] == ["a.tif", "b.tif", "c.tif"]
+    assert [one.name for one in given_slides(["top/x"])] == ["b.tif"]
+    Path("bare/x").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"bare has no slides in it .* such as 'FOLDER/\*\*/"):
+        given_slides("bare")
+
+
+@pytest.mark.parametrize("task", ["regression", "segmentation"])
+def test_numbers_and_pixels_have_no_activation_maps(task, case, here):
+    network = MAPS if task == "segmentation" else [*NETWORK, "task=regression"]
+    train(case.folder / task, *network)
+    code, said = here(f"ckpt_path={task}", "slides=b.tif", "level=0", "activation=true")
+    assert code == 1
+    assert f"was trained with task={task}: leave it out" in said

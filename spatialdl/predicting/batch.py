@@ -59,6 +59,7 @@ class _Batch:
     def __init__(self, config: DictConfig, run_dir: Path, world: Communicator) -> None:
         self._config, self._run_dir, self._world = config, run_dir, world
         self._trained = trained = find_trained(str(config.ckpt_path), world)
+        _check_drawn(config, trained)
         self._shown = _shown(config, trained)
         self._runner = Runner(trained, config, world)
         self._reports: list[Report] = []
@@ -175,13 +176,23 @@ def given_slides(given: Any) -> list[Path]:
     paths: list[Path] = []
     for one in given if isinstance(given, list | ListConfig) else [given]:
         path = Path(str(one)).expanduser()
-        found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(str(path)))]
+        found = [path] if path.exists() else _matching(str(path))
         if not found:
             raise ValueError(f"slides={one} matches no file or folder")
         paths += found
     if not paths:
         raise ValueError("slides=[] names no slide")
-    return find_slides(paths)
+    try:
+        return find_slides(paths)
+    except ValueError as error:
+        nested = "those in folders of folders by a pattern such as 'FOLDER/**/*.svs'"
+        text = str(error).replace("folders in it are looked into with --recursive", nested)
+        raise ValueError(text) from error
+
+
+def _matching(pattern: str) -> list[Path]:
+    """``**`` stands for any folders."""
+    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
 
 
 def _in_keys(text: str) -> str:
@@ -196,6 +207,21 @@ def _finder(path: Path, name: str, cutting: Cutting) -> Callable[[], Input]:
 
 def _known(given: Input) -> Callable[[], Input]:
     return lambda: given
+
+
+def _check_drawn(config: DictConfig, trained: Trained) -> None:
+    """Refuse pictures that there are none of.
+
+    Raises:
+        ValueError: if they are asked for.
+    """
+    if config.activation and trained.task not in ("classification", "multilabel"):
+        raise ValueError(
+            "activation=true shows what places give to a class of the image, but the network of "
+            f"{trained.path} was trained with task={trained.task}: leave it out"
+        )
+    if config.maps and trained.task == "regression":
+        log.info("numbers are told in tables only, task=regression has no maps")
 
 
 def _shown(config: DictConfig, trained: Trained) -> list[int]:

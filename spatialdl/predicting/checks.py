@@ -46,6 +46,8 @@ def check_config(config: DictConfig) -> Placement:
             f"batch_size={config.batch_size} leaves ranks without tiles: {placement.describe()}, "
             f"parallel.microbatches={schedule.microbatches} need at least {least} at a time"
         )
+    if config.activation and not config.maps:
+        raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
     if config.whole:
         check_whole(placement, schedule.microbatches)
     return placement

@@ -152,8 +152,7 @@ def candidates(wanted: str, run_dir: Path) -> list[Path]:
     path = Path(wanted).expanduser().absolute()
     if not path.exists():
         raise CheckpointError(
-            f"ckpt_path={wanted} is not there: name a run directory or a checkpoint in it, or "
-            "take ckpt_path=latest, which starts anew if there is none"
+            f"ckpt_path={wanted} is not there: name a run directory, or a checkpoint in it"
         )
     if path.is_file():
         named = pointed(path)

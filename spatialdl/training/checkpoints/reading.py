@@ -203,6 +203,6 @@ def first_whole(paths: Sequence[Path], world: Communicator) -> Path:
         others = "" if len(paths) == 1 else f", nor is any of the {len(paths) - 1} others whole"
         raise CheckpointError(
             f"{path} is damaged: {'; '.join(found)}{others}: name another one by ckpt_path=..., or "
-            "start anew in another hydra.run.dir"
+            "train anew"
         )
     raise CheckpointError("there is no checkpoint")
