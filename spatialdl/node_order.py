@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from spatialdl.mesh import Placement
+from spatialdl.placement import Placement
 
 _TRIES = 3000
 """Ways to fill a node that a search looks at."""
@@ -45,6 +45,11 @@ class Cost(NamedTuple):
     halos: int
     handovers: int
     distance: int
+
+
+def placed_by_nodes(placement: Placement, nodes: Sequence[Hashable]) -> Placement:
+    """The placement with its groups of ranks within nodes, see `order_by_nodes`."""
+    return replace(placement, order=order_by_nodes(placement, nodes))
 
 
 def order_by_nodes(placement: Placement, nodes: Sequence[Hashable]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher, launched
 from spatialdl.comm.roll_call import answer
 from spatialdl.configuring.overrides import check_overrides, flags_of
-from spatialdl.mesh import Placement
+from spatialdl.placement import Placement
 from spatialdl.sameness.comparing import check_alike
 from spatialdl.sameness.subjects import Subject, code, configuration, versions
 

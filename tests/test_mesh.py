@@ -1,109 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mpi4py import MPI
 
 from spatialdl.layout import Layout
-from spatialdl.mesh import Placement, Position, dry_mesh, init_mesh, stage_mesh
-
-grids = st.tuples(st.integers(1, 3), st.integers(1, 3))
-placements = st.builds(
-    Placement, st.integers(1, 4), st.lists(grids, min_size=1, max_size=4).map(tuple)
-)
-
-
-@given(placements)
-def test_position_and_ranks_are_inverse_and_take_every_rank_once(placement):
-    seen = []
-    for replica in range(placement.data):
-        for stage in range(placement.stages):
-            ranks = placement.ranks(stage, replica)
-            assert len(ranks) == placement.widths[stage]
-            for part, rank in enumerate(ranks):
-                assert placement.positions(rank) == [Position(replica, stage, part)]
-            seen += ranks
-    assert seen == list(range(placement.world_size))
-
-
-def test_several_stages_are_dealt_out_to_ranks_in_turn():
-    placement = Placement(2, ((2, 1), (1, 1)) * 3, interleave=3)
-    assert (placement.groups, placement.world_size) == (2, 6)
-    assert placement.positions(4) == [Position(1, stage, 1) for stage in (0, 2, 4)]
-    assert placement.positions(2) == [Position(0, stage, 0) for stage in (1, 3, 5)]
-    assert placement.describe() == "2 replicas x (2x1 + 1x1) with 3 stages each = 6 ranks"
-
-
-def test_the_second_copy_lies_in_inverse_order():
-    """Stages of different widths: ranks in the middle hold parts of one stage for both copies."""
-    placement = Placement(1, ((2, 2), (1, 1)), mirrored=True)
-    assert [list(placement.ranks(stage, 0, 1)) for stage in (0, 1)] == [[4, 3, 2, 1], [0]]
-    assert placement.positions(0) == [Position(0, 0, 0), Position(0, 1, 0, copy=1)]
-    assert placement.positions(3) == [Position(0, 0, 3), Position(0, 0, 1, copy=1)]
-    assert placement.describe() == "1 replica x (2x2 + 1x1) and again in inverse order = 5 ranks"
-
-
-def test_later_stages_may_divide_samples():
-    placement = Placement(2, ((2, 1), (1, 1)), batch=(1, 3))
-    assert placement.describe() == "2 replicas x (2x1 + 3 by samples) = 10 ranks"
-    assert placement.widths == (2, 3)
-    assert list(placement.ranks(1, 1)) == [7, 8, 9]
-    assert placement.positions(9) == [Position(1, 1, 2)]
-    for batch, grids in (((1,), 2 * ((1, 1),)), ((2, 1), 2 * ((1, 1),))):
-        with pytest.raises(ValueError, match="says for each of 2 stages"):
-            Placement(1, grids, batch=batch)
-    with pytest.raises(ValueError, match="divides either images or samples"):
-        Placement(1, ((1, 1), (2, 1)), batch=(1, 2))
-
-
-def test_stages_that_share_ranks_must_be_alike():
-    with pytest.raises(ValueError, match="as many parts, got"):
-        Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), interleave=2)
-    with pytest.raises(ValueError, match="3 stages cannot be dealt out to ranks 2 at a time"):
-        Placement(1, ((1, 1),) * 3, interleave=2)
-    Placement(1, ((2, 1), (1, 1), (1, 2), (1, 1)), interleave=2)
-
-
-def test_a_rank_outside_the_world_has_no_place():
-    with pytest.raises(ValueError, match="rank 2 is not in a world of 2"):
-        Placement(1, ((2, 1),)).positions(2)
-
-
-def test_an_order_puts_ranks_at_places():
-    placement = Placement(2, ((2, 1), (1, 1)), order=(0, 2, 4, 1, 3, 5))
-    assert [list(placement.ranks(stage, 1)) for stage in (0, 1)] == [[1, 3], [5]]
-    assert placement.positions(4) == [Position(0, 1, 0)]
-    assert placement.positions(3) == [Position(1, 0, 1)]
-    assert [placement.place(rank) for rank in placement.at(range(6))] == list(range(6))
-    mirrored = Placement(1, ((2, 2), (1, 1)), mirrored=True, order=(4, 0, 1, 2, 3))
-    assert [list(mirrored.ranks(stage, 0, 1)) for stage in (0, 1)] == [[3, 2, 1, 0], [4]]
-    for order in ((0, 1), (0, 0, 1), (1, 2, 3)):
-        with pytest.raises(ValueError, match="an order has each of 3 ranks once"):
-            Placement(1, ((2, 1), (1, 1)), order=order)
-
-
-@pytest.mark.parametrize(
-    ("data", "stages", "text"),
-    [
-        (1, [(1, 1)], "1 replica x 1x1 = 1 rank"),
-        (2, [(2, 3)], "2 replicas x 2x3 = 12 ranks"),
-        (1, [(2, 1), (1, 1)], "1 replica x (2x1 + 1x1) = 3 ranks"),
-        (3, [(2, 2), (1, 2), (1, 1)], "3 replicas x (2x2 + 1x2 + 1x1) = 21 ranks"),
-    ],
-)
-def test_describe_shows_the_arithmetic(data, stages, text):
-    placement = Placement(data, tuple(stages))
-    assert placement.describe() == text
-    assert f"= {placement.world_size} rank" in text
-
-
-@pytest.mark.parametrize(
-    ("data", "stages"), [(0, [(1, 1)]), (1, []), (1, [(2, 0)]), (1, [(1, 1), (-1, 2)])]
-)
-def test_degrees_below_one_are_refused_with_their_values(data, stages):
-    with pytest.raises(ValueError, match=f"data={data} and grids="):
-        Placement(data, tuple(stages))
+from spatialdl.mesh import dry_mesh, init_mesh, stage_mesh
+from spatialdl.placement import Placement, Position
 
 
 def test_a_world_of_one_is_a_mesh():

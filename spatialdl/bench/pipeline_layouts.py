@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import Schedule, make_schedule
+from spatialdl.placement import Placement
 
 ONE_AFTER_THE_OTHER = "layer parallel"
 INTERLEAVE = 2

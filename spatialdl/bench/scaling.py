@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from spatialdl import models
 from spatialdl.bench.results import grid_of, machine, publish
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import Schedule, make_schedule
+from spatialdl.placement import Placement
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.bench.results import machine, publish
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.configuring.overrides import check_overrides
-from spatialdl.mesh import Placement
+from spatialdl.placement import Placement
 from spatialdl.train import _choose, _fit_model_keys, rewritten
 from spatialdl.training.checks import check_config
 

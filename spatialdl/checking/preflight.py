@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from spatialdl.checking.record import Recorder, Refusal
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.mesh import Placement, dry_mesh
+from spatialdl.mesh import dry_mesh
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.placement import Placement
 from spatialdl.planning.costs import dry_loss
 from spatialdl.random import keyed
 from spatialdl.source_lines import users_line_of

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.mesh import Placement
-from spatialdl.node_order import numbered, order_by_nodes
+from spatialdl.node_order import numbered
 
 
 class Nodes:
@@ -31,7 +29,3 @@ class Nodes:
         """The ranks of this rank's node; all of these ask for the first time together."""
         here = self.of[self._world.rank]
         return self._world.subset([rank for rank, node in enumerate(self.of) if node == here])
-
-    def placed(self, placement: Placement) -> Placement:
-        """The placement with its groups of ranks within nodes, see `node_order`."""
-        return replace(placement, order=order_by_nodes(placement, self.of))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.two_levels import by_nodes
-from spatialdl.mesh import Mesh, Placement
+from spatialdl.mesh import Mesh
+from spatialdl.placement import Placement
 
 
 def holding(placement: Placement, stage: int) -> list[int]:

@@ -21,7 +21,7 @@ from spatialdl import trace, waiting
 from spatialdl.comm.communicator import Communicator, as_communicator
 from spatialdl.comm.gradients import average, shard_of
 from spatialdl.comm.reduce import gather_over_ranks
-from spatialdl.mesh import Mesh, Placement
+from spatialdl.mesh import Mesh
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.clipping import clip_gradients
@@ -35,6 +35,7 @@ from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.statistics import SliceStatistics
+from spatialdl.placement import Placement
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.later import LaterGradients

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spatialdl.mesh import Placement
 from spatialdl.pipeline import gems
 from spatialdl.pipeline.action import Action, Lists
 from spatialdl.pipeline.interleaved import interleaved
 from spatialdl.pipeline.zero_bubble import zero_bubble
+from spatialdl.placement import Placement
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
 GEMS = ("basic", "mast", "master")

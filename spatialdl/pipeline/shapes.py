@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.layout import Layout, even_bounds
-from spatialdl.mesh import Placement, dry_mesh
+from spatialdl.mesh import dry_mesh
 from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.placement import Placement
 from spatialdl.spatial.dims import IMAGE as ROWS_AND_COLUMNS_LAST
 from spatialdl.spatial.tensor import SpatialTensor
 

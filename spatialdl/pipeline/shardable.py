@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import Schedule
+from spatialdl.placement import Placement
 
 
 def check_shardable(placement: Placement, schedule: Schedule) -> None:

@@ -6,8 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.action import describe
+from spatialdl.placement import Placement
 from spatialdl.planning.job import Job
 from spatialdl.planning.search import Row
 from spatialdl.trace import Span

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Literal
 
 from spatialdl.comm.dry import Talk
-from spatialdl.mesh import Placement
+from spatialdl.placement import Placement
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.costs import LayerCosts, NetworkCosts
 from spatialdl.planning.job import Job, Recompute

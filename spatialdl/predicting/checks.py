@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.limit import check_timeout
-from spatialdl.mesh import Placement
+from spatialdl.placement import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.checks import BACKENDS, BALANCES, DEVICES, PRECISIONS, TRANSPORTS

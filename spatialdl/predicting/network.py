@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
+from spatialdl.node_order import placed_by_nodes
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.trained import Trained
@@ -39,7 +40,7 @@ class Network:
         self._trained, self._config, self._world = trained, config, world
         self._device = device_of(config.device)
         self.precision = precision_of(config.precision or settings.precision, self._device)
-        self.placement = Nodes(world).placed(placement_of(config.parallel))
+        self.placement = placed_by_nodes(placement_of(config.parallel), Nodes(world).of)
         self.schedule = schedule_of(config.parallel, self.placement)
         self._pipeline: Pipeline | None = None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.limit import check_timeout
-from spatialdl.mesh import Placement
+from spatialdl.placement import Placement
 from spatialdl.training.best import check_metric
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers

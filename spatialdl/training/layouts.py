@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule, repeated
 from spatialdl.pipeline.shardable import check_shardable
+from spatialdl.placement import Placement
 
 RECOMPUTE = ("none", "block", "stage")
 

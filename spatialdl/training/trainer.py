@@ -20,6 +20,7 @@ from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.data.views import Views
 from spatialdl.errors import NotFinite
+from spatialdl.node_order import placed_by_nodes
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
@@ -82,7 +83,7 @@ class Trainer:
         self.device = device_of(config.device)
         self.precision = precision_of(settings.precision, self.device)
         self.nodes = nodes or Nodes(world)
-        self.placement = self.nodes.placed(placement_of(config.parallel))
+        self.placement = placed_by_nodes(placement_of(config.parallel), self.nodes.of)
         self.sources = open_sources(config.data, int(config.seed), config.task.name)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)

@@ -5,7 +5,6 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.schedule import (
     GEMS,
@@ -16,6 +15,7 @@ from spatialdl.pipeline.schedule import (
     one_f_one_b,
 )
 from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.placement import Placement
 
 SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 8) for microbatches in (1, 2, 3, 8, 32)]

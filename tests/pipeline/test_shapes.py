@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from spatialdl.layout import Layout
-from spatialdl.mesh import Placement
 from spatialdl.models import unet
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import Border, HandoverShapes, borders
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.placement import Placement
 
 
 class Gives(nn.Module):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.layout import Layout
-from spatialdl.mesh import Placement, Position
 from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.placement import Placement, Position
 from spatialdl.text import aligned
 from spatialdl.training.console.start_table import Device, device_of_rank
 

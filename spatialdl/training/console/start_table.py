@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.layout import even_bounds
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.placement import Placement
 from spatialdl.text import aligned, counted, readable_bytes
 from spatialdl.training.console.layout_text import drawn, ranks_text
 from spatialdl.training.optimization.optimizers import make_optimizer, state_ratio

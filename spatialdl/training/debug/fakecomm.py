@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from spatialdl.checking.preflight import Preflight, preflight
 from spatialdl.comm.alone import Alone
 from spatialdl.layout import even_bounds
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.schedule import Schedule
+from spatialdl.placement import Placement
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job

@@ -15,7 +15,8 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.views import Views
-from spatialdl.mesh import Mesh, Placement
+from spatialdl.mesh import Mesh
+from spatialdl.placement import Placement
 from spatialdl.spatial.tensor import SpatialTensor, redistribute
 from spatialdl.training.pictures.heat_maps import HeatMaps, heated
 from spatialdl.training.pictures.thumbnails import (

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.views import Views
 from spatialdl.layout import even_bounds
-from spatialdl.mesh import Placement
+from spatialdl.placement import Placement
 
 Array = npt.NDArray[Any]
 

@@ -13,10 +13,10 @@ import torch
 
 from spatialdl import trace
 from spatialdl.comm.communicator import Communicator
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.action import Action, Lists, describe
 from spatialdl.pipeline.measured import measured_costs
 from spatialdl.pipeline.simulate import actions_of, simulate
+from spatialdl.placement import Placement
 from spatialdl.trace import Span
 
 if TYPE_CHECKING:

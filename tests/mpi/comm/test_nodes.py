@@ -16,7 +16,8 @@ from spatialdl.comm.communicator import Communicator, as_communicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.world import torch_world
-from spatialdl.mesh import Placement
+from spatialdl.node_order import placed_by_nodes
+from spatialdl.placement import Placement
 from spatialdl.training.trainer import Trainer
 
 TINY = [
@@ -58,10 +59,11 @@ def test_a_node_has_a_communicator(world: Communicator):
 
 def test_a_placement_is_put_on_nodes(world: Communicator):
     placement = Placement(world.size, ((1, 1),))
-    assert Nodes(world).placed(placement) == placement
+    assert placed_by_nodes(placement, Nodes(world).of) == placement
     if world.size % 4 == 0:
         pairs = Placement(world.size // 2, ((2, 1),))
-        placed = Nodes(world, ["a", "b"] * (world.size // 2)).placed(pairs)
+        nodes = Nodes(world, ["a", "b"] * (world.size // 2))
+        placed = placed_by_nodes(pairs, nodes.of)
         assert list(placed.ranks(0, 0)) == [0, 2]
 
 

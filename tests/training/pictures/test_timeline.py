@@ -8,9 +8,9 @@ import torch
 from matplotlib import image
 
 from spatialdl.comm.alone import Alone
-from spatialdl.mesh import Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.placement import Placement
 from spatialdl.trace import Span
 from spatialdl.training.pictures.timeline import Timeline, draw_step, simulated, write_trace
 

@@ -1,0 +1,165 @@
+"""Which rank holds which part of which stage: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+
+class Position(NamedTuple):
+    """What a rank holds: a part of the grid of a stage, of a data replica, of a copy."""
+
+    replica: int
+    stage: int
+    part: int
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks hold which stages.
+
+    Places are numbered replica by replica, within it stage by stage, within it the grid row by
+    row, so that ranks that talk most are neighbours. Each rank has the place of its number, unless
+    there is an order, see `node_order`.
+
+    Args:
+        data: data replicas, each with its own slice of every micro-batch.
+        grids: (rows, columns) into which each stage cuts its images, one a stage.
+        interleave: stages that each rank holds: with P groups of ranks, group g holds the stages g,
+            g + P, g + 2 P ...
+        batch: ranks over which each stage divides the samples of a micro-batch; () for one each.
+        mirrored: whether a second copy of the network lies on the same ranks in inverse order,
+            and works on micro-batches of its own.
+        order: the rank at each place; () where rank and place are the same.
+
+    Raises:
+        ValueError: if a degree is smaller than 1, there is no stage, stages that share ranks do
+            not want equally many, or the order is none of all ranks.
+    """
+
+    data: int
+    grids: tuple[tuple[int, int], ...]
+    interleave: int = 1
+    mirrored: bool = False
+    batch: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.batch and (len(self.batch) != len(self.grids) or self.batch[0] != 1):
+            raise ValueError(
+                f"batch={list(self.batch)} says for each of {len(self.grids)} stages over how many "
+                "ranks samples are divided; over those of the first stage they are by data"
+            )
+        if any(parts > 1 and grid != (1, 1) for parts, grid in self._parts):
+            raise ValueError(
+                f"a stage divides either images or samples, got grids={list(self.grids)} and "
+                f"batch={list(self.batch)}"
+            )
+        if self.data < 1 or not self.grids or any(min(grid) < 1 for grid in self.grids):
+            raise ValueError(
+                f"every degree of parallelism must be at least 1, got data={self.data} and "
+                f"grids={list(self.grids)}"
+            )
+        if self.interleave < 1 or self.stages % self.interleave:
+            raise ValueError(
+                f"{self.stages} stages cannot be dealt out to ranks {self.interleave} at a time"
+            )
+        if any(width != self.widths[n % self.groups] for n, width in enumerate(self.widths)):
+            raise ValueError(
+                f"stages that share ranks must have as many parts, got grids={list(self.grids)} "
+                f"over {self.groups} groups of ranks"
+            )
+        if self.order and sorted(self.order) != list(range(self.world_size)):
+            raise ValueError(
+                f"an order has each of {self.world_size} ranks once, got {list(self.order)}"
+            )
+
+    @property
+    def stages(self) -> int:
+        return len(self.grids)
+
+    @property
+    def copies(self) -> int:
+        """How often the network lies on the ranks of a replica."""
+        return 2 if self.mirrored else 1
+
+    @property
+    def groups(self) -> int:
+        """Sets of ranks that hold the same stages."""
+        return self.stages // self.interleave
+
+    @property
+    def _parts(self) -> list[tuple[int, tuple[int, int]]]:
+        return [(self.batch_parts(stage), grid) for stage, grid in enumerate(self.grids)]
+
+    def batch_parts(self, stage: int) -> int:
+        """Ranks over which a stage divides the samples of a micro-batch."""
+        return self.batch[stage] if self.batch else 1
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Ranks of each stage within one replica."""
+        return tuple(parts * prod(grid) for parts, grid in self._parts)
+
+    @cached_property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return sum(self.widths[: self.groups])
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.replica_size
+
+    def positions(self, rank: int) -> list[Position]:
+        """All that a world rank holds, copy by copy, stage by stage."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
+        place = self.place(rank)
+        replica = place // self.replica_size
+        return [
+            Position(replica, stage, self._places(stage, replica, copy).index(place), copy)
+            for copy in range(self.copies)
+            for stage in range(self.stages)
+            if place in self._places(stage, replica, copy)
+        ]
+
+    def place(self, rank: int) -> int:
+        """The place of a rank."""
+        return self.order.index(rank) if self.order else rank
+
+    def ranks(self, stage: int, replica: int, copy: int = 0) -> Sequence[int]:
+        """World ranks of one stage of one copy of one replica, in the order of its parts."""
+        return self.at(self._places(stage, replica, copy))
+
+    def at(self, places: range) -> Sequence[int]:
+        """The world ranks at some places."""
+        return [self.order[place] for place in places] if self.order else places
+
+    def _places(self, stage: int, replica: int, copy: int) -> range:
+        group = stage % self.groups
+        start, width = sum(self.widths[:group]), self.widths[group]
+        first = replica * self.replica_size
+        if copy == 0:
+            return range(first + start, first + start + width)
+        last = first + self.replica_size - 1
+        return range(last - start, last - start - width, -1)
+
+    def describe(self) -> str:
+        """The arithmetic: ``1 replica x (2x1 + 1x1) = 3 ranks``."""
+        replicas = "1 replica" if self.data == 1 else f"{self.data} replicas"
+        grids = " + ".join(
+            f"{parts} by samples" if parts > 1 else f"{rows}x{cols}"
+            for parts, (rows, cols) in self._parts[: self.groups]
+        )
+        if self.groups > 1:
+            grids = f"({grids})"
+        if self.interleave > 1:
+            grids += f" with {self.interleave} stages each"
+        if self.mirrored:
+            grids += " and again in inverse order"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"{replicas} x {grids} = {ranks}"
