@@ -6,7 +6,6 @@ Nothing is unpickled: there are JSON and safetensors files only.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import CheckpointError
-from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, step_of
+from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, step_of, unsealed
 
 FORMAT = 1
 """Version of `checkpoint.json`."""
@@ -99,7 +98,7 @@ def content_of(path: Path) -> dict[str, Any]:
     """
     file = path / CONTENT
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = unsealed(file.read_text(encoding="utf-8"))
         version, files = content["format"], content["files"]
         plain = all(Path(name).name == name for name in files)
         known = all({"bytes", "sha256"} <= set(one) for one in files.values())
