@@ -12,9 +12,11 @@ RUN/checkpoints/
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ FOLDER = "checkpoints"
 CONTENT = "checkpoint.json"
 RANDOM = "random.safetensors"
 LATEST, BEST = "latest", "best"
+
+SEAL = "sha256"
 
 _REPLACED = ".replaced.tmp"
 
@@ -76,6 +80,27 @@ def pointed(pointer: Path) -> Path | None:
     return path if step_of(path) is not None and (path / CONTENT).is_file() else None
 
 
+def sealed(content: Mapping[str, Any]) -> str:
+    """JSON that has, as `SEAL`, the SHA-256 of all the rest of it."""
+    plain = json.loads(json.dumps(content, default=str))
+    return json.dumps({SEAL: _digest(plain), **plain}, indent=1)
+
+
+def check_seal(content: Mapping[str, Any]) -> None:
+    """Look whether all is as it was `sealed`.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    rest = {key: value for key, value in content.items() if key != SEAL}
+    if content.get(SEAL) != _digest(rest):
+        raise ValueError("it is not what was written (its SHA-256 differs)")
+
+
+def _digest(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+
 def publish(temporary: Path, content: dict[str, Any]) -> Path:
     """Complete a checkpoint by its `checkpoint.json`, and give it its name.
 
@@ -83,7 +108,7 @@ def publish(temporary: Path, content: dict[str, Any]) -> Path:
     made that told it to be the best.
     """
     with replacing(temporary / CONTENT) as file:
-        file.write(json.dumps(content, indent=1, default=str).encode())
+        file.write(sealed(content).encode())
     folder, path = temporary.parent, temporary.with_name(name_of(content["step"]))
     if path.exists():
         replaced = folder / f".{path.name}{_REPLACED}"

@@ -6,6 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,15 @@ from spatialdl.training.checkpoints.content import (
     restore,
     restore_random,
 )
-from spatialdl.training.checkpoints.folder import FOLDER, candidates, clean, complete
+from spatialdl.training.checkpoints.folder import (
+    FOLDER,
+    LATEST,
+    candidates,
+    clean,
+    complete,
+    pointed,
+    prune,
+)
 from spatialdl.training.checkpoints.reading import FORMAT, Checkpoint, first_whole
 from spatialdl.training.checkpoints.same_run import check_same, identity, settings_of
 from spatialdl.training.checkpoints.settings import local_folder
@@ -146,11 +155,19 @@ class Checkpoints:
                 restore_random(checkpoint.random_states(place), self._pipeline.device)
         if path.parent == self._run_dir / FOLDER:
             self.last = self.writer.last = int(content["step"])
+            self._rank_0(lambda: self._prune(path, content))
         log.info(
             "going on after step %d from %s (saved by parallel=%s, %s)",
             *(content["step"], path, content["layout"]["parallel"], content["layout"]["placement"]),
         )
         return path, content
+
+    def _prune(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Remove what the run that wrote it would have, had it not been killed before."""
+        kept = content["config"]["trainer"]["checkpoint"]["keep"]
+        if 0 < self.keep == kept and pointed(path.with_name(LATEST)) == path:
+            with suppress(OSError):
+                prune(path.parent, path, self.keep)
 
     def _choices(self, wanted: str | None) -> list[Path]:
         """Those to try; nothing in the run directory may be lost by starting anew."""

@@ -20,9 +20,9 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.data import fields
 from spatialdl.data.inside import file_status
 from spatialdl.errors import CheckpointError
-from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, step_of
+from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, check_seal, step_of
 
-FORMAT = 1
+FORMAT = 2
 """Version of `checkpoint.json`."""
 
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
@@ -115,6 +115,7 @@ def content_of(path: Path) -> dict[str, Any]:
         content = fields.table({CONTENT: fields.parse(text)}, CONTENT)
         version = content["format"]
         if version == FORMAT:
+            check_seal(content)
             _check(content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: {fields.missing(error)}") from error

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from spatialdl.data import fields
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.folder import (
     BEST,
     CONTENT,
     LATEST,
+    SEAL,
     candidates,
+    check_seal,
     clean,
     complete,
     name_of,
@@ -22,6 +25,7 @@ from spatialdl.training.checkpoints.folder import (
     pointed,
     prune,
     publish,
+    sealed,
     temporary_of,
 )
 
@@ -75,6 +79,29 @@ def test_steps_of_a_curve_that_was_left_go(tmp_path):
     assert steps(tmp_path) == [10, 12]
 
 
+def unsealed(text: str) -> dict[str, object]:
+    content = fields.table({CONTENT: fields.parse(text)}, CONTENT)
+    check_seal(content)
+    del content[SEAL]
+    return content
+
+
+def test_a_bit_that_is_flipped_is_seen_wherever_it_is():
+    """In a number it was not: a run went on with another schedule."""
+    content = {"step": 3, "update": {"scheduler_steps": 12}, "best": float("nan"), "path": Path()}
+    text = sealed(content).encode()
+    found = unsealed(text.decode())
+    assert found["update"] == content["update"]
+    same = json.dumps(found)
+    for bit in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            assert json.dumps(unsealed(flipped.decode())) == same
+        except ValueError:
+            continue
+
+
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
@@ -118,7 +145,7 @@ def test_whenever_it_is_killed_there_is_a_whole_checkpoint(step, keep, tmp_path)
         is_over = not dies(write, operation)
         clean(folder)
         path, *others = candidates(str(folder), folder)
-        content = json.loads((path / CONTENT).read_text())
+        content = unsealed((path / CONTENT).read_text())
         assert content in ({"step": 3, "mark": "old"}, {"step": step, "mark": "new"})
         assert len(others) >= keep - 1
         assert not list(folder.glob(".*"))

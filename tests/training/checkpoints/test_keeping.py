@@ -16,6 +16,7 @@ from safetensors import safe_open
 from spatialdl.comm.alone import Alone
 from spatialdl.data.writer import ShardWriter
 from spatialdl.errors import CheckpointError
+from spatialdl.training.checkpoints import writing
 from spatialdl.training.checkpoints.reading import Checkpoint
 from spatialdl.training.trainer import Trainer
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, network, table, train
@@ -70,6 +71,21 @@ def test_a_finished_run_has_nothing_left_to_do(run_dir, whole):
     assert table(run_dir / "validation.csv") == table(whole / "validation.csv")
 
 
+def test_a_run_that_was_killed_before_it_removed_the_others_does_so_when_it_goes_on(
+    tmp_path, monkeypatch
+):
+    """A run that had made its last step kept more than it should."""
+    often = ("trainer.checkpoint.every_steps=2", "trainer.checkpoint.keep=1", NO_BEST)
+    with monkeypatch.context() as during:
+        during.setattr(writing, "prune", lambda *_: None)
+        train(tmp_path, *often)
+    assert checkpoints(tmp_path) == [2, 4, 6, 8]
+    train(tmp_path, "ckpt_path=latest", "trainer.checkpoint.keep=3", NO_BEST)
+    assert checkpoints(tmp_path) == [2, 4, 6, 8], "a finished run with another keep"
+    train(tmp_path, *often, "ckpt_path=latest")
+    assert checkpoints(tmp_path) == [8]
+
+
 def test_latest_starts_anew_where_there_is_none(tmp_path):
     assert train(tmp_path, "ckpt_path=latest", "trainer.max_steps=2").course.step == 2
     assert checkpoints(tmp_path) == [2]
@@ -96,11 +112,7 @@ def test_going_on_before_the_end_leaves_the_rest_of_the_curve(run_dir, whole):
 
 @pytest.mark.parametrize("file", ["stage-00.safetensors", "random.safetensors", "checkpoint.json"])
 def test_a_flipped_bit_is_seen_and_the_checkpoint_before_taken(file, run_dir, whole, caplog):
-    path = run_dir / "checkpoints" / "step-00000008" / file
-    if file == "checkpoint.json":
-        path.write_bytes(path.read_bytes()[:-100])
-    else:
-        flip(path)
+    flip(run_dir / "checkpoints" / "step-00000008" / file)
     with caplog.at_level(logging.INFO):
         train(run_dir, "ckpt_path=latest", NO_BEST)
     (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")

@@ -18,13 +18,16 @@ from spatialdl.comm.alone import Alone
 from spatialdl.training.checkpoints import writing
 from spatialdl.training.checkpoints.folder import LATEST, pointed, stage_file
 from spatialdl.training.checkpoints.keeping import Checkpoints
-from spatialdl.training.checkpoints.reading import damages
+from spatialdl.training.checkpoints.reading import FORMAT, damages
 from spatialdl.training.checkpoints.writing import Writer
 from tests.training.checkpoints.runs import checkpoints, losses, train
 
 
 def content(step: int) -> dict:
-    return {"format": 1, "step": step}
+    update = {"scheduler_steps": step, "scaler": None}
+    layout = {"parallel": "none", "placement": "1 replica x 1x1 = 1 rank"}
+    rest = {"config": {}, "identity": {}, "versions": {}}
+    return {"format": FORMAT, "step": step, "update": update, "layout": layout, **rest}
 
 
 def tensors(value: float = 1.0, size: int = 1000) -> dict:
