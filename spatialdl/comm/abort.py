@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
-from spatialdl.comm.roll_call import say_last
+from spatialdl.comm.roll_call import say, say_last
 from spatialdl.errors import NotFinite, UnsupportedSpatialOp
 
 USER_MISTAKES = (
@@ -72,9 +72,13 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
     for handler in logging.getLogger().handlers:
         handler.flush()  # what this rank has kept for rank 0 to say
     who = f"rank {rank} on {socket.gethostname()}" if info else "error"
-    say_last(f"{who}: {describe_error(error)}")
-    if info and info.launcher == "torchrun" and not _is_lost_connection(error):
-        _leave_to_torchrun(error)
+    text = f"{who}: {describe_error(error)}"
+    if _is_lost_connection(error):
+        say(text)  # what the other one says matters more, and comes after it
+    else:
+        say_last(text)
+        if info and info.launcher == "torchrun":
+            _leave_to_torchrun(error)
     end_job(1)
 
 
@@ -83,4 +87,7 @@ def _leave_to_torchrun(error: BaseException) -> None:
     with suppress(Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        try:
+            raise error  # it records the exception that is being handled
+        except BaseException as again:
+            get_error_handler().record_exception(again)

@@ -114,10 +114,11 @@ class Watchdog:
         self._alarm.tell(own)
         reports = self._gathered(own)
         leader = min((rank for rank, one in reports.items() if one.raised), default=self._rank)
-        if leader != self._rank:
+        if leader == self._rank:
+            time.sleep(AFTERWARDS_S)
+            say_last(self._summary(reports))
+        else:
             time.sleep(2 * GRACE_S)  # it ends the job, unless it is gone itself
-        time.sleep(AFTERWARDS_S)
-        say_last(self._summary(reports))
         end_job_for_sure()
 
     def _gathered(self, own: Report) -> dict[int, Report]:

@@ -260,6 +260,7 @@ class Trainer:
         summary = self._summary()
         if reporter is not None:
             reporter.stopped(summary, f"Stopped: {error}.")
+        self.world.barrier()  # rank 0 is to tell it for all
 
     def _train_epoch(self, reporter: Reporter | None) -> None:
         """What is left of an epoch, or of the run."""

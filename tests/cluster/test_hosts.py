@@ -41,6 +41,7 @@ def test_mpiexec_on_two_hosts_equals_one_process(agent, one_process, tmp_path):
     assert_is_the_run_of_one_process(tmp_path, one_process)
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts_equals_one_process(nodectl, one_process, tmp_path):
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOSTS[0]}:29400", "--rdzv-id=1"]
     words = ["--nnodes=2", "--nproc-per-node=2", *meeting, "-m", *TRAIN[2:], *SP]

@@ -35,14 +35,18 @@ def found(done, cwd: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("layout", [SP_PP, DP_SP], ids=lambda words: words[0].partition("=")[2])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(SP_PP, id="sp+pp"), pytest.param(DP_SP, id="dp+sp", marks=pytest.mark.slow)],
+)
 def test_two_ranks_on_each_of_four_nodes_equal_one_process(layout, one_process, tmp_path):
     ours = found(run([*SRUN, "-N4", "-n8", *TRAIN, *SMALL, *layout], tmp_path), tmp_path)
     assert ours["world_size"] == 8
     assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)
 
 
-@pytest.mark.parametrize("how", ["salloc", pytest.param("sbatch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["salloc", "sbatch"])
 def test_inside_an_allocation_the_command_starts_its_ranks_on_the_nodes(how, one_process, tmp_path):
     layout = ["parallel=sp+pp", "parallel.microbatches=4"]
     words = {

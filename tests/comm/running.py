@@ -22,7 +22,7 @@ from tests.training.checkpoints.runs import TINY, network
 ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = [*TINY, "data.validation_samples=0", "trainer.max_steps=1000000"]
 RANK = re.compile(rb"(?:^|\0)(?:OMPI_COMM_WORLD_RANK|PMI_RANK|RANK)=(\d+)\0")
-ENDS_S = 60
+ENDS_S = 120
 """torch's agent waits 30 s for a process that takes no SIGTERM."""
 
 GONE_S = 5

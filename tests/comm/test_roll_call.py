@@ -48,7 +48,7 @@ def test_launchers_name_a_rank_that_is_killed(start, layout, tmp_path):
     [
         (by_itself(), ["parallel=dp"]),
         slow(by_itself(), ["parallel=sp"]),
-        slow(by_itself(), ["parallel=pp", "comm.transport=torch"]),
+        slow(by_itself(), ["parallel=sp", "comm.transport=torch"]),
         slow(by_mpiexec(2), ["parallel=sp"]),
         slow(by_torchrun(2), ["parallel=dp"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -57,12 +58,12 @@ class BadGradient(nn.Module):
 
 
 class Unlucky(nn.Module):
-    """Spoils what passes where it draws a number above 0.7."""
+    """Spoils what passes where it draws, by a generator of nobody's, a number above 0.9."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or x.device.type == "meta":
             return x + 0
-        return x * (float("nan") if float(torch.rand(())) > 0.7 else 1.0)
+        return x * (float("nan") if random.random() > 0.9 else 1.0)
 
 
 class Extreme(nn.Module):
