@@ -20,6 +20,7 @@ from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.predicting.checks import check_config
+from spatialdl.predicting.given import given_slides
 from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
     agree,
@@ -64,6 +65,8 @@ def _hydra_main(config: DictConfig) -> None:
     run_dir = Path(job.runtime.output_dir)
     try:
         placement = check_config(config)
+        if config.slides is not None:
+            given_slides(config.slides)  # mistakes are told before minutes go into starting ranks
         if placement.world_size > 1:
             log.info("%s: starting %s", run_dir, placement.describe())
             arguments = [*sources(), *job.overrides.task, *into(run_dir)]

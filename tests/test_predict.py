@@ -21,12 +21,13 @@ from PIL import Image
 
 from spatialdl import predict
 from spatialdl.data import ShardWriter
-from spatialdl.predicting.batch import given_slides
+from spatialdl.predicting.given import given_slides
 from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
 from tests.slides.tiled_tiffs import write_tiff
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["benign", "tumour in situ", "tumour"]
+HERE = ("device=cpu", "trust=[tests]")
 
 
 class Case(NamedTuple):
@@ -37,7 +38,7 @@ class Case(NamedTuple):
     def start(self, *words: str) -> str:
         """What the command says."""
         done = subprocess.run(
-            [sys.executable, "-m", "spatialdl.predict", *words, "device=cpu"],
+            [sys.executable, "-m", "spatialdl.predict", *words, *HERE],
             cwd=self.folder,
             env={
                 **os.environ,
@@ -85,7 +86,7 @@ def here(case, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["predict", *words, "device=cpu"])
+        monkeypatch.setattr(sys, "argv", ["predict", *words, *HERE])
         code = 0
         try:
             predict.main()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
@@ -19,6 +17,7 @@ from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import SlideError
 from spatialdl.predicting.checks import check_whole
 from spatialdl.predicting.cutting import Cutting, cutting_of
+from spatialdl.predicting.given import given_slides
 from spatialdl.predicting.inputs import Input, SlideImages, shard_inputs, slide_input
 from spatialdl.predicting.records import Record, key_of
 from spatialdl.predicting.report import Report, table
@@ -26,7 +25,7 @@ from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import Outcome, Runner
 from spatialdl.predicting.tables import save_tables
 from spatialdl.predicting.trained import Trained, find_trained
-from spatialdl.slides.batch.finding_slides import find_slides, slide_names
+from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.text import counted
 from spatialdl.training.layouts import placement_of
 
@@ -165,34 +164,6 @@ class _Batch:
         if given.slide is not None or not record.left_out:
             record.save(self._run_dir)
         return record
-
-
-def given_slides(given: Any) -> list[Path]:
-    """Files, folders and patterns as files.
-
-    Raises:
-        ValueError: one of them is not there, or matches nothing.
-    """
-    paths: list[Path] = []
-    for one in given if isinstance(given, list | ListConfig) else [given]:
-        path = Path(str(one)).expanduser()
-        found = [path] if path.exists() else _matching(str(path))
-        if not found:
-            raise ValueError(f"slides={one} matches no file or folder")
-        paths += found
-    if not paths:
-        raise ValueError("slides=[] names no slide")
-    try:
-        return find_slides(paths)
-    except ValueError as error:
-        nested = "those in folders of folders by a pattern such as 'FOLDER/**/*.svs'"
-        text = str(error).replace("folders in it are looked into with --recursive", nested)
-        raise ValueError(text) from error
-
-
-def _matching(pattern: str) -> list[Path]:
-    """``**`` stands for any folders."""
-    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
 
 
 def _in_keys(text: str) -> str:
