@@ -26,6 +26,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from spatialdl.configuring.keys import chosen_by_default, file_of, groups, keys_of
 
@@ -48,6 +49,9 @@ ELSEWHERE = {
 
 OWN = ("task.loss",)
 """Holds a name or nothing, until a user names something of theirs by ``_target_``."""
+
+_OF_FILES = (YAMLError, AttributeError, TypeError, KeyError, AssertionError, RecursionError)
+"""What PyYAML, and Hydra itself, raise at files of others that are no configurations."""
 
 
 def flags_of(arguments: Sequence[str], command: str = "train") -> Namespace:
@@ -133,6 +137,9 @@ class _Check:
             return self._loader.load_configuration(self._config_name, list(choices), RunMode.RUN)
         except (HydraException, OmegaConfBaseException) as error:
             said = str(error).partition("\n")[0]
+            raise ValueError(f"the configuration cannot be composed: {said}") from error
+        except _OF_FILES as error:
+            said = " ".join(str(error).split())
             raise ValueError(f"the configuration cannot be composed: {said}") from error
 
     # --- groups

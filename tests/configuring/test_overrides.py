@@ -133,3 +133,12 @@ def test_what_others_call_it_is_a_key_here():
     choices = [(group, choice) for group, names in groups().items() for choice in names]
     known = {key.name for one in choices for key in keys_of(file_of(*one))}
     assert set(ELSEWHERE.values()) - known <= {"weights", "ckpt_path", "device", "parallel"}
+
+
+@pytest.mark.parametrize("text", ["a: [", "\0", "a: &a [*a]\n- b", "a: *b", "defaults: 3"])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, text):
+    """PyYAML's errors are none of Hydra's, and ended the command with a traceback."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"cannot be composed: .+|must be a list"):
+        check_overrides(["model=mine"], config_dir=str(tmp_path))

@@ -31,6 +31,7 @@ CPU_LIMIT_S = float(os.environ.get("FUZZING_CPU_LIMIT_S", "10"))
 TIME_LIMIT_S = 120.0
 """For one that waits for something."""
 MEMORY = 2**31  # bytes of addresses beyond those of a child that has read a valid input
+_START_S = 600.0
 _RENEWED_AFTER = 2000  # inputs: what leaks in a library is not what is looked for
 _READ_ANYWHERE = ("/proc/", "/sys/", "/dev/", "/usr/", "/lib", "/etc/localtime", "/etc/ld.so")
 _PATH_EVENTS = {
@@ -108,7 +109,7 @@ class Child:
             env=environment,
         )
         self._tried = 0
-        ready = self._answer(self._process)
+        ready = self._answer(self._process, _START_S)
         if ready is None or ready[0] != "ready":
             self.close()
             raise RuntimeError(f"{self._target} does not read a valid input: {self._tail()}")

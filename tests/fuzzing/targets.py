@@ -443,8 +443,8 @@ class ConfigTarget:
     def valid(self) -> list[bytes]:
         return [
             b"_target_: spatialdl.models.resnet18\nnum_classes: ${data.num_classes}\nwidth: 4\n",
-            b"# @package _global_\ndefaults:\n  - override /optimizer: sgd\n\nmodel:\n"
-            b"  _target_: spatialdl.models.unet\n  width: 3\noptimizer:\n  lr: 1e-3\n",
+            b"# @package _global_\ndefaults:\n  - override /task: segmentation\n\nmodel:\n"
+            b"  _target_: spatialdl.models.unet\n  width: 3\n",
         ]
 
     def attempt(self, number: int, data: bytes) -> None:
