@@ -11,6 +11,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -106,7 +107,10 @@ class RollCall:
         self.environment = {SWITCH: path}
         self._ends, self._end = os.pipe()
         self._thread = Thread(target=self._listen, name="roll call", daemon=True)
+        # a signal that this thread took would not wake up the main one, which waits for a process
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._thread.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(
