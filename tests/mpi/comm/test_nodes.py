@@ -21,10 +21,10 @@ from spatialdl.placement import Placement
 from spatialdl.training.trainer import Trainer
 
 TINY = [
-    *("model.width=2", "data.image_size=[37,29]"),
-    *("data.num_classes=3", "data.samples=10", "data.validation_samples=3", "data.batch_size=5"),
+    *("model.width=2", "data.image_size=[70,61]"),
+    *("data.num_classes=3", "data.samples=12", "data.validation_samples=3", "data.batch_size=8"),
     *("trainer.precision=float64", "trainer.max_steps=4", "comm.check=true", "device=cpu"),
-    *("parallel.microbatches=2", "trainer.checkpoint.every_epochs=null"),
+    *("parallel.microbatches=2", "optimizer.lr=0.01", "trainer.checkpoint.every_epochs=null"),
     *("trainer.checkpoint.every_steps=2", "comm.map=true"),
 ]
 SIZE = MPI.COMM_WORLD.size
