@@ -64,6 +64,7 @@ def _has_address() -> bool:
 
 def _meet_by_mpi(transport: str) -> None:
     """See to it that all ranks go on by the same transport; others would wait for each other."""
+    close_to_others()
     from mpi4py import MPI
 
     check_mpi_world(MPI.COMM_WORLD.size)

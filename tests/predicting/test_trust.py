@@ -8,6 +8,7 @@ import pytest
 
 from spatialdl.errors import CheckpointError
 from spatialdl.predicting.trust import builds, check_targets
+from spatialdl.training.checkpoints.folder import SEAL, sealed
 from tests.predicting.runs import train, write_slide
 
 
@@ -58,7 +59,8 @@ def test_a_checkpoint_cannot_run_a_program(tmp_path):
     (file,) = run.glob("checkpoints/step-*/checkpoint.json")
     content = json.loads(file.read_text())
     content["config"]["model"] = {"_target_": "os.mkdir", "path": str(done)}
-    file.write_text(json.dumps(content))
+    del content[SEAL]
+    file.write_text(sealed(content))  # anybody can
     slide = write_slide(tmp_path / "a.tif", 64, 64)
     words = [f"ckpt_path={run}", f"slides={slide}", "mpp=0.5", "slide_mpp=0.5", "device=cpu"]
     command = [sys.executable, "-m", "spatialdl.predict", *words]

@@ -34,7 +34,7 @@ def differing(*sets: dict[str, str]) -> set[str]:
 def test_a_configuration_differs_where_its_keys_do():
     plain = configuration(composed()).items
     assert plain["seed"] == "0"
-    assert plain["hydra.run.dir"] == "outputs/${now:%Y-%m-%d_%H-%M-%S}"
+    assert plain["hydra.run.dir"] == "${new_folder:outputs/${now:%Y-%m-%d_%H-%M-%S}}"
     assert not any(key.startswith("hydra.") for key in {*plain} - {"hydra.run.dir"})
     changed = configuration(composed("seed=1", "data.image_size=[9,8]", "+data.extra={}")).items
     assert differing(plain, changed) == {"seed", "data.image_size", "data.extra"}

@@ -66,4 +66,4 @@ def test_a_rank_draws_if_its_launcher_has_a_terminal(monkeypatch, variable, expe
     monkeypatch.delenv("SPATIALDL_TERMINAL", raising=False)
     if variable:
         monkeypatch.setenv("SPATIALDL_TERMINAL", variable)
-    assert module._has_terminal() == expected
+    assert module.has_terminal() == expected
