@@ -9,7 +9,8 @@ import atexit
 import os
 from typing import TYPE_CHECKING
 
-from spatialdl.comm.launch import LaunchInfo, check_mpi_world, close_to_others, launched
+from spatialdl.comm.initialise import initialise_mpi
+from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
 from spatialdl.comm.limit import timeout_of_groups
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _has_address() -> bool:
 
 def _meet_by_mpi(transport: str) -> None:
     """See to it that all ranks go on by the same transport; others would wait for each other."""
-    close_to_others()
+    initialise_mpi()
     from mpi4py import MPI
 
     check_mpi_world(MPI.COMM_WORLD.size)
@@ -97,7 +98,7 @@ def _is_initialised() -> bool:
 
 
 def _mpi_world() -> Communicator:
-    close_to_others()
+    initialise_mpi()
     from mpi4py import MPI
 
     from spatialdl.comm.mpi import MpiCommunicator
@@ -128,7 +129,7 @@ def start_process_group(info: LaunchInfo) -> None:
     if _has_address():
         store = _store_at_loopback(info)
     else:
-        close_to_others()
+        initialise_mpi()
         from mpi4py import MPI
 
         from spatialdl.comm.store import keep_to_loopback, on_one_machine, store_by_mpi

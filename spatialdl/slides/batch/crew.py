@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from spatialdl.comm.launch import check_mpi_world, close_to_others, launched
+from spatialdl.comm.initialise import initialise_mpi
+from spatialdl.comm.launch import check_mpi_world, launched
 
 _STEPS = "spatialdl.slides.batch.steps"
 _AHEAD = 2  # calls handed out for each worker, so that none waits for the next
@@ -183,7 +184,7 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
     if world is None or world.size == 1 or world.launcher == "torchrun":
         yield True, None
         return
-    close_to_others()
+    initialise_mpi()
     from mpi4py import MPI  # starts MPI, which one process alone can do without
     from mpi4py.futures import MPICommExecutor
 
