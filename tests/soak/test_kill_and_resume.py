@@ -159,9 +159,9 @@ def soaked(
     return other, alone
 
 
-def test_three_kills(data, tmp_path):
+def test_two_kills(data, tmp_path):
     layout = LAYOUTS["sp+pp on 3"]
-    run, alone = soaked(tmp_path, data, drawn(SEED, 3), [layout] * 4)
+    run, alone = soaked(tmp_path, data, drawn(SEED, 2), [layout] * 3)
     assert_same_run(run.path, alone.path)
 
 
