@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from spatialdl import SpatialTensor
 from spatialdl.comm.launch import launched
 from spatialdl.data.loader import CENTRE, SPREAD
+from tests.training.checkpoints import networks
 
 SEEN = "SPATIALDL_SOAK_SEEN"
 """In the environment: where a rank writes them, but for its number."""
@@ -36,18 +37,5 @@ def _file() -> int:
 
 
 def network(num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
-    """BatchNorm, dropout, a stride, widths that divide by nothing."""
-    return nn.Sequential(
-        Seen(),
-        nn.Conv2d(in_channels, 7, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(7),
-        nn.ReLU(),
-        nn.Dropout2d(0.2),
-        nn.Conv2d(7, 5, 3, padding=1),
-        nn.BatchNorm2d(5),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(0.3),
-        nn.Linear(5, num_classes),
-    )
+    """BatchNorm, dropout, a stride, widths that divide by nothing; and what writes samples down."""
+    return nn.Sequential(Seen(), *networks.network(num_classes, in_channels))

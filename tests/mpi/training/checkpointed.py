@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
@@ -18,30 +18,13 @@ from spatialdl.training.trainer import Trainer
 
 SAVED, STEPS = 4, 7  # epochs have three steps, so that both lie in the middle of one
 TINY = [
-    *("model._target_=tests.mpi.training.checkpointed.network", "data.image_size=[37,29]"),
+    *("model._target_=tests.training.checkpoints.networks.network", "data.image_size=[37,29]"),
     *("data.num_classes=3", "data.samples=14", "data.validation_samples=0", "data.batch_size=5"),
     *("trainer.precision=float64", f"trainer.max_steps={STEPS}", "device=cpu"),
     *("trainer.checkpoint.every_epochs=null", f"trainer.checkpoint.every_steps={SAVED}"),
 ]
 SGD = "optimizer=sgd optimizer.lr=0.05 optimizer.momentum=0.9 trainer.clip_norm=0.5"
 ADAMW = "optimizer=adamw scheduler=cosine scheduler.warmup_steps=3"
-
-
-def network(num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
-    """BatchNorm, dropout of channels and of numbers, widths that divide by nothing."""
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 7, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(7),
-        nn.ReLU(),
-        nn.Dropout2d(0.2),
-        nn.Conv2d(7, 5, 3, padding=1),
-        nn.BatchNorm2d(5),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(0.3),
-        nn.Linear(5, num_classes),
-    )
 
 
 class Layout(NamedTuple):
