@@ -36,31 +36,30 @@ class Guard:
 
     def __init__(self, pipeline: Pipeline, world: Communicator, gradients: bool = True) -> None:
         self._pipeline, self._world, self._gradients = pipeline, world, gradients
-        self._random = random_states(pipeline.device)
 
-    def step_begins(self) -> None:
-        """Remember what a step begins with, and does not leave as it was."""
-        self._random = random_states(self._pipeline.device)
-
-    def check(self, loss: float, step: int, again: Callable[[], object]) -> None:
-        """After the forward and backward of a step, before its update.
+    def run(self, step: int, work: Callable[[], float]) -> float:
+        """Make the forward and backward of a step; its update is to follow.
 
         Args:
-            loss: this rank's part of it.
             step: its number.
-            again: makes its forward and backward once more.
+            work: makes them, and returns this rank's part of the loss; once more if it has to.
+
+        Returns:
+            What it returned.
 
         Raises:
             NotFinite: on all ranks, if anything is not finite on any of them.
         """
+        random = random_states(self._pipeline.device)
+        loss = work()
         finite = math.isfinite(loss) and (not self._gradients or are_finite(self._grads()))
         spoilt = torch.tensor([not finite], dtype=torch.float64)
         if float(self._world.all_reduce(spoilt)) == 0:
-            return
+            return loss
         ranks = [rank for rank, one in enumerate(self._world.allgather(finite)) if not one]
         watch = NanWatch(self._pipeline, self._world, gradients=self._gradients)
-        restore_random(self._random, self._pipeline.device)
-        again()
+        restore_random(random, self._pipeline.device)
+        work()
         watch.check(step)
         raise NotFinite(
             f"step {step}: the loss or a gradient was not finite on rank {ranks[0]}, but all was "

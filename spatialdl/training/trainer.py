@@ -340,12 +340,10 @@ class Trainer:
             return self.pipeline.train_step(microbatches, step, scale)
 
         if self._guard is not None:
-            self._guard.step_begins()
+            return self._guard.run(step + 1, run)
         own = run()
         if self._nan_watch is not None:
             self._nan_watch.check(step + 1)
-        elif self._guard is not None:
-            self._guard.check(own, step + 1, run)
         return own
 
     def validate(self, reporter: Reporter | None) -> Scores | None:
