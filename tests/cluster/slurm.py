@@ -16,6 +16,8 @@ TRAIN = [sys.executable, "-m", "spatialdl.train"]
 SRUN = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--quiet"]
 ENVIRONMENT = {
     **os.environ,
+    # the environment of these tests, activated: scripts for users say only `python`
+    "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
