@@ -81,9 +81,9 @@ def init_mesh(
         ValueError: if ``data * rows * columns`` is not the number of ranks, or MPI does not see
             those that were started together.
     """
-    from spatialdl.comm.communicator import as_communicator
     from spatialdl.comm.launch import check_mpi_world
     from spatialdl.comm.nodes import Nodes
+    from spatialdl.comm.world import as_communicator
     from spatialdl.comm.world import world as all_ranks
 
     if not isinstance(grid, tuple | list) or len(grid) != 2:

@@ -7,18 +7,14 @@ object that can be pickled. The others take tensors on any device.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from spatialdl.comm.held import Held
 from spatialdl.comm.plan import Plan
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 class Pending(Protocol):
@@ -111,16 +107,6 @@ class Communicator(Protocol):
 
     def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
         """Start to fill a view with what a rank sends; messages of one tag arrive in order."""
-
-
-def as_communicator(comm: Communicator | MPI.Intracomm) -> Communicator:
-    """mpi4py's communicators made ours; ours as they are."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not isinstance(comm, mpi.Intracomm):
-        return comm  # type: ignore[return-value]
-    from spatialdl.comm.mpi import MpiCommunicator
-
-    return comm if isinstance(comm, MpiCommunicator) else MpiCommunicator(comm)
 
 
 def fold(objects: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:

@@ -7,7 +7,6 @@ out to be faster here, see `comm.ways`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from torch import Tensor
 from spatialdl.comm.communicator import Pending, Sending
 from spatialdl.comm.datatypes import buffer, mpi_type, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
-from spatialdl.comm.held import Held, pieces_of
+from spatialdl.comm.held import Held
+from spatialdl.comm.neighbours import Neighbours
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.ways import WAYS, Request, Requests, Way, by_messages, fastest
 from spatialdl.waiting import noted
 
 
-class MpiCommunicator(MPI.Intracomm):
+class MpiCommunicator(Neighbours):
     """A `Communicator` that is one of mpi4py's too.
 
     Attributes:
@@ -31,14 +31,6 @@ class MpiCommunicator(MPI.Intracomm):
     """
 
     way: str | None = None
-
-    @cached_property
-    def world_ranks(self) -> tuple[int, ...]:
-        here, world = self.Get_group(), MPI.COMM_WORLD.Get_group()
-        ranks = here.Translate_ranks(range(here.size), world)
-        here.Free()
-        world.Free()
-        return tuple(ranks)
 
     def subset(self, ranks: Sequence[int]) -> MpiCommunicator:
         everybody = self.Get_group()
@@ -134,24 +126,6 @@ class MpiCommunicator(MPI.Intracomm):
         landed = view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
         request = self.Irecv(_span(landed), rank, tag)
         return Requests([request], landed, [] if landed is view else [(view, landed)])
-
-    @cached_property
-    def _graphs(self) -> dict[tuple[bytes, bool], MPI.Distgraphcomm]:
-        return {}
-
-    def graph(self, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
-        """The communicator in which a rank's neighbours are the plan's peers.
-
-        One per set of neighbours, because MPI libraries have few contexts to give away. Whether
-        one must be made follows from the whole plan, so all ranks make it together.
-        """
-        key = (plan.graph, adjoint)
-        if key not in self._graphs:
-            sends, receives = pieces_of(plan, adjoint)
-            sources, targets = [p.peer for p in receives], [p.peer for p in sends]
-            make = self.Create_dist_graph_adjacent
-            self._graphs[key] = noted("setting up", self.world_ranks, make, sources, targets)
-        return self._graphs[key]
 
 
 def _span(view: Tensor) -> list[object]:

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -19,11 +19,9 @@ from torch import Tensor
 from spatialdl.comm.communicator import Pending
 from spatialdl.comm.datatypes import buffer, strided_type
 from spatialdl.comm.held import Held, holders, pieces_of, views_of
+from spatialdl.comm.neighbours import Neighbours
 from spatialdl.comm.plan import Piece, Plan
 from spatialdl.layout import Box
-
-if TYPE_CHECKING:
-    from spatialdl.comm.mpi import MpiCommunicator
 
 TAG = 32767
 """Of the messages of exchanges: the largest that every MPI has."""
@@ -34,11 +32,11 @@ TRIALS, IN_A_ROW = 5, 4
 CLEARLY = 0.9
 """Another way than the first is taken only if it needs less than this part of its time."""
 
-Way = Callable[["MpiCommunicator", Plan, Sequence[Held], Sequence[Held], bool], Pending]
+Way = Callable[[Neighbours, Plan, Sequence[Held], Sequence[Held], bool], Pending]
 
 
 def by_neighbours(
-    comm: MpiCommunicator,
+    comm: Neighbours,
     plan: Plan,
     sends: Sequence[Held],
     receives: Sequence[Held],
@@ -64,7 +62,7 @@ def _absolute(messages: tuple[_Message, ...], bases: list[int]) -> list[Any]:
 
 
 def by_messages(
-    comm: MpiCommunicator,
+    comm: Neighbours,
     plan: Plan,
     sends: Sequence[Held],
     receives: Sequence[Held],
@@ -86,7 +84,7 @@ def by_messages(
 
 
 def by_packing(
-    comm: MpiCommunicator,
+    comm: Neighbours,
     plan: Plan,
     sends: Sequence[Held],
     receives: Sequence[Held],
@@ -115,7 +113,7 @@ WAYS: dict[str, Way] = {
 
 
 def fastest(
-    comm: MpiCommunicator,
+    comm: Neighbours,
     plan: Plan,
     sends: Sequence[Held],
     receives: Sequence[Held],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.initialise import initialise_mpi
@@ -14,6 +15,7 @@ from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
 from spatialdl.comm.limit import timeout_of_groups
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from spatialdl.comm.communicator import Communicator
@@ -104,6 +106,16 @@ def _mpi_world() -> Communicator:
     from spatialdl.comm.mpi import MpiCommunicator
 
     return MpiCommunicator(MPI.COMM_WORLD)
+
+
+def as_communicator(comm: Communicator | MPI.Intracomm) -> Communicator:
+    """mpi4py's communicators made ours; ours as they are."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Intracomm):
+        return comm  # type: ignore[return-value]
+    from spatialdl.comm.mpi import MpiCommunicator
+
+    return comm if isinstance(comm, MpiCommunicator) else MpiCommunicator(comm)
 
 
 def torch_world(info: LaunchInfo | None) -> Communicator:

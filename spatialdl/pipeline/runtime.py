@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl import trace, waiting
-from spatialdl.comm.communicator import Communicator, as_communicator
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import average, shard_of
 from spatialdl.comm.reduce import gather_over_ranks
+from spatialdl.comm.world import as_communicator
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from spatialdl.comm import check
-from spatialdl.comm.communicator import as_communicator
+from spatialdl.comm.world import as_communicator
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 import spatialdl
-from spatialdl.comm.communicator import Communicator, as_communicator
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.nodes import Nodes
-from spatialdl.comm.world import torch_world
+from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.node_order import placed_by_nodes
 from spatialdl.placement import Placement
 from spatialdl.training.trainer import Trainer

@@ -15,13 +15,13 @@ from torch import Tensor
 
 import spatialdl
 from spatialdl.comm import gpu
-from spatialdl.comm.communicator import Communicator, as_communicator
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
-from spatialdl.comm.world import torch_world
+from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.layout import Box, Layout
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import OddNet

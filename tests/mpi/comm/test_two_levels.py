@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import nn
 
-from spatialdl.comm.communicator import Communicator, as_communicator
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import average
 from spatialdl.comm.launch import launched
 from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.two_levels import TwoLevels, by_nodes
-from spatialdl.comm.world import torch_world
+from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.placement import Placement
