@@ -31,11 +31,10 @@ from spatialdl.version import __version__
 allocator.prepare()
 
 if TYPE_CHECKING:
-    from spatialdl.comm.gradients import average_gradients
-    from spatialdl.comm.overlap import SpatialParallel
     from spatialdl.mesh import Mesh, init_mesh
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.gather import gather_before
+    from spatialdl.spatial.parallel import SpatialParallel, average_gradients
     from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, shard
 
@@ -59,9 +58,9 @@ __all__ = [
 
 _FOUND_IN = {
     "Mesh": "spatialdl.mesh",
-    "SpatialParallel": "spatialdl.comm.overlap",
+    "SpatialParallel": "spatialdl.spatial.parallel",
     "SpatialTensor": "spatialdl.spatial",
-    "average_gradients": "spatialdl.comm.gradients",
+    "average_gradients": "spatialdl.spatial.parallel",
     "from_local": "spatialdl.spatial.split",
     "gather_before": "spatialdl.spatial.gather",
     "init_mesh": "spatialdl.mesh",

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.dry import Dry
+from spatialdl.comm.launch import check_mpi_world
+from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.world import as_communicator
+from spatialdl.comm.world import world as all_ranks
 from spatialdl.layout import Box, Layout
 from spatialdl.node_order import placed_by_nodes
 from spatialdl.placement import Placement, Position
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from spatialdl.comm.communicator import Communicator
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +85,6 @@ def init_mesh(
         ValueError: if ``data * rows * columns`` is not the number of ranks, or MPI does not see
             those that were started together.
     """
-    from spatialdl.comm.launch import check_mpi_world
-    from spatialdl.comm.nodes import Nodes
-    from spatialdl.comm.world import as_communicator
-    from spatialdl.comm.world import world as all_ranks
-
     if not isinstance(grid, tuple | list) or len(grid) != 2:
         raise ValueError(f"a grid is (rows, columns), got {grid!r}")
     rows, cols = grid
@@ -129,7 +128,5 @@ def dry_mesh(grid: tuple[int, int], part: int = 0) -> Mesh:
     Args:
         part: as which rank.
     """
-    from spatialdl.comm.dry import Dry
-
     comm = Dry(part, grid[0] * grid[1])
     return Mesh(grid, 1, part, 0, comm, comm)

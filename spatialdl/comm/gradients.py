@@ -1,4 +1,4 @@
-"""Averaging gradients over the ranks of a mesh.
+"""Averaging gradients over ranks.
 
 The objective is the mean over the ranks of each rank's loss. Backward works out the gradient of
 their sum (the backward of an all-reduce is an all-reduce), so the average over the ranks is right
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
-from spatialdl.mesh import Mesh
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -24,23 +23,11 @@ BUCKET_BYTES = 2**20
 """Smaller gradients travel together, in a copy; larger ones alone, from where they lie."""
 
 
-def average_gradients(model: nn.Module, mesh: Mesh) -> None:
-    """Average the gradients of all parameters over all ranks of the mesh, after backward.
-
-    Every rank must call it. A parameter without a gradient on every rank keeps none; without one
-    on some ranks only, it counts as zero there. What is clipped or looked at is right afterwards.
-
-    Args:
-        model: the network, the same on every rank.
-        mesh: the ranks: those of the grid and of all data replicas.
-    """
-    average(model.parameters(), mesh.comm, mesh.size)
-
-
 def average(parameters: Iterable[nn.Parameter], comm: Communicator, copies: int) -> None:
-    """`average_gradients` for a list of parameters, the same on every rank of `comm`.
+    """Average the gradients of parameters, the same on every rank of `comm`; all must call it.
 
-    Of DTensors the shards are averaged; all these ranks hold the same ones.
+    A parameter without a gradient on every rank keeps none; without one on some ranks only, it
+    counts as zero there. Of DTensors the shards are averaged; all these ranks hold the same ones.
 
     Args:
         copies: whose gradients are added up; a rank may hold those of more than one.

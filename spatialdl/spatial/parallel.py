@@ -1,4 +1,4 @@
-"""Averaging gradients while backward still runs."""
+"""A network's gradients averaged over the ranks of a mesh: after backward, or while it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator, Pending
-from spatialdl.comm.gradients import buckets
+from spatialdl.comm.gradients import average, buckets
 from spatialdl.mesh import Mesh
 from spatialdl.waiting import noted
 
 BUCKET_BYTES = 8 * 2**20
+
+
+def average_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Average the gradients of all parameters over all ranks of the mesh, after backward.
+
+    Every rank must call it. A parameter without a gradient on every rank keeps none; without one
+    on some ranks only, it counts as zero there. What is clipped or looked at is right afterwards.
+
+    Args:
+        model: the network, the same on every rank.
+        mesh: the ranks: those of the grid and of all data replicas.
+    """
+    average(model.parameters(), mesh.comm, mesh.size)
 
 
 class SpatialParallel(nn.Module):
