@@ -13,10 +13,11 @@ import torch
 _HERE = Path(__file__).parent
 LIBRARIES = (
     f"{Path(torch.__file__).parent}{os.sep}",
-    *(f"{_HERE / name}{os.sep}" for name in ("checking", "pipeline", "planning", "spatial")),
+    *(
+        f"{_HERE / name}{os.sep}"
+        for name in ("checking", "pipeline", "planning", "random", "spatial")
+    ),
     f"{_HERE / 'check.py'}",
-    f"{_HERE / 'random.py'}",
-    f"{_HERE / 'plain_random.py'}",
 )
 """Files that are nobody's network."""
 

@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.pipeline.steps import IMAGE, Attribute, Recording, Step, Value, is_reference
-from spatialdl.random import keyed, numbers_drawn
+from spatialdl.random import keyed
+from spatialdl.random.streams import numbers_drawn
 from spatialdl.source_lines import replays, users_line
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.plain_random import attention, attention_of_whole
+from spatialdl.random.plain import attention, attention_of_whole
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spatialdl.plain_random import (
+from spatialdl.random.generator import Region, bernoulli, exponential, normal, uniform
+from spatialdl.random.plain import (
     check_probability,
     dropped,
     float_type,
     rrelu_by,
     written_back,
 )
-from spatialdl.random import Region, bernoulli, exponential, next_key, normal, uniform
+from spatialdl.random.streams import next_key
 from spatialdl.spatial.span import positions, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.tape import Tape
-from spatialdl.random import same_again
+from spatialdl.random.drawing import same_again
 from spatialdl.spatial import replicas
 
 WEIGHTS = 2

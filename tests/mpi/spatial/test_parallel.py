@@ -11,15 +11,15 @@ from mpi4py import MPI
 from torch import nn
 
 import spatialdl
-from spatialdl.comm import overlap
 from spatialdl.models import resnet18
+from spatialdl.spatial import parallel
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000, 2**30])
 def test_equals_average_gradients(
     bucket_bytes: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlap, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(parallel, "BUCKET_BYTES", bucket_bytes)
     mesh = spatialdl.init_mesh((1, world.size))
     torch.manual_seed(0)
     plain = resnet18(num_classes=3, width=4).double()

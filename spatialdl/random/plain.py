@@ -1,4 +1,4 @@
-"""Random functions of PyTorch, drawn from `spatialdl.random`.
+"""Random functions of PyTorch, drawn from a stream of keys.
 
 Each is written once: for any part of a whole tensor. `PLAIN` has them for tensors that are whole.
 """
@@ -14,16 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.mesh import Mesh
-from spatialdl.random import (
+from spatialdl.random.generator import (
     Region,
     bernoulli,
     exponential,
     keep_mask,
-    next_key,
     normal,
     uniform,
-    whole,
 )
+from spatialdl.random.streams import next_key, whole
 
 _ALPHA = 1.7580993408473766  # Klambauer et al. (2017): minus the limit of SELU
 

@@ -1,0 +1,112 @@
+"""Random functions of PyTorch made to draw from a stream, and to draw the same once more."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from spatialdl.composite import inside
+from spatialdl.random.generator import key_of
+from spatialdl.random.plain import PLAIN
+from spatialdl.random.streams import Stream, of_meshes, thread
+
+
+class _Keyed(TorchFunctionMode):
+    """Random functions of PyTorch on plain tensors draw from the stream; all else as it is."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+        self._around: list[Stream | None] = []
+
+    def __enter__(self) -> _Keyed:
+        self._around.append(thread.stream)
+        thread.stream = self._stream
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        thread.stream = self._around.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_split(types) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        drawn = PLAIN.get(func)
+        if drawn is not None:
+            return drawn(*args, **kwargs)
+        composite = inside(func) if getattr(func, "__module__", "") == F.__name__ else None
+        if composite is None:
+            return func(*args, **kwargs)
+        super().__enter__()  # type: ignore[no-untyped-call]  # what it calls may draw
+        try:
+            return composite(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _is_split(types: Any) -> bool:
+    return any(hasattr(kind, "full_tensor") for kind in types)
+
+
+def keyed(
+    seed: int, step: int, microbatch: int = 0, own: range | None = None
+) -> AbstractContextManager[object]:
+    """Within it random numbers depend on these and on the number of the call only.
+
+    Args:
+        seed: of the run.
+        step: number of the optimiser step.
+        microbatch: number of the micro-batch in the step, over all data replicas, so that
+            replicas draw different numbers.
+        own: the samples of the micro-batch that this rank has, if others have the rest.
+    """
+    return _Keyed(Stream(key_of(seed, step, microbatch), own=own))
+
+
+class _Again:
+    """The state of all streams as it was; may be entered any number of times."""
+
+    def __init__(self) -> None:
+        stream = thread.stream
+        self._start = None if stream is None else (stream.key, stream.calls, stream.own)
+        self._meshes = {mesh: stream.calls for mesh, stream in of_meshes.items()}
+        self._left: list[tuple[_Keyed | None, list[tuple[Stream, int]]]] = []
+
+    def __enter__(self) -> None:
+        saved = [(stream, stream.calls) for stream in of_meshes.values()]
+        for mesh, stream in of_meshes.items():
+            stream.calls = self._meshes.get(mesh, 0)
+        mode = None if self._start is None else _Keyed(Stream(*self._start))
+        if mode is not None:
+            mode.__enter__()
+        self._left.append((mode, saved))
+        thread.again += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        thread.again -= 1
+        mode, saved = self._left.pop()
+        if mode is not None:
+            mode.__exit__(kind, error, trace)
+        for stream, calls in saved:
+            stream.calls = calls
+
+
+def same_again() -> AbstractContextManager[None]:
+    """A context that draws what is drawn from now on, once more; to be entered later."""
+    return _Again()
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The ``context_fn`` of ``torch.utils.checkpoint``: the second run draws as the first."""
+    return nullcontext(), same_again()

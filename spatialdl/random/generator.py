@@ -1,0 +1,160 @@
+"""Random numbers of a key and a place: SplitMix64, drawn for any part of a whole tensor.
+
+Nothing here has a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_GAMMA = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_WORD = 2**64 - 1
+_BITS = 53  # of a random number; float64 has no more
+_CHUNK = 2**16  # numbers drawn at a time, so that integers on the way stay in the cache
+
+
+def _mixed(word: int) -> int:
+    for shift, factor in _ROUNDS:
+        word = (word ^ (word >> shift)) * factor & _WORD
+    return word ^ (word >> 31)
+
+
+def key_of(*numbers: int) -> int:
+    """One key of 64 bits for several integers."""
+    key = 0
+    for number in numbers:
+        key = _mixed((key ^ _mixed((number + _GAMMA) & _WORD)) + _GAMMA & _WORD)
+    return key
+
+
+def signed(word: int) -> int:
+    """The lowest 64 bits as a number of int64."""
+    word &= _WORD
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shifted(words: Tensor, shift: int) -> Tensor:
+    """A shift to the right that fills with zeros; int64 has a sign."""
+    return (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _bits(key: int, places: Tensor) -> Tensor:
+    """Random integers of 53 bits for places in a tensor."""
+    words = places * signed(_GAMMA) + signed(key + _GAMMA)
+    for shift, factor in _ROUNDS:
+        words ^= _shifted(words, shift)
+        words *= signed(factor)
+    words ^= _shifted(words, 31)
+    return _shifted(words, 64 - _BITS)
+
+
+class Region(NamedTuple):
+    """The part of a whole tensor that this rank holds.
+
+    Attributes:
+        positions: for each dim where the own elements are in it; int64.
+        shape: of the whole tensor.
+    """
+
+    positions: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(len(places) for places in self.positions)
+
+    def of_channels(self) -> Region:
+        """The same for one number a sample and channel: (N, C, 1, ...)."""
+        rest = len(self.shape) - 2
+        one = torch.zeros(1, dtype=torch.int64)
+        return Region(self.positions[:2] + (one,) * rest, self.shape[:2] + (1,) * rest)
+
+
+def _drawn(
+    region: Region,
+    key: int,
+    out: Tensor,
+    made: Callable[[Callable[[int], Tensor], Tensor], Tensor],
+) -> Tensor:
+    """Fill `out` chunk by chunk by what is made of random integers.
+
+    `made` is given a function from a number of the stream to integers, and the part to be filled.
+    """
+    if out.device.type == "meta":
+        return out
+    positions = [places.to(out.device) for places in region.positions]
+    steps = [math.prod(region.shape[dim + 1 :]) for dim in range(len(region.shape))]
+
+    def fill(part: Tensor, base: Tensor, dim: int) -> None:
+        inner = math.prod(part.shape[1:])
+        if part.dim() == 0 or part.numel() <= _CHUNK:
+            for places, step in zip(positions[dim:], steps[dim:], strict=True):
+                base = base[..., None] + places * step
+            places = base.view(part.shape)
+            part.copy_(made(lambda stream: _bits(key_of(key, stream), places), part))
+            return
+        if inner > _CHUNK:
+            for row, place in zip(part.unbind(0), positions[dim], strict=True):
+                fill(row, base + place * steps[dim], dim + 1)
+            return
+        rows = max(1, _CHUNK // inner)
+        kept = positions[dim]
+        for start in range(0, len(kept), rows):
+            positions[dim] = kept[start : start + rows]
+            fill(part[start : start + rows], base, dim)
+        positions[dim] = kept
+
+    fill(out, torch.zeros((), dtype=torch.int64, device=out.device), 0)
+    return out
+
+
+def keep_mask(region: Region, probability: float, key: int, device: torch.device) -> Tensor:
+    """True with `probability`; exact, whatever the device."""
+    limit = round(probability * 2**_BITS)
+    out = torch.empty(region.size, dtype=torch.bool, device=device)
+    return _drawn(region, key, out, lambda bits, part: bits(0) < limit)
+
+
+def uniform(region: Region, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers in [0, 1), with as many bits as `dtype` has."""
+    digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+    out = torch.empty(region.size, dtype=dtype, device=device)
+
+    def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
+        return _shifted(bits(0), _BITS - digits).double() * 2.0**-digits
+
+    return _drawn(region, key, out, made)
+
+
+def normal(region: Region, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Standard normal numbers (Box and Muller, 1958)."""
+    out = torch.empty(region.size, dtype=dtype, device=device)
+
+    def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
+        radius = (-2 * ((bits(0).double() + 1) * 2.0**-_BITS).log()).sqrt()
+        return radius * (bits(1).double() * (2 * math.pi * 2.0**-_BITS)).cos()
+
+    return _drawn(region, key, out, made)
+
+
+def exponential(region: Region, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the exponential distribution of rate 1; never 0, of which logarithms are taken."""
+    out = torch.empty(region.size, dtype=dtype, device=device)
+
+    def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
+        smallest = torch.finfo(dtype).tiny
+        return -((bits(0).double() + 1) * 2.0**-_BITS).log().clamp_(max=-smallest)
+
+    return _drawn(region, key, out, made)
+
+
+def bernoulli(probabilities: Tensor, region: Region, key: int) -> Tensor:
+    """Ones where a number in [0, 1) is below the probability; in the type of `probabilities`."""
+    numbers = uniform(region, key, torch.float64, probabilities.device)
+    return (numbers < probabilities).to(probabilities.dtype)

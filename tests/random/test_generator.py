@@ -1,0 +1,62 @@
+"""Random numbers by key and place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spatialdl.random.generator import Region, _bits, keep_mask, key_of, normal, uniform
+from spatialdl.random.streams import whole
+
+CPU = torch.device("cpu")
+
+
+def test_it_is_splitmix64() -> None:
+    """The first outputs for the seed 0, of the authors' program; we keep the upper 53 bits."""
+    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert _bits(0, torch.arange(4)).tolist() == [word >> 11 for word in known]
+
+
+def test_keys_differ() -> None:
+    keys = {key_of(*numbers) for numbers in [(), (0,), (0, 0), (0, 1), (1, 0), (-1,), (2**64 + 5,)]}
+    assert len(keys) == 7
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 5, 7), (3, 2, 300, 301)])
+def test_a_part_draws_what_the_whole_draws(shape: tuple[int, ...]) -> None:
+    """Chunks of any size, too."""
+    full = uniform(whole(shape), 5, torch.float64, CPU)
+    mask = keep_mask(whole(shape), 0.3, 5, CPU)
+    assert full.shape == mask.shape == shape
+    positions = tuple(torch.arange(size)[size // 3 :: 2] for size in shape)
+    part = Region(positions, shape)
+    expected = full
+    for dim, places in enumerate(positions):
+        expected = expected.index_select(dim, places)
+    assert torch.equal(uniform(part, 5, torch.float64, CPU), expected)
+    assert torch.equal(mask, full < 0.3)
+
+
+def test_numbers_are_as_they_should_be() -> None:
+    region = whole((4, 50, 50, 20))
+    numbers = uniform(region, 9, torch.float64, CPU)
+    assert 0 <= numbers.min() < 1e-3
+    assert 1 - 1e-3 < numbers.max() < 1
+    assert numbers.mean().item() == pytest.approx(0.5, abs=3e-3)
+    assert numbers.var().item() == pytest.approx(1 / 12, abs=1e-3)
+    bell = normal(region, 9, torch.float64, CPU)
+    moments = [bell.mean(), bell.var(), bell.pow(3).mean(), bell.pow(4).mean()]
+    assert torch.stack(moments).tolist() == pytest.approx([0, 1, 0, 3], abs=4e-2)
+    flat = numbers.flatten() - 0.5
+    for lag in (1, 20, 1000):
+        assert abs((flat[lag:] * flat[:-lag]).mean().item()) < 1e-3
+    other = uniform(region, 10, torch.float64, CPU).flatten() - 0.5
+    assert abs((flat * other).mean().item()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_never_one(dtype: torch.dtype) -> None:
+    numbers = uniform(whole((100_000,)), 0, dtype, CPU)
+    assert numbers.dtype == dtype
+    assert numbers.max() < 1
