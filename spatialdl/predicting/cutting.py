@@ -15,7 +15,8 @@ from spatialdl.predicting.trained import Trained
 from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.slides.cutting.stains import METHODS
 from spatialdl.slides.finding.tissue import BACKGROUNDS
-from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP, Wanted
+from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
+from spatialdl.slides.reading.wanted import Wanted
 
 _SIDE_OF_WHOLE = 512
 """Of the tiles by which the tissue of a whole region is found."""

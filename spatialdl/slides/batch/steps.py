@@ -33,7 +33,7 @@ from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, plan_tiles
 from spatialdl.slides.cutting.whole import plan_whole
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.reading.resolution import Wanted
+from spatialdl.slides.reading.wanted import Wanted
 
 _OVERVIEW = "overview.bmp"  # read once more, so that it need not be small
 _PLACES, _PLACE = 4096, 16  # tiles in a part of which coordinates are noted, and bytes of these

@@ -13,7 +13,7 @@ from spatialdl.errors import SlideError
 from spatialdl.slides.finding.regions import Region, class_map, class_names
 from spatialdl.slides.finding.tissue import Tissue, find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
-from spatialdl.slides.reading.resolution import Wanted
+from spatialdl.slides.reading.wanted import Wanted
 
 Edges = npt.NDArray[np.int64]
 

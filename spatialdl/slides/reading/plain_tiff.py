@@ -10,7 +10,7 @@ import numpy.typing as npt
 import tifffile
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading.plain import Header
+from spatialdl.slides.reading.plain_image import Header
 
 Bytes = npt.NDArray[np.uint8]
 

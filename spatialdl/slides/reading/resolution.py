@@ -1,15 +1,12 @@
-"""Which resolution a slide has, and which is wanted of it."""
+"""Which resolution a slide has, by what its file says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from spatialdl.errors import SlideError
-
-if TYPE_CHECKING:
-    from spatialdl.slides.reading.reader import Slide
 
 PLAUSIBLE_MPP = (0.05, 20.0)
 MPP_AT_1X = 10.0
@@ -17,7 +14,6 @@ MPP_AT_1X = 10.0
 SAME = 0.01
 """Sizes or resolutions that differ by less than this part are the same."""
 _SQUARE_ENOUGH = 0.05
-_FINEST = 0.9  # of the slide's own resolution: beyond it pixels would be invented
 
 
 class FileMpp(NamedTuple):
@@ -25,50 +21,6 @@ class FileMpp(NamedTuple):
 
     mpp: float
     remark: str
-
-
-class Wanted(NamedTuple):
-    """The resolution that tiles are to have; exactly one of the three is given.
-
-    `mpp` is micrometres per pixel, `mag` the power of an objective, `level` one of the slide's.
-    """
-
-    mpp: float | None = None
-    mag: float | None = None
-    level: int | None = None
-
-    def scale(self, slide: Slide) -> float:
-        """Level-0 pixels per pixel, those of a level where that is within 1 %.
-
-        Raises:
-            SlideError: the slide does not say what is needed, is coarser, or has no such level.
-        """
-        if self.level is not None:
-            return _of_level(slide, self.level)
-        if self.mpp is not None:
-            own = slide.mpp
-            if self.mpp < _FINEST * own:
-                raise SlideError(
-                    f"slide {slide.path} has {own:g} micrometres per pixel and cannot give "
-                    f"{self.mpp:g}; ask for an mpp of {own:g} or more"
-                )
-            return slide.scale(self.mpp)
-        mag, power = self.mag or 0.0, slide.objective_power
-        if mag > power / _FINEST:
-            raise SlideError(
-                f"slide {slide.path} was taken at {power:g}x and cannot give {mag:g}x; "
-                f"ask for {power:g} or less"
-            )
-        return slide.nearest(power / mag)
-
-
-def _of_level(slide: Slide, level: int) -> float:
-    if level >= len(slide.downsamples):
-        raise SlideError(
-            f"slide {slide.path} has levels 0 to {len(slide.downsamples) - 1}, and no level "
-            f"{level}; ask for one of them, or for an mpp"
-        )
-    return slide.downsamples[level]
 
 
 def is_plausible(mpp: float) -> bool:

@@ -18,7 +18,7 @@ from spatialdl.slides.batch.coords import save_coords
 from spatialdl.slides.batch.record import holds
 from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.reading.resolution import Wanted
+from spatialdl.slides.reading.wanted import Wanted
 
 CLAM = {"patch_size", "patch_level", "downsample", "downsampled_level_dim", "level_dim"}
 TRIDENT = {"patch_size", "patch_size_level0", "overlap", "level0_width", "level0_height"}

@@ -11,7 +11,7 @@ import tifffile
 from spatialdl.slides.cutting.tiling import TilePlan, plan_tiles
 from spatialdl.slides.cutting.whole import WholeImage, WholePlan, plan_whole
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.reading.resolution import Wanted
+from spatialdl.slides.reading.wanted import Wanted
 
 
 def with_mask(plan: TilePlan, box: tuple[int, int, int, int]) -> TilePlan:

@@ -10,7 +10,7 @@ from PIL import Image
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.opening import open_source
 from spatialdl.slides.reading.openslide_file import OpenSlideFile
-from spatialdl.slides.reading.plain import PlainImage
+from spatialdl.slides.reading.plain_image import PlainImage
 
 IMAGE = np.zeros((300, 400, 3), np.uint8)
 

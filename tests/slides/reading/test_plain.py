@@ -12,7 +12,7 @@ from spatialdl.data import ShardDataset
 from spatialdl.errors import SlideError
 from spatialdl.slides.command import main
 from spatialdl.slides.reading.opening import open_source
-from spatialdl.slides.reading.plain import PlainImage
+from spatialdl.slides.reading.plain_image import PlainImage
 from spatialdl.slides.reading.reader import Slide
 
 Bytes = npt.NDArray[np.uint8]
