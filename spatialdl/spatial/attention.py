@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spatialdl.random.plain import attention, attention_of_whole
 from spatialdl.spatial.contract import contract
-from spatialdl.spatial.table import refusal, register_op, spatial_in
+from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.spatial.window import nothing
 
@@ -31,7 +31,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    split = spatial_in((query, key, value, attn_mask))
+    split = [x for x in (query, key, value, attn_mask) if isinstance(x, SpatialTensor)]
     features = [x for x in (query, key, value) if isinstance(x, SpatialTensor)]
     if any(-1 in (x.spatial_dims.rows, x.spatial_dims.cols) for x in features):
         raise refusal(

@@ -60,7 +60,7 @@ def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: An
     """A loss of tensors that broadcast to one image; `options` follow the reduction."""
     func(*map(_plain, operands), reduction, *options)  # PyTorch's errors, on all ranks
     (lifted, _) = on_one_layout(func, operands, {})
-    first = spatial_in(lifted)[0]
+    first = next(x for x in lifted if isinstance(x, SpatialTensor))
     tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
     if reduction == _NONE:
         return without_dims(first, func(*tiles, reduction, *options), ())

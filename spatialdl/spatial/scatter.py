@@ -38,9 +38,13 @@ def _tile_of(func: Function, value: Any, x: SpatialTensor) -> Any:
     return to_tile(own_box_of(func, value, x, value.shape))
 
 
+def _first(*operands: Any) -> SpatialTensor:
+    return next(value for value in operands if isinstance(value, SpatialTensor))
+
+
 @register_op(torch.gather, Tensor.gather, split=("input", "index"))
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    first = spatial_in([input, index])[0]
+    first = _first(input, index)
     _check(torch.gather, first, dim, input, index)
     tile = _tile_of(torch.gather, input, first)
     return without_dims(first, tile.gather(dim, _tile_of(torch.gather, index, first)), ())
@@ -48,7 +52,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 @register_op(torch.take_along_dim, Tensor.take_along_dim, split=("input", "indices"))
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-    func, first = torch.take_along_dim, spatial_in([input, indices])[0]
+    func, first = torch.take_along_dim, _first(input, indices)
     if dim is None:
         raise refusal(func, [first], "it would count through all pixels; name a dim not split")
     _check(func, first, dim, input, indices)
@@ -57,7 +61,7 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
 
 
 def _scattered(func: Function, x: Tensor, dim: int, index: Tensor, src: Any, kwargs: Any) -> Tensor:
-    first = spatial_in([x, index, src])[0]
+    first = _first(x, index, src)
     _check(func, first, dim, x, index, src)
     tile, places, values = (_tile_of(func, value, first) for value in (x, index, src))
     return without_dims(first, func(tile, dim, places, values, **kwargs), ())

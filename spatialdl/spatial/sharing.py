@@ -7,31 +7,40 @@ pixels have moved to another rank, it does not even lie in the same memory.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spatialdl.spatial.table import refusal
+from spatialdl.spatial.table import Split, refusal
 
-if TYPE_CHECKING:
-    from spatialdl.spatial.tensor import SpatialTensor
+
+class Member(Split, Protocol):
+    """What is looked at here of a `SpatialTensor`, which stands above."""
+
+    _tile: Tensor
+    _family: Family
+    _apart: bool
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd follows what is done to it."""
 
 
 class Family:
     """A split tensor and its views."""
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[SpatialTensor]] = []
+        self._members: list[weakref.ref[Member]] = []
         self.lines: list[_Line] = []
 
     @property
-    def members(self) -> list[SpatialTensor]:
+    def members(self) -> list[Member]:
         """Those that are alive; none as long as there is no view."""
         return [member for ref in self._members if (member := ref()) is not None]
 
-    def add(self, view: SpatialTensor, owner: SpatialTensor) -> None:
+    def add(self, view: Member, owner: Member) -> None:
         members = [*(self.members or [owner]), view]
         self._members = [weakref.ref(member) for member in members]
 
@@ -62,16 +71,16 @@ class _Line:
         return not self._storage.expired()  # type: ignore[no-untyped-call]
 
 
-_owners: weakref.WeakValueDictionary[int, SpatialTensor] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
 """Whose tile was taken out, by where it lies in memory."""
 
 
-def lend(x: SpatialTensor) -> None:
+def lend(x: Member) -> None:
     """Note that the tile of `x` is taken out, to see whether what is put back is a view of it."""
     _owners[x._tile.untyped_storage()._cdata] = x
 
 
-def note_view(x: SpatialTensor) -> None:
+def note_view(x: Member) -> None:
     """Note that `x` is a view, if it lies in the memory of a tile that was lent."""
     place = x._tile.untyped_storage()._cdata
     owner = _owners.get(place)
@@ -79,7 +88,7 @@ def note_view(x: SpatialTensor) -> None:
         share(owner, x)
 
 
-def share(owner: SpatialTensor, view: SpatialTensor, moved: bool = False) -> None:
+def share(owner: Member, view: Member, moved: bool = False) -> None:
     """Note that PyTorch would make `view` a view of `owner`.
 
     Args:
@@ -90,7 +99,7 @@ def share(owner: SpatialTensor, view: SpatialTensor, moved: bool = False) -> Non
     view._apart = owner._apart or moved
 
 
-def check_write(function: Any, target: SpatialTensor) -> None:
+def check_write(function: Any, target: Member) -> None:
     """A view and its base share memory, but autograd does not know it: a wrong gradient.
 
     Where pixels have moved they do not even share it: then never.
@@ -116,7 +125,7 @@ def check_write(function: Any, target: SpatialTensor) -> None:
         )
 
 
-def check_lines(x: SpatialTensor) -> None:
+def check_lines(x: Member) -> None:
     """Refuse to read an image of which a selected row or column was written to: it is a copy."""
     if any(line.was_written for line in x._family.lines):
         raise refusal(

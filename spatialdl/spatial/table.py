@@ -9,19 +9,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from spatialdl.errors import UnsupportedSpatialOp
 
-if TYPE_CHECKING:
-    from spatialdl.spatial.tensor import SpatialTensor
-
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _HOLDERS = (torch.Tensor, list, tuple, dict)
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+class Split(Protocol):
+    """What the table knows of a `SpatialTensor`, which stands above it."""
+
+    def describe(self) -> str:
+        """How it is split, for messages."""
 
 
 def register_op(
@@ -87,16 +91,16 @@ def _checked(
     return call
 
 
-def is_spatial(value: object) -> bool:
+def is_spatial(value: object) -> TypeGuard[Split]:
     return hasattr(type(value), "full_tensor") and hasattr(value, "spatial_layout")
 
 
-def spatial_in(values: Any) -> list[SpatialTensor]:
+def spatial_in(values: Any) -> list[Split]:
     """All split tensors among nested arguments."""
     return [value for value in tree_flatten(values)[0] if is_spatial(value)]
 
 
-def refusal(func: Any, operands: Iterable[SpatialTensor], advice: str = "") -> UnsupportedSpatialOp:
+def refusal(func: Any, operands: Iterable[Split], advice: str = "") -> UnsupportedSpatialOp:
     """The error that names the operation, the layout and what to do."""
     name = str(func)
     if not isinstance(func, torch._ops.OpOverload):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spatialdl.slides.reading import handles as module_of_handles
-from spatialdl.slides.reading import openslide_file, plain
+from spatialdl.slides.reading import openslide_file, plain_image
 from spatialdl.slides.reading.handles import Handles, Holder
 from spatialdl.slides.reading.reader import Slide
 
@@ -50,7 +50,7 @@ def test_many_slides_are_read_with_few_files_open(
     synthetic: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handles = Handles(3)
-    for module in (openslide_file, plain, module_of_handles):
+    for module in (openslide_file, plain_image, module_of_handles):
         monkeypatch.setattr(module, "HANDLES", handles)
     before = open_files()
     slides = [Slide(synthetic["ring"]) for _ in range(20)]
