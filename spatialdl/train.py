@@ -105,7 +105,7 @@ def _hydra_main(config: DictConfig) -> None:
 
 def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
     """Tell what the ranks would do, and whether they would do it."""
-    from spatialdl.training.debug.fakecomm import look
+    from spatialdl.planning.fakecomm import look
 
     errors = []
     try:

@@ -1,1 +1,1 @@
-"""What `python -m spatialdl.check` and the tests of whole networks share."""
+"""Networks run without data, or beside one process: what a layout would refuse, or get wrong."""

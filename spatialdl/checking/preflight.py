@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spatialdl.checking.dry_loss import dry_loss
 from spatialdl.checking.record import Recorder, Refusal
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.mesh import dry_mesh
@@ -24,7 +25,6 @@ from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.placement import Placement
-from spatialdl.planning.costs import dry_loss
 from spatialdl.random import keyed
 from spatialdl.source_lines import users_line_of
 from spatialdl.spatial.gather import gather_before as gather

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl.allocator import MAPPED_FROM
+from spatialdl.checking.dry_loss import dry_loss
 from spatialdl.comm.dry import Talk, listening
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
-from spatialdl.mesh import Mesh, dry_mesh
+from spatialdl.mesh import dry_mesh
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.planning.layers import Layer
 from spatialdl.planning.ledger import Ledger, Memory, Phase, Work, taken
@@ -331,27 +331,6 @@ def largest_part(layout: Layout) -> int:
         return height * width, neighbours
 
     return max(range(rows * cols), key=size)
-
-
-def dry_loss(
-    output: Any, segments: bool, shape: tuple[int, int, int, int], mesh: Mesh
-) -> Tensor | None:
-    """Cross entropy as `training.tasks.losses` takes it, without a look at the labels."""
-    if not isinstance(output, Tensor) or not output.requires_grad:
-        return None
-    samples, _, *size = shape
-    if segments and output.dim() == 4 and list(output.shape[2:]) == size:
-        target = torch.empty(samples, *size, dtype=torch.int64)
-        if isinstance(output, SpatialTensor):
-            layout = output.spatial_layout
-            _, rows, cols = mesh.own_box(layout).shape
-            target = SpatialTensor(
-                torch.empty(samples, rows, cols, dtype=torch.int64), layout, mesh
-            )
-        return F.cross_entropy(output, target, ignore_index=255, reduction="sum")
-    if output.dim() == 2 and len(output) == samples:
-        return F.cross_entropy(output, torch.empty(samples, dtype=torch.int64))
-    return output.sum()
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Runs that look for what is wrong: ``debug=overfit``, ``detect_nan``, ``fakecomm``."""
+"""Runs that look for what is wrong: ``debug=overfit``, ``detect_nan``."""

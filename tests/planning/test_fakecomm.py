@@ -6,9 +6,9 @@ from omegaconf import DictConfig
 
 from spatialdl import train
 from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.fakecomm import look
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import cluster_named, job_of
-from spatialdl.training.debug.fakecomm import look
 from spatialdl.training.layouts import placement_of, schedule_of
 
 SMALL = ["model.width=4", "data.image_size=[65,48]", "data.batch_size=6", "debug=fakecomm"]
