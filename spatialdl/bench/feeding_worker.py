@@ -18,8 +18,8 @@ from spatialdl.data import ShardDataset
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.batches import Batching
 from spatialdl.data.loader import Loader
+from spatialdl.data.needs import training_needs
 from spatialdl.data.staging.cache import NodeCache
-from spatialdl.data.staging.needs import training_needs
 from spatialdl.data.views import Views
 from spatialdl.training.staging import StageTo, Staging
 

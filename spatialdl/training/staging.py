@@ -15,11 +15,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
-from spatialdl.data.raw_reading import is_local
-from spatialdl.data.shards import ShardDataset
-from spatialdl.data.staging.cache import local_name
-from spatialdl.data.staging.local_disk import Room, find_disk
-from spatialdl.data.staging.needs import (
+from spatialdl.data.needs import (
     Needs,
     one_after_another,
     that_fit,
@@ -27,6 +23,10 @@ from spatialdl.data.staging.needs import (
     training_needs,
     validation_needs,
 )
+from spatialdl.data.raw_reading import is_local
+from spatialdl.data.shards import ShardDataset
+from spatialdl.data.staging.cache import local_name
+from spatialdl.data.staging.local_disk import Room, find_disk
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.data.staging.samples import samples_in
 from spatialdl.errors import ShardError

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.batches import Batch, Batching, BatchReader
 from spatialdl.data.format import ShardInfo
 from spatialdl.data.loader import sample_order
-from spatialdl.data.staging.needs import (
+from spatialdl.data.needs import (
     Need,
     one_after_another,
     that_fit,
@@ -17,6 +19,23 @@ from spatialdl.data.staging.needs import (
     validation_needs,
 )
 from spatialdl.data.views import Views
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Six shards of two tiles; the last one holds those to validate on."""
+    folder = tmp_path_factory.mktemp("written") / "set"
+    tiles = np.random.default_rng(0).integers(0, 256, (12, 90, 70, 3), np.uint8)
+    with ShardWriter(folder, ("a", "b"), shard_size=2 * 90 * 70 * 3) as writer:
+        for number, tile in enumerate(tiles):
+            split = "train" if number < 10 else "val"
+            writer.add(tile, number % 2, split, slide=f"slide-{number // 4}")
+    return folder
+
+
+@pytest.fixture
+def dataset(folder: Path) -> ShardDataset:
+    return ShardDataset(folder)
 
 
 @pytest.fixture(scope="module")
