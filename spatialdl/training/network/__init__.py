@@ -1,0 +1,1 @@
+"""The network of a run: built, weights loaded, parts frozen."""

@@ -1,0 +1,1 @@
+"""Optimizers, learning rates, precision, averages of weights: all that makes an update."""

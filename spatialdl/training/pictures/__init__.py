@@ -1,0 +1,1 @@
+"""Pictures of a run: curves, examples, heat maps, timelines."""
