@@ -1,8 +1,9 @@
-"""Eight ranks on four nodes against one process."""
+"""Ranks on several nodes against one process, and which of them is where."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,61 @@ def test_two_ranks_on_each_of_four_nodes_equal_one_process(layout, one_process, 
     ours = found(run([*SRUN, "-N4", "-n8", *TRAIN, *SMALL, *layout], tmp_path), tmp_path)
     assert ours["world_size"] == 8
     assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)
+
+
+IN_TURN = {
+    "dp+sp": """
+        rank  host   device  replica  stage   rows  columns
+           0  node1  cpu           0  0       0:35     0:93
+           2  node1  cpu           0  0      35:70     0:93
+           1  node2  cpu           1  0       0:35     0:93
+           3  node2  cpu           1  0      35:70     0:93
+        """,
+    "sp+pp": """
+        rank  host   device  replica  stage   rows  columns
+           0  node1  cpu           0  0       0:35     0:93
+           2  node1  cpu           0  0      35:70     0:93
+           1  node2  cpu           0  1       0:70     0:93
+        """,
+    "sp+pp of five stages": """
+        rank  host   device  replica  stage   rows  columns
+           0  node1  cpu           0  0       0:35     0:93
+           3  node1  cpu           0  0      35:70     0:93
+           1  node2  cpu           0  1       0:70     0:93
+           4  node2  cpu           0  2       0:70     0:93
+           2  node3  cpu           0  3       0:70     0:93
+           5  node3  cpu           0  4       0:70     0:93
+        """,
+}
+"""What ``comm.map`` tells of ranks that Slurm has dealt out to nodes in turn."""
+
+
+def in_turn(name: str, nodes: int, *words: str, slow: bool = True):
+    return pytest.param(nodes, words, IN_TURN[name], marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "layout", "expected"),
+    [
+        in_turn("dp+sp", 2, DP_SP[0], "parallel.grid=[2,1]", *DP_SP[2:], slow=False),
+        in_turn("dp+sp", 2, DP_SP[0], "parallel.grid=[2,1]", *DP_SP[2:], "comm.transport=torch"),
+        in_turn("sp+pp", 2, "parallel=sp+pp", "parallel.microbatches=4"),
+        in_turn(
+            *("sp+pp of five stages", 3),
+            *("parallel=sp+pp", "parallel.stages=5", "parallel.microbatches=4"),
+        ),
+    ],
+)
+def test_grids_lie_within_nodes_and_stages_are_neighbours_however_ranks_are_dealt_out(
+    nodes, layout, expected, one_process, tmp_path
+):
+    table = textwrap.dedent(expected).strip()
+    ranks = len(table.splitlines()) - 1
+    words = [*SRUN, "-w", f"node[1-{nodes}]", "-m", "cyclic", f"-n{ranks}", *TRAIN, *SMALL, *layout]
+    ours = found(run([*words, "comm.map=true"], tmp_path), tmp_path)
+    assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)
+    (log,) = tmp_path.glob("outputs/*/train.log")
+    assert f"ranks:\n{table}\n" in log.read_text()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
-from tests.cluster.slurm import ROOT, SRUN, Job, run
+from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, run
 from tests.training.checkpoints.runs import losses
 
 LOOK = """
@@ -31,13 +31,15 @@ def write(folder: Path) -> list[str]:
     return [f"{shard.sha256}.h5" for shard in ShardDataset(folder).manifest.shards]
 
 
-def test_each_node_stages_only_the_shards_of_its_ranks(tmp_path):
+def test_each_node_stages_the_shards_of_its_ranks_and_training_is_the_same(tmp_path):
     upper, lower = write(tmp_path / "set")
-    words = [
-        *("data=shards", f"data.path={tmp_path / 'set'}", "data.batch_size=2", "model.width=2"),
-        *("parallel=sp", "trainer.max_steps=1000000", "data.stage.to='${oc.env:SLURM_TMPDIR}'"),
-        *("device=cpu", "hydra.run.dir=run"),
-    ]
+    data = ["data=shards", f"data.path={tmp_path / 'set'}", "data.batch_size=2", "device=cpu"]
+    model = ["~model.width", "++model._target_=tests.cluster.networks.waiting"]
+    once = [*data, *model, "trainer.precision=float64", "trainer.max_steps=20"]
+    plain = run([*TRAIN, *once, "++model.file=/", "hydra.run.dir=plain"], tmp_path)
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    to = "data.stage.to='${oc.env:SLURM_TMPDIR}'"
+    words = [*once, f"++model.file={tmp_path / 'go'}", "parallel=sp", to, "hydra.run.dir=run"]
     script = ROOT / "examples" / "slurm" / "train.sbatch"
     nodes = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
     with Job(tmp_path, *nodes, str(script), "run", *words) as job:
@@ -55,6 +57,12 @@ def test_each_node_stages_only_the_shards_of_its_ranks(tmp_path):
 
         job.until(have_arrived)
         assert on_nodes() == {"0": [upper], "1": [lower]}
+        for shard in (tmp_path / "set").glob("*.h5"):  # from here on there are only the copies
+            shard.rename(tmp_path / shard.name)
+        (tmp_path / "go").touch()
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), abs=1e-10)
 
 
 SMALL_DISK = """

@@ -15,6 +15,7 @@ from spatialdl.data import ShardWriter
 from spatialdl.errors import ShardError
 from spatialdl.training.staging import StageTo, Staging
 from spatialdl.training.trainer import Trainer
+from tests.data.staging.slow_source import coming_slowly
 
 
 @pytest.fixture
@@ -129,6 +130,19 @@ def test_a_killed_copier_does_not_end_the_training(train, tmp_path, monkeypatch)
     assert staged == plain
     assert sum("was killed (SIGKILL)" in one for one in said) == 1
     assert not list((tmp_path / "disk").iterdir())
+
+
+def test_training_reads_from_a_slow_source_what_has_not_arrived(
+    train, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
+    plain, _ = train("data.stage.to=off")
+    with coming_slowly(folder, tmp_path / "slow", 50_000):
+        slow = f"data.path={tmp_path / 'slow'}"
+        staged, said = train(slow, f"data.stage.to={tmp_path}/disk")
+    assert staged == plain
+    [told] = [one for one in said if "copying is slow, or stands still" in one]
+    assert f"is read from {tmp_path / 'slow'}" in told
 
 
 def test_a_place_that_will_not_do_is_said(train, tmp_path):

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,9 @@ from spatialdl.errors import ShardError
 AT_ONCE = 4  # files
 NO_ROOM = "there is no room for it"
 _LOOK_AGAIN_S = 0.2
+_TELL_EVERY_S = 0.5
 
-What = Literal["copied", "reused", "left", "unreadable", "damaged", "done"]
+What = Literal["copied", "reused", "left", "unreadable", "damaged", "moved", "done"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Event:
-    """What became of a shard; `why` it is left where it was, or what is wrong with it."""
+    """What became of a shard; `why` it is left where it was, or what is wrong with it.
+
+    "moved" are bytes of shards that are on their way.
+    """
 
     what: What
     file: str = ""
@@ -94,6 +99,9 @@ class Copier:
         self._todo = deque(ShardInfo(*shard, samples=0) for shard in order.shards)
         self._tell, self._stopped = tell, stopped
         self._broken = ""
+        self._moved, self._told_at = 0, time.monotonic()
+        self._of_others: dict[str, int] = {}
+        self._counting = threading.Lock()
         self._giving_way = GivingWay(self._job.path, stopped)
 
     def run(self) -> None:
@@ -116,6 +124,7 @@ class Copier:
             try:
                 self._tell(self._stage(info))
             except BusyError:  # another job's copier is at it: see later what became of that
+                self._look_at_others(info)
                 self._todo.append(info)
                 self._stopped.wait(_LOOK_AGAIN_S)
             except StoppedError:
@@ -154,6 +163,7 @@ class Copier:
 
         def progress(count: int) -> None:
             nonlocal done, left
+            self._count(count)
             done += count
             now = info.bytes - max(done, there)
             self._room.release(left - now)
@@ -174,10 +184,28 @@ class Copier:
             self._room.release(left)
         return ("copied", "") if copied else ("reused", "")
 
+    def _count(self, count: int) -> None:
+        """Tell of bytes now and then, so that a copier that gets no further is noticed."""
+        with self._counting:
+            self._moved += max(count, 0)
+            now = time.monotonic()
+            if now - self._told_at < _TELL_EVERY_S:
+                return
+            moved, self._moved, self._told_at = self._moved, 0, now
+        self._tell(Event("moved", bytes=moved))
+
+    def _look_at_others(self, info: ShardInfo) -> None:
+        """Count what another copier does for this job, too."""
+        with suppress(FileNotFoundError):
+            size = self._cache.partial(info).stat().st_size
+            before = self._of_others.setdefault(info.file, size)
+            self._of_others[info.file] = size
+            self._count(size - before)
+
     def _has_old(self, info: ShardInfo) -> bool:
         """Whether an earlier job has left the shard, and as it was."""
         try:
-            if is_whole(self._job.unchecked(info), info, self._stopped.is_set):
+            if is_whole(self._job.unchecked(info), info, self._stopped.is_set, self._count):
                 self._job.accept(info)
                 return True
         except FileNotFoundError:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,10 +20,14 @@ import spatialdl
 from spatialdl.data.format import ShardInfo
 from spatialdl.data.staging.cache import NodeCache
 from spatialdl.data.staging.copier import Event, Order
+from spatialdl.text import readable_bytes
 
 log = logging.getLogger("spatialdl.data")
 
 _PATIENCE_S = 10.0  # for the copier to end; a file system that hangs does not hold up the job
+
+_SLOW = 1_000_000  # bytes a second, fewer than a disk or file server gives that is up to its work
+_SLOW_AFTER_S = 60.0  # the copier itself waits up to half of it for ranks that read
 
 
 class CopierProcess:
@@ -56,6 +61,7 @@ class CopierProcess:
         self._told: list[str] = []
         self._listening: threading.Thread | None = None
         self._said: set[str] = set()
+        self._moved, self._since = 0, time.monotonic()
         self._last_words = ""
 
     @property
@@ -112,6 +118,8 @@ class CopierProcess:
         if ended is not None:
             how = f"was killed ({signal.Signals(-ended).name})" if ended < 0 else f"ended ({ended})"
             self._say("ended", f"the copier {how}", self._last_words)
+        elif not self.shards["done"]:
+            self._look_at_speed()
 
     def close(self) -> None:
         """End the copier, and with it the job; a second time does nothing."""
@@ -138,7 +146,19 @@ class CopierProcess:
         for line in self._process.stdout:
             self._told.append(line)
 
+    def _look_at_speed(self) -> None:
+        seconds = time.monotonic() - self._since
+        if seconds < _SLOW_AFTER_S:
+            return
+        if self._moved < _SLOW * seconds:
+            why = f"{readable_bytes(self._moved)} in the last {seconds:.0f} s"
+            self._say("slow", "copying is slow, or stands still", why)
+        self._moved, self._since = 0, time.monotonic()
+
     def _note(self, event: Event) -> None:
+        if event.what == "moved":
+            self._moved += event.bytes
+            return
         self.shards[event.what] += 1
         self.bytes[event.what] += event.bytes
         if event.what == "damaged":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import fetch
 from spatialdl.data.staging.process import CopierProcess
 from tests.data.staging.conftest import flip_a_bit, until
+from tests.data.staging.slow_source import coming_slowly
 
 # a job that is killed before it can end its copier
 JOB = """
@@ -37,9 +39,14 @@ def start(folder, tmp_path, dataset):
     """Starts copiers for the shards of the data set, and ends them at last."""
     started = []
 
-    def run(disk: Path = tmp_path / "disk", keep: bool = False, begin: bool = True):
+    def run(
+        disk: Path = tmp_path / "disk",
+        keep: bool = False,
+        begin: bool = True,
+        source: Path = folder,
+    ):
         shards = dataset.manifest.shards
-        copier = CopierProcess(folder, disk, shards, keep)
+        copier = CopierProcess(source, disk, shards, keep)
         started.append(copier)
         if begin:
             copier.start(shards)
@@ -202,6 +209,54 @@ def test_a_copier_that_fails_says_why(start, caplog, monkeypatch):
     copier.look()
     [told] = caplog.messages
     assert "the copier ended (1): json.decoder.JSONDecodeError: " in told
+
+
+def test_a_copier_that_stands_still_is_said_once(start, folder, caplog, monkeypatch):
+    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
+    copier = start()
+    os.kill(copier._process.pid, signal.SIGSTOP)
+    try:
+        until(lambda: copier.look() or bool(caplog.messages))
+        said_at = copier._since
+        until(lambda: copier.look() or copier._since > said_at)
+    finally:
+        os.kill(copier._process.pid, signal.SIGCONT)
+    [told] = caplog.messages
+    assert re.search(r"copying is slow, or stands still: 0 bytes in the last \d+ s; what is", told)
+    assert f"is read from {folder}" in told
+    assert ended(copier).shards == {"copied": 6, "done": 1}
+
+
+def test_a_slow_source_is_said_once_and_copied_all_the_same(
+    start, folder, tmp_path, dataset, caplog, monkeypatch
+):
+    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.5)
+    size = sum(info.bytes for info in dataset.manifest.shards)
+    with coming_slowly(folder, tmp_path / "slow", size / 2):
+        copier = ended(start(source=tmp_path / "slow"))
+        assert copier.shards == {"copied": 6, "done": 1}
+        for info in dataset.manifest.shards:
+            copy = copier.folder / local_name(info)
+            assert copy.read_bytes() == (folder / info.file).read_bytes()
+    [told] = caplog.messages
+    assert "copying is slow, or stands still: " in told
+
+
+def test_a_source_that_does_not_answer_is_said_and_holds_up_nobody(
+    start, folder, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
+    monkeypatch.setattr("spatialdl.data.staging.process._PATIENCE_S", 0.1)
+    with coming_slowly(folder, tmp_path / "slow", 1e9) as serving:
+        os.kill(serving.pid, signal.SIGSTOP)
+        copier = start(source=tmp_path / "slow")
+        until(lambda: copier.look() or bool(caplog.messages))
+        copier.close()
+    assert [text.partition(": ")[2].partition(":")[0] for text in caplog.messages] == [
+        "copying is slow, or stands still",
+        "the copier did not end and was killed",
+    ]
+    assert not list((tmp_path / "disk").rglob("*.h5"))
 
 
 def test_signals_to_everybody_do_not_end_it(start, tmp_path):
