@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.comm.abort import describe_error
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
-from spatialdl.starting import check_words
+from spatialdl.starting import check_words, composed_job, run_directory
 from spatialdl.train import _fit_model_keys, rewritten
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ def main() -> None:
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="plan")
 def _hydra_main(config: DictConfig) -> None:
-    job_config = HydraConfig.get()
+    from spatialdl.comm.alone import Alone
+
+    overrides = list(HydraConfig.get().overrides.task)
     try:
-        plan(config, list(job_config.overrides.task), Path(job_config.runtime.output_dir))
+        with run_directory(Alone(), composed_job(), config, "plan") as (agreed, folder):
+            plan(agreed, overrides, folder)
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)

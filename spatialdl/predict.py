@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -15,7 +16,6 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
-from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
@@ -23,19 +23,22 @@ from spatialdl.predicting.checks import check_config
 from spatialdl.predicting.given import given_slides
 from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
-    agree,
     alone,
     as_rank,
     check_ranks,
-    check_same_start,
     check_words,
-    choose_gpu,
     composed_by_rank,
+    composed_job,
     into,
+    meet,
+    run_directory,
     sources,
     without_hydra,
 )
 from spatialdl.training.console import run_log
+
+if TYPE_CHECKING:
+    from spatialdl.comm.communicator import Communicator
 
 log = logging.getLogger("spatialdl.predict")
 
@@ -74,8 +77,8 @@ def _hydra_main(config: DictConfig) -> None:
             if code:
                 sys.exit(code)
         else:
-            start_world()
-            _predict(config, run_dir)
+            run_log.warn_once()
+            _predict(start_world(), composed_job(), config)
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
@@ -89,27 +92,21 @@ def _run_rank(info: LaunchInfo) -> None:
     _, composed = found
     config = without_hydra(composed)
     check_ranks(info, check_config(config), str(config.parallel.name))
-    choose_gpu(config, info)
-    limit_waits(config.comm.timeout)
-    world = start_world(str(config.comm.transport))  # from here on this process is a rank
-    check_same_start(world, composed, prediction_files(config))
-    config, run_dir = agree(world, composed, config)
-    run_log.start_log(run_dir, info.rank, "predict")
-    _predict(config, run_dir)
+    world = meet(info, composed, prediction_files)  # from here on this process is a rank
+    _predict(world, composed, config)
 
 
-def _predict(config: DictConfig, run_dir: Path) -> None:
+def _predict(world: Communicator, composed: DictConfig, config: DictConfig) -> None:
     """Predict in this process, which is the only rank or one of several."""
-    from spatialdl.comm.world import world
     from spatialdl.predicting.batch import run
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # damaged slides are told by us
-    ranks = world()
-    succeeded = run(config, run_dir, ranks)
-    run_log.tell_warnings(ranks)
+    with run_directory(world, composed, config, "predict") as (agreed, run_dir):
+        succeeded = run(agreed, run_dir, world)
+        run_log.tell_warnings(world)
     if not succeeded:
         sys.stdout.flush()
-        ranks.barrier()  # nobody is ended before it has said all
+        world.barrier()  # nobody is ended before it has said all
         sys.exit(1)
 
 

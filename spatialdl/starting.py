@@ -2,7 +2,8 @@
 
 Started as one process, a command is an ordinary Hydra application, which may start itself again on
 several ranks. Started by a launcher, every rank composes the configuration, and all take rank 0's
-run directory.
+run directory. Either way what Hydra would write there first, its records and the log, is written
+here, once no other run has the directory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +23,21 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from spatialdl.comm.abort import describe_error, install_abort_hook
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher, launched
+from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.roll_call import answer
+from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.placement import Placement
 from spatialdl.sameness.comparing import check_alike
 from spatialdl.sameness.subjects import Subject, code, configuration, versions
+from spatialdl.training.console import run_log
+from spatialdl.training.run_lock import held
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
+
+_RECORDS = ".hydra"
+_CHECKED = "hydra.output_subdir=null"  # changes nothing: that is so in our files
 
 # --- processes
 
@@ -75,6 +84,13 @@ def check_words(flags: Namespace, command: str) -> None:
         check_overrides(overrides, command, name, folder, flags.multirun)
 
 
+def composed_job() -> DictConfig:
+    """The configuration of this job of Hydra with Hydra's part."""
+    found = HydraConfig.instance().cfg
+    assert isinstance(found, DictConfig)
+    return found
+
+
 def sources() -> list[str]:
     """The flags that say where this job's configuration came from."""
     job = HydraConfig.get()
@@ -86,14 +102,17 @@ def sources() -> list[str]:
 
 
 def into(run_dir: Path) -> list[str]:
-    """Overrides that send ranks to a directory whose records are already written."""
+    """Overrides that send ranks to this job's directory, with its number in a sweep."""
     quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
-    return [f"hydra.run.dir='{quoted}'", "hydra.output_subdir=null"]
+    keys = ("hydra.job.id", "hydra.job.num")
+    found = {key: OmegaConf.select(composed_job(), key, throw_on_missing=False) for key in keys}
+    numbers = [f"{key}={value}" for key, value in found.items() if value is not None]
+    return [f"hydra.run.dir='{quoted}'", *numbers, _CHECKED]
 
 
 def was_sent(flags: Namespace) -> bool:
     """Whether the process that started this rank has used `into`."""
-    return "hydra.output_subdir=null" in flags.overrides
+    return _CHECKED in flags.overrides
 
 
 def composed_for(flags: Namespace, command: str) -> DictConfig:
@@ -134,8 +153,11 @@ def composed_by_rank(
             f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
             "itself: leave the launcher out"
         )
-    if not was_sent(flags):  # else the one that starts ranks has looked
-        check_words(flags, command)
+    if was_sent(flags):  # the one that starts ranks has looked
+        composed = composed_for(flags, command)
+        HydraConfig.instance().set_config(composed)  # for keys that refer to the job
+        return flags, composed
+    check_words(flags, command)
     return flags, composed_for(flags, command)
 
 
@@ -178,34 +200,77 @@ def without_hydra(composed: DictConfig) -> DictConfig:
     return config
 
 
-def agree(world: Communicator, composed: DictConfig, config: DictConfig) -> tuple[DictConfig, Path]:
-    """Rank 0's configuration and its run directory, which is there when this returns."""
-    run_dir = Path()
-    if world.rank == 0:  # only there: to resolve the name of a new folder makes it
-        run_dir = Path(composed.hydra.run.dir).absolute()
-        _write_records(composed, config, run_dir)
-    text, run_dir = world.bcast((OmegaConf.to_yaml(config), run_dir))
-    with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
-        composed.hydra.runtime.output_dir = str(run_dir)
-    HydraConfig.instance().set_config(composed)
-    agreed = OmegaConf.create(text)
-    OmegaConf.set_struct(agreed, True)
-    return agreed, run_dir
+# --- the run directory
 
 
-def _write_records(composed: DictConfig, config: DictConfig, run_dir: Path) -> None:
-    """What Hydra writes into a run directory, unless the process before this one did."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if composed.hydra.output_subdir is None:
-        return
-    records = run_dir / str(composed.hydra.output_subdir)
-    records.mkdir(exist_ok=True)
-    OmegaConf.save(config, records / "config.yaml")
-    OmegaConf.save(OmegaConf.create({"hydra": composed.hydra}), records / "hydra.yaml")
-    OmegaConf.save(composed.hydra.overrides.task, records / "overrides.yaml")
+@contextmanager
+def run_directory(
+    world: Communicator, composed: DictConfig, config: DictConfig, command: str
+) -> Iterator[tuple[DictConfig, Path]]:
+    """Rank 0's configuration and its run directory, to which no other run writes meanwhile.
+
+    All ranks enter it. Rank 0 writes there how it was started, and logs into a file named like the
+    command.
+
+    Args:
+        composed: this rank's configuration with Hydra's part.
+        config: the command's own keys, as they are to be recorded.
+
+    Raises:
+        ValueError: on rank 0, if another run has the directory; there is nothing changed then.
+    """
+    with ExitStack() as stack:
+        run_dir = Path()
+        if world.rank == 0:  # only there: to resolve the name of a new folder makes it
+            run_dir = _place_of(composed)
+            stack.enter_context(held(run_dir))
+        text, run_dir = world.bcast((OmegaConf.to_yaml(config), run_dir))
+        with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
+            composed.hydra.runtime.output_dir = str(run_dir)
+        HydraConfig.instance().set_config(composed)
+        if world.rank == 0:
+            _write_records(composed, config, run_dir / _RECORDS)
+            stack.enter_context(run_log.written_to(run_dir / f"{command}.log"))
+        agreed = OmegaConf.create(text)
+        OmegaConf.set_struct(agreed, True)
+        yield agreed, run_dir
+
+
+def _place_of(composed: DictConfig) -> Path:
+    """Where Hydra has this job, or would have it."""
+    found = OmegaConf.select(composed, "hydra.runtime.output_dir", throw_on_missing=False)
+    return Path(found or composed.hydra.run.dir).absolute()
+
+
+def _write_records(composed: DictConfig, config: DictConfig, folder: Path) -> None:
+    """What Hydra would write."""
+    folder.mkdir(exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create({"hydra": composed.hydra}), folder / "hydra.yaml")
+    OmegaConf.save(composed.hydra.overrides.task, folder / "overrides.yaml")
 
 
 # --- a rank
+
+
+def meet(
+    info: LaunchInfo, composed: DictConfig, files: Callable[[DictConfig], Subject]
+) -> Communicator:
+    """Make this process one of the ranks, which are to have been started with the same things.
+
+    Args:
+        composed: this rank's configuration with Hydra's part.
+        files: of a configuration, that every rank reads for itself.
+
+    Raises:
+        ValueError: they were not, or the launcher and the transport do not fit together.
+    """
+    choose_gpu(composed, info)
+    run_log.start_log(info.rank)
+    limit_waits(composed.comm.timeout)
+    world = start_world(str(composed.comm.transport))
+    check_same_start(world, composed, files(composed))
+    return world
 
 
 def choose_gpu(config: DictConfig, info: LaunchInfo) -> None:

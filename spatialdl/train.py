@@ -1,8 +1,7 @@
 """The training command: ``python -m spatialdl.train key=value ...``.
 
 Started as one process, it is an ordinary Hydra application that counts the ranks its layout needs.
-One rank is this process; for several it starts itself again under a launcher. Started by a
-launcher, every rank composes the configuration, and all take rank 0's run directory.
+One rank is this process; for several it starts itself again under a launcher; see `starting`.
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
-from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
-    agree,
     alone,
     as_rank,
     check_ranks,
-    check_same_start,
     check_words,
-    choose_gpu,
     composed_by_rank,
+    composed_job,
     into,
+    meet,
+    run_directory,
     sources,
     without_hydra,
 )
@@ -81,7 +79,7 @@ def _hydra_main(config: DictConfig) -> None:
             _hand_in(config, overrides, run_dir)
             return
         if config.parallel.name == "auto":
-            config, overrides = _choose(config, overrides, run_dir)
+            config, overrides = _choose(config, overrides)
         if config.debug.name == "fakecomm":
             if not _look(config, overrides):
                 sys.exit(1)
@@ -96,8 +94,7 @@ def _hydra_main(config: DictConfig) -> None:
         else:
             signals.install()
             run_log.warn_once()
-            start_world()
-            _train(config, overrides, run_dir)
+            _train(start_world(), composed_job(), config, overrides)
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
@@ -143,23 +140,15 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
         )
     if config.parallel.name != "auto":
         check_ranks(info, check_config(config), str(config.parallel.name))
-    choose_gpu(config, info)
-
-    limit_waits(config.comm.timeout)
-    world = start_world(str(config.comm.transport))  # from here on this process is a rank
-    check_same_start(world, composed, training_files(config))
+    world = meet(info, composed, training_files)  # from here on this process is a rank
     if config.parallel.name == "auto":
         config = _choose_together(world, config)
-    config, run_dir = agree(world, composed, config)
-    run_log.start_log(run_dir, info.rank, "train")
-    _train(config, flags.overrides, run_dir)
+    _train(world, composed, config, flags.overrides)
     signals.ignore()
 
 
-def _choose(
-    config: DictConfig, overrides: Sequence[str], run_dir: Path
-) -> tuple[DictConfig, list[str]]:
-    """The best layout in place of ``parallel=auto``, also in the run's records."""
+def _choose(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """The best layout in place of ``parallel=auto``."""
     from spatialdl.planning.auto import choose
 
     world = config.parallel.world
@@ -170,9 +159,6 @@ def _choose(
         )
     _fit_model_keys(config, overrides)
     config, row = choose(config, world)
-    records = run_dir / ".hydra"
-    if records.is_dir():
-        OmegaConf.save(config, records / "config.yaml")
     others = [one for one in overrides if not re.match(r"\+*parallel(=|\.(world|dev|clus))", one)]
     return config, [*row.layout.overrides(), *others]
 
@@ -189,14 +175,17 @@ def _choose_together(world: Communicator, config: DictConfig) -> DictConfig:
     return agreed
 
 
-def _train(config: DictConfig, overrides: Iterable[str], run_dir: Path) -> None:
+def _train(
+    world: Communicator, composed: DictConfig, config: DictConfig, overrides: Iterable[str]
+) -> None:
     """Train in this process, which is the only rank or one of several."""
     from spatialdl.training import trainer
 
-    _fit_model_keys(config, overrides)
-    if config.trainer.max_steps is None and config.trainer.max_epochs is None:
-        config.trainer.max_epochs = 1
-    trainer.run(config, run_dir)
+    with run_directory(world, composed, config, "train") as (agreed, run_dir):
+        _fit_model_keys(agreed, overrides)
+        if agreed.trainer.max_steps is None and agreed.trainer.max_epochs is None:
+            agreed.trainer.max_epochs = 1
+        trainer.run(agreed, run_dir)
 
 
 def rewritten(argument: str) -> str:

@@ -22,6 +22,7 @@ from PIL import Image
 from spatialdl import predict
 from spatialdl.data import ShardWriter
 from spatialdl.predicting.given import given_slides
+from spatialdl.training.run_lock import held
 from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
 from tests.slides.tiled_tiffs import write_tiff
 
@@ -119,6 +120,18 @@ def test_slides_are_predicted_as_the_training_set_was_cut(case, here):
     with Image.open(case.folder / "p" / "a-heatmap.png") as picture:
         assert min(picture.size) > 300
     _check_resuming(case, here)
+    _check_refusal(case, here)
+
+
+def _check_refusal(case: Case, here: Callable[..., tuple[int, str]]) -> None:
+    with held(case.folder / "p"):
+        before = {p: p.read_bytes() for p in (case.folder / "p").rglob("*") if p.is_file()}
+        code, said = here("ckpt_path=run", "slides=b.tif", "hydra.run.dir=p")
+        assert code == 1
+        assert "another run is writing to" in said
+        after = {p: p.read_bytes() for p in (case.folder / "p").rglob("*") if p.is_file()}
+        assert after == before
+        assert case.folder / "p" / "predict.log" in after
 
 
 def _check_tiff(case: Case, tiles: list[dict[str, str]]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from spatialdl import train
+from spatialdl.training.run_lock import held
 
 # found by every Python below; takes the place of the real trainer before anything imports it
 STAND_IN = """
@@ -126,8 +127,12 @@ def test_a_sweep_starts_the_ranks_of_each_job(inside, tmp_path):
         ["parallel=dp", "seed=1"],
         ["parallel=dp", "seed=2"],
     ]
-    assert [call[2][4] for call in started] == [
-        f"hydra.run.dir='{tmp_path}/sweep/{job}'" for job in (0, 1)
+    assert [call[2][4:] for call in started] == [
+        [
+            *(f"hydra.run.dir='{tmp_path}/sweep/{job}'", f"hydra.job.id={job}"),
+            *(f"hydra.job.num={job}", "hydra.output_subdir=null"),
+        ]
+        for job in (0, 1)
     ]
     trained = [call for call in calls if len(call) == 2]
     assert [run_dir.name for _, run_dir in trained] == ["2", "3"]
@@ -231,6 +236,36 @@ def test_a_run_ends_after_an_epoch_unless_told_otherwise(inside, arguments, step
     assert (settings.max_steps, settings.max_epochs) == (steps, epochs)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_is_refused_its_directory_changes_nothing_there(inside, tmp_path):
+    one = ("seed=1", "hydra.run.dir=sweep/0")
+    assert inside(*one)[0] == 0
+    with held(tmp_path / "sweep" / "0"):
+        before = contents(tmp_path / "sweep" / "0")
+        assert {path.name for path in before} >= {"config.yaml", "overrides.yaml", "train.log"}
+        for words in (one, ("-m", "seed=2,3", "hydra.sweep.dir=sweep")):
+            code, errors, calls = inside(*words)
+            assert (code, len(calls)) == (1, 1)
+            assert f"error: another run is writing to {tmp_path}/sweep/0 (process" in errors
+            assert contents(tmp_path / "sweep" / "0") == before
+    assert inside("seed=4", "hydra.run.dir=sweep/0")[0] == 0
+    assert (tmp_path / "sweep" / "0" / ".hydra" / "overrides.yaml").read_text() == "- seed=4\n"
+
+
+def test_what_hydra_is_told_of_logging_is_done(inside, tmp_path):
+    handler = "hydra.job_logging.handlers.console.stream=ext://sys.stderr"
+    trainer = sys.modules["spatialdl.training.trainer"]
+    trainer.run = lambda *_: logging.getLogger("spatialdl.mine").debug("in detail")
+    code, errors, _ = inside("hydra.run.dir=out", "hydra.verbose=[spatialdl.mine]", handler)
+    assert code == 0
+    line = "[spatialdl.mine][DEBUG] - in detail\n"
+    assert line in errors
+    assert line in (tmp_path / "out" / "train.log").read_text()
+
+
 def test_help_is_ours_and_runs_nothing(inside, tmp_path, capsys):
     code, errors, calls = inside("--help", "parallel=sp")
     assert (code, errors, calls) == (0, "", [])
@@ -255,7 +290,7 @@ def test_one_process_starts_its_ranks_in_one_run_directory(command, tmp_path):
     assert done.returncode == 0, done.stderr
     [run_dir] = (tmp_path / "outputs").iterdir()
     assert {file.name for file in run_dir.iterdir()} == {
-        *(".hydra", "train.log", "rank0.json", "rank1.json")
+        *(".hydra", ".lock", "train.log", "rank0.json", "rank1.json")
     }
     ranks = [seen(run_dir, rank) for rank in (0, 1)]
     assert ranks[0] == ranks[1]
@@ -274,6 +309,33 @@ def test_ranks_of_a_launcher_share_rank_0s_run_directory(command, tmp_path):
     }
     assert OmegaConf.load(run_dir / ".hydra" / "config.yaml").parallel.name == "sp"
     assert [seen(run_dir, rank)["size"] for rank in (0, 1)] == [2, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 0], ids=["of mpiexec", "of one process"])
+def test_ranks_that_are_refused_their_directory_change_nothing_there(command, tmp_path, ranks):
+    run_dir = tmp_path / "out"
+    (run_dir / ".hydra").mkdir(parents=True)
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+        (run_dir / ".hydra" / name).write_text("of the first run\n")
+    (run_dir / "train.log").write_text("of the first run\n")
+    with held(run_dir):
+        before = contents(run_dir)
+        done = command("parallel=sp", "hydra.run.dir=out", ranks=ranks)
+        assert done.returncode != 0
+        assert done.stderr.count(f"another run is writing to {run_dir} (process {os.getpid()}") == 1
+        assert "Traceback" not in done.stderr
+        assert contents(run_dir) == before
+
+
+def test_ranks_of_a_sweep_know_the_number_of_their_job(command, tmp_path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "numbered.yaml").write_text(
+        "# @package _global_\nseed: ${hydra:job.num}\n"
+    )
+    words = ("-cd", "mine", "-m", "experiment=numbered", "parallel=sp", "model.width=4,5")
+    done = command(*words, "hydra.sweep.dir=out")
+    assert done.returncode == 0, done.stderr
+    assert [seen(tmp_path / "out" / job, 1)["config"]["seed"] for job in "01"] == [0, 1]
 
 
 def test_a_launcher_with_the_wrong_number_of_ranks_is_told_the_arithmetic(command, tmp_path):

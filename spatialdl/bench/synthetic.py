@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     if launched() is not None:
         raise ValueError("the benchmark starts its ranks itself: leave the launcher out")
     out = Path(options.out)
-    sides = sides_of(options.keys, out)
+    sides = sides_of(options.keys)
     turns = options.turns or min(2, len(sides))
     runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     out.mkdir(parents=True, exist_ok=True)  # a folder that all nodes see
@@ -96,12 +96,11 @@ def _without_out(arguments: Sequence[str]) -> Iterator[str]:
         previous = word
 
 
-def sides_of(keys: Sequence[str], out: Path) -> list[Side]:
+def sides_of(keys: Sequence[str]) -> list[Side]:
     """The configurations that keys of ``spatialdl.train`` name.
 
     Args:
         keys: one with several values, separated by commas, makes a configuration of each.
-        out: a folder for what ``parallel=auto`` may leave.
 
     Raises:
         ValueError: there is no such key, or a configuration does not fit together.
@@ -113,7 +112,7 @@ def sides_of(keys: Sequence[str], out: Path) -> list[Side]:
     sides = []
     for values in itertools.product(*choices):
         name = " ".join(values[number].lstrip("+") for number in varied)
-        sides.append(_side(name or "configuration", list(values), out))
+        sides.append(_side(name or "configuration", list(values)))
     return sides
 
 
@@ -128,7 +127,7 @@ def _values(one: Override) -> Iterator[str]:
     yield from dict.fromkeys(f"{key}={value}" for value in one.sweep_string_iterator())
 
 
-def _side(name: str, keys: list[str], out: Path) -> Side:
+def _side(name: str, keys: list[str]) -> Side:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", keys)
     if config.debug.name != "none":
@@ -136,7 +135,7 @@ def _side(name: str, keys: list[str], out: Path) -> Side:
     if config.launcher.name != "local":
         raise ValueError(f"launcher={config.launcher.name} is not timed: leave it out")
     if config.parallel.name == "auto":
-        config, _ = _choose(config, keys, out)
+        config, _ = _choose(config, keys)
     placement = check_config(config)
     _fit_model_keys(config, keys)
     return Side(name, config, placement)

@@ -126,6 +126,10 @@ class _Check:
             config = self._composed(choices)
             for one in values:
                 self._check_key(one, config)
+            of_hydra = [one for one in values if one.key_or_group.startswith("hydra.")]
+            if of_hydra:
+                config = self._composed([*choices, *(str(one.input_line) for one in of_hydra)])
+            _check_hydra(config)
         if not multirun:
             self._composed([str(one.input_line) for one in self._parsed])
 
@@ -251,6 +255,22 @@ class _Check:
         """What it may have meant."""
         names = list(_all_keys(config))
         return names if "." in key else [*(name for name in names if "." not in name), *names]
+
+
+def _check_hydra(config: DictConfig) -> None:
+    """Refuse what has Hydra write into a run directory, which another run may have."""
+    subdir, handlers = config.hydra.output_subdir, config.hydra.job_logging.get("handlers") or {}
+    if subdir is not None:
+        raise ValueError(
+            f"hydra.output_subdir={subdir}: how a run was started is always written to .hydra in "
+            "its directory, leave it out"
+        )
+    for name, handler in handlers.items():
+        if "filename" in handler:
+            raise ValueError(
+                f"hydra.job_logging.handlers.{name} writes to a file, but a run has its log in its "
+                "directory already: leave it out, or send what is printed to a file"
+            )
 
 
 def _refuse_sweeps(overrides: Iterable[Override]) -> None:

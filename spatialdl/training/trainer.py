@@ -41,7 +41,6 @@ from spatialdl.training.optimization.precision import precision_of, set_arithmet
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.pictures.timeline import Timeline
 from spatialdl.training.reporter import Reporter
-from spatialdl.training.run_lock import held
 from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import stage_feeds
@@ -158,8 +157,6 @@ class Trainer:
         if self.config.comm.map:
             tell_ranks(self.pipeline, self.world)
         with ExitStack() as stack:
-            if self.world.rank == 0:
-                stack.enter_context(held(run_dir))
             self.checkpoints = Checkpoints(
                 self.config,
                 self.world,

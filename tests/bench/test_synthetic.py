@@ -12,9 +12,9 @@ from spatialdl.bench import synthetic
 TINY = ["model=resnet18", "model.width=2", "data.image_size=[33,32]", "data.batch_size=3"]
 
 
-def test_keys_with_several_values_make_a_configuration_each(tmp_path):
+def test_keys_with_several_values_make_a_configuration_each():
     keys = [*TINY, "parallel=none,sp", "data.batch_size=4,2"]
-    sides = synthetic.sides_of(keys, tmp_path)
+    sides = synthetic.sides_of(keys)
     assert [side.name for side in sides] == [
         "parallel=none data.batch_size=4",
         "parallel=none data.batch_size=2",
@@ -24,7 +24,7 @@ def test_keys_with_several_values_make_a_configuration_each(tmp_path):
     assert [side.placement.world_size for side in sides] == [1, 1, 2, 2]
     assert [side.config.data.batch_size for side in sides] == [4, 2, 4, 2]
     assert all(side.config.model.width == 2 for side in sides)
-    (alone,) = synthetic.sides_of(["parallel=dp"], tmp_path)
+    (alone,) = synthetic.sides_of(["parallel=dp"])
     assert alone.placement.world_size == 2
 
 

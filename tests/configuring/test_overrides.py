@@ -52,6 +52,11 @@ MODELS = "there are amoebanet_d, resnet110_v2, resnet18, resnet50, unet"
         ("parallel.grid=[2", "parallel.grid=[2 cannot be read as key=value"),
         ("seed=1,2", "seed=1,2 names several values: add --multirun"),
         ("parallel.gems={varint:x}", "the configuration cannot be composed: "),
+        ("hydra.output_subdir=x", "hydra.output_subdir=x: how a run was started is always written"),
+        (
+            "hydra/job_logging=default",
+            "hydra.job_logging.handlers.file writes to a file, but a run",
+        ),
     ],
 )
 def test_what_is_unknown_is_refused_with_the_nearest(words, sentence):
@@ -73,7 +78,8 @@ def test_what_is_unknown_is_refused_with_the_nearest(words, sentence):
         "data=shards data.path=x data/augment=light data.augment.flip=0 task=multilabel",
         "model=unet task.dice=1 scheduler=one_cycle scheduler.pct_start=0.2 trainer.freeze=[a.*]",
         "optimizer._target_=torch.optim.RMSprop +optimizer.alpha=0.9",
-        "hydra.run.dir='ab' hydra.output_subdir=null",
+        "hydra.run.dir='ab' hydra.output_subdir=null hydra.job.num=3",
+        "hydra/job_logging=disabled hydra.verbose=true hydra.job.chdir=true",
     ],
 )
 def test_what_is_known_passes(words):
@@ -86,6 +92,8 @@ def test_a_sweep_is_looked_through():
         check_overrides(["parallel=dp,non"], multirun=True)
     with pytest.raises(ValueError, match=r"data\.path is a key of data=shards"):
         check_overrides(["data=shards,synthetic", "data.path=x"], multirun=True)
+    with pytest.raises(ValueError, match=r"hydra\.output_subdir=x"):
+        check_overrides(["seed=1,2", "hydra.output_subdir=x"], multirun=True)
 
 
 def test_the_planner_has_keys_of_its_own():

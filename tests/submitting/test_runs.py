@@ -93,9 +93,10 @@ def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
             *(sys.executable, "-u", "-m", "spatialdl.submitting.job", "--ranks=3", "--requeue=100"),
             *(str(run_dir), "--config-name", "train", "parallel=sp+pp", f"seed={number}"),
             *("data.image_size=[33,47]", "launcher=local"),
-            *(f"hydra.run.dir='{run_dir}'", "hydra.output_subdir=null"),
+            *(f"hydra.run.dir='{run_dir}'", f"hydra.job.id={number}", f"hydra.job.num={number}"),
+            "hydra.output_subdir=null",
         ]
-        assert f"seed: {number}" in (run_dir / ".hydra" / "config.yaml").read_text()
+        assert list(run_dir.iterdir()) == []  # the run writes there when it has the directory
     with (tmp_path / "sweep" / "slurm" / "jobs.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert [row["job"] for row in rows] == ["12_0", "12_1", "12_2"]
@@ -107,6 +108,17 @@ def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
     assert "scancel 12" in out
     files = {file.name for file in (tmp_path / "sweep" / "slurm").iterdir()}
     assert files == {"jobs.csv", "12_submission.sh"}  # and nothing pickled
+
+
+def test_a_run_in_the_directory_of_another_is_submitted_and_changes_nothing_yet(
+    submitted, tmp_path
+):
+    (tmp_path / "out" / ".hydra").mkdir(parents=True)
+    files = [tmp_path / "out" / ".hydra" / "config.yaml", tmp_path / "out" / "train.log"]
+    for file in files:
+        file.write_text("of the first run")
+    assert submitted("parallel=dp", "hydra.run.dir=out")[0] == 0
+    assert [file.read_text() for file in files] == ["of the first run"] * 2
 
 
 def test_runs_that_ask_for_something_else_are_arrays_of_their_own(submitted):

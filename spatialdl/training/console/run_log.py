@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("spatialdl.ranks")
 
 _MOST = 100  # warnings that a rank keeps
+_FORMAT = "[%(asctime)s]{}[%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
 class _Once(logging.Filter):
@@ -68,20 +71,18 @@ class _State:
     kept: _Kept | None = None
 
 
-def start_log(run_dir: Path, rank: int, command: str = "train") -> None:
-    """Of one of several ranks; rank 0 logs as Hydra does, into a file named like the command."""
+def start_log(rank: int) -> None:
+    """Of one of several ranks; rank 0 logs as Hydra does."""
     who = "" if rank == 0 else f"[rank {rank}]"
     stream = logging.StreamHandler(sys.stdout)
     handlers: list[logging.Handler] = [stream]
-    if rank == 0:
-        handlers.append(logging.FileHandler(run_dir / f"{command}.log"))
-    else:
+    if rank > 0:
         stream.setLevel(logging.ERROR)
         _State.kept = _Kept(rank)
         handlers.append(_State.kept)
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
-        format=f"[%(asctime)s]{who}[%(name)s][%(levelname)s] - %(message)s",
+        format=_FORMAT.format(who),
         handlers=handlers,
         force=True,
     )
@@ -93,9 +94,25 @@ def warn_once() -> None:
     _State.once = _Once()
     for handler in logging.getLogger().handlers:
         handler.addFilter(_State.once)
-        if isinstance(handler, logging.FileHandler):
-            _bear_full_disks(handler)
     logging.captureWarnings(True)
+
+
+@contextmanager
+def written_to(path: Path) -> Iterator[None]:
+    """Meanwhile this process logs into a file, too, behind what is there."""
+    file = logging.FileHandler(path)
+    file.setFormatter(logging.Formatter(_FORMAT.format("")))
+    _bear_full_disks(file)
+    if _State.once is not None:
+        file.addFilter(_State.once)
+    root = logging.getLogger()
+    root.addHandler(file)
+    try:
+        yield
+    finally:
+        root.removeHandler(file)
+        with suppress(OSError):  # a full disk
+            file.close()
 
 
 def _bear_full_disks(file: logging.FileHandler) -> None:

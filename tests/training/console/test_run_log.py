@@ -29,15 +29,16 @@ def clean():
 
 @pytest.mark.usefixtures("clean")
 def test_rank_0_says_a_warning_once_here_and_in_the_file(tmp_path, capsys):
-    run_log.start_log(tmp_path, rank=0)
+    run_log.start_log(rank=0)
     log = logging.getLogger("spatialdl.somewhere")
-    for _ in range(3):
-        log.warning("slow disk %d", 1)
-        log.info("going on")
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn("from Python", stacklevel=1)
-    log.warning("slow disk %d", 2)
+    with run_log.written_to(tmp_path / "train.log"):
+        for _ in range(3):
+            log.warning("slow disk %d", 1)
+            log.info("going on")
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.warn("from Python", stacklevel=1)
+        log.warning("slow disk %d", 2)
     for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
         assert text.count("slow disk 1") == text.count("slow disk 2") == 1
         assert text.count("UserWarning: from Python") == 1
@@ -45,8 +46,8 @@ def test_rank_0_says_a_warning_once_here_and_in_the_file(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("clean")
-def test_another_rank_is_silent_but_for_errors(tmp_path, capsys):
-    run_log.start_log(tmp_path, rank=3)
+def test_another_rank_is_silent_but_for_errors(capsys):
+    run_log.start_log(rank=3)
     log = logging.getLogger("spatialdl.somewhere")
     log.info("fine")
     for _ in range(2):
@@ -59,7 +60,21 @@ def test_another_rank_is_silent_but_for_errors(tmp_path, capsys):
         handler.flush()
     assert capsys.readouterr().err == "rank 3: slow disk\n"
     assert run_log.kept_warnings() == 0
-    assert not (tmp_path / "train.log").exists()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_file_gets_what_is_said_meanwhile_behind_what_is_there(tmp_path):
+    file = tmp_path / "train.log"
+    file.write_text("an earlier run\n")
+    run_log.start_log(rank=0)
+    log = logging.getLogger("spatialdl.somewhere")
+    log.info("before")
+    with run_log.written_to(file):
+        log.info("meanwhile")
+    log.info("after")
+    first, second = file.read_text().splitlines()
+    assert first == "an earlier run"
+    assert second.endswith("[spatialdl.somewhere][INFO] - meanwhile")
 
 
 @pytest.mark.usefixtures("clean")
@@ -78,12 +93,13 @@ def test_warnings_appear_once_above_a_bar_too(capsys):
 @pytest.mark.usefixtures("clean")
 def test_a_full_disk_is_said_once_and_no_error_of_ours(tmp_path, capsys):
     (tmp_path / "train.log").symlink_to("/dev/full")
-    run_log.start_log(tmp_path, rank=0)
+    run_log.start_log(rank=0)
     log = logging.getLogger("spatialdl.somewhere")
-    for step in range(3):
-        log.info("step %d", step)
-    said = capsys.readouterr()
-    assert said.out.count("step ") == 3
-    assert said.err == f"{tmp_path}/train.log cannot be written to: No space left on device\n"
-    log.info("%d", "no number")
-    assert "Logging error" in capsys.readouterr().err
+    with run_log.written_to(tmp_path / "train.log"):
+        for step in range(3):
+            log.info("step %d", step)
+        said = capsys.readouterr()
+        assert said.out.count("step ") == 3
+        assert said.err == f"{tmp_path}/train.log cannot be written to: No space left on device\n"
+        log.info("%d", "no number")
+        assert "Logging error" in capsys.readouterr().err

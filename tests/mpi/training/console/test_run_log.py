@@ -21,8 +21,8 @@ def clean():
 
 
 @pytest.mark.usefixtures("clean")
-def test_all_ranks_warn_once_together(world, tmp_path, capsys):
-    run_log.start_log(tmp_path, world.rank)
+def test_all_ranks_warn_once_together(world, capsys):
+    run_log.start_log(world.rank)
     log = logging.getLogger("spatialdl.somewhere")
     log.warning("everybody says this")
     if world.rank == world.size - 1:
