@@ -273,7 +273,7 @@ class XmlTarget(GeojsonTarget):
 
 
 def resealed(data: bytes) -> bytes:
-    """A changed checkpoint.json with the checksum that goes with it, as who changes it may write."""
+    """A changed checkpoint.json with the checksum that goes with it, as anybody may write it."""
     from spatialdl.training.checkpoints.folder import SEAL, sealed
 
     try:
@@ -392,7 +392,7 @@ class RecordTarget:
         self._batch.mkdir()
 
     def valid(self) -> list[bytes]:
-        from spatialdl.data.format import RegionSample, ShardInfo
+        from spatialdl.data.format import ShardInfo
         from spatialdl.predicting.records import Record as Prediction
         from spatialdl.slides.batch.record import Part, Record, save_part
         from spatialdl.slides.batch.report import Report
@@ -401,7 +401,7 @@ class RecordTarget:
         shard.write_bytes(b"whole")
         info = ShardInfo(shard.name, 5, hashlib.sha256(b"whole").hexdigest(), 1)
         part = Part(info, [(3, 4, 1), (5, -6, None)], {"blur": [(1, 2)]}, [], "torn", 2, 0.5)
-        report = Report("a", "a.svs").to_json()
+        report = Report("a").to_json()
         Record("key", "a.svs", "train", [part], [info], None, report).save(self._batch, "a")
         save_part(self._batch, "key", part)
         places, values = np.arange(6).reshape(3, 2), np.ones((3, 2))
@@ -409,13 +409,16 @@ class RecordTarget:
         names = ("records/a.json", "part.json", "records/a.npz", "settings.json")
         self._paths = [self._batch / name for name in names]
         self._paths[3].write_text(json.dumps({"tile_size": 64, "mpp": [0.5]}))
-        return [path.read_bytes() for path in self._paths]
+        self._valid = [path.read_bytes() for path in self._paths]
+        return self._valid
 
     def attempt(self, number: int, data: bytes) -> None:
         from spatialdl.data.saving import load_json
         from spatialdl.predicting.records import Record as Prediction
         from spatialdl.slides.batch.record import Record, load_part
 
+        for path, whole in zip(self._paths, self._valid, strict=True):
+            path.write_bytes(whole)
         self._paths[number].write_bytes(data)
         record = Record.load(self._batch, "a")
         if record is not None:

@@ -38,7 +38,8 @@ def inputs_of(name: str, valid: list[bytes]) -> st.SearchStrategy[tuple[int, byt
     for number, one in enumerate(valid):
         changed = changed_bytes(one, _HEADS.get(name))
         if name in _JSON and one.lstrip()[:1] in (b"{", b"["):
-            changed = st.one_of(changed_json(json.loads(one)), changed)
+            document = changed_json(json.loads(one))
+            changed = st.one_of(document, document.filter(bool), changed)
         elif one[8:10] == b'{"':
             changed = st.one_of(changed_safetensors(one), changed)
         strategies.append(st.tuples(st.just(number), changed))
@@ -73,4 +74,4 @@ def test_damaged_inputs_are_refused_in_a_sentence(name, child):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", MANY)
 def test_many_damaged_inputs_are_refused_in_a_sentence(name, child):
-    give(name, MANY[name], child)
+    give(name, MANY[name], child, derandomize=False)  # others each time
