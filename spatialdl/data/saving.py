@@ -79,5 +79,5 @@ def load_json(path: Path) -> Any:
     """What a file holds; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -22,8 +23,11 @@ FOLDER = "records"
 """Its name in a run directory."""
 
 _PLACE, _VALUE = np.dtype(np.int64), np.dtype(np.float64)
-# what NumPy and zipfile raise at a damaged file
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, EOFError, NotImplementedError, zlib.error)
+# what NumPy and zipfile raise at a damaged file, or one that is made to look large or encrypted
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError),
+    *(BadZipFile, LZMAError, zlib.error),
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Record:
             span = None if told["span"] is None else _span(told["span"])
             same = fields.text(told, "key") == key
             whole = all((run_dir / file).is_file() for file in files)
-        except (*_UNREADABLE, BadZipFile):
+        except _UNREADABLE:
             return None
         alike = places.shape == (len(values), 2) and values.ndim == 2
         if not (same and whole and alike and (places.dtype, values.dtype) == (_PLACE, _VALUE)):

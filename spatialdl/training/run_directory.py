@@ -271,18 +271,18 @@ def earlier_steps(run_dir: Path, step: int) -> list[dict[str, float]]:
     try:
         with (run_dir / "metrics.csv").open(newline="") as lines:
             found = list(csv.DictReader(lines))
-    except OSError:
+    except (OSError, UnicodeDecodeError, csv.Error):
         return []
     rows = (_numbers(row) for row in found)
     return [row for row in rows if row is not None and row["step"] <= step]
 
 
-def _numbers(row: Mapping[str, str | None]) -> dict[str, float] | None:
+def _numbers(row: Mapping[str, Any]) -> dict[str, float] | None:
     """A row read back; None for half a row, of a run that was killed."""
     try:
         values = {name: _number(row[name] or "") for name in METRICS}
         more = {name: _number(text) for name, text in row.items() if name not in values and text}
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, AttributeError):  # or a row that is too long
         return None
     return values | more
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.saving import replacing
+from spatialdl.data.saving import load_json, replacing
 
 
 def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
@@ -39,3 +39,11 @@ def test_two_may_write_the_same(tmp_path: Path) -> None:
         second.write(b"second")
     assert path.read_bytes() == b"first"  # the last to end
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_json_is_as_if_it_were_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    assert load_json(path) is None
+    for text, found in (('{"a": 1}', {"a": 1}), ("{", None), ("[" * 100_000, None)):
+        path.write_text(text)
+        assert load_json(path) == found

@@ -5,11 +5,12 @@ much memory takes the child with it, and not the test; so does nothing that a C 
 In the child every opening, renaming and starting that Python does is looked at
 (`sys.addaudithook`): what lies outside of the folder of the inputs must not be touched.
 
-    python -m tests.fuzzing.child TARGET FOLDER      reads inputs from stdin, answers on stdout
+    python -m tests.fuzzing.child FOLDER      reads inputs from stdin, answers on stdout
 """
 
 from __future__ import annotations
 
+import base64
 import faulthandler
 import json
 import os
@@ -32,6 +33,8 @@ TIME_LIMIT_S = 120.0
 """For one that waits for something."""
 MEMORY = 2**31  # bytes of addresses beyond those of a child that has read a valid input
 _START_S = 600.0
+_HEAD = struct.Struct("<IiI")  # bytes of the target's name, number of the input, its bytes
+_PREPARE = -1
 _RENEWED_AFTER = 2000  # inputs: what leaks in a library is not what is looked for
 _READ_ANYWHERE = ("/proc/", "/sys/", "/dev/", "/usr/", "/lib", "/etc/localtime", "/etc/ld.so")
 _PATH_EVENTS = {
@@ -56,40 +59,54 @@ class Outcome(NamedTuple):
 
 
 class Child:
-    """The parent's side.
+    """The parent's side: a process that reads for any target, which is prepared when it is first.
 
     Args:
-        target: name of a target, see `tests.fuzzing.targets`.
         folder: its own, for the inputs and nothing else.
     """
 
-    def __init__(self, target: str, folder: Path) -> None:
-        self._target, self._folder = target, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._valid: dict[str, list[bytes]] = {}
         self._tried = 0
 
-    def attempt(self, number: int, data: bytes) -> Outcome:
+    def valid(self, target: str) -> list[bytes]:
+        """The valid inputs of a target, see `tests.fuzzing.targets`; they have been read."""
+        if self._process is None or self._tried >= _RENEWED_AFTER:
+            self.close()
+            self._start()
+        if target not in self._valid:
+            answer = self._asked(target, _PREPARE, b"", _START_S)
+            if answer is None or answer[0] != "ready":
+                self.close()
+                raise RuntimeError(f"{target} does not read a valid input: {self._tail()}")
+            self._valid[target] = [base64.b64decode(one) for one in answer[1:]]
+        return self._valid[target]
+
+    def attempt(self, target: str, number: int, data: bytes) -> Outcome:
         """Give it an input.
 
         Args:
             number: of the valid input that `data` was made of.
         """
-        if self._process is None or self._tried >= _RENEWED_AFTER:
-            self.close()
-            self._start()
+        self.valid(target)
         self._tried += 1
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
+        answer = self._asked(target, number, data, TIME_LIMIT_S)
+        return self._ended() if answer is None else Outcome(*answer)
+
+    def _asked(self, target: str, number: int, data: bytes, limit: float) -> Any:
+        """What it says; None if it ended, or said nothing in time."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        name = target.encode()
         try:
-            process.stdin.write(struct.pack("<II", number, len(data)) + data)
-            process.stdin.flush()
-            answer = self._answer(process)
+            head = _HEAD.pack(len(name), number, len(data))
+            self._process.stdin.write(head + name + data)
+            self._process.stdin.flush()
+            return self._answer(self._process, limit)
         except BrokenPipeError:
-            answer = None
-        if answer is not None:
-            return Outcome(*answer)
-        return self._ended(process)
+            return None
 
     def _start(self) -> None:
         environment = {
@@ -101,21 +118,16 @@ class Child:
         self._folder.mkdir(exist_ok=True)
         self._errors = (self._folder / "stderr").open("w+b")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzzing.child", self._target, str(self._folder)],
+            [sys.executable, "-m", "tests.fuzzing.child", str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             cwd=ROOT,
             env=environment,
         )
-        self._tried = 0
-        ready = self._answer(self._process, _START_S)
-        if ready is None or ready[0] != "ready":
-            self.close()
-            raise RuntimeError(f"{self._target} does not read a valid input: {self._tail()}")
+        self._valid, self._tried = {}, 0
 
-    def _answer(self, process: subprocess.Popen[bytes], limit: float = TIME_LIMIT_S) -> Any:
-        """What it says; None if it ended, or said nothing in time."""
+    def _answer(self, process: subprocess.Popen[bytes], limit: float) -> Any:
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], limit)[0]:
             return None
@@ -124,7 +136,9 @@ class Child:
             return None
         return json.loads(process.stdout.read(struct.unpack("<I", head)[0]))
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> Outcome:
+    def _ended(self) -> Outcome:
+        process = self._process
+        assert process is not None
         try:
             code = process.wait(1)
         except subprocess.TimeoutExpired:
@@ -190,7 +204,7 @@ class _Watch:
         elif event in _PATH_EVENTS:
             for path in given:
                 if isinstance(path, str | bytes):
-                    self._look(event, path, writes=True)
+                    self._look(event, _from_folder(path, given[-1]), writes=True)
         elif event in _NEVER and not self._is_ours(event, given):
             self.seen.append(f"{event} {given!r}"[:300])
 
@@ -205,31 +219,55 @@ class _Watch:
             self.seen.append(f"{event} {'writes' if writes else 'reads'} {real}"[:300])
 
 
-def _main(name: str, folder: Path) -> None:
+def _from_folder(path: str | bytes, folder: Any) -> str:
+    """A path that may be relative to an open folder, as those of `shutil.rmtree` are."""
+    name = os.fsdecode(path)
+    if isinstance(folder, int) and folder >= 0:
+        with suppress(OSError):
+            return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+    return name
+
+
+def _main(folder: Path) -> None:
     from tests.fuzzing.targets import TARGETS
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGPROF, all_threads=False, chain=True)  # says where it is
-    target = TARGETS[name](folder)
-    for number, valid in enumerate(target.valid()):
-        target.attempt(number, valid)  # imports all that is needed, and raises nothing
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    targets: dict[str, Any] = {}
     watch = _Watch(folder)
-    _say(answers, "ready", "")
-    while len(head := sys.stdin.buffer.read(8)) == 8:
-        number, length = struct.unpack("<II", head)
-        data = sys.stdin.buffer.read(length)
+    while len(head := sys.stdin.buffer.read(_HEAD.size)) == _HEAD.size:
+        length, number, size = _HEAD.unpack(head)
+        name = sys.stdin.buffer.read(length).decode()
+        data = sys.stdin.buffer.read(size)
+        if number == _PREPARE:
+            target, valid = _prepared(TARGETS[name], folder / name)
+            targets[name] = target
+            _say(answers, "ready", *(base64.b64encode(one).decode() for one in valid))
+            continue
         watch.seen.clear()
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # ends this process
-        kind, said = _tried(target, number, data)
+        kind, said = _tried(targets[name], number, data)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if watch.seen:
             kind, said = "wrong", f"{'; '.join(watch.seen)}; {kind} {said}"
         _say(answers, kind, said)
+
+
+def _prepared(make: Any, folder: Path) -> tuple[Any, list[bytes]]:
+    """A target that has read its valid inputs: what it imports is there, and nothing is wrong."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    folder.mkdir(exist_ok=True)
+    target = make(folder)
+    valid = target.valid()
+    for number, one in enumerate(valid):
+        target.attempt(number, one)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+    return target, valid
 
 
 def _tried(target: Any, number: int, data: bytes) -> tuple[str, str]:
@@ -252,4 +290,4 @@ def _say(answers: IO[bytes], *words: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]))
+    _main(Path(sys.argv[1]))

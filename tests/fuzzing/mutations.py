@@ -104,6 +104,18 @@ def changed_json(draw: st.DrawFn, valid: Any) -> bytes:
     return data
 
 
+@st.composite
+def changed_safetensors(draw: st.DrawFn, valid: bytes) -> bytes:
+    """A file of tensors whose header says something else of them, or in another order.
+
+    Args:
+        valid: the file as it should be.
+    """
+    end = 8 + int.from_bytes(valid[:8], "little")
+    header = draw(changed_json(json.loads(valid[8:end])))
+    return len(header).to_bytes(8, "little") + header + valid[end:]
+
+
 def _change_value(draw: st.DrawFn, document: list[Any]) -> None:
     """Change one value somewhere; the document is the only item of a list, and so may be it."""
     parent: Any = document

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Document = Any
+SMALL = ("model=resnet18", "model.width=4")
 
 
 class Target(Protocol):
@@ -157,6 +158,9 @@ class ShardTarget:
 class InspectTarget(ShardTarget):
     """A shard, of which all is to be told."""
 
+    def valid(self) -> list[bytes]:
+        return self._valid[:2]
+
     def attempt(self, number: int, data: bytes) -> None:
         from spatialdl.slides.inspecting import inspect
 
@@ -268,8 +272,22 @@ class XmlTarget(GeojsonTarget):
         ]
 
 
+def resealed(data: bytes) -> bytes:
+    """A changed checkpoint.json with the checksum that goes with it, as anybody may write it."""
+    from spatialdl.training.checkpoints.folder import SEAL, sealed
+
+    try:
+        content = json.loads(data)
+        return sealed({key: content[key] for key in content if key != SEAL}).encode()
+    except (ValueError, TypeError, RecursionError):
+        return data
+
+
 class CheckpointTarget:
-    """checkpoint.json, and then safetensors files whose checksum it has."""
+    """checkpoint.json, and then safetensors files whose checksum it has, as predicting reads them.
+
+    What somebody has changed has the right checksums: they are against damage.
+    """
 
     clean: tuple[type[BaseException], ...] = ()
     names = "step-00000002"
@@ -280,7 +298,7 @@ class CheckpointTarget:
         self._folder = folder
         run = folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        train(run)
+        train(run, *SMALL)
         self._path = run / "checkpoints" / self.names
         self._files = ["checkpoint.json", "stage-00.safetensors", "random.safetensors"]
         self._valid = [(self._path / name).read_bytes() for name in self._files]
@@ -288,24 +306,31 @@ class CheckpointTarget:
     def valid(self) -> list[bytes]:
         return self._valid
 
+    def _put(self, number: int, data: bytes) -> None:
+        """Write a checkpoint of which one file was changed."""
+        for name, whole in zip(self._files, self._valid, strict=True):
+            (self._path / name).write_bytes(whole)
+        name = self._files[number]
+        if number == 0:
+            data = resealed(data)
+        else:
+            content = json.loads(self._valid[0])
+            digest = hashlib.sha256(data).hexdigest()
+            content["files"][name] = {"bytes": len(data), "sha256": digest}
+            (self._path / "checkpoint.json").write_bytes(resealed(json.dumps(content).encode()))
+        (self._path / name).write_bytes(data)
+
     def attempt(self, number: int, data: bytes) -> None:
         from spatialdl.comm.alone import Alone
         from spatialdl.export import export
         from spatialdl.predicting.cutting import cutting_of
+        from spatialdl.predicting.network import Network
         from spatialdl.predicting.trained import find_trained
         from spatialdl.training.checkpoints.content import restore_random
         from spatialdl.training.checkpoints.reading import Checkpoint
         from tests.predicting.runs import command
 
-        for name, whole in zip(self._files, self._valid, strict=True):
-            (self._path / name).write_bytes(whole)
-        name = self._files[number]
-        (self._path / name).write_bytes(data)
-        if number:
-            content = json.loads(self._valid[0])
-            record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            content["files"][name] = record
-            (self._path / "checkpoint.json").write_text(json.dumps(content))
+        self._put(number, data)
         trained = find_trained(str(self._path), Alone())
         with Checkpoint(trained.path) as checkpoint:
             for key in checkpoint.names(""):
@@ -316,6 +341,7 @@ class CheckpointTarget:
         self._config = getattr(self, "_config", None) or command("ckpt_path=x", "mpp=0.5")
         try:
             cutting_of(self._config, trained)
+            Network(trained, self._config, Alone()).pipeline((32, 32))
         except ValueError as error:
             raise ValueError(f"{self.names}: {error}") from error
 
@@ -331,25 +357,75 @@ class CheckpointTarget:
 
 
 class ResumeTarget(CheckpointTarget):
-    """checkpoint.json, as a run that goes on reads it."""
-
-    names = "run"
+    """The same files, and metrics.csv, as a run that goes on reads them."""
 
     def __init__(self, folder: Path) -> None:
-        self.names = "step-00000002"
         super().__init__(folder)
-        self.names = ""
+        self._metrics = self._path.parents[1] / "metrics.csv"
+        self._rows = self._metrics.read_bytes()
 
     def valid(self) -> list[bytes]:
-        return self._valid[:1]
+        return [*self._valid, self._rows]
 
     def attempt(self, number: int, data: bytes) -> None:
         from tests.predicting.runs import train
 
-        (self._path / "checkpoint.json").write_bytes(data)
+        changed = number if number < len(self._files) else 0
+        self._put(changed, data if changed == number else self._valid[0])
+        self._metrics.write_bytes(self._rows if changed == number else data)
         run = self._folder / "resumed"
         shutil.rmtree(run, ignore_errors=True)
-        train(run, f"ckpt_path={self._path}", "trainer.checkpoint.keep=0", "logger=[]")
+        more = (f"ckpt_path={self._path}", "trainer.checkpoint.keep=0", "logger=[]")
+        train(run, *SMALL, *more, "trainer.max_steps=3")
+
+
+class RecordTarget:
+    """What a batch of slides, or predicting for them, has left of slides that are done."""
+
+    clean: tuple[type[BaseException], ...] = ()
+    names = ""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        shutil.rmtree(folder / "batch", ignore_errors=True)
+        self._batch = folder / "batch"
+        self._batch.mkdir()
+
+    def valid(self) -> list[bytes]:
+        from spatialdl.data.format import ShardInfo
+        from spatialdl.predicting.records import Record as Prediction
+        from spatialdl.slides.batch.record import Part, Record, save_part
+        from spatialdl.slides.batch.report import Report
+
+        shard = self._batch / "shard-00000.h5"
+        shard.write_bytes(b"whole")
+        info = ShardInfo(shard.name, 5, hashlib.sha256(b"whole").hexdigest(), 1)
+        part = Part(info, [(3, 4, 1), (5, -6, None)], {"blur": [(1, 2)]}, [], "torn", 2, 0.5)
+        report = Report("a").to_json()
+        Record("key", "a.svs", "train", [part], [info], None, report).save(self._batch, "a")
+        save_part(self._batch, "key", part)
+        places, values = np.arange(6).reshape(3, 2), np.ones((3, 2))
+        Prediction("a", "key", places, (8.0, 9.0), values, 1, [shard.name]).save(self._batch)
+        names = ("records/a.json", "part.json", "records/a.npz", "settings.json")
+        self._paths = [self._batch / name for name in names]
+        self._paths[3].write_text(json.dumps({"tile_size": 64, "mpp": [0.5]}))
+        self._valid = [path.read_bytes() for path in self._paths]
+        return self._valid
+
+    def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.data.saving import load_json
+        from spatialdl.predicting.records import Record as Prediction
+        from spatialdl.slides.batch.record import Record, load_part
+
+        for path, whole in zip(self._paths, self._valid, strict=True):
+            path.write_bytes(whole)
+        self._paths[number].write_bytes(data)
+        record = Record.load(self._batch, "a")
+        if record is not None:
+            record.is_whole(self._batch)
+        load_part(self._batch, "key")
+        Prediction.load(self._batch, "a", "key")
+        load_json(self._paths[3])
 
 
 class WeightsTarget:
@@ -472,7 +548,8 @@ class Misbehaving:
         return [b"read"]
 
     def attempt(self, number: int, data: bytes) -> None:
-        outside = self._folder.parent / "outside"
+        inputs = self._folder.parent
+        outside = inputs.parent / "outside"
         if data == b"crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         elif data == b"spin":
@@ -483,9 +560,12 @@ class Misbehaving:
         elif data == b"write":
             outside.touch()
         elif data == b"rename":
-            (self._folder / "stderr").rename(outside)
+            (inputs / "stderr").rename(outside)
         elif data == b"look":
-            (self._folder.parent / "secret").read_bytes()
+            (inputs.parent / "secret").read_bytes()
+        elif data == b"remove inside":
+            (self._folder / "removed" / "twice").mkdir(parents=True)
+            shutil.rmtree(self._folder / "removed")
         elif data == b"unpickle":
             pickle.loads(pickle.dumps(Path()))
         elif data == b"start":
@@ -505,6 +585,7 @@ TARGETS: dict[str, type[Target]] = {
     "xml": XmlTarget,
     "checkpoint": CheckpointTarget,
     "resume": ResumeTarget,
+    "records": RecordTarget,
     "weights": WeightsTarget,
     "slide": SlideTarget,
     "config": ConfigTarget,

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from io import BytesIO
+from zipfile import ZIP_LZMA, ZIP_STORED, ZipFile
+
 import numpy as np
+import pytest
 
 from spatialdl.predicting.records import Record, key_of
 from spatialdl.predicting.tables import save_tables, slide_columns, tile_columns
@@ -26,6 +30,37 @@ def test_a_record_comes_back_only_if_nothing_has_changed(tmp_path):
     (path,) = (tmp_path / "records").iterdir()
     path.write_bytes(path.read_bytes()[:-30])
     assert Record.load(tmp_path, "a", "key") is None
+
+
+@pytest.mark.parametrize("how", ["large", "encrypted", "packed"])
+def test_a_record_that_was_made_to_break_its_reader_is_none(how, tmp_path):
+    (tmp_path / "a.tif").touch()
+    record("a", (0.2, 0.8)).save(tmp_path)
+    assert Record.load(tmp_path, "a", "key") is not None
+    (path,) = (tmp_path / "records").iterdir()
+    with np.load(path) as found:
+        members = {f"{name}.npy": array_file(found[name]) for name in found.files}
+    if how == "large":
+        old, new = b"(1, 2), }".ljust(40), b"(1000000000000, 2), }".ljust(40)
+        assert old in members["places.npy"]
+        members["places.npy"] = members["places.npy"].replace(old, new)
+    with ZipFile(path, "w", ZIP_LZMA if how == "packed" else ZIP_STORED) as out:
+        for name, data in members.items():
+            out.writestr(name, data)
+    data = bytearray(path.read_bytes())
+    if how == "encrypted":
+        data[6] |= 1
+        data[data.index(b"PK\1\2") + 8] |= 1
+    elif how == "packed":
+        data[60:70] = b"\xff" * 10
+    path.write_bytes(data)
+    assert Record.load(tmp_path, "a", "key") is None
+
+
+def array_file(array: np.ndarray) -> bytes:
+    out = BytesIO()
+    np.save(out, array)
+    return out.getvalue()
 
 
 def test_a_key_changes_with_settings_and_file(tmp_path):

@@ -132,6 +132,10 @@ def test_rows_of_an_earlier_run_are_kept_up_to_a_step(tmp_path):
     assert [row["step"] for row in kept] == [1, 2, 3]
     assert [row["step"] for row in earlier_steps(tmp_path, 9)] == [1, 2, 3, 4, 5]
     assert earlier_steps(tmp_path / "nowhere", 3) == []
+    whole = (tmp_path / "metrics.csv").read_bytes()
+    for bad, steps in ((b"7,1,1,1,1,1,1\n", [1, 2, 3, 4, 5]), (b"\xff", []), (b"a" * 200_000, [])):
+        (tmp_path / "metrics.csv").write_bytes(whole + b"\n" + bad)
+        assert [row["step"] for row in earlier_steps(tmp_path, 9)] == steps
     earlier = [{"step": 3, "loss": 0.5, "accuracy": 0.75, "samples": 8, "dice": [1.0]}]
     with RunDirectory(tmp_path, CONFIG, kept, earlier) as run:
         run.log_validation(step=6, loss=0.25, accuracy=1.0, samples=8, dice=[0.5])
