@@ -37,7 +37,7 @@ def test_each_node_stages_the_shards_of_its_ranks_and_training_is_the_same(tmp_p
     data = ["data=shards", f"data.path={tmp_path / 'set'}", "data.batch_size=2", "device=cpu"]
     model = ["~model.width", "++model._target_=tests.cluster.networks.waiting"]
     once = [*data, *model, "trainer.precision=float64", "trainer.max_steps=20"]
-    once += ["trainer.report=false"]
+    once.append("trainer.report=false")
     plain = losses_alone(tmp_path / "plain", *once, "++model.file=/")
     to = "data.stage.to='${oc.env:SLURM_TMPDIR}'"
     words = [*once, f"++model.file={tmp_path / 'go'}", "parallel=sp", to, "hydra.run.dir=run"]
