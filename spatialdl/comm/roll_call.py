@@ -29,6 +29,10 @@ HELD_BACK_S = 5.0
 
 _MOST, _MOST_BYTES = 20_000, 200_000
 _CREDENTIALS = struct.Struct("3i")
+_OOM_KILLS = {  # of cgroups(7), version 2 and 1
+    "": "/sys/fs/cgroup{}/memory.events",
+    "memory": "/sys/fs/cgroup/memory{}/memory.oom_control",
+}
 
 # --- a rank
 
@@ -186,9 +190,12 @@ class RollCall:
 
 def _oom_kills() -> int:
     """How often the kernel has killed for want of memory where this process is counted."""
-    with suppress(OSError, StopIteration, ValueError):
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        group = next(line for line in groups if line.startswith("0::")).removeprefix("0::")
-        events = Path(f"/sys/fs/cgroup{group}/memory.events").read_text().splitlines()
-        return int(next(line for line in events if line.startswith("oom_kill ")).split()[1])
-    return 0
+    found = 0
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            file = Path(_OOM_KILLS.get(controllers, "/none").format(group))
+            with suppress(OSError, StopIteration):
+                counts = file.read_text().splitlines()
+                found += int(next(one for one in counts if one.startswith("oom_kill ")).split()[1])
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import answer, resume_drained, until
+from tests.cluster.slurm import answer, resume_drained, run, until
 
 NODES = 4
 UP = ("idle", "mixed", "allocated", "completing")
@@ -49,6 +49,21 @@ def agent(nodectl, tmp_path) -> Path:
     path.write_text("\n".join(lines))
     path.chmod(0o755)
     return path
+
+
+@pytest.fixture
+def assert_gone(nodectl, tmp_path) -> Callable[..., None]:
+    """That no process on nodes has a word among its arguments, in 5 s at the latest."""
+
+    def check(nodes: list[str], word: str, patience_s: float = 5.0) -> None:
+        def left() -> list[str]:
+            shown = [run([nodectl, "exec", node, "ps", "-eo", "args"], tmp_path) for node in nodes]
+            assert all("slurmd" in one.stdout for one in shown), shown
+            return [line for one in shown for line in one.stdout.splitlines() if word in line]
+
+        until(lambda: not left(), f"{word}: processes are still there", patience_s)
+
+    return check
 
 
 @pytest.fixture

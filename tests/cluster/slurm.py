@@ -47,9 +47,9 @@ def answer(*words: str) -> str:
     return run([*words], ROOT).stdout.strip()
 
 
-def until(condition: Callable[[], object], otherwise: str) -> None:
+def until(condition: Callable[[], object], otherwise: str, patience_s: float = PATIENCE_S) -> None:
     """Wait for something that Slurm does by itself."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > end:
             pytest.fail(otherwise)

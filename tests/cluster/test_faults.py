@@ -12,7 +12,12 @@ from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, quoted, resume_drained, 
 from tests.training.checkpoints.runs import TINY, losses, table
 
 TRAIN_SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
-SP_PP = [*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"]
+SP_PP = [
+    *(*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"),
+    "trainer.report=false",
+]
+THREE = ["node1", "node2", "node3"]
+ON_THREE = ["-w", ",".join(THREE), "-n3"]
 OFTEN = "trainer.checkpoint.every_steps=10"
 STEPS = 500
 
@@ -22,18 +27,19 @@ def with_failing(how: str) -> list[str]:
     return [*SP_PP, *model, "hydra.run.dir=run"]
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
-    done = run([*SRUN, "-N3", "-n3", *TRAIN, *with_failing("raises")], tmp_path)
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(assert_gone, tmp_path):
+    done = run([*SRUN, *ON_THREE, *TRAIN, *with_failing("raises")], tmp_path)
     assert done.returncode != 0
-    (told,) = re.findall(r"rank 1 on (\w+): Traceback.*?\n(\w+: .*)", done.stderr, re.DOTALL)
-    assert told[0].startswith("node")
-    assert "RuntimeError: this rank has had enough" in told[1]
+    assert_gone(THREE, "model.how=raises")
+    (told,) = re.findall(r"rank 1 on node2: Traceback.*?\n(\w+: .*)", done.stderr, re.DOTALL)
+    assert told.startswith("RuntimeError: this rank has had enough")
 
 
-def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path):
-    done = run([*SRUN, "-N3", "-n3", *TRAIN, *with_failing("dies")], tmp_path)
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(assert_gone, tmp_path):
+    done = run([*SRUN, *ON_THREE, *TRAIN, *with_failing("dies")], tmp_path)
     assert done.returncode != 0
-    assert re.search(r"error: node\d+: task 1: Killed", done.stderr), done.stderr
+    assert_gone(THREE, "model.how=dies")
+    assert re.search(r"error: node2: task 1: Killed", done.stderr), done.stderr
 
 
 @pytest.mark.slow

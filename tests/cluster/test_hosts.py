@@ -11,20 +11,18 @@ from pathlib import Path
 import pytest
 
 from spatialdl.comm.launch import mpiexec_command
+from tests.cluster.alone import losses_alone
 from tests.cluster.slurm import ENVIRONMENT, PATIENCE_S, TRAIN, quoted, run
 from tests.training.checkpoints.runs import TINY, losses
 
 HOSTS = ["node1", "node2"]
-SP = [*TINY, "parallel=sp", "parallel.grid=[2,2]", "data.validation_samples=0", "hydra.run.dir=run"]
+ONE = [*TINY, "data.validation_samples=0", "trainer.report=false"]
+SP = [*ONE, "parallel=sp", "parallel.grid=[2,2]", "hydra.run.dir=run"]
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    cwd = tmp_path_factory.mktemp("none")
-    words = [*TINY, "data.validation_samples=0", "hydra.run.dir=run"]
-    done = run([*TRAIN, *words], cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses(cwd / "run")
+    return losses_alone(tmp_path_factory.mktemp("none"), *ONE)
 
 
 def assert_is_the_run_of_one_process(cwd: Path, one_process: list[float]) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import hanging
+from tests.cluster.alone import losses_alone
 from tests.cluster.slurm import TRAIN, run
+from tests.comm.running import with_failing
 from tests.training.checkpoints.runs import TINY, losses
 
 pytestmark = pytest.mark.slow
@@ -37,10 +40,7 @@ def mpich(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    cwd = tmp_path_factory.mktemp("none")
-    done = run([*TRAIN, *ONE, "hydra.run.dir=run"], cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses(cwd / "run")
+    return losses_alone(tmp_path_factory.mktemp("none"), *ONE)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,16 @@ def test_ranks_that_srun_does_not_introduce_to_each_other_end_with_advice(mpich,
     assert "srun started 2 ranks, but MPI sees a world of 1" in done.stderr
     assert "`srun --mpi=pmi2` for MPICH" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_stops_is_named_and_the_job_ends(mpich, assert_gone, tmp_path):
+    nodes = ["node1", "node2", "node3"]
+    srun = ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "-w", ",".join(nodes), "-n3"]
+    words = [*hanging.SP_PP, *with_failing("stops", rank=2)]
+    done = run([*srun, mpich, *TRAIN[1:], *words], tmp_path)
+    assert done.returncode != 0
+    hanging.assert_told(done.stdout + done.stderr, nodes, lost=2)
+    assert_gone(nodes, hanging.TIMEOUT)
 
 
 def test_its_mpiexec_on_two_hosts_equals_one_process(agent, mpich, one_process, tmp_path):

@@ -12,7 +12,8 @@ from tests.cluster.slurm import TRAIN, Job, answer, run
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, table, train
 
 TWO_NODES = ["launcher=slurm", "launcher.nodes=2", "launcher.tasks_per_node=2"]
-LONG = [*TINY, "parallel=sp", "data.validation_samples=0"]
+NO_REPORT = "trainer.report=false"
+LONG = [*TINY, "parallel=sp", "data.validation_samples=0", NO_REPORT]
 STEPS = 200
 
 
@@ -45,7 +46,7 @@ class Submitted(Job):
 
 def test_a_sweep_on_two_nodes_equals_runs_in_one_process(tmp_path):
     layout = ["parallel=dp+sp", "parallel.grid=[2,1]", "parallel.data=2"]
-    jobs = submitted(tmp_path, "-m", *TWO_NODES, *TINY, *layout, "seed=3,4")
+    jobs = submitted(tmp_path, "-m", *TWO_NODES, *TINY, *layout, NO_REPORT, "seed=3,4")
     assert len({job.run_dir for job in jobs}) == len(jobs) == 2
     for seed, job in zip((3, 4), jobs, strict=True):
         with job:
@@ -60,6 +61,7 @@ def test_a_sweep_on_two_nodes_equals_runs_in_one_process(tmp_path):
         assert f"start 1 of the run in {job.run_dir}" in job.said()
 
 
+@pytest.mark.slow
 def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
     # the same run twice, one after the other
     words = [*LONG, f"trainer.max_steps={STEPS}", "trainer.checkpoint.keep=1,2"]

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.launch import launched, mpiexec_command
@@ -152,6 +153,9 @@ class Fails(nn.Module):
                 raise ZeroDivisionError("this rank has had enough")
             if self.how == "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            held = []
+            while self.how == "eats":
+                held.append(torch.ones(2**22))
             signal.pause()
         return x
 

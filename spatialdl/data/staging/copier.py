@@ -113,6 +113,7 @@ class Copier:
         finally:
             self._giving_way.close()
         if not self._stopped.is_set():
+            self._tell_moved()
             self._tell(Event("done"))
 
     def _work(self) -> None:
@@ -188,11 +189,12 @@ class Copier:
         """Tell of bytes now and then, so that a copier that gets no further is noticed."""
         with self._counting:
             self._moved += max(count, 0)
-            now = time.monotonic()
-            if now - self._told_at < _TELL_EVERY_S:
-                return
-            moved, self._moved, self._told_at = self._moved, 0, now
-        self._tell(Event("moved", bytes=moved))
+            if time.monotonic() - self._told_at >= _TELL_EVERY_S:
+                self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        self._tell(Event("moved", bytes=self._moved))
+        self._moved, self._told_at = 0, time.monotonic()
 
     def _look_at_others(self, info: ShardInfo) -> None:
         """Count what another copier does for this job, too."""

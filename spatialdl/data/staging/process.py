@@ -61,7 +61,7 @@ class CopierProcess:
         self._told: list[str] = []
         self._listening: threading.Thread | None = None
         self._said: set[str] = set()
-        self._moved, self._since = 0, time.monotonic()
+        self._since = time.monotonic(), 0
         self._last_words = ""
 
     @property
@@ -147,20 +147,20 @@ class CopierProcess:
             self._told.append(line)
 
     def _look_at_speed(self) -> None:
-        seconds = time.monotonic() - self._since
-        if seconds < _SLOW_AFTER_S:
+        (before, there), now = self._since, time.monotonic()
+        if now - before < _SLOW_AFTER_S:
             return
-        if self._moved < _SLOW * seconds:
-            why = f"{readable_bytes(self._moved)} in the last {seconds:.0f} s"
+        self._since = now, self.bytes["moved"]
+        moved = self.bytes["moved"] - there
+        if moved < _SLOW * (now - before):
+            why = f"{readable_bytes(moved)} in the last {now - before:.0f} s"
             self._say("slow", "copying is slow, or stands still", why)
-        self._moved, self._since = 0, time.monotonic()
 
     def _note(self, event: Event) -> None:
+        self.bytes[event.what] += event.bytes
         if event.what == "moved":
-            self._moved += event.bytes
             return
         self.shards[event.what] += 1
-        self.bytes[event.what] += event.bytes
         if event.what == "damaged":
             self.damaged[event.file] = event.why
         elif event.what in ("left", "unreadable"):

@@ -74,7 +74,8 @@ def left_on(disk: Path) -> list[Path]:
 def test_the_copies_are_the_shards_and_go_with_the_job(start, folder, tmp_path, dataset):
     copier = ended(start())
     assert copier.shards == {"copied": 6, "done": 1}
-    assert copier.bytes["copied"] == sum(info.bytes for info in dataset.manifest.shards)
+    size = sum(info.bytes for info in dataset.manifest.shards)
+    assert copier.bytes == {"copied": size, "moved": size, "done": 0}
     for info in dataset.manifest.shards:
         copy = copier.folder / local_name(info)
         assert copy.read_bytes() == (folder / info.file).read_bytes()
@@ -91,6 +92,9 @@ def test_kept_copies_are_checked_and_used_again(start, tmp_path, dataset):
     copier = ended(start())
     assert len(copier.there) == 6
     assert copier.shards == {"reused": 5, "copied": 1, "done": 1}
+    assert copier.bytes["moved"] == sum(copier.bytes[what] for what in ("reused", "copied")) + (
+        dataset.manifest.shards[2].bytes
+    )
     info = dataset.manifest.shards[2]
     fresh = (copier.folder / local_name(info)).read_bytes()
     assert fresh == (dataset.path / info.file).read_bytes()
