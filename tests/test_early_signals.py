@@ -23,7 +23,8 @@ import os, sys
 if os.environ.get("OMPI_COMM_WORLD_RANK", "") == os.environ["HELD"]:
     with open("here", "w") as here:
         here.write(str(os.getpid()))
-    open("go").close()
+    with open("go") as go:
+        go.read(1)
 sys.path.remove(os.environ["HOLDING"])
 del sys.modules["hydra"]
 import hydra
@@ -38,6 +39,7 @@ def importing(folder: Path, words: list[str], held: str = "") -> Iterator[subpro
     (holding / "hydra" / "__init__.py").write_text(HOLDING)
     for name in ("here", "go"):
         os.mkfifo(folder / name)
+    letting_go = os.open(folder / "go", os.O_RDWR)  # which waits for nobody
     path = os.pathsep.join([str(holding), str(ROOT), *sys.path])
     environment = {"HOLDING": str(holding), "HELD": held, "PYTHONPATH": path}
     threads = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -52,6 +54,7 @@ def importing(folder: Path, words: list[str], held: str = "") -> Iterator[subpro
         try:
             yield process
         finally:
+            os.close(letting_go)
             process.kill()
 
 
@@ -61,7 +64,7 @@ def is_held(folder: Path) -> int:
 
 
 def go(folder: Path) -> None:
-    (folder / "go").write_text("")
+    (folder / "go").write_text("x")
 
 
 @pytest.mark.parametrize("layout", [[], SP_PP], ids=["one process", "starting ranks"])
