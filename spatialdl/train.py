@@ -6,6 +6,11 @@ One rank is this process; for several it starts itself again under a launcher; s
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from spatialdl import early_signals
+
+    early_signals.keep()  # before anything else is imported, which takes a while
+
 import inspect
 import logging
 import re
@@ -24,6 +29,7 @@ from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
+from spatialdl.early_signals import let_end
 from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
     alone,
@@ -64,6 +70,7 @@ def main() -> None:
 
 
 def _run_alone(arguments: Sequence[str]) -> None:
+    let_end()
     check_words(flags_of(arguments), "train")
     _hydra_main()
 

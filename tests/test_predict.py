@@ -266,7 +266,7 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
         ("ckpt_path=run slides=a.tiff activation=true maps=false", "activation=true draws maps"),
         ("ckpt_path=run shards=tiles mpp=1", "mpp says how to cut slides, but shards are cut"),
         ("ckpt_path=run slide=a.tiff", "slide is unknown; nearest: slides"),
-        ("ckpt_path=run slides=a.tiff average=perhaps", "average=perhaps is not supported"),
+        ("ckpt_path=run slides=a.tiff average=perhaps", "average=perhaps must be true or false"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence, here):

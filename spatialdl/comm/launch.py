@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from spatialdl import allocator
+from spatialdl import allocator, early_signals
 from spatialdl.comm.roll_call import RollCall, say
 
 GRACE_S = 10.0
 """Ranks that were told to stop and have not after this long are killed."""
+
+_STARTED_S = 60.0  # ranks on other machines, which do not answer, have started by then
 
 TERMINAL = "SPATIALDL_TERMINAL"
 """Set for ranks whose output, though it goes through a launcher, ends in a terminal."""
@@ -172,7 +174,8 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
     """
     command, environment = ranks_command(world_size, module, arguments)
     with RollCall(world_size) as ranks:
-        code = _supervise(command, {**environment, **ranks.environment}, stops)
+        there = ranks.complete if stops else None
+        code = _supervise(command, {**environment, **ranks.environment}, there)
     vanished = ranks.vanished()
     if vanished and code and code - 128 not in _ENDING:
         say(f"error: {vanished}")
@@ -294,21 +297,34 @@ def _answer(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-def _supervise(command: Sequence[str], environment: Mapping[str, str], stops: bool = False) -> int:
-    """Run a launcher, hand every signal on to it, and leave nothing of it behind."""
+def _supervise(
+    command: Sequence[str], environment: Mapping[str, str], there: threading.Event | None = None
+) -> int:
+    """Run a launcher, hand every signal on to it, and leave nothing of it behind.
+
+    Args:
+        there: given if ranks stop by SIGUSR1, and set once they would hear it.
+    """
     child: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        if stops and number in _ENDING and not any(one in _ENDING for one in received):
-            received.append(number)
-            number = signal.SIGUSR1
-        else:
-            received.append(number)
+        is_first = number in _ENDING and not any(one in _ENDING for one in received)
+        received.append(number)
         if child is not None:
-            _tell(child, number)
+            tell(child, signal.SIGUSR1 if is_first and there is not None else number)
+
+    def tell(launcher: subprocess.Popen[bytes], number: int) -> None:
+        if there is None or number != signal.SIGUSR1:
+            _tell(launcher, number)
+        else:  # it would kill a launcher that has just begun
+            later = threading.Timer(0, _tell_later, (launcher, number, there))
+            later.daemon = True
+            later.start()
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    if there is not None:
+        received += early_signals.take()
     try:
         # a session of its own, or Ctrl-C would reach the launcher twice
         child = subprocess.Popen(
@@ -319,15 +335,20 @@ def _supervise(command: Sequence[str], environment: Mapping[str, str], stops: bo
             preexec_fn=_end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (one system call)
         )
         for number in received:
-            _tell(child, number)  # ranks that are not there yet cannot be told to stop
+            tell(child, number)
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     ending = [number for number in received if number in _ENDING]
-    if ending and not (stops and code == 0):
+    if ending and not (there is not None and code == 0):
         return 128 + ending[0]
     return code if code >= 0 else 128 - code
+
+
+def _tell_later(child: subprocess.Popen[bytes], number: int, there: threading.Event) -> None:
+    there.wait(_STARTED_S)
+    _tell(child, number)
 
 
 def _tell(child: subprocess.Popen[bytes], number: int) -> None:

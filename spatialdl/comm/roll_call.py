@@ -19,7 +19,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import TracebackType
 from typing import Self
 
@@ -85,11 +85,13 @@ class RollCall:
 
     Attributes:
         environment: for the ranks; empty where none is told.
+        complete: set once all ranks have answered, which those on other machines cannot.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.environment: dict[str, str] = {}
+        self.complete = Event()
         self._folder: str | None = None
         self._pids: dict[int, int] = {}
         self._gone: list[list[int]] = []
@@ -181,6 +183,8 @@ class RollCall:
             descriptor = os.pidfd_open(pid)
             waits.register(descriptor, selectors.EVENT_READ, rank)
             self._pids[rank] = pid
+            if len(self._pids) == self._world_size:
+                self.complete.set()
 
     def _speak(self) -> None:
         words, self._words = self._words, []

@@ -39,7 +39,8 @@ def start_world(transport: str = "auto") -> Communicator:
 
     Raises:
         ValueError: if MPI sees another number of ranks than the launcher started, or the ranks
-            take different transports.
+            take different transports. Ranks of srun that have an address of torch.distributed need
+            no MPI, and may not find out.
     """
     from spatialdl.comm.alone import Alone
     from spatialdl.comm.watchdog import start_watchdog, stop_watchdog
@@ -48,11 +49,11 @@ def start_world(transport: str = "auto") -> Communicator:
     if info is None:
         _Chosen.world = Alone()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
-        if info.launcher != "torchrun" and not _has_address():
-            _meet_by_mpi("torch")
+        if info.launcher == "mpiexec" or (info.launcher == "srun" and not _has_address()):
+            _meet_by_mpi(info, "torch")
         _Chosen.world = torch_world(info)
     else:
-        _meet_by_mpi("mpi")
+        _meet_by_mpi(info, "mpi")
         _Chosen.world = _mpi_world()
     if info is not None:
         start_watchdog(_Chosen.world)
@@ -65,19 +66,33 @@ def _has_address() -> bool:
     return {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def _meet_by_mpi(transport: str) -> None:
+def _meet_by_mpi(info: LaunchInfo, transport: str) -> None:
     """See to it that all ranks go on by the same transport; others would wait for each other."""
-    initialise_mpi()
-    from mpi4py import MPI
-
+    needs_none = transport == "torch" and _has_address()
+    try:
+        initialise_mpi()
+        from mpi4py import MPI
+    except ImportError:
+        if needs_none:
+            return
+        raise
+    if needs_none and MPI.COMM_WORLD.size != info.size:
+        return
     check_mpi_world(MPI.COMM_WORLD.size)
-    everybody = MPI.COMM_WORLD.allgather(transport)
-    for rank, other in enumerate(everybody):
-        if other != everybody[0]:
-            raise ValueError(
-                f"the ranks are not alike: comm.transport is {everybody[0]} on rank 0, {other} on "
-                f"rank {rank}: give all ranks the same overrides"
-            )
+    own = {"comm.transport": transport}
+    if transport == "torch":
+        names = ("MASTER_ADDR", "MASTER_PORT")
+        own["the address of torch.distributed"] = (
+            ":".join(os.environ[name] for name in names) if _has_address() else "not set"
+        )
+    everybody = MPI.COMM_WORLD.allgather(own)
+    for what, first in everybody[0].items():
+        for rank, other in enumerate(everybody):
+            if other[what] != first:
+                raise ValueError(
+                    f"the ranks are not alike: {what} is {first} on rank 0, {other[what]} on rank "
+                    f"{rank}: give all ranks the same overrides and environment"
+                )
 
 
 def world() -> Communicator:

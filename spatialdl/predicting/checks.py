@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.limit import check_timeout
+from spatialdl.configuring.values import check_values
 from spatialdl.placement import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import LATEST, candidates
@@ -15,7 +16,6 @@ from spatialdl.training.checks import BACKENDS, BALANCES, DEVICES, PRECISIONS, T
 from spatialdl.training.layouts import placement_of, schedule_of
 
 TABLES = ("csv", "parquet")
-SWITCHES = ("average", "maps", "activation", "overwrite")
 
 
 def check_config(config: DictConfig) -> Placement:
@@ -50,6 +50,7 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
     if config.whole:
         check_whole(placement, schedule.microbatches)
+    check_values(config)
     return placement
 
 
@@ -82,7 +83,6 @@ def _check_choices(config: DictConfig) -> None:
         "comm.backend": BACKENDS,
         "parallel.balance": BALANCES,
     }
-    choices |= dict.fromkeys(SWITCHES, (True, False))
     for key, known in choices.items():
         value = OmegaConf.select(config, key)
         if not any(value is one or (isinstance(value, str) and value == one) for one in known):

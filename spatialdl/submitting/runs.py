@@ -136,8 +136,9 @@ def script(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         words = [f"--ranks={run.ranks}", f"--requeue={run.requeue}", str(run.run_dir), *run.words]
         lines.append(f"{number}) set -- {shlex.join(words)} ;;")
+    lines += ["esac", "trap '' USR1  # of scancel --full: it is the ranks that leave"]
     command = f"exec {shlex.quote(sys.executable)} -u -m spatialdl.submitting.job"
-    return "\n".join([*lines, "esac", f'{command} "$@"'])
+    return "\n".join([*lines, f'{command} "$@"'])
 
 
 def _check_place() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.limit import check_timeout
+from spatialdl.configuring.values import check_values
 from spatialdl.placement import Placement
 from spatialdl.training.best import check_metric
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
-SWITCHES = ("tf32", "channels_last", "deterministic", "stop_on_nan", "trace", "report")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("classification", "multilabel", "regression", "segmentation")
@@ -77,6 +77,7 @@ def check_config(config: DictConfig) -> Placement:
     targets = config.data.get("targets")
     if targets is not None and not Path(targets).expanduser().is_file():
         raise ValueError(f"data.targets={targets} is no file")
+    check_values(config)
     return placement
 
 
@@ -103,14 +104,12 @@ def _check_trainer(config: DictConfig) -> int:
     from spatialdl.training.checkpoints.settings import check_settings
 
     settings = config.trainer
-    for key in SWITCHES:
-        if not isinstance(settings[key], bool):
-            raise ValueError(f"trainer.{key}={settings[key]} must be true or false")
     check_settings(settings)
     clip, decay = settings.clip_norm, settings.ema
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
-    if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
+    is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+    if decay is not None and not (is_number and 0 <= decay < 1):
         raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
     accumulate = settings.accumulate
     if not isinstance(accumulate, int) or accumulate < 1:

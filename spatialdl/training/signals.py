@@ -20,8 +20,8 @@ from types import FrameType
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
 from spatialdl.data.saving import replacing
+from spatialdl.early_signals import STOPPING, take
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 MARKER = "stopped.json"
 """In the run directory, for a script that starts the run again."""
 
@@ -35,15 +35,22 @@ class _Seen:
 
 
 def install() -> None:
-    """From now on these signals ask for a stop; only the main thread may call it."""
+    """From now on these signals ask for a stop; only the main thread may call it.
+
+    One that was kept by `spatialdl.early_signals` does so, too.
+    """
     if _Seen.installed:
         return
     _Seen.installed = True
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # none comes to neither or both of two
     for number in STOPPING:
         signal.signal(number, _leave_to_thread)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    for number in take()[:1]:
+        _see(number)
     threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
 
 

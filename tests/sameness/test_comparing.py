@@ -129,7 +129,11 @@ def test_ranks_of_torch_distributed_are_compared_too(start):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_transports_do_not_wait_for_each_other(start):
+@pytest.mark.parametrize("address", [False, True])
+def test_ranks_with_different_transports_do_not_wait_for_each_other(start, address, monkeypatch):
+    if address:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "29417")
     text = refused(start([*SMALL, "comm.transport=torch"], [*SMALL, "comm.transport=mpi"]))
     assert "comm.transport is torch on rank 0, mpi on rank 1: give all ranks the same" in text
 

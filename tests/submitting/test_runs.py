@@ -78,6 +78,16 @@ def words_of(commands: str, **environment: str) -> list[str]:
     return told.stdout.splitlines()
 
 
+def test_a_script_outlives_the_signal_of_its_ranks(submitted):
+    assert submitted("parallel=dp", "hydra.run.dir=out")[0] == 0
+    told = "kill -USR1 $$\n" + given()[1].replace("exec ", "echo ")
+    done = subprocess.run(["bash", "-euc", told], capture_output=True, text=True, check=False)
+    assert done.returncode != 0  # without the trap
+    told = given()[1].replace("exec ", "kill -USR1 $$; echo ")
+    done = subprocess.run(["bash", "-euc", told], capture_output=True, text=True, check=True)
+    assert "spatialdl.submitting.job" in done.stdout
+
+
 def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
     words = ["parallel=sp+pp", "seed=0,1,2", "launcher.tasks_per_node=2", "launcher.at_once=2"]
     code, out, err = submitted("-m", *words, "data.image_size=[33,47]", "hydra.sweep.dir=sweep")
