@@ -12,6 +12,9 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 
+# or each of the many processes that tests start would compile all sources anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-serial test-mpi test-cluster test-slow lint typecheck bench clean
 
 $(READY): pyproject.toml

@@ -36,6 +36,7 @@ from spatialdl.training.optimization.optimizers import make_optimizer, make_sche
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 CONF = Path(str(files("spatialdl.conf")))
 RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} | {
@@ -218,7 +219,7 @@ def make_run(name: str, folder: Path) -> None:
         small = [*(one for one in small if "width" not in one), *SMALL["amoebanet_d"]]
     cfg = config(f"experiment={name}", *small)
     trainer = Trainer(cfg, Alone())
-    trainer.fit(folder / "run")
+    fit(trainer, folder / "run")
     assert trainer.course.step == 2
     assert (folder / "run" / "summary.json").is_file()
 
@@ -226,7 +227,7 @@ def make_run(name: str, folder: Path) -> None:
 def make_trainer(name: str, folder: Path) -> None:
     cfg = config(f"trainer={name}", "model.width=2", *TINY)
     trainer = Trainer(cfg, Alone())
-    trainer.fit(folder / "run")
+    fit(trainer, folder / "run")
     assert trainer.course.step == 2
 
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.alone import Alone
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 NETWORK = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
 MAPS = ["model=unet", "++model.depth=2", "++model.width=3"]
@@ -34,7 +35,7 @@ def train(run_dir: Path, *overrides: str, data: Sequence[str] = SYNTHETIC) -> Pa
                 *("trainer.max_steps=2", *data, *overrides),
             ],
         )
-    Trainer(config, Alone()).fit(run_dir)
+    fit(Trainer(config, Alone()), run_dir)
     return run_dir
 
 

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from spatialdl.comm.alone import Alone
 from spatialdl.training.best import METRICS, Best, check_metric
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 
 def small(*overrides: str) -> Trainer:
@@ -70,7 +71,7 @@ def test_it_goes_on_from_what_was_saved_of_the_same_metric():
 def test_the_metrics_that_are_known_before_are_those_that_are_told(task, tmp_path):
     given = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
     trainer = small(*given, f"task={task}")
-    trainer.fit(tmp_path)
+    fit(trainer, tmp_path)
     (found,) = json.loads((tmp_path / "summary.json").read_text())["validation"]
     numbers = {name for name, value in found.items() if not isinstance(value, list)}
     assert numbers - {"step", "samples"} == {"loss", *METRICS[task]}

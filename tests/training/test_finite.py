@@ -17,6 +17,7 @@ from spatialdl.errors import NotFinite
 from spatialdl.training.finite import are_finite
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 from tests.training.checkpoints.runs import checkpoints, table
 
 NETWORK = "tests.training.debug.networks.chain"
@@ -82,7 +83,7 @@ def test_what_a_network_draws_is_drawn_again(tmp_path):
 
 
 def test_the_step_after_a_resumed_one_names_the_checkpoint(tmp_path):
-    trainer("trainer.max_steps=2").fit(tmp_path)
+    fit(trainer("trainer.max_steps=2"), tmp_path)
     with pytest.raises(NotFinite) as found:
         trainer("+model.kind=from", "ckpt_path=latest").fit(tmp_path)
     assert str(found.value).startswith("step 3: NaN in poison")
@@ -92,7 +93,7 @@ def test_the_step_after_a_resumed_one_names_the_checkpoint(tmp_path):
 def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
     runs = {choice: trainer(f"trainer.stop_on_nan={choice}") for choice in ("true", "false")}
     for choice, run in runs.items():
-        run.fit(tmp_path / choice)
+        fit(run, tmp_path / choice)
     rows = [table(tmp_path / choice / "metrics.csv") for choice in runs]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
     for one, other in zip(*(run.pipeline.parameters() for run in runs.values()), strict=True):
@@ -101,7 +102,7 @@ def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
 
 def test_whoever_wants_it_trains_on(tmp_path, caplog):
     run = trainer("+model.kind=from", "+model.call=2", "trainer.stop_on_nan=false")
-    run.fit(tmp_path)
+    fit(run, tmp_path)
     losses = [float(row["loss"]) for row in table(tmp_path / "metrics.csv")]
     assert [math.isnan(loss) for loss in losses] == [False, False, True, True]
     assert "step 3: the loss is nan" in caplog.text
@@ -110,7 +111,7 @@ def test_whoever_wants_it_trains_on(tmp_path, caplog):
 def test_overflows_of_scaled_gradients_do_not_stop_a_run(tmp_path):
     run = trainer("trainer.precision=fp16-mixed", "trainer.max_steps=1")
     run.update.scaler.scale = 2.0**100
-    run.fit(tmp_path / "scaled")
+    fit(run, tmp_path / "scaled")
     assert run.update.skipped
     run = trainer("trainer.precision=fp16-mixed", "+model.kind=from")
     with pytest.raises(NotFinite, match=r"step 1: NaN in poison \(Poison\), forward"):

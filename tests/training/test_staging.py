@@ -16,6 +16,7 @@ from spatialdl.errors import ShardError
 from spatialdl.training.staging import StageTo, Staging
 from spatialdl.training.trainer import Trainer
 from tests.data.staging.slow_source import coming_slowly
+from tests.fitting import fit
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def train(folder, tmp_path, caplog):
             patch.setattr(
                 Trainer, "_train_step", lambda *given: losses.append(step(*given)) or losses[-1]
             )
-            Trainer(config, Alone()).fit(tmp_path / "run")
+            fit(Trainer(config, Alone()), tmp_path / "run")
         said = [one.message for one in caplog.records if one.name == "spatialdl.data"]
         return losses, said
 

@@ -19,6 +19,7 @@ from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.training.network.building import build_model
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 TINY = [
     "model.width=2",
@@ -40,7 +41,7 @@ def config(*overrides: str) -> DictConfig:
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
     trainer = Trainer(config(*overrides), Alone())
-    trainer.fit(run_dir)
+    fit(trainer, run_dir)
     return trainer
 
 
@@ -88,7 +89,7 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     settings = config("scheduler=cosine", "optimizer=adamw", "parallel.microbatches=2")
     trainer = Trainer(settings, Alone())
     model = build_model(config(), trainer.sources).double()
-    trainer.fit(tmp_path)
+    fit(trainer, tmp_path)
     optimizer = torch.optim.AdamW(decaying(model.parameters()), lr=1e-3, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     order = sample_order(10, 0, 0).tolist()
@@ -243,7 +244,7 @@ def test_segmentation_s_losses_are_those_of_a_plain_loop(tmp_path):
     settings = config(*SEGMENTED, "parallel.microbatches=2")
     trainer = Trainer(settings, Alone())
     model = build_model(settings, trainer.sources).double()
-    trainer.fit(tmp_path)
+    fit(trainer, tmp_path)
     optimizer = torch.optim.SGD(
         decaying(model.parameters()), lr=0.05, momentum=0.9, weight_decay=1e-4
     )
@@ -386,7 +387,7 @@ def test_what_is_frozen_stays_and_the_rest_is_that_of_a_plain_loop(tmp_path):
         "task.label_smoothing=0.2",
     )
     trainer = Trainer(settings, Alone())
-    trainer.fit(tmp_path / "run")
+    fit(trainer, tmp_path / "run")
     model = start.double().train()
     still = (model.conv1, model.bn1, model.layer1)
     for module in still:
@@ -424,7 +425,8 @@ def test_predictions_of_the_last_validation_are_written(tmp_path):
 def test_a_run_can_be_seen(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tmp_path, "trainer.validate_every=2", "logger=tensorboard", "optimizer=adamw")
+    settings = config("trainer.validate_every=2", "logger=tensorboard", "optimizer=adamw")
+    Trainer(settings, Alone()).fit(tmp_path)
     split = summary(tmp_path)["time_split"]
     assert split.pop("seconds_per_step") > 0
     assert sum(split.values()) == pytest.approx(1)

@@ -19,6 +19,7 @@ from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.node_order import placed_by_nodes
 from spatialdl.placement import Placement
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 TINY = [
     *("model.width=2", "data.image_size=[70,61]"),
@@ -87,7 +88,7 @@ def train(run_dir: Path, world: Communicator, names: list[str] | None, *more: st
         config = compose("train", [*TINY, layout, grid, *more])
     trainer = Trainer(config, world, Nodes(world, names))
     torch.manual_seed(world.rank)
-    trainer.fit(run_dir)
+    fit(trainer, run_dir)
     return trainer
 
 

@@ -24,6 +24,7 @@ from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.placement import Placement
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 RANKS = MPI.COMM_WORLD.size
@@ -194,11 +195,11 @@ def config(*overrides: str):
 def test_a_training_run_is_that_of_one_process(world, tmp_path: Path):
     steps = ["trainer.max_steps=3", "trainer.max_epochs=null"]  # the fourth batch has one sample
     over = [*steps, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true"]
-    Trainer(config(*over), world).fit(tmp_path)
+    fit(Trainer(config(*over), world), tmp_path)
     if world.rank == 0:
         (tmp_path / "plain").mkdir()
         plain = Trainer(config(*steps, f"parallel.microbatches={RANKS}"), Alone())
-        plain.fit(tmp_path / "plain")
+        fit(plain, tmp_path / "plain")
         ours, theirs = (
             json.loads((folder / "summary.json").read_text())
             for folder in (tmp_path, tmp_path / "plain")

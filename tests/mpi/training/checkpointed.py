@@ -15,6 +15,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 SAVED, STEPS = 4, 7  # epochs have three steps, so that both lie in the middle of one
 TINY = [
@@ -72,7 +73,7 @@ def run(run_dir: Path, comm: Communicator, *overrides: str) -> Outcome:
         words = [word for one in overrides for word in one.split()]
         marked = [f"++{word}" if word.startswith("model._") else word for word in (*TINY, *words)]
         trainer = Trainer(_with_own_keys(compose("train", marked)), comm)
-    trainer.fit(run_dir)
+    fit(trainer, run_dir)
     files = [tensors for own in comm.allgather(_own(trainer, comm)) for tensors in own.values()]
     run_dir = comm.bcast(run_dir)
     state = {name: value for tensors in files for name, value in tensors.items()}

@@ -15,6 +15,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 SIZE = 37, 45  # of the crops
 STORED = [(61, 70), (37, 45), (30, 80), (21, 19), (50, 44), (36, 46), (64, 33)]
@@ -75,7 +76,7 @@ def train(run_dir: Path, data: Path, comm, layout: str, *more: str) -> dict:
     overrides += ["trainer.max_steps=7", "device=cpu", "comm.check=true"]  # an epoch has 3 steps
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*overrides, *ALL, *more, *layout.split()])
-    Trainer(config, comm).fit(run_dir)
+    fit(Trainer(config, comm), run_dir)
     return json.loads((run_dir / "summary.json").read_text()) if comm.rank == 0 else {}
 
 

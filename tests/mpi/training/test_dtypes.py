@@ -14,6 +14,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 WORLD = MPI.COMM_WORLD
 SIZE = 70, 51
@@ -48,7 +49,7 @@ def losses(run_dir: Path, data: Path, channels: int, comm, *layout: str) -> list
         )
     trainer = Trainer(config, comm)
     assert trainer.sources.channels == channels
-    trainer.fit(run_dir)
+    fit(trainer, run_dir)
     if comm.rank != 0:
         return []
     return json.loads((run_dir / "summary.json").read_text())["loss"]

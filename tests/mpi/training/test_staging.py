@@ -22,6 +22,7 @@ from spatialdl.errors import ShardError
 from spatialdl.layout import even_bounds
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 SIZE = 1100, 24  # three rows of chunks
 RANKS = MPI.COMM_WORLD.size
@@ -98,7 +99,7 @@ def train(
         return losses[-1]
 
     trainer._train_step = stepping
-    trainer.fit(run_dir)
+    fit(trainer, run_dir)
     return losses
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 TINY = [
     *("++model._target_=tests.training.checkpoints.runs.network", "~model.width"),
@@ -53,7 +54,7 @@ def config(*overrides: str) -> DictConfig:
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
     trainer = Trainer(config(*overrides), Alone())
-    trainer.fit(run_dir)
+    fit(trainer, run_dir)
     return trainer
 
 

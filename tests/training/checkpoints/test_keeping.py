@@ -19,6 +19,7 @@ from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints import writing
 from spatialdl.training.checkpoints.reading import Checkpoint
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, network, table, train
 
 EVERY_3 = "trainer.checkpoint.every_steps=3"  # in the middle of an epoch; epochs have 3 batches
@@ -325,7 +326,7 @@ def test_other_targets_are_other_data(tmp_path):
     def run(targets: str, *overrides: str) -> list[float]:
         with initialize_config_module("spatialdl.conf", version_base="1.3"):
             more = [f"data.targets={tmp_path / targets}", "trainer.max_steps=2", *overrides]
-            Trainer(compose("train", [*chosen, *more]), Alone()).fit(tmp_path / "run")
+            fit(Trainer(compose("train", [*chosen, *more]), Alone()), tmp_path / "run")
         return losses(tmp_path / "run")
 
     before = run("one.csv", "data.workers=1", "data.batch_size=2")

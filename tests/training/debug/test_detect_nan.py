@@ -12,6 +12,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.errors import NotFinite
 from spatialdl.training.debug.detect_nan import Finding, Moment
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 NETWORK = "tests.training.debug.networks.chain"
 
@@ -67,7 +68,7 @@ def test_a_weight_that_is_not_finite_is_found_where_it_is_used(tmp_path):
 def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
     watched, plain = trainer(), trainer("debug=none")
     for run in (watched, plain):
-        run.fit(tmp_path / run.config.debug.name)
+        fit(run, tmp_path / run.config.debug.name)
     for one, other in zip(watched.pipeline.parameters(), plain.pipeline.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -95,7 +96,7 @@ def test_gradients_of_scaled_losses_may_overflow(tmp_path):
     """The update leaves such a step out; activations and losses are looked at all the same."""
     run = trainer("trainer.precision=fp16-mixed", "trainer.max_steps=1")
     run.update.scaler.scale = 2.0**100
-    run.fit(tmp_path / "scaled")
+    fit(run, tmp_path / "scaled")
     assert run.update.skipped
     run = trainer("trainer.precision=fp16-mixed")
     stage = run.pipeline.stages[0]

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from spatialdl.comm.alone import Alone
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 
 def after(*losses: float) -> Overfit:
@@ -41,7 +42,7 @@ def run(folder, *overrides: str) -> Trainer:
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         trainer = Trainer(compose("train", [*given, *overrides]), Alone())
-    trainer.fit(folder)
+    fit(trainer, folder)
     return trainer
 
 

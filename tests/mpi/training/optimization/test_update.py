@@ -23,6 +23,7 @@ from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.placement import Placement
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 WORLD = MPI.COMM_WORLD
 CHAIN = {
@@ -173,7 +174,7 @@ def train(run_dir: Path, comm, *overrides: str) -> tuple[dict, list[dict[str, st
                 *("comm.check=true", *overrides),
             ],
         )
-    Trainer(config, comm).fit(run_dir)
+    fit(Trainer(config, comm), run_dir)
     if comm.rank != 0:
         return {}, []
     with (run_dir / "metrics.csv").open(newline="") as lines:

@@ -17,6 +17,7 @@ from spatialdl.data import ShardWriter
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.shards import ShardDataset
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 SIZE = 37, 45
 LAYOUTS = {
@@ -60,7 +61,7 @@ def train(run_dir: Path, data: Path, comm, layout: str) -> tuple[dict, list[dict
                 *("comm.check=true", *layout.split()),
             ],
         )
-    Trainer(config, comm).fit(run_dir)
+    fit(Trainer(config, comm), run_dir)
     if comm.rank != 0:
         return {}, []
     with (run_dir / "validation.csv").open(newline="") as lines:

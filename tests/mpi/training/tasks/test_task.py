@@ -14,6 +14,7 @@ from mpi4py import MPI
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 SMALL = "++model._target_=tests.mpi.training.small.small ~model.width "
 TASKS = {
@@ -75,7 +76,7 @@ def train(run_dir: Path, comm: Any, layout: str, task: str, batch: int) -> dict[
                 *(*TASKS[task].split(), *layout.split()),
             ],
         )
-    Trainer(config, comm).fit(run_dir)
+    fit(Trainer(config, comm), run_dir)
     if comm.rank != 0:
         return {}
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
