@@ -23,6 +23,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from spatialdl.data.format import MANIFEST
+from spatialdl.data.inside import check_own
 from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json
 from spatialdl.errors import ShardError
 
@@ -148,6 +149,7 @@ class ResumableFolder(FolderInProgress):
     def _end_publishing(self) -> None:
         """Do what was left to do by a run that was killed while it gave the folder its name."""
         if self._old.exists():
+            check_own(self._old)
             if self.target.exists() and not any(self.target.iterdir()):
                 self.target.rmdir()
             if self.target.exists():
@@ -159,8 +161,10 @@ class ResumableFolder(FolderInProgress):
     def _make(self) -> Path:
         path = self.target.with_name(f".{self.target.name}.partial")
         while True:
-            path.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
             try:
+                check_own(path)
                 self._lock = (path / _LOCK).open("ab+", 0)
             except FileNotFoundError:  # another one has just renamed it
                 continue
@@ -216,10 +220,12 @@ def _remove_abandoned(target: Path) -> None:
     """Remove what processes of this machine that were killed have left of a folder."""
     host = socket.gethostname().encode()
     for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        with suppress(OSError), (path / _LOCK).open("rb+", 0) as lock:
-            if lock.read() == host:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or somebody is at it
-                shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError, ShardError):
+            check_own(path)
+            with (path / _LOCK).open("rb+", 0) as lock:
+                if lock.read() == host:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or somebody is at it
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -24,12 +24,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file under a temporary name; at the end of the block it gets its own.
 
     A file of that name stays until then, and where the block raises. Several processes may write
-    the same file: the last has it.
+    the same file: the last has it. Nobody else can look into what is not finished.
     """
     temporary = path.with_name(f".{uuid4().hex}.tmp")  # a long name leaves no room for more
     try:
         with temporary.open("xb") as file:
+            usual = os.fstat(file.fileno()).st_mode
+            with suppress(OSError):  # some file systems know no modes
+                os.fchmod(file.fileno(), 0o600)
             yield file
+            with suppress(OSError):
+                os.fchmod(file.fileno(), usual)
         settle(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

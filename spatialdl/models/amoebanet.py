@@ -12,7 +12,7 @@ cell before made. Images of any size will do: windows at the rim of an odd one a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -202,10 +202,9 @@ def amoebanet_d(
     return model
 
 
-def _cells(repeats: int) -> list[tuple[str, bool]]:
+def _cells(repeats: int) -> Iterator[tuple[str, bool]]:
     """Names of all cells, and whether they reduce."""
-    found = [("stem_reduction1", True), ("stem_reduction2", True)]
+    yield from (("stem_reduction1", True), ("stem_reduction2", True))
     for group in (1, 2, 3):
-        found += [(f"reduction{group - 1}", True)] if group > 1 else []
-        found += [(f"group{group}_cell{number}", False) for number in range(1, repeats + 1)]
-    return found
+        yield from [(f"reduction{group - 1}", True)] if group > 1 else []
+        yield from ((f"group{group}_cell{number}", False) for number in range(1, repeats + 1))

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_MOST_HALVINGS = 30
+
 
 class DoubleConvolution(nn.Module):
     """Twice a 3x3 convolution, BatchNorm and ReLU."""
@@ -56,6 +58,8 @@ class UNet(nn.Module):
                 f"num_classes={num_classes}, in_channels={in_channels}, width={width}, "
                 f"depth={depth}"
             )
+        if depth > _MOST_HALVINGS:
+            raise ValueError(f"depth={depth}: no image can be halved so often")
         widths = [width * 2**level for level in range(depth + 1)]
         self.encoder = nn.ModuleList(
             DoubleConvolution(*channels)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
@@ -20,6 +24,9 @@ from spatialdl.training.layouts import check_image, placement_of, schedule_of
 from spatialdl.training.network.building import instantiate
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.settings import device_of
+
+_MORE, _FEWEST = 4, 2**20
+"""Times the elements of a checkpoint, and beyond, that building its network may take."""
 
 
 class Network:
@@ -62,7 +69,10 @@ class Network:
 
     def _made(self, size: tuple[int, int]) -> Pipeline:
         parallel, trained = self._config.parallel, self._trained
-        model = instantiate(trained.config).to(self.precision.dtype)
+        with Checkpoint(trained.path) as source:
+            most = _FEWEST + _MORE * source.elements()
+        with no_more_weights(most):
+            model = instantiate(trained.config).to(self.precision.dtype)
         image = (trained.channels, *size)
         self._check_takes(model, size)
         pipeline = Pipeline(
@@ -104,6 +114,34 @@ class Network:
                 f"{type(model).__name__} does not take images of {size[0]}x{size[1]} ({said}); it "
                 f"was trained on {rows}x{cols}: take tile_size={rows}"
             ) from error
+
+
+@contextmanager
+def no_more_weights(most: int) -> Iterator[None]:
+    """Refuse a network that grows too large, before its weights take memory.
+
+    What a checkpoint says of its network may be anything, and a layer of a million channels takes
+    more memory, or time, than there is.
+
+    Args:
+        most: elements of its parameters, also of those that are replaced while it is built.
+
+    Raises:
+        ValueError: there are more.
+    """
+    found = 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal found
+        found += 0 if parameter is None else parameter.numel()
+        if found > most:
+            raise ValueError(f"it has more than {most:,} weights, the checkpoint has far fewer")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _no_loss(output: Tensor, target: Tensor) -> Tensor:

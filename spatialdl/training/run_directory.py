@@ -163,9 +163,8 @@ class RunDirectory:
             "validation": self._validations,
         }
         text = json.dumps(finite({**found, **summary}), indent=2, allow_nan=False) + "\n"
-        unfinished = self.path / "summary.json.part"
-        unfinished.write_text(text)
-        unfinished.replace(self.path / "summary.json")
+        with replacing(self.path / "summary.json") as out:
+            out.write(text.encode())
         if self._steps:
             draw(self.path / "loss.png", self.title(summary), self._steps, self._validations)
 

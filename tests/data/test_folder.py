@@ -273,3 +273,34 @@ def test_ctrl_c_between_the_two_names_brings_the_old_one_back(
         folder.publish()
     assert (old / "manifest.json").read_text() == "old"
     folder.leave()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+def test_what_somebody_else_has_put_under_its_names_is_not_used(tmp_path: Path) -> None:
+    elsewhere, hidden = tmp_path / "elsewhere", tmp_path / ".set.partial"
+    elsewhere.mkdir()
+    hidden.symlink_to(elsewhere)
+    with pytest.raises(ShardError, match="not a folder of yours"):
+        ResumableFolder(tmp_path / "set")
+    hidden.unlink()
+    hidden.mkdir()
+    os.chown(hidden, 12345, -1)
+    with pytest.raises(ShardError, match="not a folder of yours"):
+        ResumableFolder(tmp_path / "set")
+    hidden.rmdir()
+    old = data_set(tmp_path / ".set.old")
+    os.chown(old, 12345, -1)
+    with pytest.raises(ShardError, match="not a folder of yours"):
+        ResumableFolder(tmp_path / "set")
+    assert list(elsewhere.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".set.old", "elsewhere"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+def test_what_somebody_else_has_abandoned_is_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / ".set.partial-0"
+    theirs.mkdir()
+    os.mkfifo(theirs / "lock")  # reading it waits for ever
+    os.chown(theirs, 12345, -1)
+    FolderInProgress(tmp_path / "set").discard()
+    assert theirs.is_dir()

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from spatialdl.data.inside import file_status
+from spatialdl.data.inside import check_own, file_status
+from spatialdl.errors import ShardError
 
 
 def test_files_and_links_of_the_folder(tmp_path):
@@ -32,3 +33,22 @@ def test_what_leads_elsewhere_or_never_ends_is_refused(tmp_path):
     for name in ("pipe", "zero", "."):
         with pytest.raises(ValueError, match=r"is no file|link out of"):
             file_status(inside, name)
+
+
+def test_a_folder_of_this_user(tmp_path):
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "file").touch()
+    assert check_own(tmp_path / "own") == 0o700
+    for name in ("link", "file"):
+        with pytest.raises(ShardError, match="not a folder of yours"):
+            check_own(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        check_own(tmp_path / "none")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+def test_a_folder_of_somebody_else(tmp_path):
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(ShardError, match="not a folder of yours"):
+        check_own(tmp_path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,20 @@ def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nobody_else_sees_what_is_not_finished(tmp_path: Path) -> None:
+    path, other = tmp_path / "a", tmp_path / "b"
+    before = os.umask(0)
+    try:
+        other.touch()
+        with replacing(path) as file:
+            file.write(b"secret")
+            (temporary,) = set(tmp_path.iterdir()) - {other}
+            assert temporary.stat().st_mode & 0o777 == 0o600
+        assert path.stat().st_mode == other.stat().st_mode
+    finally:
+        os.umask(before)
 
 
 def test_a_block_that_raises_leaves_the_old_file(tmp_path: Path) -> None:

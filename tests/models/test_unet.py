@@ -48,3 +48,8 @@ def test_a_pixel_moves_along_with_the_image():
 def test_nothing_of_a_kind_is_refused(key):
     with pytest.raises(ValueError, match=f"{key}=0"):
         unet(**{key: 0})
+
+
+def test_an_endless_network_is_refused():
+    with pytest.raises(ValueError, match="depth=1000000000: no image"):
+        unet(depth=10**9)

@@ -21,13 +21,13 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from spatialdl.data.format import ShardInfo
+from spatialdl.data.inside import check_own
 from spatialdl.data.saving import fsync_folder
 from spatialdl.data.staging.copying import is_still
 from spatialdl.errors import ShardError
@@ -194,7 +194,8 @@ class NodeCache:
             with suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
             try:
-                self._check_owner()
+                if check_own(self.path) & 0o077:
+                    self.path.chmod(0o700)
                 lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:  # the last of its users has just removed it
                 continue
@@ -208,15 +209,6 @@ class NodeCache:
                 return
             finally:
                 os.close(lock)
-
-    def _check_owner(self) -> None:
-        found = self.path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ShardError(
-                f"{self.path} is not a folder of yours: remove it, or name another folder"
-            )
-        if found.st_mode & 0o077:
-            self.path.chmod(0o700)
 
 
 class Job:

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ class Checkpoint:
         if name not in self._files:
             return None
         return tuple(self._files[name].get_slice(name).get_shape())
+
+    def elements(self) -> int:
+        """Of all its tensors."""
+        return sum(prod(self.shape(name) or ()) for name in self._files)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         if rows is None:
