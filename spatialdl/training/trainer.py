@@ -10,7 +10,6 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from spatialdl import trace, waiting
@@ -22,21 +21,18 @@ from spatialdl.data.views import Views
 from spatialdl.errors import NotFinite
 from spatialdl.node_order import placed_by_nodes
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.shardable import check_samples
-from spatialdl.training.checkpoints.keeping import Checkpoints
+from spatialdl.training.checkpoints.keeping import Checkpoints, Resumed
 from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.console.run_log import tell_warnings
 from spatialdl.training.console.start_table import start_table
 from spatialdl.training.course import Course, total_steps
-from spatialdl.training.debug.detect_nan import NanWatch
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.feeding import Feed
-from spatialdl.training.finite import Guard
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.meeting import Meeting
-from spatialdl.training.network.building import make_network, peak_memory_mb
+from spatialdl.training.network.building import make_pipeline, peak_memory_mb
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.pictures.timeline import Timeline
@@ -44,8 +40,8 @@ from spatialdl.training.reporter import Reporter
 from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import stage_feeds
+from spatialdl.training.step import Step
 from spatialdl.training.tasks.metrics import Scores
-from spatialdl.training.tasks.mixup import mixed
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.time_split import COLUMNS, TimeSplit
 from spatialdl.training.validation import Validation
@@ -90,53 +86,16 @@ class Trainer:
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
         check_batch(self.batch_size, self.microbatches, self.placement.data)
-        model = make_network(config, self.sources, world).to(self.precision.dtype)
-        if settings.channels_last and not config.parallel.shard_state:  # FSDP2 refuses these
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.pipeline = Pipeline(
-            model,
-            self.placement,
-            schedule,
-            world,
-            self.task.loss,
-            (self.sources.channels, *self.sources.image_size),
-            config.parallel.cut,
-            self.device,
-            balance=config.parallel.balance,
-            gather_before=config.parallel.gather_before or (),
-            recompute=config.parallel.recompute,
-            sync_batchnorm=bool(config.parallel.sync_batchnorm),
-            seed=int(config.seed),
-            backend=config.comm.backend,
-            shard_state=bool(config.parallel.shard_state),
-            mixed=self.precision.mixed,
-            nodes=self.nodes,
-            sample_weights=self.task.weights,
+        self.pipeline = make_pipeline(
+            config,
+            *(self.sources, self.task, self.placement, schedule),
+            *(self.precision, self.device, world, self.nodes),
         )
-        self._nan_watch: NanWatch | None = None
-        self._guard: Guard | None = None
-        is_scaled = self.precision.mixed is torch.float16  # so that gradients may overflow
-        if config.debug.name == "detect_nan":
-            self._nan_watch = NanWatch(self.pipeline, world, gradients=not is_scaled)
-        elif settings.stop_on_nan:
-            self._guard = Guard(self.pipeline, world, gradients=not is_scaled)
         self._overfit = Overfit() if config.debug.name == "overfit" else None
-        validation, seed = self.sources.validation_views, int(config.seed)
-        self.train_feed = self._feed(self.sources.train_views, seed)
-        self.validation_feed = self.validation = None
-        if validation is not None and self._overfit is None:
-            self.validation_feed = feed = self._feed(validation, None)
-            shows = wants_images(config.get("logger") or {})
-            self.validation = Validation(
-                *(self.pipeline, self.task, self.sources, feed, world),
-                pictures=shows or bool(settings.report),
-            )
-        early = settings.early_stopping.metric
-        if early is not None and self.validation is None:
-            raise ValueError(
-                f"trainer.early_stopping.metric={early} would never stop the run, as there is "
-                "nothing to validate on: give data a split to validate on, or leave it out"
-            )
+        self.train_feed = self._feed(self.sources.train_views, int(config.seed))
+        self.validation_feed: Feed | None
+        self.validation: Validation | None
+        self.validation_feed, self.validation = self._validation()
         self.steps = total_steps(settings, len(self.train_feed))
         self._check_last_batch()
         self.update = Update(
@@ -145,6 +104,9 @@ class Trainer:
             batch=self.batch_size,
             steps=self.steps,
             steps_per_epoch=len(self.train_feed),
+        )
+        self._step = Step(
+            config, self.pipeline, self.update, self.task.mixup, self.sources.num_classes, world
         )
         self.course = Course(config.trainer, self.steps, len(self.train_feed))
         self._timeline: Timeline | None = None
@@ -157,41 +119,14 @@ class Trainer:
         if self.config.comm.map:
             tell_ranks(self.pipeline, self.world)
         with ExitStack() as stack:
-            self.checkpoints = Checkpoints(
-                self.config,
-                self.world,
-                self.pipeline,
-                self.update,
-                run_dir,
-                self.sources.described(),
-            )
-            stack.callback(self.checkpoints.writer.close)
-            resumed = self.checkpoints.resume()
-            if resumed is not None:
-                self.course.restore(resumed[1])
+            resumed = self._open_checkpoints(stack, run_dir)
             reporter = None
             if table is not None:
-                reporter = stack.enter_context(
-                    Reporter(
-                        self.config,
-                        run_dir,
-                        steps=self.steps,
-                        table=table,
-                        names=self.sources.names,
-                        columns=[*self.update.told, *COLUMNS],
-                        resumed=resumed,
-                    )
-                )
+                reporter = stack.enter_context(self._reporter(run_dir, table, resumed))
                 (run_dir / MARKER).unlink(missing_ok=True)
+            feeds = self.train_feed, self.validation_feed
             staging = stack.enter_context(
-                stage_feeds(
-                    self.world,
-                    self.config,
-                    self.train_feed,
-                    self.validation_feed,
-                    self.course,
-                    self.nodes,
-                )
+                stage_feeds(self.world, self.config, *feeds, self.course, self.nodes)
             )
             stack.callback(self._close_feeds)
             writer = self.checkpoints.writer
@@ -202,11 +137,7 @@ class Trainer:
             trace.count()
             stack.callback(trace.stop_counting)
             try:
-                if resumed is not None:
-                    self._between_steps(reporter)  # the run may have been stopped before this
-                waiting.at(f"step {self.course.step + 1}")
-                while not self.course.is_over():
-                    self._train_epoch(reporter)
+                self._train(reporter, is_resumed=resumed is not None)
             except NotFinite as error:  # on all ranks
                 self._give_up(reporter, error)
                 raise
@@ -218,6 +149,36 @@ class Trainer:
                 return
             staging.finish()
             self._finish(reporter)
+
+    def _open_checkpoints(self, stack: ExitStack, run_dir: Path) -> Resumed | None:
+        """Also takes up the run where its checkpoint ends, if it goes on from one."""
+        self.checkpoints = Checkpoints(
+            *(self.config, self.world, self.pipeline, self.update, run_dir),
+            self.sources.described(),
+        )
+        stack.callback(self.checkpoints.writer.close)
+        resumed = self.checkpoints.resume()
+        if resumed is not None:
+            self.course.restore(resumed[1])
+        return resumed
+
+    def _reporter(self, run_dir: Path, table: str, resumed: Resumed | None) -> Reporter:
+        return Reporter(
+            self.config,
+            run_dir,
+            steps=self.steps,
+            table=table,
+            names=self.sources.names,
+            columns=[*self.update.told, *COLUMNS],
+            resumed=resumed,
+        )
+
+    def _train(self, reporter: Reporter | None, is_resumed: bool) -> None:
+        if is_resumed:
+            self._between_steps(reporter)  # the run may have been stopped before this
+        waiting.at(f"step {self.course.step + 1}")
+        while not self.course.is_over():
+            self._train_epoch(reporter)
 
     def _finish(self, reporter: Reporter | None) -> None:
         summary = self._summary()
@@ -300,8 +261,7 @@ class Trainer:
             is_best = found is not None and self.course.validated(found)
             saves = self.course.checkpoint_is_due()
         if is_best or saves:
-            if self._guard is not None:
-                self._guard.check_weights(self.course.step)
+            self._step.check_weights(self.course.step)
             waiting.at(f"checkpoint after step {self.course.step}")
             validations = reporter.validations if reporter is not None else []
             self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
@@ -311,37 +271,12 @@ class Trainer:
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        microbatches = mixed(
-            batch,
-            self.task.mixup,
-            self.sources.num_classes,
-            int(self.config.seed),
-            self.course.step,
-            self.pipeline.replica,
-            self.placement.data,
-        )
-        own = self._forward_and_backward(microbatches)
-        with trace.span("compute", "optimizer"):
-            self.update.step()
+        own = self._step.run(batch, self.course.step)
         self.course.step_done()
         loss = self._meeting.after_step(own)
         if self._overfit is not None:
             self._overfit.note(loss)
         return loss
-
-    def _forward_and_backward(self, microbatches: list[Microbatch]) -> float:
-        """This rank's part of the loss, once it is known that no rank has a NaN."""
-        step, scale = self.course.step, self.update.scale
-
-        def run() -> float:
-            return self.pipeline.train_step(microbatches, step, scale)
-
-        if self._guard is not None:
-            return self._guard.run(step + 1, run)
-        own = run()
-        if self._nan_watch is not None:
-            self._nan_watch.check(step + 1)
-        return own
 
     def validate(self, reporter: Reporter | None) -> Scores | None:
         """Loss and metrics over all validation samples, each counted once.
@@ -372,6 +307,22 @@ class Trainer:
             if self.course.stopped is not None:
                 return
             yield feed.microbatches(batch)
+
+    def _validation(self) -> tuple[Feed, Validation] | tuple[None, None]:
+        """What there is to validate on, and what does it."""
+        views, early = self.sources.validation_views, self.config.trainer.early_stopping.metric
+        if views is None or self._overfit is not None:
+            if early is not None:
+                raise ValueError(
+                    f"trainer.early_stopping.metric={early} would never stop the run, as there is "
+                    "nothing to validate on: give data a split to validate on, or leave it out"
+                )
+            return None, None
+        feed = self._feed(views, None)
+        pictures = wants_images(self.config.get("logger") or {}) or self.config.trainer.report
+        return feed, Validation(
+            *(self.pipeline, self.task, self.sources, feed, self.world), pictures=bool(pictures)
+        )
 
     def _feed(self, views: Views, seed: int | None) -> Feed:
         return Feed(

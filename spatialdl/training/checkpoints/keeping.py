@@ -42,6 +42,8 @@ from spatialdl.version import __version__
 log = logging.getLogger("spatialdl.checkpoints")
 
 T = TypeVar("T")
+Resumed = tuple[Path, dict[str, Any]]
+"""The checkpoint from which a run goes on, and what it says of the run."""
 
 
 class Checkpoints:
@@ -129,7 +131,7 @@ class Checkpoints:
             "shard_state": bool(self._pipeline.sharded),
         }
 
-    def resume(self) -> tuple[Path, dict[str, Any]] | None:
+    def resume(self) -> Resumed | None:
         """Go on from the checkpoint that `ckpt_path` names.
 
         Returns:

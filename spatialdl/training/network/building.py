@@ -12,9 +12,15 @@ from omegaconf import DictConfig, open_dict
 from torch import nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.schedule import Schedule
+from spatialdl.placement import Placement
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.weights import check_alike, load_weights
+from spatialdl.training.optimization.precision import Precision
 from spatialdl.training.settings import Sources
+from spatialdl.training.tasks.task import Task
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:
@@ -63,6 +69,48 @@ def make_network(config: DictConfig, sources: Sources, world: Communicator) -> n
         check_alike(model, world)
     freeze(model, list(config.trainer.freeze))
     return model
+
+
+def make_pipeline(
+    config: DictConfig,
+    sources: Sources,
+    task: Task,
+    placement: Placement,
+    schedule: Schedule,
+    precision: Precision,
+    device: torch.device,
+    world: Communicator,
+    nodes: Nodes,
+) -> Pipeline:
+    """The network to train, spread over all ranks; see `Pipeline`.
+
+    Raises:
+        ValueError: if network, weights and layout do not fit together.
+    """
+    model = make_network(config, sources, world).to(precision.dtype)
+    parallel = config.parallel
+    if config.trainer.channels_last and not parallel.shard_state:  # FSDP2 refuses these
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Pipeline(
+        model,
+        placement,
+        schedule,
+        world,
+        task.loss,
+        (sources.channels, *sources.image_size),
+        parallel.cut,
+        device,
+        balance=parallel.balance,
+        gather_before=parallel.gather_before or (),
+        recompute=parallel.recompute,
+        sync_batchnorm=bool(parallel.sync_batchnorm),
+        seed=int(config.seed),
+        backend=config.comm.backend,
+        shard_state=bool(parallel.shard_state),
+        mixed=precision.mixed,
+        nodes=nodes,
+        sample_weights=task.weights,
+    )
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -1,0 +1,94 @@
+"""One step of training: forward and backward, looked at where that is asked for, and the update."""
+
+from __future__ import annotations
+
+import torch
+from omegaconf import DictConfig
+
+from spatialdl import trace
+from spatialdl.comm.communicator import Communicator
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.training.debug.detect_nan import NanWatch
+from spatialdl.training.finite import Guard
+from spatialdl.training.optimization.update import Update
+from spatialdl.training.tasks.mixup import mixed
+
+
+class Step:
+    """One rank's part of the steps of a run; all ranks make them together.
+
+    Args:
+        config: of the run.
+        pipeline: of the run.
+        update: what follows backward.
+        mixup: alpha by which the samples of a batch are mixed, see `tasks.mixup`; 0: they are not.
+        num_classes: of the targets.
+        world: all ranks.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        pipeline: Pipeline,
+        update: Update,
+        mixup: float,
+        num_classes: int,
+        world: Communicator,
+    ) -> None:
+        self._pipeline, self._update = pipeline, update
+        self._mixup, self._num_classes, self._seed = mixup, num_classes, int(config.seed)
+        self._watch: NanWatch | None = None
+        self._guard: Guard | None = None
+        is_scaled = pipeline.mixed is torch.float16  # so that gradients may overflow
+        if config.debug.name == "detect_nan":
+            self._watch = NanWatch(pipeline, world, gradients=not is_scaled)
+        elif config.trainer.stop_on_nan:
+            self._guard = Guard(pipeline, world, gradients=not is_scaled)
+
+    def run(self, batch: list[Microbatch], step: int) -> float:
+        """Make a step, after `step` others.
+
+        Returns:
+            This rank's part of the loss of the whole batch.
+
+        Raises:
+            NotFinite: on all ranks, if something is not finite, and it is looked for.
+        """
+        pipeline = self._pipeline
+        microbatches = mixed(
+            batch,
+            self._mixup,
+            self._num_classes,
+            self._seed,
+            step,
+            pipeline.replica,
+            pipeline.placement.data,
+        )
+        own = self._forward_and_backward(microbatches, step)
+        with trace.span("compute", "optimizer"):
+            self._update.step()
+        return own
+
+    def check_weights(self, step: int) -> None:
+        """Before a checkpoint, where NaN is looked for.
+
+        Raises:
+            NotFinite: on all ranks, if a weight of any of them is not finite.
+        """
+        if self._guard is not None:
+            self._guard.check_weights(step)
+
+    def _forward_and_backward(self, microbatches: list[Microbatch], step: int) -> float:
+        """This rank's part of the loss, once it is known that no rank has a NaN."""
+        scale = self._update.scale
+
+        def run() -> float:
+            return self._pipeline.train_step(microbatches, step, scale)
+
+        if self._guard is not None:
+            return self._guard.run(step + 1, run)
+        own = run()
+        if self._watch is not None:
+            self._watch.check(step + 1)
+        return own
