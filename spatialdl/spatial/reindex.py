@@ -1,6 +1,6 @@
 """Pixels that move along rows and columns: what padding, slicing, flipping and rolling share.
 
-Each output row reads one input row, each output column one input column; an `DimMap` says which,
+Each output row reads one input row, each output column one input column; a `DimMap` says which,
 in segments. A rank then needs the input between the first and the last index that its outputs
 read. Which boxes all ranks need follows from the sizes alone. Turning pixels round and repeating
 them is local.
