@@ -156,16 +156,19 @@ def map_chunks(
 
     _each_chunk(dataset, note)
     if wrong:
-        place, mask, begin, has = wrong[0]
-        what = "did not go through its filters" if mask else f"has {has} bytes at {begin}"
-        if any(at >= most for at, most in zip(place, dataset.shape, strict=True)):
-            what = f"lies outside of {dataset.shape} pixels, and {what}"
-        raise ValueError(
-            f"chunk at {place} {what}, expected {whole if codec == 'raw' else 'a stream'} within "
-            f"{file_size}"
-        )
+        expected = f"{whole if codec == 'raw' else 'a stream'} within {file_size}"
+        raise ValueError(f"{_told(wrong[0], shape)}, expected {expected}")
     cell = chunk[1:] if stacked else chunk
     return ChunkMap(shape, cell, dataset.dtype, offsets, None if codec == "raw" else sizes)
+
+
+def _told(info: Any, shape: tuple[int, ...]) -> str:
+    """What is wrong with a chunk."""
+    place, mask, begin, has = info
+    what = "did not go through its filters" if mask else f"has {has} bytes at {begin}"
+    if any(at >= most for at, most in zip(place, shape, strict=True)):
+        what = f"lies outside of {shape} pixels, and {what}"
+    return f"chunk at {place} {what}"
 
 
 def _each_chunk(dataset: h5py.Dataset, note: Callable[[Any], None]) -> None:

@@ -87,15 +87,8 @@ class RegionShards:
 
         The streams of one that is encoded are stored as they are, each region with its own chunks.
         """
-        height, width, channels = _shape(image)
-        if isinstance(image, EncodedImage):
-            if self._coding.codec != "jpeg":
-                codec = self._coding.codec
-                raise ValueError(f"image is encoded, and codec is {codec!r}; use codec='jpeg'")
-            grid_of(image)
-        if mask is not None and tuple(mask.shape) != (height, width):
-            raise ValueError(f"mask has shape {mask.shape}, its image has {height} x {width}")
-        self._check_same(channels, _dtype_of(image), mask is not None)
+        height, width, _ = _shape(image)
+        self._check(image, mask)
         step = image.chunk[0] if isinstance(image, EncodedImage) else 1
         cuts = cut_rows(height, self._stripes, step)
         files = [
@@ -114,6 +107,30 @@ class RegionShards:
             ),
             **known,
         )
+        self._write(files, sample, image, mask)
+        for file in files:
+            file.samples += 1
+        self.samples.append(sample)
+
+    def _check(self, image: ImageRows | EncodedImage, mask: ImageRows | None) -> None:
+        height, width, channels = _shape(image)
+        if isinstance(image, EncodedImage):
+            if self._coding.codec != "jpeg":
+                codec = self._coding.codec
+                raise ValueError(f"image is encoded, and codec is {codec!r}; use codec='jpeg'")
+            grid_of(image)
+        if mask is not None and tuple(mask.shape) != (height, width):
+            raise ValueError(f"mask has shape {mask.shape}, its image has {height} x {width}")
+        self._check_same(channels, _dtype_of(image), mask is not None)
+
+    def _write(
+        self,
+        files: list[ShardFile],
+        sample: RegionSample,
+        image: ImageRows | EncodedImage,
+        mask: ImageRows | None,
+    ) -> None:
+        """Each band into its file, or none of them."""
         before = [file.bytes for file in files]
         try:
             for number, file in enumerate(files):
@@ -123,9 +140,6 @@ class RegionShards:
                 file.h5.pop(f"regions/{sample.id}", None)
                 file.bytes = size
             raise
-        for file in files:
-            file.samples += 1
-        self.samples.append(sample)
 
     def finish(self) -> list[ShardInfo]:
         """End the last shards; returns all of them."""

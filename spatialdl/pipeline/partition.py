@@ -54,21 +54,7 @@ def cut(
         raise _cannot_cut(model, len(widths), str(reason)) from reason
     if len(widths) == 1:
         return [_whole(model, network, recording, blocks, recompute)]
-    if recording.loose:
-        raise _cannot_cut(
-            model,
-            len(widths),
-            f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
-            "nn.Dropout or the like, which draws the same numbers in every layout",
-        )
-    if len(recording.steps) < len(widths):
-        count = len(recording.steps)
-        raise _cannot_cut(
-            model,
-            len(widths),
-            f"its forward has only {count} step{'s' * (count != 1)} "
-            f"({', '.join(step.name or type(model).__name__ for step in recording.steps)})",
-        )
+    _check_steps(model, recording, len(widths))
     bounds = named_bounds(recording, names, len(widths)) if names else None
     if bounds is None:
         costs = weigh(model, evaluated, (SAMPLES, *image_size))
@@ -79,6 +65,25 @@ def cut(
         Stage(model, network, start, stop, own, recompute)
         for (start, stop), own in zip(pairwise(bounds), owned, strict=True)
     ]
+
+
+def _check_steps(model: nn.Module, recording: Recording, stages: int) -> None:
+    """That there are enough, which draw the same random numbers in every layout."""
+    if recording.loose:
+        raise _cannot_cut(
+            model,
+            stages,
+            f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
+            "nn.Dropout or the like, which draws the same numbers in every layout",
+        )
+    if len(recording.steps) < stages:
+        count = len(recording.steps)
+        raise _cannot_cut(
+            model,
+            stages,
+            f"its forward has only {count} step{'s' * (count != 1)} "
+            f"({', '.join(step.name or type(model).__name__ for step in recording.steps)})",
+        )
 
 
 def _whole(

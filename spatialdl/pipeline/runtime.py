@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from math import prod
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,29 +18,25 @@ from torch import Tensor, nn
 
 from spatialdl import trace, waiting
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.gradients import average, shard_of
-from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.comm.world import as_communicator
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.balance import weighing
-from spatialdl.pipeline.clipping import clip_gradients
+from spatialdl.pipeline.batch_norm import Sharing
+from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.holders import holders_of, reducers_by_nodes, reducers_over
 from spatialdl.pipeline.modes import start_training
-from spatialdl.pipeline.overflow import unscale_gradients
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.schedule import Schedule
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
-from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.placement import Placement
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.later import LaterGradients
 from spatialdl.spatial.recompute import blocks_of
-from spatialdl.spatial.replicas import BatchNormOver
 from spatialdl.spatial.weights_apart import WeightsApart
 
 if TYPE_CHECKING:
@@ -77,6 +72,7 @@ class Pipeline:
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
         sharded: the same ones, where state is sharded.
+        gradients: what `train_step` leaves in the stages, to be unscaled and clipped.
         doing: the action of a training step that is under way.
     """
 
@@ -122,40 +118,30 @@ class Pipeline:
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
         self.stages = {p.stage: stages[p.stage].to(self.device) for p in sorted(positions)}
-        lane = comm.duplicate()
+        lane, borders = comm.duplicate(), list(self._shapes.borders)
+        again = recompute == "stage"
         placed = [
             PlacedStage(
-                self.stages[p.stage],
-                placement,
-                p,
-                comm,
-                lane,
-                list(self._shapes.borders),
-                learns,
-                recompute=recompute == "stage",
-                mixed=mixed,
+                self.stages[p.stage], placement, p, comm, lane, borders, learns, again, mixed
             )
             for p in positions
         ]
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         meshes = {one.position.stage: one.mesh for one in placed}
-        self._reducers = self._holders = holders_of(placement, meshes, comm)
+        holders = reducers = holders_of(placement, meshes, comm)
         self.sharded: dict[int, ShardedStage] = {}
         if shard_state:
             self.sharded = self._shard(blocks, backend)
         elif backend is not None and comm.size > 1:
-            self._reducers = reducers_over(backend, placement, self._holders)
+            reducers = reducers_over(backend, placement, holders)
         elif nodes is not None:
-            self._reducers = reducers_by_nodes(self._holders, nodes.of[comm.rank])
-        self._statistics: dict[int, SliceStatistics] = {}
-        for stage, module in self.stages.items():
-            if placement.data * placement.copies * placement.batch_parts(stage) > 1:
-                self._statistics[stage] = SliceStatistics(module, self._holders[stage])
+            reducers = reducers_by_nodes(holders, nodes.of[comm.rank])
+        self.gradients = Gradients(self.stages, self.sharded, placement, comm, holders, reducers)
+        self._sharing = Sharing(placed, self.stages, holders, placement, sync_batchnorm)
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
         self._weights_apart = _are_weights_apart(self._train)
         self._later: dict[Action, LaterGradients] = {}
-        self._syncs = sync_batchnorm and placement.data > 1
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
@@ -223,7 +209,7 @@ class Pipeline:
             module.zero_grad()
         self._check_samples(microbatches)
         self._step, self._scale = step, scale
-        self._sharing = self._samples_of(microbatches)
+        self._sharing.begin(microbatches)
         total = 0.0
         todo = self._todo(self._train, microbatches)
         coming = self._given(todo)
@@ -247,35 +233,9 @@ class Pipeline:
         self.doing = None
         waiting.doing("")
         self._wait_sent()
-        for stage, module in self.stages.items():
-            if stage in self.sharded:
-                self.sharded[stage].average()
-                continue
-            copies = self.placement.widths[stage] * self._replicas
-            average(module.parameters(), self._reducers[stage], copies)
-        for statistics in self._statistics.values():
-            statistics.fold(len(microbatches) * (1 if self._syncs else self.placement.data))
+        self.gradients.average()
+        self._sharing.fold(len(microbatches))
         return total
-
-    def unscale(self, scale: float) -> bool:
-        """Divide gradients by the `scale` of `train_step`, unless one is not finite on any rank.
-
-        Returns:
-            Whether all are finite, the same on every rank.
-        """
-        grads = [shard_of(p.grad) for p in self.parameters() if p.grad is not None]
-        return unscale_gradients(grads, self._comm, scale)
-
-    def clip(self, limit: float) -> float:
-        """Scale the gradients of all stages so that their norm is at most `limit`.
-
-        Returns:
-            The norm as it was.
-        """
-        holders = {stage: comm.size for stage, comm in self._holders.items()}
-        if self.sharded:
-            holders = {stage: self.placement.widths[stage] for stage in holders}
-        return clip_gradients(self.stages, holders, self._comm, limit)
 
     @property
     def loss_parts(self) -> int:
@@ -344,22 +304,6 @@ class Pipeline:
                     "state needs every replica in every micro-batch: take larger batches"
                 )
 
-    def _samples_of(self, microbatches: Sequence[Microbatch]) -> list[dict[int, int]]:
-        """For each micro-batch the replicas that share BatchNorm statistics, and their samples."""
-        if not self._syncs:
-            return [{self.replica: microbatch.samples} for microbatch in microbatches]
-        mesh = next(iter(self._placed.values())).mesh
-        own = torch.tensor([microbatch.samples for microbatch in microbatches])
-        everybody = gather_over_ranks(mesh.comm, own, "samples of micro-batches")
-        of_replicas = everybody[:: mesh.size // mesh.data].T.tolist()
-        return [{r: count for r, count in enumerate(row) if count > 0} for row in of_replicas]
-
-    def _synced(self, placed: PlacedStage, number: int) -> AbstractContextManager[object]:
-        parts = prod(placed.mesh.grid)
-        if not self._syncs and placed.mesh.batch == 1:
-            return nullcontext()
-        return BatchNormOver(placed.ranks_of(self._sharing[number]), parts)
-
     def _forward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> None:
         """Random numbers and statistics are those of one process that accumulates over slices."""
         piece = number * self.placement.data + self.replica
@@ -369,12 +313,7 @@ class Pipeline:
             own = placed.own(microbatch.samples)
             some = own if len(own) < microbatch.samples else None
             stack.enter_context(keyed(self.seed, self._step, piece, some))
-            statistics = self._statistics.get(placed.position.stage)
-            if statistics is not None:
-                first = placed.ranks_of(self._sharing[number]).rank == 0
-                which = number if self._syncs else piece
-                stack.enter_context(statistics.slice(which, counts=first))
-            stack.enter_context(self._synced(placed, number))
+            stack.enter_context(self._sharing.slice_of(placed, number))
             self._run(placed, number, microbatch)
 
     def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor:
@@ -389,7 +328,7 @@ class Pipeline:
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self._replicas * placed.mesh.batch * self._scale
-        with self._synced(placed, number):
+        with self._sharing.over(placed, number):
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
 

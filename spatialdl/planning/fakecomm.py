@@ -67,11 +67,7 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     small = len(errors)
     _tried(errors, lambda: check_image(sources.image_size, placement))
     fits = len(errors) == small
-    height, width = sources.image_size
-    print(f"layout: {placement.describe()}, images of {height}x{width}\n")
-    print("\n".join(drawn(placement)), flush=True)
-    if config.comm.map:
-        print("\n".join(["", *rank_lines(placement, sources.image_size)]), flush=True)
+    print("\n".join(_layout(placement, sources.image_size, config.comm.map)), flush=True)
     if config.weights is not None or config.trainer.freeze:
         _tried(errors, lambda: make_network(config, sources, Alone()))
     cluster = _cluster(config.device)
@@ -96,6 +92,15 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         print("\n".join(["", *table.lines(works=not errors)]), flush=True)
     print("\n".join(_problems(errors, found)))
     return found.is_clear and not errors
+
+
+def _layout(placement: Placement, size: tuple[int, int], ranks: bool) -> Iterator[str]:
+    yield f"layout: {placement.describe()}, images of {size[0]}x{size[1]}"
+    yield ""
+    yield from drawn(placement)
+    if ranks:
+        yield ""
+        yield from rank_lines(placement, size)
 
 
 def _check(errors: list[str], config: DictConfig, placement: Placement) -> None:

@@ -98,6 +98,11 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
         stain_reference=config.stain_reference,
         slide_mpp=_either(config.slide_mpp, before.get("slide_mpp"), None),
     )
+    _check_fits(found, config, before)
+    return found
+
+
+def _check_fits(found: Cutting, config: DictConfig, before: Mapping[str, Any]) -> None:
     if not 0 <= found.overlap < found.tile_size:
         raise ValueError(f"overlap={found.overlap} must be less than a tile, {found.tile_size}")
     if before.get("stain_reference") and config.stain_reference is None:
@@ -110,7 +115,6 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
             f"stain_reference={config.stain_reference} is given, but the stains of the training "
             "set were left as they are: leave it out"
         )
-    return found
 
 
 def _check(before: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.predicting.cutting import Cutting
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import cut_tiles, plan_tiles
+from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
 from spatialdl.slides.cutting.whole import plan_whole
 from spatialdl.slides.reading.reader import Slide
 
@@ -165,22 +165,14 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
         own = choosing.own_colours(slide, plan)
         if isinstance(own, str):
             raise SlideError(own)
-        size = (cutting.tile_size, cutting.tile_size)
         if cutting.whole:
             region = plan_whole(slide, plan)
             if region is None:
                 raise SlideError(f"slide {path} has no tissue")
             places, size, scale = [(region.x, region.y)], region.size, region.scale
         else:
-            scale = plan.scale
-            places = [
-                (tile.x, tile.y)
-                for tile in cut_tiles(slide, plan, read=bool(cutting.filters))
-                if not (tile.problem or tile.bare)
-                and not (tile.image is not None and choosing.refused(tile.image))
-            ]
-            if not places:
-                raise SlideError(f"slide {path} gives no tiles: {plan.reason or 'filters'}")
+            size, scale = (cutting.tile_size, cutting.tile_size), plan.scale
+            places = _places(slide, plan, cutting, choosing)
         source = SlideImages(path, cutting.slide_mpp, places, size, scale)
         if own is not None:
             source.choosing, source.own = choosing, own
@@ -195,6 +187,21 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
             path,
             cutting.whole,
         )
+
+
+def _places(
+    slide: Slide, plan: TilePlan, cutting: Cutting, choosing: Choosing
+) -> list[tuple[int, int]]:
+    """Level-0 (x, y) of the tiles that are taken."""
+    places = [
+        (tile.x, tile.y)
+        for tile in cut_tiles(slide, plan, read=bool(cutting.filters))
+        if not (tile.problem or tile.bare)
+        and not (tile.image is not None and choosing.refused(tile.image))
+    ]
+    if not places:
+        raise SlideError(f"slide {slide.path} gives no tiles: {plan.reason or 'filters'}")
+    return places
 
 
 @dataclass

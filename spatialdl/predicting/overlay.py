@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,10 @@ from spatialdl.data.saving import replacing
 from spatialdl.slides.reading.reader import Thumbnail
 from spatialdl.text import fitted
 from spatialdl.training.pictures.heat_maps import COLOURS, OPACITY, faint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST = 8
 """So many classes are drawn, the first ones."""
@@ -40,19 +44,10 @@ def save_overlay(
         what: the maps tell.
         limits: values that have the first and the last colour.
     """
-    from matplotlib.figure import Figure
-
     drawn = dict(list(maps.items())[:MOST])
     panels = len(drawn) + (thumbnail is not None)
-    cols = 2 if panels == 4 else min(panels, 3)
-    rows = ceil(panels / cols)
-    high = min(_MOST_INCHES, max(1.2, _PANEL_INCHES * extent[0] / extent[1]))
-    size = (_PANEL_INCHES * cols + 0.9, (high + 0.35) * rows + 0.5)
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    axes = list(figure.subplots(rows, cols, squeeze=False).flat)
+    figure, axes = _panels(panels, extent[0] / extent[1])
     place = (0, extent[1], extent[0], 0)
-    for panel in axes:
-        panel.set_axis_off()
     if thumbnail is not None:
         axes[0].imshow(thumbnail.image, extent=place)
         axes[0].set_title("slide", fontsize=10)
@@ -80,3 +75,22 @@ def save_overlay(
     figure.suptitle(f"{fitted(title, 60)}{more}", fontsize=11)
     with replacing(path) as out:
         figure.savefig(out, format="png")
+
+
+def _panels(panels: int, steepness: float) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels, and perhaps empty ones, without axes.
+
+    Args:
+        steepness: rows of a slide over its columns.
+    """
+    from matplotlib.figure import Figure
+
+    cols = 2 if panels == 4 else min(panels, 3)
+    rows = ceil(panels / cols)
+    high = min(_MOST_INCHES, max(1.2, _PANEL_INCHES * steepness))
+    size = (_PANEL_INCHES * cols + 0.9, (high + 0.35) * rows + 0.5)
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    axes = list(figure.subplots(rows, cols, squeeze=False).flat)
+    for panel in axes:
+        panel.set_axis_off()
+    return figure, axes

@@ -11,7 +11,7 @@ from torch import Tensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.layout import Bounds, Box
-from spatialdl.spatial.reindex import AxisMap, Segment, one_sample, reindex, split_dims
+from spatialdl.spatial.reindex import DimMap, Segment, one_sample, reindex, split_dims
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -43,13 +43,13 @@ def flip(input: SpatialTensor, *dims: Any, **named: Any) -> SpatialTensor:
         return flipped
     row_dim, col_dim = split_dims(torch.flip, input)
     layout = input.spatial_layout
-    rows = _backwards(layout.rows) if row_dim in turned else AxisMap.identity(layout.rows)
-    cols = _backwards(layout.cols) if col_dim in turned else AxisMap.identity(layout.cols)
+    rows = _backwards(layout.rows) if row_dim in turned else DimMap.identity(layout.rows)
+    cols = _backwards(layout.cols) if col_dim in turned else DimMap.identity(layout.cols)
     return reindex(torch.flip, flipped, rows, cols)
 
 
-def _backwards(bounds: Bounds) -> AxisMap:
-    return AxisMap((Segment(bounds[-1], bounds[-1] - 1, -1),), bounds)
+def _backwards(bounds: Bounds) -> DimMap:
+    return DimMap((Segment(bounds[-1], bounds[-1] - 1, -1),), bounds)
 
 
 @register_op(torch.fliplr, Tensor.fliplr, split=("input",))
@@ -89,12 +89,12 @@ def roll(input: SpatialTensor, shifts: Any, dims: Any = None) -> Tensor:
     return result.clone() if result is input else result
 
 
-def _rolled(bounds: Bounds, shift: int) -> AxisMap:
+def _rolled(bounds: Bounds, shift: int) -> DimMap:
     size = bounds[-1]
     shift %= max(size, 1)
     if shift == 0:
-        return AxisMap.identity(bounds)
-    return AxisMap((Segment(shift, size - shift), Segment(size - shift, 0)), bounds)
+        return DimMap.identity(bounds)
+    return DimMap((Segment(shift, size - shift), Segment(size - shift, 0)), bounds)
 
 
 @register_op(torch.rot90, Tensor.rot90, split=("input",))

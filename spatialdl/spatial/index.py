@@ -17,7 +17,7 @@ from spatialdl.comm.repartition import repartition
 from spatialdl.layout import Bounds, Box
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.operands import lift
-from spatialdl.spatial.reindex import AxisMap, Segment, one_sample, reindex, split_dims
+from spatialdl.spatial.reindex import DimMap, Segment, one_sample, reindex, split_dims
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -124,11 +124,11 @@ def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, I
     return ALL, ALL
 
 
-def _axis(item: Item, bounds: Bounds) -> AxisMap:
+def _axis(item: Item, bounds: Bounds) -> DimMap:
     if not isinstance(item, slice) or _is_all(item, bounds[-1]):
-        return AxisMap.identity(bounds)
+        return DimMap.identity(bounds)
     read = range(*item.indices(bounds[-1]))
-    return AxisMap.of([Segment(len(read), read.start, read.step)], bounds, read.step)
+    return DimMap.of([Segment(len(read), read.start, read.step)], bounds, read.step)
 
 
 @register_op(Tensor.__getitem__, split=("input", "index"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spatialdl.layout import Bounds
 from spatialdl.spatial.autocast import padded_as
-from spatialdl.spatial.reindex import AxisMap, Segment, reindex, split_dims, take
+from spatialdl.spatial.reindex import DimMap, Segment, reindex, split_dims, take
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -54,10 +54,10 @@ def _check(
     F.pad(torch.empty(shape, dtype=dtype, device="meta"), pads, mode, value)
 
 
-def _axis(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) -> AxisMap:
+def _axis(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) -> DimMap:
     if not any(pads):
-        return AxisMap.identity(bounds)
-    return AxisMap.of(_segments(x, bounds[-1], *pads, mode), bounds)
+        return DimMap.identity(bounds)
+    return DimMap.of(_segments(x, bounds[-1], *pads, mode), bounds)
 
 
 def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -> list[Segment]:

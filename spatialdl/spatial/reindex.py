@@ -1,6 +1,6 @@
 """Pixels that move along rows and columns: what padding, slicing, flipping and rolling share.
 
-Each output row reads one input row, each output column one input column; an `AxisMap` says which,
+Each output row reads one input row, each output column one input column; a `DimMap` says which,
 in segments. A rank then needs the input between the first and the last index that its outputs
 read. Which boxes all ranks need follows from the sizes alone. Turning pixels round and repeating
 them is local.
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AxisMap:
+class DimMap:
     """What the outputs along rows, or along columns, read.
 
     Attributes:
@@ -66,14 +66,14 @@ class AxisMap:
     bounds: Bounds
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], bounds: Bounds, stride: int = 1) -> AxisMap:
+    def of(cls, segments: Sequence[Segment], bounds: Bounds, stride: int = 1) -> DimMap:
         """The map for an input cut at `bounds`: output ``o`` goes where input ``o * stride`` is."""
         kept = tuple(s for s in segments if s.length > 0) or (Segment(0, 0),)
         size = sum(segment.length for segment in kept)
         return cls(kept, strided_bounds(bounds, stride, size))
 
     @classmethod
-    def identity(cls, bounds: Bounds) -> AxisMap:
+    def identity(cls, bounds: Bounds) -> DimMap:
         return cls((Segment(bounds[-1], 0),), bounds)
 
     def parts(self, start: int, stop: int) -> list[Segment]:
@@ -94,15 +94,15 @@ def _hull(parts: Sequence[Segment]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _groups(axis: AxisMap) -> tuple[slice, ...]:
+def _groups(dim: DimMap) -> tuple[slice, ...]:
     """Neighbouring segments that are fetched together.
 
     Those are that lie side by side in the input for every rank, as in reflecting padding; what
     lies far apart, as in circular padding, would drag along all that is in between.
     """
     groups = [slice(0, 1)]
-    ranks = [axis.parts(*interval) for interval in pairwise(axis.bounds)]
-    for number in range(1, len(axis.segments)):
+    ranks = [dim.parts(*interval) for interval in pairwise(dim.bounds)]
+    for number in range(1, len(dim.segments)):
         wider = slice(groups[-1].start, number + 1)
         if all(_is_dense(parts[wider]) for parts in ranks):
             groups[-1] = wider
@@ -125,8 +125,8 @@ class _Fetch(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _fetches(layout: Layout, rows: AxisMap, cols: AxisMap, part: int) -> tuple[_Fetch, ...]:
-    """All repartitions, the same number on all ranks; only one axis may have several groups."""
+def _fetches(layout: Layout, rows: DimMap, cols: DimMap, part: int) -> tuple[_Fetch, ...]:
+    """All repartitions, the same number on all ranks; only one dim may have several groups."""
     fetches = []
     for row_group in _groups(rows):
         for col_group in _groups(cols):
@@ -211,8 +211,8 @@ def split_dims(func: object, x: SpatialTensor) -> tuple[int, int]:
 def reindex(
     func: object,
     x: SpatialTensor,
-    rows: AxisMap,
-    cols: AxisMap,
+    rows: DimMap,
+    cols: DimMap,
     fill: float = 0.0,
     is_view: bool = False,
 ) -> SpatialTensor:
@@ -226,17 +226,17 @@ def reindex(
         is_view: whether PyTorch gives a view of `x`, into which users may write.
     """
     layout = x.spatial_layout
-    if (rows, cols) == (AxisMap.identity(layout.rows), AxisMap.identity(layout.cols)):
+    if (rows, cols) == (DimMap.identity(layout.rows), DimMap.identity(layout.cols)):
         return x
     dims = split_dims(func, x)
     name = getattr(func, "__name__", str(func))
     tile = to_tile(x)
     image = tile.movedim(dims, (-2, -1))
     if len(_groups(rows)) > 1 and len(_groups(cols)) > 1:
-        unchanged = AxisMap.identity(layout.cols)
+        unchanged = DimMap.identity(layout.cols)
         image = _pass(image, layout, rows, unchanged, x.mesh, fill, name)
         layout = Layout(layout.batch, rows.bounds, layout.cols)
-        rows = AxisMap.identity(rows.bounds)
+        rows = DimMap.identity(rows.bounds)
     image = _pass(image, layout, rows, cols, x.mesh, fill, name)
     output = Layout(layout.batch, rows.bounds, cols.bounds)
     if not is_view and image.untyped_storage().data_ptr() == tile.untyped_storage().data_ptr():
@@ -247,7 +247,7 @@ def reindex(
     return result
 
 
-def _stays(x: SpatialTensor, rows: AxisMap, cols: AxisMap) -> bool:
+def _stays(x: SpatialTensor, rows: DimMap, cols: DimMap) -> bool:
     """Whether slices leave all pixels where they are; the same answer on every rank."""
     fetches = _fetches(one_sample(x.spatial_layout), rows, cols, x.mesh.part)
     return all(stays(fetch.plan) for fetch in fetches)
@@ -256,8 +256,8 @@ def _stays(x: SpatialTensor, rows: AxisMap, cols: AxisMap) -> bool:
 def _pass(
     image: Tensor,
     layout: Layout,
-    rows: AxisMap,
-    cols: AxisMap,
+    rows: DimMap,
+    cols: DimMap,
     mesh: Mesh,
     fill: float,
     name: str,

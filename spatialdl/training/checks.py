@@ -42,19 +42,7 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
     if not isinstance(config.seed, int) or isinstance(config.seed, bool) or config.seed < 0:
         raise ValueError(f"seed={config.seed} must be a whole number of at least 0")
-    choices = {
-        "trainer.precision": PRECISIONS,
-        "device": DEVICES,
-        "task.name": TASKS,
-        "comm.transport": TRANSPORTS,
-        "comm.backend": BACKENDS,
-        "parallel.balance": BALANCES,
-    }
-    for key, known in choices.items():
-        value = OmegaConf.select(config, key)
-        if value not in known:
-            names = ", ".join("null" if one is None else one for one in known)
-            raise ValueError(f"{key}={value} is not supported: take one of {names}")
+    _check_choices(config)
     check_timeout(config.comm.timeout)
     placement = placement_of(config.parallel)
     accumulate = _check_trainer(config)
@@ -68,6 +56,29 @@ def check_config(config: DictConfig) -> Placement:
     check_loggers(config.get("logger") or {})
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
         check_image(tuple(config.data.image_size), placement)
+    _check_files(config)
+    check_values(config)
+    return placement
+
+
+def _check_choices(config: DictConfig) -> None:
+    choices = {
+        "trainer.precision": PRECISIONS,
+        "device": DEVICES,
+        "task.name": TASKS,
+        "comm.transport": TRANSPORTS,
+        "comm.backend": BACKENDS,
+        "parallel.balance": BALANCES,
+    }
+    for key, known in choices.items():
+        value = OmegaConf.select(config, key)
+        if value not in known:
+            names = ", ".join("null" if one is None else one for one in known)
+            raise ValueError(f"{key}={value} is not supported: take one of {names}")
+
+
+def _check_files(config: DictConfig) -> None:
+    """That what is to be read is there."""
     if config.data.name == "shards" and not Path(config.data.path).expanduser().is_dir():
         raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
     if config.ckpt_path not in (None, LATEST):
@@ -77,8 +88,6 @@ def check_config(config: DictConfig) -> Placement:
     targets = config.data.get("targets")
     if targets is not None and not Path(targets).expanduser().is_file():
         raise ValueError(f"data.targets={targets} is no file")
-    check_values(config)
-    return placement
 
 
 def _check_metrics(config: DictConfig) -> None:

@@ -3,7 +3,7 @@
 metrics.csv      a row a step
 validation.csv   a row a validation, if there was any
 predictions.csv  a row a sample of the last validation, and slides.csv a row a slide, see
-                 `training.predictions`
+                 `training.tasks.predictions`
 summary.json     written at the end, whole or not at all
 loss.png         loss and validation over the steps
 report.html      all of it to look at, see `training.report`

@@ -159,7 +159,7 @@ def parallel(
             )
         losses.append(world.allreduce(pipeline.train_step(microbatches, step)))
         if case.clip:
-            pipeline.clip(case.clip)
+            pipeline.gradients.clip(case.clip)
         optimizer.step()
     return Outcome(losses, pipeline.state_dict())
 

@@ -31,7 +31,7 @@ Matrix = npt.NDArray[np.float64]
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 _YIQ = np.array([_LUMA, [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
-# optical densities of haematoxylin, eosin and DAB in red, green and blue
+# optical densities of hematoxylin, eosin and DAB in red, green and blue
 _STAINS = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
 _STAINS /= np.linalg.norm(_STAINS, axis=1, keepdims=True)
 _ROWS_BYTES = 2**22  # of floats at a time

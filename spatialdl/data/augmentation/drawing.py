@@ -23,7 +23,7 @@ class Draw:
         turns: by 90 degrees counterclockwise after that.
         brightness, contrast, saturation: factors.
         hue: part of the colour circle, in [-0.5, 0.5].
-        stain: factors of, and densities added to, haematoxylin, eosin and DAB; None for no change.
+        stain: factors of, and densities added to, hematoxylin, eosin and DAB; None for no change.
         sigma: of the blur, in pixels.
     """
 

@@ -32,7 +32,7 @@ class Augmentation:
         rotate: whether images are turned by 0, 90, 180 or 270 degrees, equally often.
         brightness, contrast, saturation: b changes it by a factor from 1 - b to 1 + b.
         hue: colours are turned by up to this part of the colour circle, to either side.
-        stain: amounts of haematoxylin, eosin and DAB change by a factor within 1 - stain and
+        stain: amounts of hematoxylin, eosin and DAB change by a factor within 1 - stain and
             1 + stain, and by an optical density of up to stain.
         blur: standard deviation of a Gaussian blur in pixels, at most.
     """

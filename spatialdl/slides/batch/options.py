@@ -37,6 +37,15 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("slides", nargs="+", type=Path, metavar="SLIDES", help="slides, or folders of slides")
     add("--out", required=True, type=Path, metavar="DIR", help="data set folder to make")
+    _add_samples(made)
+    _add_slides(made)
+    add_options(made)
+    _add_files(made)
+    _add_work(made)
+    return made
+
+
+def _add_samples(made: argparse.ArgumentParser) -> None:
     sample = made.add_mutually_exclusive_group(required=True).add_argument
     sample("--tile-size", type=_positive_int, metavar="N", help="rows and columns of a tile")
     sample(
@@ -54,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
         "slide is what it says, else 10 / its mpp",
     )
     wanted("--level", type=_level, metavar="N", help="level of the slides, 0 the finest")
+
+
+def _add_slides(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument
     add(
         "--labels",
         type=Path,
@@ -81,7 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="about how large a shard file may be, such as 256M or 1G (default 512M)",
     )
-    add_options(made)
+
+
+def _add_files(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument
     add(
         "--format",
         choices=FORMATS,
@@ -120,6 +136,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
     )
+
+
+def _add_work(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument
     add(
         "--jobs",
         type=_positive_int,
@@ -132,7 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="count tiles and bytes, write nothing")
     add("--overwrite", action="store_true", help="replace a data set that is there")
     add("--skip-errors", action="store_true", help="exit with 0 although slides were skipped")
-    return made
 
 
 def parsed_path(tool: str, argv: Sequence[str]) -> Path:

@@ -77,12 +77,12 @@ class Update:
         self.skipped = False
         if self.scaler is not None:
             self._told_scale = self.scaler.scale
-            self.skipped = not self._pipeline.unscale(self.scale)
+            self.skipped = not self._pipeline.gradients.unscale(self.scale)
             self.scaler.update(is_finite=not self.skipped)
         if self.skipped:
             return
         if self._clip_norm is not None:
-            self._pipeline.clip(float(self._clip_norm))
+            self._pipeline.gradients.clip(float(self._clip_norm))
         self.optimizer.step()
         self.scheduler.step()
         if self.average is not None:

@@ -86,13 +86,13 @@ def test_gradients_are_averaged_by_nodes():
         (3, 9, 7),
         nodes=nodes,
     )
-    assert isinstance(pipeline._reducers[0], TwoLevels)
+    assert isinstance(pipeline.gradients.reducers[0], TwoLevels)
     parameters = [nn.Parameter(p.detach().clone()) for p in pipeline.parameters()]
     draw = torch.Generator().manual_seed(plain.rank)
     for own, other in zip(pipeline.parameters(), parameters, strict=True):
         own.grad = torch.randn(own.shape, dtype=own.dtype, generator=draw)
         other.grad = own.grad.clone()
-    average(pipeline.parameters(), pipeline._reducers[0], SIZE)
+    average(pipeline.parameters(), pipeline.gradients.reducers[0], SIZE)
     average(parameters, plain, SIZE)
     for own, other in zip(pipeline.parameters(), parameters, strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=1e-12)

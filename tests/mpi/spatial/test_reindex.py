@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spatialdl import shard
 from spatialdl.layout import Bounds
-from spatialdl.spatial.reindex import AxisMap, Segment, reindex
+from spatialdl.spatial.reindex import DimMap, Segment, reindex
 from spatialdl.spatial.tensor import SpatialTensor
 from tests.mpi.equality import check, draw, seeds
 
@@ -41,7 +41,7 @@ def test_any_map_of_rows_and_columns(seed: int, meshes: dict) -> None:
         if not isinstance(x, SpatialTensor):
             return x[:, :, read_by(rows)][:, :, :, read_by(cols)]
         layout = x.spatial_layout
-        return reindex(read, x, AxisMap.of(rows, layout.rows), AxisMap.of(cols, layout.cols))
+        return reindex(read, x, DimMap.of(rows, layout.rows), DimMap.of(cols, layout.cols))
 
     check(read, s.image, [], s.mesh, f"{s}, rows {rows}, cols {cols}")
 
@@ -58,8 +58,8 @@ def test_rows_and_columns_at_any_dims(channels_last: bool, meshes: dict) -> None
                 if not isinstance(x, SpatialTensor):
                     return x.flip(rows).narrow(cols, 2, 4)
                 layout = x.spatial_layout
-                back = AxisMap.of([Segment(7, 6, -1)], layout.rows)
-                return reindex(turned, x, back, AxisMap.of([Segment(4, 2)], layout.cols))
+                back = DimMap.of([Segment(7, 6, -1)], layout.rows)
+                return reindex(turned, x, back, DimMap.of([Segment(4, 2)], layout.cols))
 
             image = draw(rng, {mesh.grid: mesh}).image.new_ones(2, 3, 7, 9).cumsum(3).cumsum(2)
             if channels_last:
@@ -71,15 +71,15 @@ def test_what_lies_outside_is_filled(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.ones(1, 1, 5, 6), mesh)
         layout = x.spatial_layout
-        rows = AxisMap.of([Segment(9, -2)], layout.rows)
-        y = reindex(reindex, x, rows, AxisMap.identity(layout.cols), fill=7.0).full_tensor()
+        rows = DimMap.of([Segment(9, -2)], layout.rows)
+        y = reindex(reindex, x, rows, DimMap.identity(layout.cols), fill=7.0).full_tensor()
         assert y[0, 0, :, 0].tolist() == [7, 7, 1, 1, 1, 1, 1, 7, 7]
 
 
 def test_the_identity_is_the_tensor_itself(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.ones(1, 1, 5, 6), mesh)
-        rows, cols = (AxisMap.identity(b) for b in (x.spatial_layout.rows, x.spatial_layout.cols))
+        rows, cols = (DimMap.identity(b) for b in (x.spatial_layout.rows, x.spatial_layout.cols))
         assert reindex(reindex, x, rows, cols) is x
 
 
@@ -95,4 +95,4 @@ def test_the_identity_is_the_tensor_itself(meshes: dict) -> None:
 def test_outputs_are_cut_where_inputs_were(
     bounds: Bounds, segments: list[Segment], output: Bounds
 ) -> None:
-    assert AxisMap.of(segments, bounds, segments[0].step).bounds == output
+    assert DimMap.of(segments, bounds, segments[0].step).bounds == output

@@ -1,0 +1,62 @@
+"""What the source imports is declared, and what is declared is used."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NEEDED = PROJECT["dependencies"] + [
+    one for extra in ("mpi", "parquet", "slurm", "wandb", "mlflow") for one in EXTRAS[extra]
+]
+# through their own programs, libraries, or other packages
+NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
+IF_THERE = {"huggingface_hub"}
+NAMED_OTHERWISE = {
+    "hydra": "hydra-core",
+    "mlflow": "mlflow-skinny",
+    "openslide": "openslide-python",
+    "PIL": "pillow",
+    "skimage": "scikit-image",
+    "yaml": "pyyaml",
+}
+
+
+def imported() -> set[str]:
+    """Packages of others that the source imports, wherever in it."""
+    names: set[str] = set()
+    for folder in ("spatialdl", "hydra_plugins"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - {"spatialdl"}
+
+
+def declared() -> set[str]:
+    return {re.match(r"[\w-]+", one)[0].lower() for one in NEEDED}
+
+
+def test_what_is_imported_is_declared_and_used():
+    used = {NAMED_OTHERWISE.get(name, name) for name in imported() - IF_THERE}
+    assert used == declared() - NOT_IMPORTED
+
+
+def test_packages_are_called_as_here():
+    there = packages_distributions()
+    for name, distribution in NAMED_OTHERWISE.items():
+        assert distribution in {one.lower() for one in there.get(name, [distribution])}
+
+
+def test_every_extra_for_users_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    users = set(EXTRAS) - {"dev", "proof"}
+    assert {extra for extra in users if f"[{extra}]" not in readme} == set()
