@@ -294,9 +294,9 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
 
 STOPS = """
 import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # also of the threads of MPI
 from mpi4py import MPI
 from spatialdl.comm.roll_call import answer
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 world = MPI.COMM_WORLD
 answer(world.rank)
 world.Barrier()
