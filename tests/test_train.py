@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -264,6 +265,22 @@ def test_what_hydra_is_told_of_logging_is_done(inside, tmp_path):
     line = "[spatialdl.mine][DEBUG] - in detail\n"
     assert line in errors
     assert line in (tmp_path / "out" / "train.log").read_text()
+
+
+class Program:
+    """What a pickle may hold."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("loaded"),)
+
+
+def test_no_pickle_of_a_run_directory_is_loaded(inside, tmp_path):
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(Program()))
+    code, errors, calls = inside("--experimental-rerun", "config.pickle")
+    assert (code, calls) == (1, [])
+    assert errors.startswith("error: --experimental-rerun unpickles what lies in a run directory")
+    assert "give the words of its .hydra/overrides.yaml instead" in errors
+    assert not (tmp_path / "loaded").exists()
 
 
 def test_help_is_ours_and_runs_nothing(inside, tmp_path, capsys):

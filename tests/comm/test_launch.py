@@ -294,9 +294,11 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
 
 STOPS = """
 import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # also of the threads of MPI
 from mpi4py import MPI
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+from spatialdl.comm.roll_call import answer
 world = MPI.COMM_WORLD
+answer(world.rank)
 world.Barrier()
 if world.rank == 0:
     print("ready", flush=True)

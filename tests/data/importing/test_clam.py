@@ -116,6 +116,33 @@ def test_files_without_patches_are_listed_or_left_out(tmp_path: Path, files: Pat
         import_clam([files / "b1.h5"], tmp_path / "none", skip_broken=True)
 
 
+@pytest.mark.parametrize(
+    ("there", "damaged", "raised"),
+    [
+        (b"TREE", b"tree", RuntimeError),  # the table of contents
+        (b"imgs\0", b"\xffmgs\0", TypeError),  # the name of a dataset
+        (b"header", b"\xff", KeyError),  # where a dataset is described
+        (b"\x89HDF", b"\x88HDF", OSError),
+    ],
+)
+def test_a_damaged_file_is_listed_whatever_h5py_makes_of_it(
+    tmp_path: Path, files: Path, there: bytes, damaged: bytes, raised: type[Exception]
+) -> None:
+    path = files / "s1.h5"
+    content = path.read_bytes()
+    with h5py.File(path, "r") as h5:
+        header = h5py.h5o.get_info(h5["imgs"].id).addr
+    at = header if there == b"header" else content.index(there)
+    path.write_bytes(content[:at] + damaged + content[at + len(damaged) :])
+    with pytest.raises(raised), h5py.File(path, "r") as h5:  # or the test tests something else
+        clam._described(path, h5)
+    with pytest.raises(ValueError, match=r"1 files have no patches .*\n.*s1\.h5: "):
+        import_clam([files], tmp_path / "set")
+    [left_out] = import_clam([files], tmp_path / "set", skip_broken=True)
+    assert left_out.startswith(f"{path}: ")
+    assert len(ShardDataset(tmp_path / "set")) == 3
+
+
 def test_a_damaged_chunk_is_named_and_nothing_written(tmp_path: Path, files: Path) -> None:
     images = RANDOM.integers(0, 9, (3, 16, 16, 3), np.uint8)
     with h5py.File(files / "z.h5", "w") as file:
