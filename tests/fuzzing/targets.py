@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Document = Any
-SMALL = ("model=resnet18", "model.width=4")
+SMALL = ("model=wide_view", "model.width=2", "trainer.report=false")
 
 
 class Target(Protocol):
