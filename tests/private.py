@@ -5,6 +5,7 @@ python tests/private.py FOLDER      as root: prints what nobody can open there
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -49,6 +50,17 @@ def shared_memory() -> Iterator[str]:
             yield f"shares {path}"
 
 
+def reachable() -> Iterator[str]:
+    """Where this process and those that it has started listen, for other machines."""
+    from tests.comm.ports import listening
+    from tests.comm.running import below
+
+    for pid in (os.getpid(), *below(os.getpid())):
+        for found in listening(pid):
+            if not ipaddress.ip_address(found.split()[0]).is_loopback:
+                yield f"listens at {found}"
+
+
 def looking(num_classes: int = 3, in_channels: int = 3, out: str = ""):
     """A small network; when it is first called each rank notes what nobody can open."""
     from torch import nn
@@ -66,7 +78,7 @@ def looking(num_classes: int = 3, in_channels: int = 3, out: str = ""):
                 words = [sys.executable, __file__, os.environ["TMPDIR"]]
                 said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
                 there = [str(path) for path in Path(os.environ["TMPDIR"]).rglob("*")]
-                lines = [*said.splitlines(), *shared_memory(), "", *there]
+                lines = [*said.splitlines(), *shared_memory(), *reachable(), "", *there]
                 Path(out, str(os.getpid())).write_text("\n".join(lines))
             return x
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,10 +62,13 @@ def ended(processes: list[subprocess.Popen[str]]) -> None:
     assert not any(one.returncode for one in processes), "\n".join(said)
 
 
-def addresses(seen: Path) -> dict[str, set[str]]:
-    """Where the rank of each host has listened, the ports of Open MPI left out."""
-    found = {path.name.split()[0]: path.read_text().splitlines() for path in seen.iterdir()}
-    return {host: {a.split()[0] for a in all_ if a not in OPEN_MPI} for host, all_ in found.items()}
+def addresses(seen: Path, but: Collection[str] = ()) -> dict[str, set[str]]:
+    """Where the ranks of each host have listened, but for some ports."""
+    found: dict[str, set[str]] = {}
+    for path in seen.iterdir():
+        lines = [line for line in path.read_text().splitlines() if line not in but]
+        found.setdefault(path.name.split()[0], set()).update(line.split()[0] for line in lines)
+    return found
 
 
 def test_ranks_that_mpiexec_starts_meet_at_the_address_of_their_host(hosts, one_process, tmp_path):
@@ -77,7 +80,7 @@ def test_ranks_that_mpiexec_starts_meet_at_the_address_of_their_host(hosts, one_
     words += ["comm.transport=torch", f"++model.folder={seen}", f"hydra.run.dir={run_dir}"]
     ended([started(hosts, "host-a", words, PRTE_MCA_plm_ssh_agent=str(agent))])
     assert losses(run_dir) == pytest.approx(one_process, abs=1e-10)
-    assert addresses(seen) == EACH_ITS_OWN
+    assert addresses(seen, OPEN_MPI) == EACH_ITS_OWN
 
 
 @pytest.mark.slow
@@ -92,3 +95,16 @@ def test_ranks_that_torchrun_starts_listen_at_the_address_of_their_host(
     ended([started(hosts, host, words) for host in ADDRESSES])
     assert losses(run_dir) == pytest.approx(one_process, abs=1e-10)
     assert addresses(seen) == EACH_ITS_OWN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["mpiexec", "torchrun"])
+def test_ranks_on_one_host_that_has_a_network_keep_to_the_loopback(start, hosts, tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = agent if start == "torchrun" else [*mpiexec_command(2), sys.executable]
+    more = ["comm.transport=torch", f"++model.folder={seen}", f"hydra.run.dir={tmp_path / 'run'}"]
+    ended([started(hosts, "host-a", [*words, *TRAIN, *more])])
+    assert len(list(seen.iterdir())) == 2
+    assert addresses(seen) == {"host-a": {"127.0.0.1"}}

@@ -17,8 +17,8 @@ _HEADS = {"shard": 8192, "inspect": 8192, "weights": 2048}
 
 FEW = {
     **{"manifest": 200, "shard": 120, "csv": 200, "geojson": 200},
-    **{"xml": 100, "weights": 60, "slide": 30, "inspect": 5, "records": 60},
-    **{"checkpoint": 30, "resume": 8, "config": 12},
+    **{"xml": 100, "weights": 60, "slide": 30, "inspect": 4, "records": 60},
+    **{"checkpoint": 40, "resume": 5, "config": 10},
 }
 MANY = {
     **dict.fromkeys(FEW, 1000),
