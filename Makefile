@@ -56,6 +56,7 @@ test-slow: $(READY)
 	set -e; for ranks in 2 3; do \
 	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/spatial; \
 	done
+	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py
 	# the same equality over torch.distributed
 	set -e; for ranks in 2 3 4; do \

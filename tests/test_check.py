@@ -83,7 +83,7 @@ def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=250,
         check=False,
     )
 
@@ -228,7 +228,7 @@ def test_under_a_launcher_the_exit_code_is_that_of_the_ranks(folder: Path) -> No
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 1

@@ -49,7 +49,7 @@ class Case(NamedTuple):
             },
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=250,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -61,7 +61,7 @@ def test_python_runs(block, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,7 +79,7 @@ def test_the_network_that_is_checked_is_exact(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -58,7 +58,7 @@ def command(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             check=False,
         )
 

@@ -17,8 +17,6 @@ from spatialdl.worker import environment, run_worker
 OURS, RAW, GLOO, SILENT = "mpi4py backend", "raw mpi4py", "gloo", "no communication"
 CALL = "PyTorch's call"
 COLORS = {OURS: "#1f5fa8", RAW: "#8a8a8a", GLOO: "#d0862a", SILENT: "#c9c9c9"}
-MOST_ABOVE_US = 15
-THROUGHPUT = 1.2
 
 
 def main(arguments: Sequence[str]) -> None:

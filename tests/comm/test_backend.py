@@ -28,7 +28,7 @@ def job(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProc
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
 
@@ -64,7 +64,7 @@ def test_one_process_needs_no_launcher():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "rank 0 leaves\n"), done.stderr

@@ -25,7 +25,7 @@ print(MPI.COMM_WORLD.size, MPI.get_vendor()[0], len(waited))
 def test_the_first_message_waits_until_open_mpi_is_up_on_all_ranks(ranks):
     """A rank that was still in MPI_Init crashed when another one's message came."""
     command = [*mpiexec_command(ranks), sys.executable, "-c", JOB]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     lines = told.stdout.splitlines()
     assert len(lines) == ranks
     for line in lines:

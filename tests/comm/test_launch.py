@@ -286,7 +286,7 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
         ranks = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
         assert len(ranks) == 2
         process.send_signal(number)
-        assert process.wait(timeout=60) == code
+        assert process.wait(timeout=250) == code
         for rank in ranks:
             assert select.select([rank], [], [], 5)[0], "a rank is still there"
             os.close(rank)
@@ -311,7 +311,7 @@ def test_ranks_that_stop_by_themselves_end_well(tmp_path, number):
     with parent(tmp_path, STOPS, ", stops=True") as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=250) == 0
 
 
 def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
@@ -320,7 +320,7 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert process.wait(timeout=250) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 FAIL = """

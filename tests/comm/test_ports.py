@@ -36,7 +36,7 @@ def test_nobody_else_can_reach_the_ranks(way):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOB.parents[2])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

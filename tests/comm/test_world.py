@@ -9,16 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
 
 import spatialdl
 from spatialdl.comm import world
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 SMALL = [
-    *("parallel=sp", "model.width=4", "data.image_size=[41,37]", "data.samples=8"),
-    *("data.batch_size=4", "trainer.max_steps=3", "trainer.precision=float64"),
-    *("comm.check=true", "device=cpu"),
+    *("model.width=4", "data.image_size=[41,37]", "data.samples=8", "data.batch_size=4"),
+    *("data.validation_samples=0", "trainer.max_steps=3", "trainer.precision=float64"),
+    "device=cpu",
 ]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 USER_PROGRAM = """
@@ -76,21 +79,22 @@ def losses(folder: Path) -> list[float]:
     return found
 
 
-def test_torchrun_trains_without_mpi_and_equals_mpiexec(start, tmp_path):
-    train = ["-m", "spatialdl.train", *SMALL]
-    python = sys.executable
-    runs = {
-        "torchrun": ([python, *TORCHRUN, *train, "comm.transport=torch"], False),
-        "mpiexec": ([*mpiexec_command(2), python, *train], True),
-        "both": ([*mpiexec_command(2), python, *train, "comm.transport=torch"], True),
-    }
-    for name, (command, mpi) in runs.items():
-        done = start([*command, f"hydra.run.dir={name}"], mpi)
-        assert done.returncode == 0, done.stderr
-    expected = losses(tmp_path / "mpiexec")
+@pytest.mark.parametrize("how", ["torchrun", pytest.param("mpiexec", marks=pytest.mark.slow)])
+def test_training_over_torch_equals_one_process(how, start, tmp_path):
+    """Torchrun's ranks where MPI is out of reach, or mpiexec's."""
+    launcher = {"torchrun": [sys.executable, *TORCHRUN], "mpiexec": mpiexec_command(2)}[how]
+    python = [] if how == "torchrun" else [sys.executable]
+    train = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "comm.check=true"]
+    chosen = ["comm.transport=torch", "hydra.run.dir=run"]
+    done = start([*launcher, *python, *train, *chosen], mpi=how == "mpiexec")
+    assert done.returncode == 0, done.stderr
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        fit(Trainer(compose("train", SMALL), Alone()), tmp_path / "plain")
+    expected = losses(tmp_path / "plain")
     assert len(expected) == 3
-    for name in ("torchrun", "both"):
-        assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-10)
+    assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-10)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["parallel"]) == (2, "sp")
 
 
 def test_a_program_that_torchrun_starts_gets_its_ranks(start, tmp_path):
@@ -105,7 +109,7 @@ def test_a_program_that_torchrun_starts_gets_its_ranks(start, tmp_path):
 
 
 def test_an_error_on_a_rank_of_torchrun_ends_all(start):
-    train = ["-m", "spatialdl.train", *SMALL, "data.image_size=[1,37]"]
+    train = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "data.image_size=[1,37]"]
     done = start([sys.executable, *TORCHRUN, *train], mpi=False)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "1x37" in line]

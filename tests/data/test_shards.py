@@ -361,7 +361,7 @@ def test_a_box_of_a_giant_takes_little_memory(tmp_path: Path, io: Io) -> None:
     side = 100_000
     patch = sparse_set(tmp_path / "set", side)
     command = [sys.executable, "-c", READS_A_GIANT, str(tmp_path / "set"), io]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90).stdout
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
     megabytes, total = map(int, out.split())
     begin = side // 2 // 512 * 512
     wanted = np.full((1024, 1024, 3), 9, int)

@@ -30,7 +30,7 @@ from spatialdl.training.tasks.losses import segmentation_loss
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain
 
-STEPS = 4
+STEPS = 3
 SEED = 11
 TOLERANCE = 1e-10
 

@@ -64,7 +64,7 @@ def start(folders, tmp_path):
             env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             check=False,
         )
 

@@ -105,7 +105,7 @@ def test_a_rank_that_waits_for_the_others_to_end_is_not_killed():
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
 

@@ -40,7 +40,6 @@ class OpenSlideFile(Holder):
         self._path = path
         self._handle: openslide.OpenSlide | None = None
         self._spoiled = False
-        self._native = native
         self._tiles: NativeTiles | None = None
         self._believed: dict[int, bool] = {}
         handle = self._opened()

@@ -23,7 +23,7 @@ from tests.fitting import fit
 
 TINY = [
     *("model.width=2", "data.image_size=[70,61]"),
-    *("data.num_classes=3", "data.samples=12", "data.validation_samples=3", "data.batch_size=8"),
+    *("data.num_classes=3", "data.samples=12", "data.validation_samples=0", "data.batch_size=8"),
     *("trainer.precision=float64", "trainer.max_steps=4", "comm.check=true", "device=cpu"),
     *("parallel.microbatches=2", "optimizer.lr=0.01", "trainer.checkpoint.every_epochs=null"),
     *("trainer.checkpoint.every_steps=2", "comm.map=true"),
@@ -98,7 +98,7 @@ def curve(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.world(3, 4)
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.slow)])
 def test_losses_are_those_of_ranks_in_order(transport, tmp_path, caplog):
     world = over(transport)
     *_, names, order = DEALT[SIZE]

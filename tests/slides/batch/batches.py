@@ -41,7 +41,7 @@ def started(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Po
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Its exit code, standard output and error."""
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=250)
     return process.returncode, out, err
 
 
@@ -79,6 +79,6 @@ def in_python(*program: object) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )

@@ -112,7 +112,7 @@ def test_stopping_ends_processes_of_the_fork_server_of_a_loader(tmp_path) -> Non
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
@@ -140,7 +140,7 @@ def test_processes_end_when_their_parent_is_killed(tmp_path) -> None:
         text=True,
     )
     # they all hold the other end of the pipe, so that this waits until the last of them is gone
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=250)
     assert (process.returncode, out) == (-signal.SIGKILL, "ready\n")
 
 
@@ -174,7 +174,7 @@ def test_ranks_do_what_the_first_hands_out(tmp_path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr
