@@ -199,7 +199,9 @@ def test_tiling_goes_on_after_its_time_limit(slides, tmp_path):
 @pytest.mark.slow
 def test_predicting_on_nodes_equals_one_process(slides, tmp_path):
     train(tmp_path / "trained", *NETWORK)
-    words = "slides=[slides] tile_size=64 level=0 min_tissue=0.4 maps=false device=cpu"
+    words = (
+        "slides=[slides] tile_size=64 level=0 min_tissue=0.4 maps=false device=cpu trust=[tests]"
+    )
     layout = "parallel=sp parallel.grid=[3,1]"
     queued(tmp_path, "predict.sbatch", f"trained predicted {layout} {words}")
     alone = [*words.split(), "ckpt_path=trained", "hydra.run.dir=one"]
