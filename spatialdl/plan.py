@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.comm.abort import describe_error
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
+from spatialdl.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.starting import check_words, composed_job, run_directory
-from spatialdl.train import _fit_model_keys, rewritten
 
 if TYPE_CHECKING:
     from spatialdl.planning.search import Row
@@ -79,7 +79,7 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
             f"parallel={config.parallel.name} is a layout already: leave it out, or "
             "write parallel=none, to look for one"
         )
-    _fit_model_keys(config, overrides)
+    fit_model_keys(config, overrides)
     again = bool(config.calibrate)
     check_first(config, config.cluster.get("name") == MEASURED and (again or measured() is None))
     cluster = cluster_named(config.cluster, again)

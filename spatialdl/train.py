@@ -11,24 +11,22 @@ if __name__ == "__main__":
 
     early_signals.keep()  # before anything else is imported, which takes a while
 
-import inspect
 import logging
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
+from spatialdl.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.early_signals import let_end
 from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
@@ -86,7 +84,9 @@ def _hydra_main(config: DictConfig) -> None:
             _hand_in(config, overrides, run_dir)
             return
         if config.parallel.name == "auto":
-            config, overrides = _choose(config, overrides)
+            from spatialdl.planning.auto import choose_alone
+
+            config, overrides = choose_alone(config, overrides)
         if config.debug.name == "fakecomm":
             if not _look(config, overrides):
                 sys.exit(1)
@@ -114,7 +114,7 @@ def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
     errors = []
     try:
         check_config(config)
-        _fit_model_keys(config, overrides)
+        fit_model_keys(config, overrides)
     except ValueError as error:
         errors.append(describe_error(error))
     return look(config, errors)
@@ -124,7 +124,7 @@ def _hand_in(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> Non
     """Leave the run to a job of Slurm."""
     from spatialdl.submitting.runs import hand_in
 
-    _fit_model_keys(config, overrides)
+    fit_model_keys(config, overrides)
     hand_in(config, overrides, run_dir)
 
 
@@ -154,22 +154,6 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
     signals.ignore()
 
 
-def _choose(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """The best layout in place of ``parallel=auto``."""
-    from spatialdl.planning.auto import choose
-
-    world = config.parallel.world
-    if world is None:
-        raise ValueError(
-            "parallel=auto does not know for how many ranks: add parallel.world=..., or start it "
-            "with mpiexec or srun"
-        )
-    _fit_model_keys(config, overrides)
-    config, row = choose(config, world)
-    others = [one for one in overrides if not re.match(r"\+*parallel(=|\.(world|dev|clus))", one)]
-    return config, [*row.layout.overrides(), *others]
-
-
 def _choose_together(world: Communicator, config: DictConfig) -> DictConfig:
     """The best layout for the ranks that are there, found by rank 0."""
     from spatialdl.planning.auto import choose
@@ -189,37 +173,10 @@ def _train(
     from spatialdl.training import trainer
 
     with run_directory(world, composed, config, "train") as (agreed, run_dir):
-        _fit_model_keys(agreed, overrides)
+        fit_model_keys(agreed, overrides)
         if agreed.trainer.max_steps is None and agreed.trainer.max_epochs is None:
             agreed.trainer.max_epochs = 1
         trainer.run(agreed, run_dir)
-
-
-def rewritten(argument: str) -> str:
-    """Let what is the user's own have keys that the group's file does not know; short forms."""
-    if re.match(r"(model|task\.loss)\.[\w.]+=", argument):
-        return f"++{argument}"
-    return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
-
-
-def _fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Where the user names a network, leave out what the group's file says and it does not take.
-
-    Raises:
-        ValueError: if there is no such network.
-    """
-    given = {key[1] for o in overrides if (key := re.match(r"\+*model\.(\w+)", o))}
-    if "_target_" not in given:
-        return
-    target = config.model["_target_"]
-    try:
-        taken = inspect.signature(resolve_name(target)).parameters
-    except Exception as error:
-        raise ValueError(f"model._target_={target} cannot be imported: {error}") from error
-    with open_dict(config.model):
-        for key in list(config.model):
-            if key not in taken and key not in given:
-                del config.model[key]
 
 
 if __name__ == "__main__":

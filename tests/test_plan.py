@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from PIL import Image
 
-from spatialdl import plan, train
+from spatialdl import plan
 from spatialdl.planning import auto
 from spatialdl.training.layouts import placement_of
 
@@ -62,7 +62,7 @@ def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(tmp_path, capsy
     given = auto_config("parallel.cluster=nvlink_node", "parallel.world=2", "parallel.cut=null")
     first = plan.plan(config(*SMALL, "world=2"), SMALL, tmp_path)[0]
     overrides = ["parallel=auto", "parallel.world=2", "parallel.cluster=nvlink_node", "seed=1"]
-    chosen, written = train._choose(given, overrides)
+    chosen, written = auto.choose_alone(given, overrides)
     assert written == [*first.layout.overrides(), "seed=1"]
     assert chosen.parallel == config(*first.layout.overrides(), name="train").parallel
     assert placement_of(chosen.parallel) == first.prediction.placement
@@ -71,7 +71,7 @@ def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(tmp_path, capsy
 
 def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"add parallel\.world="):
-        train._choose(auto_config(), [])
+        auto.choose_alone(auto_config(), [])
     with pytest.raises(ValueError, match="cluster=abacus is unknown: take one of infiniband, nv"):
         auto.choose(auto_config("parallel.cluster=abacus"), 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -94,7 +94,7 @@ def test_other_mistakes_are_told_before_this_machine_is_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("spatialdl.planning.setup.calibrate", lambda: pytest.fail("measured"))
     with pytest.raises(ValueError, match=sentence):
-        train._choose(auto_config("parallel.world=2", override), [])
+        auto.choose_alone(auto_config("parallel.world=2", override), [])
     given = [*SMALL[:3], override, "world=2"]
     with pytest.raises(ValueError, match=sentence):
         plan.plan(config(*given), given, tmp_path)

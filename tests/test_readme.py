@@ -15,10 +15,11 @@ from hydra import compose, initialize_config_module
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from spatialdl import check, export, train
+from spatialdl import check, export
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.configuring.keys import file_of, groups, keys_of
 from spatialdl.configuring.overrides import check_overrides
+from spatialdl.configuring.own_keys import rewritten
 from spatialdl.data.importing import command as importing
 from spatialdl.data.staging import command as staging
 from spatialdl.slides.batch import options as tiling
@@ -92,7 +93,7 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     for folder in ("tiles", "my_set"):  # which the commands before it have written
         (tmp_path / folder).mkdir()
     (tmp_path / "receptors.csv").touch()
-    given = [train.rewritten(word) for word in words[1:] if not word.startswith("-")]
+    given = [rewritten(word) for word in words[1:] if not word.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(given)
     (runs,) = BasicSweeper.split_arguments(parsed, None)
     assert len(runs) == 1 or "-m" in words

@@ -28,8 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.bench.results import machine, publish
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.configuring.overrides import check_overrides
+from spatialdl.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.placement import Placement
-from spatialdl.train import _choose, _fit_model_keys, rewritten
+from spatialdl.planning.auto import choose_alone
 from spatialdl.training.checks import check_config
 
 WORKER = "spatialdl.bench.synthetic_worker"
@@ -135,9 +136,9 @@ def _side(name: str, keys: list[str]) -> Side:
     if config.launcher.name != "local":
         raise ValueError(f"launcher={config.launcher.name} is not timed: leave it out")
     if config.parallel.name == "auto":
-        config, _ = _choose(config, keys)
+        config, _ = choose_alone(config, keys)
     placement = check_config(config)
-    _fit_model_keys(config, keys)
+    fit_model_keys(config, keys)
     return Side(name, config, placement)
 
 

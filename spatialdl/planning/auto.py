@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from spatialdl.configuring.own_keys import fit_model_keys
 from spatialdl.planning.calibrate import measured
 from spatialdl.planning.search import Row, search
 from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
@@ -50,6 +53,24 @@ def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[Di
     print(table(rows[:SHOWN], job, cluster, len(rows)))
     print(f"\nchosen: {' '.join(rows[0].layout.overrides())}\n", flush=True)
     return plain, rows[0]
+
+
+def choose_alone(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """As `choose`, before any rank runs; and the words that say the same.
+
+    Raises:
+        ValueError: if the configuration does not say for how many ranks, or names no network.
+    """
+    world = config.parallel.world
+    if world is None:
+        raise ValueError(
+            "parallel=auto does not know for how many ranks: add parallel.world=..., or start it "
+            "with mpiexec or srun"
+        )
+    fit_model_keys(config, overrides)
+    chosen, row = choose(config, world)
+    others = [one for one in overrides if not re.match(r"\+*parallel(=|\.(world|dev|clus))", one)]
+    return chosen, [*row.layout.overrides(), *others]
 
 
 def cluster_file(name: str) -> DictConfig:

@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_module
 from torch import nn
 
 from spatialdl.configuring.overrides import check_overrides
+from spatialdl.configuring.own_keys import rewritten
 from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.train import rewritten
 from spatialdl.training.tasks.own_loss import OwnLoss
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import task_of
