@@ -175,6 +175,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["trainer.accumulate=2", "data.batch_size=ten"], "data.batch_size=ten cannot be cut into"),
         (["trainer.ema=1"], "error: trainer.ema=1 must be at least 0 and below 1, or null"),
         (["trainer.tf32=high"], "error: trainer.tf32=high must be true or false"),
+        (["comm.map=ture"], "error: comm.map=ture must be true or false"),
         (
             ["optimizer=lars", "parallel=dp", "parallel.shard_state=true"],
             "LARS needs the norms of whole weights, but parallel.shard_state=true",
