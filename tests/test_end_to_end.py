@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 SMALL = [
     "data=synthetic",
@@ -38,16 +43,24 @@ def train(run_dir: Path, *overrides: str) -> dict:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((run_dir / "summary.json").read_text())
 
 
+def alone(run_dir: Path, *overrides: str) -> dict:
+    """The same in this process."""
+    own = [one for one in SMALL if not one.startswith("comm.check")]
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        fit(Trainer(compose("train", [*own, *overrides]), Alone()), run_dir)
+    return json.loads((run_dir / "summary.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("none") / "run", "parallel=none")
+    return alone(tmp_path_factory.mktemp("none"))
 
 
 @pytest.mark.parametrize(
@@ -92,22 +105,17 @@ def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_proces
 
 
 def test_a_u_net_on_two_ranks_equals_one_process(tmp_path):
-    plain, split = (
-        train(
-            tmp_path / name.replace("=", "-"),
-            *("model=unet", "model.width=2", "model.depth=2", "data.num_classes=3", name, *more),
-        )
-        for name, *more in (
-            ("parallel=none",),
-            ("parallel=sp", "parallel.recompute=block", "parallel.grid=[1,2]"),
-        )
-    )
+    unet = ("model=unet", "model.width=2", "model.depth=2", "data.num_classes=3")
+    plain = alone(tmp_path / "plain", *unet)
+    chosen = ("parallel=sp", "parallel.recompute=block", "parallel.grid=[1,2]")
+    split = train(tmp_path / "split", *unet, *chosen)
     assert split["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     (found,), (expected,) = split["validation"], plain["validation"]
     for key in ("accuracy", "mean_dice", "mean_iou", "dice", "iou", "samples"):
         assert found[key] == pytest.approx(expected[key], abs=1e-10)
 
 
+@pytest.mark.slow
 def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
     (tmp_path / "networks.py").write_text(
         "from torch import nn\n\n\n"
@@ -126,7 +134,7 @@ def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode != 0

@@ -75,26 +75,30 @@ def stopped_at(run_dir: Path) -> int:
     return int(marker["step"])
 
 
-def test_three_ranks_are_stopped_and_two_go_on(tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_three_ranks_are_stopped_and_others_go_on(ranks, tmp_path):
     run_dir = tmp_path / "run"
     with started(command(run_dir, *SP_PP, *LONG)) as process:
         process.send_signal(signal.SIGTERM)
         output = process.stdout.read()
-        assert process.wait(60) == 0, output
+        assert process.wait(250) == 0, output
     step = stopped_at(run_dir)
     assert len(table(run_dir / "metrics.csv")) == step
-    end = f"trainer.max_steps={step + 2}"
-    done = subprocess.run(
-        command(run_dir, "parallel=dp", "data.validation_samples=0", end),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    end = ("data.validation_samples=0", f"trainer.max_steps={step + 2}")
+    if ranks == 1:
+        train(run_dir, "parallel.microbatches=2", "ckpt_path=latest", *end)
+    else:
+        done = subprocess.run(
+            command(run_dir, "parallel=dp", *end),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
     assert not (run_dir / "stopped.json").exists()
-    train(tmp_path / "one", "parallel.microbatches=2", end, "data.validation_samples=0")
+    train(tmp_path / "one", "parallel.microbatches=2", *end)
     assert losses(run_dir) == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
 
 
@@ -110,7 +114,7 @@ def test_three_ranks_are_stopped_and_two_go_on(tmp_path):
 def test_one_process_is_stopped(number, tmp_path):
     with started(command(tmp_path, *LONG)) as process:
         process.send_signal(number)
-        assert process.wait(60) == 0
+        assert process.wait(250) == 0
     assert stopped_at(tmp_path) >= 1
     assert json.loads((tmp_path / "stopped.json").read_text())["signal"] == number.name
 
@@ -124,7 +128,7 @@ def test_whoever_is_told_all_ranks_of_mpiexec_stop(who, tmp_path):
         for pid in {"launcher": [process.pid], "one": ranks[1:2], "all": ranks}[who]:
             os.kill(pid, signal.SIGUSR1 if who == "launcher" else signal.SIGTERM)
         output = process.stdout.read()
-        assert process.wait(60) == 0, output
+        assert process.wait(250) == 0, output
     assert stopped_at(tmp_path) >= 1
 
 
@@ -140,7 +144,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
                 break
         process.send_signal(signal.SIGINT)
         os.kill(stuck, signal.SIGCONT)
-        assert process.wait(30) == 128 + signal.SIGINT
+        assert process.wait(250) == 128 + signal.SIGINT
         for rank in ranks:
             assert select.select([rank], [], [], 5)[0], "a rank is still there"
             os.close(rank)
@@ -154,7 +158,7 @@ def test_a_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path):
             if "checkpoint: " in line and "step-00000004" in line:
                 break
         os.kill(ranks_of(process)[1], signal.SIGKILL)
-        assert process.wait(60) != 0
+        assert process.wait(250) != 0
     assert not (tmp_path / "run" / "stopped.json").exists()
     end = f"trainer.max_steps={checkpoints(tmp_path / 'run')[-1] + 2}"
     one = ("parallel.microbatches=2", "data.validation_samples=0", end)
@@ -172,5 +176,5 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
         assert done.returncode == 1
         assert f"error: another run is writing to {tmp_path}" in done.stderr
         first.send_signal(signal.SIGINT)
-        assert first.wait(60) == 0
+        assert first.wait(250) == 0
     assert stopped_at(tmp_path) >= 1
