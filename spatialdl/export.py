@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from uuid import uuid4
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.errors import CheckpointError
@@ -55,6 +54,7 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
         CheckpointError: if there is no checkpoint, or it is damaged.
     """
     from spatialdl.comm.alone import Alone
+    from spatialdl.data.saving import unfinished
     from spatialdl.training.checkpoints.content import AVERAGE, NUMBER, STATE
     from spatialdl.training.checkpoints.folder import LATEST, candidates
     from spatialdl.training.checkpoints.reading import Checkpoint, damages
@@ -76,12 +76,8 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
         }
         content = checkpoint.content
     metadata = {key: json.dumps(content[key]) for key in ("step", "config", "versions")}
-    unfinished = out.with_name(f".{uuid4().hex}.tmp")
-    try:
-        save(unfinished, tensors, {"format": "pt", **metadata})
-        unfinished.replace(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with unfinished(out) as temporary:
+        save(temporary, tensors, {"format": "pt", **metadata})
     return path, out, int(content["step"]), bool(averages)
 
 

@@ -20,11 +20,10 @@ import warnings
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from uuid import uuid4
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.inside import check_own
-from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json
+from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json, show
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
@@ -74,7 +73,7 @@ class FolderInProgress:
         """Give the folder its name; an old data set of that name is removed afterwards."""
         check_target(self.target, overwrite=self.overwrite)
         self._unlock()
-        self._show()
+        show(self.path)
         fsync_folder(self.path)
         try:
             if self.target.exists():
@@ -96,13 +95,6 @@ class FolderInProgress:
         """Nobody is to find a lock in the folder."""
         (self.path / _LOCK).unlink(missing_ok=True)
         self._lock.close()
-
-    def _show(self) -> None:
-        """Until now nobody else could look into the folder; now it is as others are."""
-        usual = self.path / f".{uuid4().hex}"
-        usual.mkdir()  # os.umask would tell it too, but change it for all threads meanwhile
-        self.path.chmod(usual.stat().st_mode)
-        usual.rmdir()
 
     @property
     def _old(self) -> Path:

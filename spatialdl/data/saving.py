@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,22 +24,45 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file under a temporary name; at the end of the block it gets its own.
 
+    As `unfinished`, for what can write to an open file.
+    """
+    with unfinished(path) as temporary, temporary.open("r+b") as file:
+        yield file
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A temporary name, of an empty file; at the end of the block the file gets its own name.
+
     A file of that name stays until then, and where the block raises. Several processes may write
     the same file: the last has it. Nobody else can look into what is not finished.
     """
     temporary = path.with_name(f".{uuid4().hex}.tmp")  # a long name leaves no room for more
     try:
-        with temporary.open("xb") as file:
-            usual = os.fstat(file.fileno()).st_mode
-            with suppress(OSError):  # some file systems know no modes
-                os.fchmod(file.fileno(), 0o600)
-            yield file
-            with suppress(OSError):
-                os.fchmod(file.fileno(), usual)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        yield temporary
+        show(temporary)
         settle(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def show(path: Path) -> None:
+    """Let others look into a file or a folder of ours, as far as they may into any new one.
+
+    A new one is asked, as os.umask would change it for all threads meanwhile.
+    """
+    usual = path.with_name(f".{uuid4().hex}.tmp")
+    with suppress(OSError):  # some file systems know no modes
+        if path.is_dir():
+            usual.mkdir()
+            path.chmod(stat.S_IMODE(usual.stat().st_mode))
+            usual.rmdir()
+        else:
+            usual.touch()
+            path.chmod(stat.S_IMODE(usual.stat().st_mode))
+            usual.unlink()
 
 
 def settle(temporary: Path, path: Path) -> None:
@@ -60,9 +84,8 @@ def link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        temporary = target.with_name(f".{uuid4().hex}.tmp")
-        shutil.copyfile(source, temporary)
-        settle(temporary, target)
+        with unfinished(target) as temporary:
+            shutil.copyfile(source, temporary)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -10,13 +10,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
-from uuid import uuid4
 
 import imagecodecs
 import numpy as np
 import numpy.typing as npt
 import tifffile
 from PIL import Image
+
+from spatialdl.data.saving import unfinished
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,17 +48,16 @@ def write_pyramid(
         description: kept in the file, which openslide calls ``tiff.ImageDescription``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{uuid4().hex}.tmp")
     sizes = level_sizes(size)
-    try:
-        with tempfile.TemporaryFile() as spool, tifffile.TiffWriter(temporary) as tiff:
-            levels = [_Level(spool) for _ in sizes[1:]]
-            given = _level0(bands, levels, size[0])
-            for number, tiles in enumerate([given, *(level.tiles() for level in levels)]):
-                _write_level(tiff, tiles, sizes[number], number, grey, mpp, description)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        unfinished(path) as temporary,
+        tempfile.TemporaryFile() as spool,
+        tifffile.TiffWriter(temporary) as tiff,
+    ):
+        levels = [_Level(spool) for _ in sizes[1:]]
+        given = _level0(bands, levels, size[0])
+        for number, tiles in enumerate([given, *(level.tiles() for level in levels)]):
+            _write_level(tiff, tiles, sizes[number], number, grey, mpp, description)
 
 
 def level_sizes(size: tuple[int, int]) -> list[tuple[int, int]]:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from spatialdl.data.saving import load_json, replacing
+from spatialdl.data.saving import link, load_json, replacing, show, unfinished
 
 
 def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
@@ -18,18 +19,62 @@ def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_nobody_else_sees_what_is_not_finished(tmp_path: Path) -> None:
-    path, other = tmp_path / "a", tmp_path / "b"
+@pytest.fixture
+def usual(tmp_path: Path) -> Iterator[int]:
+    """The mode of files of a user who hides nothing."""
     before = os.umask(0)
-    try:
-        other.touch()
-        with replacing(path) as file:
-            file.write(b"secret")
-            (temporary,) = set(tmp_path.iterdir()) - {other}
-            assert temporary.stat().st_mode & 0o777 == 0o600
-        assert path.stat().st_mode == other.stat().st_mode
-    finally:
-        os.umask(before)
+    other = tmp_path / "other"
+    other.touch()
+    yield other.stat().st_mode
+    os.umask(before)
+
+
+def private(folder: Path) -> bool:
+    """Whether what was added to the folder is the user's alone."""
+    (temporary,) = set(folder.iterdir()) - {folder / "other"}
+    return temporary.stat().st_mode & 0o777 == 0o600
+
+
+def test_nobody_else_sees_what_is_not_finished(tmp_path: Path, usual: int) -> None:
+    path = tmp_path / "a"
+    with replacing(path) as file:
+        file.write(b"secret")
+        assert private(tmp_path)
+    assert path.stat().st_mode == usual
+
+
+def test_what_others_write_by_its_name_is_not_seen_either(tmp_path: Path, usual: int) -> None:
+    path = tmp_path / "a"
+    with unfinished(path) as temporary:
+        temporary.write_bytes(b"secret")
+        assert private(tmp_path)
+    assert path.read_bytes() == b"secret"
+    assert path.stat().st_mode == usual
+    assert {one.name for one in tmp_path.iterdir()} == {"a", "other"}
+
+
+def test_a_folder_is_shown_as_any_other(tmp_path: Path, usual: int) -> None:
+    folder, other = tmp_path / "mine", tmp_path / "yours"
+    folder.mkdir(mode=0o700)
+    other.mkdir()
+    show(folder)
+    assert folder.stat().st_mode == other.stat().st_mode
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "other", "yours"]
+
+
+def test_a_second_name_is_a_copy_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", no_links)
+    source, target = tmp_path / "a", tmp_path / "b"
+    source.write_bytes(b"new")
+    target.write_bytes(b"old")
+    link(source, target)
+    assert target.read_bytes() == b"new"
+    assert sorted(tmp_path.iterdir()) == [source, target]
 
 
 def test_a_block_that_raises_leaves_the_old_file(tmp_path: Path) -> None:

@@ -136,8 +136,10 @@ def _partial_file(path: Path) -> Iterator[int]:
     while True:
         with writing():
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            copy = os.open(path, flags, 0o666)
+            copy = os.open(path, flags, 0o600)
         try:
+            if os.fstat(copy).st_uid != os.getuid():
+                raise ShardError(f"{path} is somebody else's: remove it, or name another folder")
             try:
                 fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

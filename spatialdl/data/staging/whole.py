@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spatialdl.data.format import MANIFEST, Manifest, shard_status
-from spatialdl.data.saving import fsync_folder, replacing
+from spatialdl.data.saving import fsync_folder, replacing, show
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
 from spatialdl.data.staging.local_disk import Room
@@ -172,4 +172,5 @@ def _check_room(manifest: Manifest, target: Path, keep_free: int | None) -> None
 
 
 def _rename(partial: Path, path: Path) -> None:
+    show(partial)
     partial.replace(path)

@@ -143,6 +143,25 @@ def test_a_part_has_one_writer(bring, tmp_path):
     assert bring()
 
 
+def test_a_part_is_nobody_elses(bring, folder, tmp_path, info):
+    before = os.umask(0)
+    try:
+        modes = []
+        bring(stopped=lambda: bool(modes.append((tmp_path / "part").stat().st_mode & 0o777)))
+    finally:
+        os.umask(before)
+    assert set(modes) == {0o600}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_part_of_somebody_else_is_not_gone_on_with(bring, tmp_path):
+    (tmp_path / "part").touch(0o666)
+    os.chown(tmp_path / "part", 65534, 65534)
+    with pytest.raises(ShardError, match="part is somebody else's: remove it, or name another f"):
+        bring()
+    assert (tmp_path / "part").read_bytes() == b""
+
+
 def test_a_full_disk_is_told_and_left_clean(bring, small_disk):
     disk = small_disk(40)
     with pytest.raises(WriteError) as told:

@@ -43,6 +43,15 @@ def test_a_split_is_a_data_set_of_its_own(folder, target):
         copy_folder(folder, target.with_name("other"), ["test"])
 
 
+def test_a_copy_can_be_read_by_others(folder, target):
+    before = os.umask(0o022)
+    try:
+        copy_folder(folder, target)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {0o644}
+
+
 def test_an_interrupted_copy_goes_on(folder, target, monkeypatch):
     fetch = whole.fetch
 
