@@ -14,11 +14,10 @@ PROGRAM = """
 import json, socket, sys
 import torch
 from mpi4py import MPI
-from spatialdl.comm.communicator import as_communicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.two_levels import by_nodes
-from spatialdl.comm.world import torch_world
+from spatialdl.comm.world import as_communicator, torch_world
 
 mpi = as_communicator(MPI.COMM_WORLD)
 world = mpi if sys.argv[1] == "mpi" else torch_world(launched())
