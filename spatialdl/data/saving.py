@@ -49,20 +49,23 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 def show(path: Path) -> None:
-    """Let others look into a file or a folder of ours, as far as they may into any new one.
-
-    A new one is asked, as os.umask would change it for all threads meanwhile.
-    """
-    usual = path.with_name(f".{uuid4().hex}.tmp")
+    """Let others look into a file or a folder of ours, as far as they may into any new one."""
     with suppress(OSError):  # some file systems know no modes
-        if path.is_dir():
-            usual.mkdir()
-            path.chmod(stat.S_IMODE(usual.stat().st_mode))
-            usual.rmdir()
-        else:
-            usual.touch()
-            path.chmod(stat.S_IMODE(usual.stat().st_mode))
-            usual.unlink()
+        before = path.stat().st_mode
+        usual = 0o777 if stat.S_ISDIR(before) else 0o666
+        path.chmod(before & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX) | usual & ~_umask())
+
+
+def _umask() -> int:
+    """What new files are not allowed: os.umask would have to change it, for all threads."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        [umask] = [line.split()[1] for line in status.splitlines() if line.startswith("Umask:")]
+        return int(umask, 8)
+    except (OSError, ValueError):  # not Linux, or an old one
+        before = os.umask(0o077)
+        os.umask(before)
+        return before
 
 
 def settle(temporary: Path, path: Path) -> None:

@@ -62,6 +62,33 @@ def test_a_folder_is_shown_as_any_other(tmp_path: Path, usual: int) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "other", "yours"]
 
 
+def test_a_shown_folder_still_belongs_to_its_group(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    folder.chmod(0o2700)
+    show(folder)
+    assert folder.stat().st_mode & 0o7700 == 0o2700
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077])
+def test_what_is_shown_leaves_nothing_beside_it_and_no_umask_changed(
+    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C once left the empty file there that had been made to see what mode it gets."""
+    before = os.umask(umask)
+    try:
+        for tells in ("Linux", "another"):
+            if tells == "another":
+                monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Name: python")
+            path = tmp_path / tells
+            path.touch(mode=0o600)
+            show(path)
+            assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+            assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+
+
 def test_a_second_name_is_a_copy_where_there_are_no_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 """A file system whose files come slowly, as those of a file server that has too much to do.
 
 The files of a folder, mounted by FUSE (the protocol of linux/fuse.h, version 7.31), read-only: they
-are read at so many bytes a second, all together. While the process that serves them is stopped by
-SIGSTOP, no read returns.
+are read at so many bytes a second, all together. At no bytes a second the process that serves them
+stops itself (SIGSTOP) when the first is read, and no read returns.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import stat
 import struct
 import subprocess
@@ -91,6 +92,8 @@ class Files:
         return struct.pack("=QII", VALID_S, 0, 0) + attributes(node, self._paths[node].stat())
 
     def _read(self, node: int, body: bytes) -> bytes:
+        if not self._rate:
+            os.kill(os.getpid(), signal.SIGSTOP)
         _, offset, size = struct.unpack_from("=QQI", body)
         with self._paths[node].open("rb") as file:
             data = os.pread(file.fileno(), size, offset)

@@ -251,9 +251,9 @@ def test_a_source_that_does_not_answer_is_said_and_holds_up_nobody(
 ):
     monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
     monkeypatch.setattr("spatialdl.data.staging.process._PATIENCE_S", 0.1)
-    with coming_slowly(folder, tmp_path / "slow", 1e9) as serving:
-        os.kill(serving.pid, signal.SIGSTOP)
+    with coming_slowly(folder, tmp_path / "slow", 0) as serving:
         copier = start(source=tmp_path / "slow")
+        assert os.WIFSTOPPED(os.waitpid(serving.pid, os.WUNTRACED)[1]), "the copier reads"
         until(lambda: copier.look() or bool(caplog.messages))
         copier.close()
     assert [text.partition(": ")[2].partition(":")[0] for text in caplog.messages] == [
