@@ -2,7 +2,8 @@
 
 Without this the other ranks wait for ever in their next exchange. A user's mistake is told in one
 sentence, everything else with its traceback. Most mistakes are met by all ranks at once; so that
-the sentence appears once, ranks other than 0 give rank 0 a second to print it and end the job.
+the sentence appears once, ranks other than 0 give rank 0 a second to print it and end the job. So
+does a rank that was left: the launcher is to see first who left it.
 """
 
 from __future__ import annotations
@@ -67,13 +68,14 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
         end_job(130)
     info = launched()
     rank = info.rank if info else 0
-    if rank != 0:
+    is_lost = _is_lost_connection(error)
+    if rank != 0 or is_lost:
         time.sleep(_HEAD_START_S)
     for handler in logging.getLogger().handlers:
         handler.flush()  # what this rank has kept for rank 0 to say
     who = f"rank {rank} on {socket.gethostname()}" if info else "error"
     text = f"{who}: {describe_error(error)}"
-    if _is_lost_connection(error):
+    if is_lost:
         say(text)  # what the other one says matters more, and comes after it
     else:
         say_last(text)

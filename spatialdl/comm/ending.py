@@ -10,6 +10,7 @@ import time
 from spatialdl.comm.roll_call import leave
 
 _SURELY_S = 10.0
+_RELAYED_S = 0.2  # or launchers print their own words between pieces of what ranks have said
 
 
 def end_job(code: int) -> None:
@@ -20,6 +21,7 @@ def end_job(code: int) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     if mpi is not None and running and mpi.COMM_WORLD.size > 1:
+        time.sleep(_RELAYED_S)
         mpi.COMM_WORLD.Abort(code)
     os._exit(code)
 
