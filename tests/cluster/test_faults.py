@@ -50,7 +50,11 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
         job.says("step 1 of")
         done = run([*SRUN, "-N2", "-n2", *words, "parallel=dp"], tmp_path)
         assert done.returncode != 0
-        assert f"another run is writing to {tmp_path / 'run'}: wait for it" in done.stderr
+        told = re.search(
+            r"another run is writing to (.*) \((.*), process \d+ on node\d\)", done.stderr
+        )
+        assert told, done.stderr
+        assert told.groups() == (str(tmp_path / "run"), f"job {job.id}")
         assert not job.is_over()
 
 
