@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,12 @@ def test_an_unknown_name_is_an_attribute_error():
         spatialdl.shrad  # noqa: B018
     with pytest.raises(ImportError, match="shrad"):
         exec("from spatialdl import shrad", {})
+
+
+def test_a_clone_beside_a_script_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    """An installation that can be edited once gave way to any folder of its name."""
+    (tmp_path / "spatialdl").mkdir()
+    (tmp_path / "script.py").write_text("import spatialdl; spatialdl.init_mesh")
+    installed = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "script.py"]
+    subprocess.run(command, cwd=tmp_path, env=installed, check=True)
