@@ -103,6 +103,7 @@ def test_boxes_are_those_of_the_arrays(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_boxes_of_very_many_are_those_of_the_arrays(case: dict[str, Any]) -> None:
