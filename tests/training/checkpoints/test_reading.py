@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from spatialdl.comm.alone import Alone
 from spatialdl.errors import CheckpointError
-from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, sealed, stage_file
+from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, stage_file
 from spatialdl.training.checkpoints.reading import (
     FORMAT,
     Checkpoint,
     content_of,
     damages,
     first_whole,
-    sha256,
 )
-
-TENSORS = {"0.weight": torch.arange(12.0).view(4, 3), "1.steps": torch.tensor(7)}
-
-
-def made(folder: Path, at: int = 3, **changes: Any) -> Path:
-    """A checkpoint of one stage, of which some is changed and sealed again."""
-    path = folder / f"step-{at:08d}"
-    path.mkdir(parents=True)
-    save_file(TENSORS, path / stage_file(0))
-    save_file(
-        {f"{place}/torch": torch.full((2,), place) for place in (0, 1, 10, 11)}, path / RANDOM
-    )
-    files = {
-        name: {"bytes": (path / name).stat().st_size, "sha256": sha256(path / name)}
-        for name in (stage_file(0), RANDOM)
-    }
-    content = {
-        **{"format": FORMAT, "step": at, "files": files, "config": {}, "identity": {}},
-        "versions": {"spatialdl": "1.2.3"},
-        "layout": {"parallel": "none", "placement": "1 rank"},
-        "update": {"scheduler_steps": at, "scaler": None},
-    }
-    for key, value in changes.items():
-        inner = content
-        *groups, last = key.split("__")
-        for group in groups:
-            inner = inner[group]
-        inner[last] = value
-    (path / CONTENT).write_text(sealed(content))
-    return path
+from tests.training.checkpoints.runs import TENSORS, made
 
 
 def test_what_is_in_it(tmp_path):
