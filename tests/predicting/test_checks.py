@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from spatialdl.predicting.checks import check_config
-from tests.predicting.runs import command
+from tests.composing import composed
 
 
 @pytest.fixture
-def given(tmp_path) -> list[str]:
+def given(tmp_path) -> str:
     """A checkpoint, slides and shards as far as anybody looks at them here."""
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "checkpoint.json").touch()
     (tmp_path / "set").mkdir()
-    return [f"ckpt_path={tmp_path / 'step-00000001'}", f"slides={tmp_path}"]
+    return f"ckpt_path={tmp_path / 'step-00000001'} slides={tmp_path}"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,8 @@ def given(tmp_path) -> list[str]:
     ],
 )
 def test_what_fits(words, ranks, given, tmp_path):
-    placement = check_config(command(*given, *words.replace("SET", f"{tmp_path}/set").split()))
+    words = words.replace("SET", f"{tmp_path}/set")
+    placement = check_config(composed("predict", f"{given} {words}"))
     assert placement.world_size == ranks
 
 
@@ -77,9 +76,9 @@ def test_what_fits(words, ranks, given, tmp_path):
 def test_what_does_not_fit_is_refused(words, sentence, given, tmp_path):
     words = words.replace("SET", f"{tmp_path}/set")
     with pytest.raises(ValueError, match=sentence):
-        check_config(command(*given, *words.split()))
+        check_config(composed("predict", f"{given} {words}"))
 
 
-def test_it_needs_no_file_to_be_read(given, tmp_path):
+def test_it_needs_no_file_to_be_read(given):
     """Slides are looked for later, when there is somebody to tell of those that are bad."""
-    check_config(command(given[0], f"slides={Path('nowhere.svs')}"))
+    check_config(composed("predict", f"{given} slides=nowhere.svs"))
