@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-_GROUPS = ("parallel=", "data=", "optimizer=")
+_GROUPS = ("parallel=", "data=", "optimizer=", "task=", "logger=", "+")
 
 
 def composed(command: str, words: str) -> DictConfig:

@@ -102,7 +102,7 @@ def _save_parquet(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _text(value: Any) -> Any:
-    """As in a CSV: a file may have a name that is no Unicode."""
+    """As in a CSV: anybody may have written the names, which may be no Unicode."""
     if not isinstance(value, str):
         return value
     return value.encode(errors="backslashreplace").decode()

@@ -20,9 +20,17 @@ ASKED = ("level=0", "min_tissue=0.8", "maps=false")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("batch")
-    train(path / "run", *NETWORK, "trainer.ema=0.5")
+    train(path / "run", *NETWORK, "trainer.ema=0.5", "seed=1")
     write_slide(path / "a.tiff", 203, 187)
     write_slide(path / "b.tiff", 190, 201, seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(folder, tmp_path_factory) -> Path:
+    """Where both have been predicted."""
+    path = tmp_path_factory.mktemp("done")
+    predicted(folder, path)
     return path
 
 
@@ -32,6 +40,10 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
     named = f"slides=[{folder / 'a.tiff'},{folder / 'b.tiff'}]"
     config = command(f"ckpt_path={folder / 'run'}", named, *ASKED, *words)
     assert run(config, out, Alone())
+    return rows(out)
+
+
+def rows(out: Path) -> list[dict[str, str]]:
     with (out / "slides.csv").open(newline="") as lines:
         return list(csv.DictReader(lines))
 
@@ -43,9 +55,9 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
         *("slide_mpp=0.5 mpp=0.8 level=null", "whole=true"),
     ],
 )
-def test_slides_are_done_only_if_all_was_as_it_is(other, folder, tmp_path):
+def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
     """Or a command that asks for other numbers would be answered with those of the last one."""
-    before = predicted(folder, tmp_path / "out")
+    before = rows(shutil.copytree(done, tmp_path / "out"))
     after = predicted(folder, tmp_path / "out", *other.split())
     assert after == predicted(folder, tmp_path / "anew", *other.split())
     assert after != before
@@ -55,7 +67,7 @@ def test_another_network_of_the_same_name_and_step_is_another_one(folder, tmp_pa
     for name in ("a.tiff", "b.tiff"):
         shutil.copy2(folder / name, tmp_path / name)
     found = []
-    for seed in (1, 2):  # trained anew into the same run directory
+    for seed in (2, 3):  # trained anew into the same run directory
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         train(tmp_path / "run", *NETWORK, f"seed={seed}")
         found.append(predicted(tmp_path, tmp_path / "out"))
@@ -63,13 +75,13 @@ def test_another_network_of_the_same_name_and_step_is_another_one(folder, tmp_pa
     assert found[1] == predicted(tmp_path, tmp_path / "anew")
 
 
-def test_slides_that_are_done_are_not_predicted_again(folder, tmp_path, caplog):
-    before = predicted(folder, tmp_path)
+def test_slides_that_are_done_are_not_predicted_again(folder, done, tmp_path, caplog):
+    before = rows(shutil.copytree(done, tmp_path / "out"))
     with caplog.at_level("INFO"):
-        assert predicted(folder, tmp_path) == before
+        assert predicted(folder, tmp_path / "out") == before
         assert caplog.text.count("is done already") == 2
         caplog.clear()
-        assert predicted(folder, tmp_path, "overwrite=true") == before
+        assert predicted(folder, tmp_path / "out", "overwrite=true") == before
         assert "is done already" not in caplog.text
 
 
@@ -85,9 +97,9 @@ def test_a_slide_that_was_changed_is_predicted_again(folder, tmp_path):
 
 
 def test_the_table_says_what_the_files_say(folder, tmp_path, capsys):
-    rows = predicted(folder, tmp_path)
+    found = predicted(folder, tmp_path)
     lines = capsys.readouterr().out.splitlines()[-2:]
-    for row, line in zip(rows, lines, strict=True):
+    for row, line in zip(found, lines, strict=True):
         shares = [float(row[f"probability_{k}"]) for k in range(3)]
         best = int(np.argmax(shares))
         assert line.split() == [row["slide"], row["tiles"], str(best), f"{shares[best]:.3f}"]

@@ -13,7 +13,8 @@ from PIL import Image
 
 from spatialdl.predicting.cutting import Cutting, cutting_of
 from spatialdl.slides.reading.wanted import Wanted
-from tests.predicting.runs import command, known_network, picture
+from tests.composing import composed
+from tests.predicting.runs import known_network, picture
 
 SAID = {
     **{"tile_size": 44, "mpp": 0.7, "overlap": 6, "min_tissue": 0.2, "background": "bright"},
@@ -23,7 +24,7 @@ ASKED = {"tile_size": 50, "overlap": 3, "min_tissue": 0.9, "slide_mpp": 0.4}
 
 
 def cutting(*words: str, task: str = "classification", **more: Any) -> Cutting:
-    given = command("ckpt_path=x", "slides=x", *words)
+    given = composed("predict", " ".join(words))
     return cutting_of(given, known_network(("a", "b"), task, **more))
 
 
@@ -108,8 +109,8 @@ def test_tiles_are_squares_even_if_training_images_are_not():
     trained = known_network(("a", "b"))
     trained.config.data.image_size = [32, 24]
     with pytest.raises(ValueError, match="trained on images of 32x24, tiles are squares: add tile"):
-        cutting_of(command("ckpt_path=x", "slides=x", "level=0"), trained)
-    found = cutting_of(command("ckpt_path=x", "slides=x", "level=0", "tile_size=32"), trained)
+        cutting_of(composed("predict", "level=0"), trained)
+    found = cutting_of(composed("predict", "level=0 tile_size=32"), trained)
     assert found.tile_size == 32
 
 

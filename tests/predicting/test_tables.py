@@ -77,7 +77,7 @@ def read(path: Path) -> dict[str, list[object]]:
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_numbers_and_names_come_back_as_they_were(kind, tmp_path):
-    names = ['a, "b"\nc', "näme", "half \ud800"]  # of files that are no Unicode, the last
+    names = ['a, "b"\nc', "näme", "half \ud800"]  # the last is no Unicode
     values = np.random.default_rng(0).random((3, 2))
     records = [record(name, tuple(row)) for name, row in zip(names, values, strict=True)]
     path, _ = save_tables(tmp_path, records, ["p", "ä,q"], "regression", kind)

@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl.data import ShardWriter
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.same_run import check_same, identity, settings_of
+from tests.composing import composed
 
 
-def config(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", list(overrides))
+def config(*words: str) -> DictConfig:
+    return composed("train", " ".join(words))
 
 
 def saved(now: DictConfig) -> dict[str, Any]:
