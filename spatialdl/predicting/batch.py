@@ -108,9 +108,9 @@ class _Batch:
         config = self._config
         chosen = ("average", "maps", "activation", "classes", "precision", "split")
         asked = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
-        how = None if cutting is None else cutting.key()
         try:
-            return key_of([str(self._trained.path), self._trained.step, asked, how], path)
+            how = None if cutting is None else cutting.key()
+            return key_of([self._trained.digest, asked, how], path)
         except OSError as error:
             return f"{path}: {error.strerror}"  # told when it is opened
 

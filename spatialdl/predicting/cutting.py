@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from spatialdl.data.fields import shown
+from spatialdl.predicting.records import key_of
 from spatialdl.predicting.trained import Trained
 from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.slides.cutting.stains import METHODS
@@ -63,8 +64,15 @@ class Cutting:
         )
 
     def key(self) -> dict[str, Any]:
-        """What decides on the images of a slide."""
-        return asdict(self)
+        """What decides on the images of a slide.
+
+        Raises:
+            OSError: the stain reference is not there.
+        """
+        found = asdict(self)
+        if self.stain_reference is not None:
+            found["stain_reference"] = key_of(None, Path(self.stain_reference))
+        return found
 
 
 def cutting_of(config: DictConfig, trained: Trained) -> Cutting:

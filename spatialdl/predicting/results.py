@@ -228,11 +228,9 @@ class Maps:
     def _file_names(self) -> list[str]:
         """Of the classes, each another one, whatever they are called."""
         names = [re.sub(r"[^\w.+-]", "_", name)[:40] for name in self._trained.classes]
-        folded = [name.casefold() for name in names]
-        return [
-            name if folded.count(name.casefold()) == 1 else f"{name}_{number}"
-            for number, name in enumerate(names)
-        ]
+        if len({name.casefold() for name in names}) == len(names):
+            return names
+        return [f"{name}_{number}" for number, name in enumerate(names)]
 
 
 @dataclass

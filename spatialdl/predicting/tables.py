@@ -58,11 +58,12 @@ def slide_columns(records: Sequence[Record], classes: Sequence[str], task: str) 
     """Of all slides: tiles, the class of most of them, and the means of what was predicted."""
     values = torch.from_numpy(_stacked(records, len(classes)))
     names = [record.name for record in records for _ in record.values]
+    vote: Columns = {"vote": []} if task in ONE_CLASS else {}
     if not names:
-        return {"slide": [], "tiles": []} | _told(values.numpy(), classes, task)
+        return {"slide": [], "tiles": []} | vote | _told(values.numpy(), classes, task)
     slides = to_slides(values, torch.zeros(len(names)), names)
     found: Columns = {"slide": slides.slides, "tiles": slides.tiles.tolist()}
-    if task in ONE_CLASS:
+    if vote:
         found["vote"] = [classes[number] for number in slides.votes.tolist()]
     return found | _told(slides.means.numpy(), classes, task)
 
@@ -96,4 +97,12 @@ def _save_csv(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 def _save_parquet(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     arrow = need_pyarrow()
     with replacing(path) as out:
-        arrow.parquet.write_table(arrow.table(dict(columns)), out)
+        told = {_text(name): list(map(_text, values)) for name, values in columns.items()}
+        arrow.parquet.write_table(arrow.table(told), out)
+
+
+def _text(value: Any) -> Any:
+    """As in a CSV: anybody may have written the names, which may be no Unicode."""
+    if not isinstance(value, str):
+        return value
+    return value.encode(errors="backslashreplace").decode()

@@ -14,8 +14,8 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.data import fields
 from spatialdl.data.format import Manifest
 from spatialdl.errors import CheckpointError, ShardError
-from spatialdl.training.checkpoints.folder import candidates
-from spatialdl.training.checkpoints.reading import Checkpoint, first_whole
+from spatialdl.training.checkpoints.folder import CONTENT, candidates
+from spatialdl.training.checkpoints.reading import Checkpoint, first_whole, sha256
 
 _MOST = 2**20  # channels or classes
 _UNREADABLE = (KeyError, TypeError, AttributeError, ValueError)
@@ -28,6 +28,7 @@ class Trained:
     Attributes:
         path: its checkpoint.
         step: after which it was written.
+        digest: of all that is in it.
         config: of the run.
         classes: names of the classes or targets, one for each output.
         kind: "tiles" or "regions", where it was trained on shards.
@@ -36,6 +37,7 @@ class Trained:
 
     path: Path
     step: int
+    digest: str
     config: DictConfig
     classes: tuple[str, ...]
     kind: str | None = None
@@ -71,6 +73,7 @@ def find_trained(ckpt_path: str, world: Communicator) -> Trained:
     path = first_whole(candidates(ckpt_path, Path()), world)
     with Checkpoint(path) as checkpoint:
         content = checkpoint.content
+    digest = sha256(path / CONTENT)  # which has those of its other files
     try:
         config = OmegaConf.create(fields.table(content, "config"))
         _check_types(config)
@@ -85,7 +88,7 @@ def find_trained(ckpt_path: str, world: Communicator) -> Trained:
             "checkpoint of spatialdl.train"
         ) from error
     names = [*names, *map(str, range(len(names), classes))]
-    return Trained(path, step, config, tuple(names), told.get("kind"), made_with)
+    return Trained(path, step, digest, config, tuple(names), told.get("kind"), made_with)
 
 
 def _check_types(config: DictConfig) -> None:

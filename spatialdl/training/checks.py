@@ -48,10 +48,9 @@ def check_config(config: DictConfig) -> Placement:
     accumulate = _check_trainer(config)
     _check_metrics(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
-    local, batch = max(placement.batch, default=1), config.data.batch_size
-    if isinstance(batch, int):
-        batch *= accumulate
-    check_batch(batch, schedule.microbatches, placement.data, local)
+    microbatches = schedule.microbatches // accumulate  # of one batch, as the user counts them
+    local = max(placement.batch, default=1)
+    check_batch(config.data.batch_size, microbatches, placement.data, local)
     check_task(config.task, placement)
     check_loggers(config.get("logger") or {})
     if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:

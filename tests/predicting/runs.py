@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import tifffile
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.alone import Alone
+from spatialdl.predicting.trained import Trained
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 
@@ -58,3 +59,10 @@ def write_slide(path: Path, rows: int, cols: int, seed: int = 0) -> Path:
     """A tiled TIFF of one level, whose resolution nobody says."""
     tifffile.imwrite(path, picture(rows, cols, seed), tile=(64, 64), photometric="rgb")
     return path
+
+
+def known_network(classes: Sequence[str], task: str = "classification", **more: Any) -> Trained:
+    """What a checkpoint would say of a network that was trained on images of 32 x 32."""
+    data = {"image_size": [32, 32], "channels": 3, "num_classes": len(classes), "background": None}
+    config = OmegaConf.create({"task": {"name": task}, "data": data})
+    return Trained(Path("run"), 2, "digest", config, tuple(classes), **more)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from spatialdl.predicting.records import Record, key_of
-from spatialdl.predicting.tables import save_tables, slide_columns, tile_columns
 
 
 def record(name: str, *values: tuple[float, float]) -> Record:
@@ -69,20 +68,3 @@ def test_a_key_changes_with_settings_and_file(tmp_path):
     keys = {key_of([1], path), key_of([2], path), key_of([1], None)}
     path.write_bytes(b"22")
     assert len(keys | {key_of([1], path)}) == 4
-
-
-def test_tables(tmp_path):
-    records = [record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)), record("b", (0.1, 0.9))]
-    tiles = tile_columns(records, ["no", "yes"], "classification")
-    assert tiles["predicted"] == ["yes", "no", "no", "yes"]
-    assert (tiles["x"], tiles["width"][0], tiles["height"][0]) == ([0, 2, 4, 0], 8.0, 16.0)
-    slides = slide_columns(records, ["no", "yes"], "classification")
-    assert slides["predicted"] == ["yes", "yes"]
-    assert slides["vote"] == ["no", "yes"]
-    assert np.allclose(slides["probability_yes"], [0.55, 0.9])
-    values = slide_columns(records, ["p", "q"], "regression")
-    assert list(values) == ["slide", "tiles", "predicted_p", "predicted_q"]
-    paths = save_tables(tmp_path, [], ["no", "yes"], "classification", "csv")
-    assert paths[0].read_text().split() == [
-        "slide,x,y,width,height,predicted,probability_no,probability_yes"
-    ]

@@ -1,4 +1,4 @@
-"""Runs of a very small network in this process."""
+"""Runs of a very small network in this process, and checkpoints made by hand."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import csv
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spatialdl.comm.alone import Alone
+from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, sealed, stage_file
+from spatialdl.training.checkpoints.reading import FORMAT, sha256
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 
@@ -71,3 +76,33 @@ def checkpoints(run_dir: Path) -> list[int]:
     """The steps of those that are there."""
     found = (run_dir / "checkpoints").glob("step-*")
     return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+
+TENSORS = {"0.weight": torch.arange(12.0).view(4, 3), "1.steps": torch.tensor(7)}
+
+
+def made(folder: Path, at: int = 3, stages: int = 1, **changes: Any) -> Path:
+    """A checkpoint of so many stages, of which some is changed and sealed again."""
+    path = folder / f"step-{at:08d}"
+    path.mkdir(parents=True)
+    for stage in range(stages):
+        save_file(TENSORS, path / stage_file(stage))
+    places = {f"{place}/torch": torch.full((2,), place) for place in (0, 1, 10, 11)}
+    save_file(places, path / RANDOM)
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in path.iterdir()
+    }
+    content = {
+        **{"format": FORMAT, "step": at, "files": files, "config": {}, "identity": {}},
+        "versions": {"spatialdl": "1.2.3"},
+        "layout": {"parallel": "none", "placement": "1 rank"},
+        "update": {"scheduler_steps": at, "scaler": None},
+    }
+    for key, value in changes.items():
+        inner = content
+        *groups, last = key.split("__")
+        for group in groups:
+            inner = inner[group]
+        inner[last] = value
+    (path / CONTENT).write_text(sealed(content))
+    return path

@@ -1,0 +1,84 @@
+"""What is refused before there are ranks, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from spatialdl.predicting.checks import check_config
+from tests.composing import composed
+
+
+@pytest.fixture
+def given(tmp_path) -> str:
+    """A checkpoint, slides and shards as far as anybody looks at them here."""
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "checkpoint.json").touch()
+    (tmp_path / "set").mkdir()
+    return f"ckpt_path={tmp_path / 'step-00000001'} slides={tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("", 1),
+        ("min_tissue=0 overlap=0 level=0 tile_size=1 batch_size=1", 1),
+        ("min_tissue=1 mpp=0.25 slide_mpp=0.5 whole=false table=parquet", 1),
+        ("parallel=sp parallel.grid=[2,3] whole=true", 6),
+        ("parallel=dp parallel.data=4 batch_size=4", 4),
+        ("slides=null shards=SET split=val", 1),
+        ("classes=[a,b] activation=true", 1),
+    ],
+)
+def test_what_fits(words, ranks, given, tmp_path):
+    words = words.replace("SET", f"{tmp_path}/set")
+    placement = check_config(composed("predict", f"{given} {words}"))
+    assert placement.world_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("ckpt_path=latest", "ckpt_path=latest of which run"),
+        ("shards=SET", "both are given"),
+        ("slides=null shards=SET/none", "is no folder"),
+        ("slides=null shards=SET min_tissue=0", "min_tissue says how to cut slides"),
+        ("slides=null shards=SET whole=false", "whole says how to cut slides"),
+        ("slides=null shards=SET stain_reference=a.png", "stain_reference says how to cut"),
+        ("split=val", r"split=val is of shards"),
+        ("batch_size=0", "batch_size=0 must be a whole number of at least 1"),
+        ("batch_size=null", "batch_size=None must be"),
+        ("batch_size=true", "batch_size=True must be"),
+        ("tile_size=0", "tile_size=0 must be"),
+        ("tile_size=32.5", "tile_size=32.5 must be"),
+        ("level=-1", "level=-1 must be"),
+        ("overlap=-1", "overlap=-1 must be"),
+        ("mpp=true", "mpp=True must be micrometres"),
+        ("slide_mpp=-0.5", "slide_mpp=-0.5 must be micrometres"),
+        ("mpp=0.5 level=0", "both say how fine"),
+        ("min_tissue=1.01", "min_tissue=1.01 must lie between 0 and 1"),
+        ("min_tissue=-0.1", "min_tissue=-0.1 must lie between"),
+        ("trust=tests", r"write trust=\[package.Class\]"),
+        ("classes=a", r"write classes=\[...\]"),
+        ("table=xlsx", "table=xlsx is not supported: take one of csv, parquet"),
+        ("precision=half", "precision=half is not supported: take one of null, float32"),
+        ("whole=1", "whole=1 is not supported: take one of null, true, false"),
+        ("device=tpu", "device=tpu is not supported"),
+        ("parallel=auto", "parallel=auto is for training"),
+        ("parallel=dp parallel.shard_state=true", "shard_state=true is for training"),
+        ("parallel=dp parallel.data=3 batch_size=2", "batch_size=2 leaves ranks without tiles"),
+        ("parallel=pp parallel.microbatches=9", "need at least 9 at a time"),
+        ("whole=true parallel=pp parallel.microbatches=2", "parallel.microbatches=2 divides"),
+        ("whole=true parallel=sp+lp parallel.local_dp=2", "parallel.local_dp=2 divides"),
+        ("activation=true maps=false", "activation=true draws maps"),
+        ("comm.timeout=-1", "comm.timeout"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words, sentence, given, tmp_path):
+    words = words.replace("SET", f"{tmp_path}/set")
+    with pytest.raises(ValueError, match=sentence):
+        check_config(composed("predict", f"{given} {words}"))
+
+
+def test_it_needs_no_file_to_be_read(given):
+    """Slides are looked for later, when there is somebody to tell of those that are bad."""
+    check_config(composed("predict", f"{given} slides=nowhere.svs"))

@@ -1,0 +1,144 @@
+"""Files of one slide, from values that are known; other ranks are in tests/mpi/predicting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openslide
+import pytest
+import tifffile
+import torch
+
+from spatialdl.comm.alone import Alone
+from spatialdl.predicting.inputs import Input, SlideImages
+from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.results import Maps
+from spatialdl.predicting.running import Outcome
+from tests.predicting.runs import known_network, write_slide
+
+EXTENT, SPAN = (203, 187), (64.0, 64.0)
+PLACES = [(0, 0), (64, 0), (96, 64), (16, 128)]
+VALUES = np.array([[0.903, 0.097], [0.6, 0.4], [0.251, 0.749], [0.4475, 0.5525]])
+
+
+@pytest.fixture
+def slide(tmp_path: Path) -> Path:
+    return write_slide(tmp_path / "a.tiff", *EXTENT)
+
+
+def tiles_of(slide: Path | None, size: tuple[int, int] = (32, 32)) -> Input:
+    """Tiles of 32 x 32 at half of the resolution of level 0, which is of 0.25 micrometres."""
+    images = SlideImages(slide or Path("a.tiff"), 0.25, PLACES, (32, 32), 2.0)
+    return Input("a", images, size, PLACES, SPAN, EXTENT, 0.25, slide)
+
+
+def saved(folder: Path, given: Input, outcome: Outcome, **more: Any) -> list[str]:
+    trained = known_network(more.pop("classes", ("no", "yes")), **more)
+    return Maps(folder, given, trained, range(len(trained.classes)), Alone()).save(outcome)
+
+
+def grey(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    with tifffile.TiffFile(path) as file:
+        page = file.pages[0]
+        return page.asarray(), json.loads(page.tags["ImageDescription"].value)
+
+
+def features(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["features"]
+
+
+def test_maps_of_tiles_have_their_values_at_their_places(slide, tmp_path):
+    kept = [0, 2, 3]  # the tile at (64, 0) could not be read
+    outcome = Outcome(torch.from_numpy(VALUES[kept]), kept)
+    names = saved(tmp_path, tiles_of(slide), outcome)
+    assert sorted(names) == ["a-heatmap.png", "a-no.tif", "a-yes.tif", "a.geojson"]
+    for number, name in enumerate(("no", "yes")):
+        image, told = grey(tmp_path / f"a-{name}.tif")
+        expected = np.zeros((26, 24), np.uint8)  # a pixel is 8 of level 0
+        for tile in kept:
+            x, y = (place // 8 for place in PLACES[tile])
+            expected[y : y + 8, x : x + 8] = round(255 * VALUES[tile, number])
+        assert (image == expected).all()
+        assert told["class"] == name
+        assert (told["value_at_0"], told["value_at_255"]) == (0, 1)
+        with openslide.OpenSlide(tmp_path / f"a-{name}.tif") as found:
+            assert float(found.properties["openslide.mpp-x"]) == pytest.approx(0.25 * 8)
+    corners = [one["geometry"]["coordinates"][0][0] for one in features(tmp_path / "a.geojson")]
+    assert corners == [list(PLACES[tile]) for tile in kept]
+
+
+def test_maps_of_activation_lie_in_what_the_network_sees(tmp_path):
+    """It sees the middle of a tile; what is below 0 is 0."""
+    kept, rng = [0, 2, 3], np.random.default_rng(0)
+    values = rng.uniform(-3, 6, (4, 2, 8, 4)).astype(np.float32)
+    values[1] = 100  # of the tile that could not be read: there was white in its place
+    outcome = Outcome(torch.from_numpy(VALUES[kept]), kept, activation=values)
+    names = saved(tmp_path, tiles_of(None, size=(16, 8)), outcome)
+    assert {"a-no-activation.tif", "a-yes-activation.tif", "a-activation.png"} < set(names)
+    most = float(values[kept].max())
+    for number, name in enumerate(("no", "yes")):
+        image, told = grey(tmp_path / f"a-{name}-activation.tif")
+        assert (told["value_at_0"], told["value_at_255"]) == (0, pytest.approx(most))
+        expected = np.zeros((51, 47), np.uint8)  # a pixel is 4 of level 0
+        for tile in kept:  # 32 rows and 16 columns of level 0 in the middle of 64 x 64
+            x, y = (PLACES[tile][0] + 24) // 4, (PLACES[tile][1] + 16) // 4
+            shares = (values[tile, number].astype(float) / most).clip(0)
+            expected[y : y + 8, x : x + 4] = np.rint(255 * shares)
+        assert (image == expected).all()
+
+
+def test_activation_that_is_nowhere_above_0_is_black(tmp_path):
+    outcome = Outcome(torch.from_numpy(VALUES), range(4), activation=np.full((4, 2, 2, 2), -1.0))
+    saved(tmp_path, tiles_of(None), outcome)
+    assert (grey(tmp_path / "a-yes-activation.tif")[0] == 0).all()
+
+
+def region(slide: Path) -> tuple[Input, torch.Tensor]:
+    """(2, rows, columns) of a region at (30, 14): "yes" on its right, "no" on its left."""
+    size, scale = (40, 50), 2.0
+    images = SlideImages(slide, 0.25, [(30, 14)], size, scale)
+    span = size[0] * scale, size[1] * scale
+    given = Input("a", images, size, [(30, 14)], span, EXTENT, 0.25, slide, True)
+    yes = torch.full(size, 0.1)
+    yes[:, 20:] = 0.9
+    return given, torch.stack([1 - yes, yes]).double()
+
+
+@pytest.mark.parametrize("longest", [1600, 52])  # small maps with pixels of 2 x 2
+def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monkeypatch):
+    monkeypatch.setattr("spatialdl.predicting.overview.LONGEST", longest)
+    given, values = region(slide)
+    outcome = Outcome(pieces=[Piece(0, 0, values[:, :13]), Piece(13, 0, values[:, 13:])])
+    trained = known_network(("no", "yes"), "segmentation")
+    names = Maps(tmp_path, given, trained, [1], Alone()).save(outcome)
+    assert sorted(names) == ["a-heatmap.png", "a-yes.tif", "a.geojson"]
+    image, _ = grey(tmp_path / "a-yes.tif")
+    expected = np.zeros((102, 94), np.uint8)
+    expected[7:47, 15:65] = np.rint(255 * values[1].numpy())
+    assert (image == expected).all()
+    (found,) = features(tmp_path / "a.geojson")  # "no" is not drawn, but no part of "yes"
+    ring = np.array(found["geometry"]["coordinates"][0])
+    step = 2 if longest == 1600 else 4
+    assert np.allclose(ring.min(0), [30 + 2 * 20, 14], atol=step)
+    assert np.allclose(ring.max(0), [30 + 2 * 50, 14 + 2 * 40], atol=step)
+    assert found["properties"]["classification"]["name"] == "yes"
+
+
+def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
+    classes = ("a", "A", "a_0", "b/c", "b c", "x" * 50 + "1", "x" * 50 + "2")
+    values = torch.arange(7.0).div(17).repeat(4, 1).double()
+    names = saved(tmp_path, tiles_of(None), Outcome(values, range(4)), classes=classes)
+    files = [name for name in names if name.endswith(".tif")]
+    assert len({name.casefold() for name in files}) == len(classes)
+    found = {told["class"]: image.max() for image, told in map(grey, map(tmp_path.joinpath, files))}
+    assert found == {name: 15 * number for number, name in enumerate(classes)}
+
+
+def test_there_are_no_maps_where_nobody_knows_how_large_tiles_are(tmp_path):
+    images = SlideImages(Path("a.tiff"), None, PLACES, (32, 32), 2.0)
+    given = Input("a", images, (32, 32), PLACES, None, None, None)
+    assert saved(tmp_path, given, Outcome(torch.from_numpy(VALUES), range(4))) == []
+    assert list(tmp_path.iterdir()) == []

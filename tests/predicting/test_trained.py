@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spatialdl.comm.alone import Alone
+from spatialdl.data import ShardWriter
+from spatialdl.errors import CheckpointError
+from spatialdl.predicting.trained import Trained, find_trained
+from spatialdl.training.checkpoints.folder import CONTENT, SEAL, sealed
+from tests.predicting.runs import NETWORK, train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("trained") / "run", *NETWORK)
+
+
+@pytest.fixture
+def changed(run, tmp_path):
+    """Finds the network of a checkpoint of which some was changed, and sealed again."""
+    (path,) = (run / "checkpoints").glob("step-*")
+    own = tmp_path / path.name
+    own.mkdir()
+    for file in path.iterdir():
+        (own / file.name).hardlink_to(file)
+    content = json.loads((own / CONTENT).read_text())
+    (own / CONTENT).unlink()
+
+    def found(**changes: Any) -> Trained:
+        for key, value in changes.items():
+            inner = content
+            *groups, last = key.split("__")
+            for group in groups:
+                inner = inner[group]
+            if value is None and not groups:
+                inner.pop(last, None)
+            else:
+                inner[last] = value
+        rest = {key: value for key, value in content.items() if key != SEAL}
+        (own / CONTENT).write_text(sealed(rest))
+        return find_trained(str(tmp_path / path.name), Alone())
+
+    return found
+
+
+def test_what_it_says_of_a_network(run):
+    found = find_trained(str(run), Alone())
+    assert (found.step, found.task, found.image_size) == (2, "classification", (32, 32))
+    assert (found.channels, found.classes, found.background) == (3, ("0", "1", "2"), None)
+    assert (found.kind, dict(found.made_with)) == (None, {})
+
+
+def test_names_of_classes_are_as_many_as_outputs(changed):
+    assert changed(data={"classes": ["a", "b", "c"]}).classes == ("a", "b", "c")
+    assert changed(data={"classes": ["a"]}).classes == ("a", "1", "2")
+    assert changed(data={"classes": ["a", "b", "c", "d"]}).classes == ("a", "b", "c")
+
+
+def test_settings_of_the_data(changed):
+    found = changed(
+        config__data__background=0,
+        config__data__image_size=[40, 24],
+        data={"kind": "tiles", "made_with": {"mpp": 0.5}},
+    )
+    assert (found.background, found.image_size) == (0.0, (40, 24))
+    assert (found.kind, dict(found.made_with)) == ("tiles", {"mpp": 0.5})
+
+
+def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_path):
+    with ShardWriter(tmp_path / "set", ["x", "y", "z"], made_with={"level": 1}) as writer:
+        writer.add(np.zeros((32, 32, 3), np.uint8), 0)
+    found = changed(data=None, config__data__path=str(tmp_path / "set"))
+    assert (found.classes, found.kind) == (("x", "y", "z"), "tiles")
+    assert found.made_with["level"] == 1
+    targets = changed(config__data__targets="t.csv")  # whose names are not those of classes
+    assert targets.classes == ("0", "1", "2")
+    gone = changed(config__data__targets=None, config__data__path=str(tmp_path / "gone"))
+    assert gone.classes == ("0", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("config__data__channels", 0),
+        ("config__data__num_classes", 2**21),
+        ("config__data__image_size", [32]),
+        ("config__data__image_size", [32, 0]),
+        ("config__data__background", "white"),
+        ("config__task__name", 3),
+        ("config__model___target_", None),
+        ("config__trainer__tf32", "yes"),
+        ("data", {"classes": [1, 2, 3]}),
+        ("data", {"made_with": [1]}),
+        ("config__data", {}),
+    ],
+)
+def test_what_cannot_be_is_refused(key, value, changed):
+    with pytest.raises(CheckpointError, match="does not say how its network is built"):
+        changed(**{key: value})

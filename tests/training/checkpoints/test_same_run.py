@@ -1,0 +1,113 @@
+"""What must be equal for a run to go on, and what is only told; whole runs: test_keeping.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import DictConfig
+
+from spatialdl.data import ShardWriter
+from spatialdl.errors import CheckpointError
+from spatialdl.training.checkpoints.same_run import check_same, identity, settings_of
+from tests.composing import composed
+
+
+def config(*words: str) -> DictConfig:
+    return composed("train", " ".join(words))
+
+
+def saved(now: DictConfig) -> dict[str, Any]:
+    """As it comes out of a file."""
+    content = {"step": 5, "identity": identity(now), "config": settings_of(now)}
+    return json.loads(json.dumps(content))
+
+
+OF_SHARDS = ("data.image_size=[8,8]", "data.channels=3", "data.num_classes=1")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    for name, value in (("one", 1), ("two", 2)):
+        with ShardWriter(tmp_path / name, ["a"]) as writer:
+            writer.add(np.full((8, 8, 3), value, np.uint8), 0, "train")
+    (tmp_path / "t.csv").write_text("slide,er\n0,1\n")
+    return ["data=shards", f"data.path={tmp_path / 'one'}", *OF_SHARDS]
+
+
+SYNTHETIC = (
+    *("seed=3", "task=multilabel", "data.batch_size=3", "data.image_size=[64,32]"),
+    *("data.channels=1", "data.num_classes=4", "data.samples=33", "optimizer=adamw"),
+)
+
+
+@pytest.mark.parametrize("other", SYNTHETIC)
+def test_other_samples_and_another_optimizer_are_refused(other):
+    before = config()
+    check_same(saved(before), before)
+    with pytest.raises(CheckpointError, match="the checkpoint of step 5 was trained with"):
+        check_same(saved(before), config(other))
+    with pytest.raises(CheckpointError, match="the losses would not go on"):
+        check_same(saved(config(other)), before)
+
+
+def test_the_message_says_what_was_and_what_is():
+    with pytest.raises(CheckpointError, match=r"trained with seed=0, this run has seed=7: "):
+        check_same(saved(config()), config("seed=7"))
+
+
+def test_other_shards_are_other_samples(shards, tmp_path):
+    content = saved(config(*shards))
+    check_same(content, config(*shards))
+    for other in ("data.split=val", f"data.path={tmp_path / 'two'}"):
+        with pytest.raises(CheckpointError, match="losses would not go on"):
+            check_same(content, config(*shards, other))
+    targets = f"data.targets={tmp_path / 't.csv'}"
+    with pytest.raises(CheckpointError, match=r"the file data\.targets=None"):
+        check_same(content, config(*shards, targets))
+    content = saved(config(*shards, targets))
+    (tmp_path / "t.csv").write_text("slide,er\n0,0\n")
+    with pytest.raises(CheckpointError, match=r"the file data\.targets="):
+        check_same(content, config(*shards, targets))
+    with pytest.raises(CheckpointError, match="was trained with data="):
+        check_same(saved(config(*shards)), config(*OF_SHARDS))
+
+
+def test_a_data_set_that_was_moved_is_the_same(shards, tmp_path, caplog):
+    content = saved(config(*shards))
+    (tmp_path / "one").rename(tmp_path / "moved")
+    with caplog.at_level(logging.INFO):
+        check_same(content, config(*shards, f"data.path={tmp_path / 'moved'}"))
+    assert caplog.text == ""
+
+
+def test_slices_of_batches_are_micro_batches_times_replicas(caplog):
+    before = config("parallel=dp", "parallel.data=2", "parallel.microbatches=3")
+    check_same(saved(before), config("parallel=dp", "parallel.data=3", "parallel.microbatches=2"))
+    assert "slices" not in caplog.text
+    check_same(saved(before), config("parallel=dp", "parallel.data=2", "parallel.microbatches=2"))
+    assert "cut into 4 slices from here on (parallel.microbatches x parallel.data), not into 6" in (
+        caplog.text
+    )
+
+
+def test_changes_are_told_but_not_those_that_change_nothing(caplog):
+    quiet = ("trainer.max_steps=77", "trainer.checkpoint.keep=9", "ckpt_path=latest")
+    with caplog.at_level(logging.INFO):
+        check_same(saved(config()), config(*quiet))
+        assert caplog.text == ""
+        check_same(saved(config()), config(*quiet, "optimizer.lr=0.5", "+optimizer.maximize=true"))
+    (record,) = caplog.records
+    told = record.getMessage().partition(": ")[2]
+    assert told == "optimizer.lr=0.5 (was 0.05), optimizer.maximize=True (was None)"
+
+
+def test_no_password_is_kept():
+    found = settings_of(
+        config("logger=mlflow", "logger.mlflow.tracking_uri=https://me:secret@host/x")
+    )
+    assert "secret" not in json.dumps(found)
