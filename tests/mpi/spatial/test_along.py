@@ -13,12 +13,14 @@ from spatialdl import UnsupportedSpatialOp, shard
 from tests.mpi.equality import Operation, parameter, same
 
 REMOVES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "median": lambda x, *more, **named: x.median(1, *more, **named),
-    "nanmedian": lambda x, *more, **named: torch.nanmedian(x, 1, *more, **named),
-    "mode": lambda x, *more, **named: x.mode(1, *more, **named),
-    "torch.mode": lambda x, *more, **named: torch.mode(x, -3, *more, **named),
-    "kthvalue": lambda x, *more, **named: x.kthvalue(2, 1, *more, **named),
+    "median": lambda x, dim, *more, **named: x.median(dim, *more, **named),
+    "nanmedian": torch.nanmedian,
+    "mode": lambda x, dim, *more, **named: x.mode(dim, *more, **named),
+    "torch.mode": torch.mode,
+    "kthvalue": lambda x, dim, *more, **named: x.kthvalue(2, dim, *more, **named),
 }
+PLACES: dict[int, Operation] = {1: lambda x: x, -3: lambda x: x, 3: lambda x: x.permute(0, 2, 3, 1)}
+"""Where the channels are."""
 
 
 def image() -> Tensor:
@@ -29,10 +31,12 @@ def image() -> Tensor:
 @pytest.mark.parametrize("name", REMOVES)
 def test_the_dim_is_kept_if_it_is_asked_for(name: str, part: int, meshes: dict) -> None:
     call, whole = REMOVES[name], image()
-    same(lambda x: call(x)[part], whole, meshes, name)
-    same(lambda x: call(x, False)[part], whole, meshes, f"{name}, False")
-    same(lambda x: call(x, True)[part], whole, meshes, f"{name}, True")
-    same(lambda x: call(x, keepdim=True)[part], whole, meshes, f"{name}, keepdim")
+    for dim, moved in PLACES.items():
+        what = f"{name} over {dim}"
+        same(lambda x, d=dim, m=moved: call(m(x), d)[part], whole, meshes, what)
+        same(lambda x, d=dim, m=moved: call(m(x), d, False)[part], whole, meshes, f"{what}, False")
+        same(lambda x, d=dim, m=moved: call(m(x), d, True)[part], whole, meshes, f"{what}, True")
+        same(lambda x, d=dim, m=moved: call(m(x), d, keepdim=True)[part], whole, meshes, what)
 
 
 def test_the_last_dim_is_taken_where_none_is_named(meshes: dict) -> None:
