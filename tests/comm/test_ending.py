@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ended(code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    kept_back = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     return subprocess.run(
         [*launcher, sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **kept_back},
         capture_output=True,
         text=True,
         timeout=100,
