@@ -13,11 +13,9 @@ from spatialdl import SpatialTensor, shard
 from tests.mpi.equality import Operation, check, close, parameter, same
 
 OVER: dict[str, Operation] = {
-    "amax of rows": lambda x: x.amax(2),
     "amin of rows": lambda x: x.amin(2),
     "amin of columns": lambda x: torch.amin(x, 3, keepdim=True),
     "amin of all": lambda x: x.amin((0, 1, 2, 3)),
-    "amin of channels": lambda x: x.amin(1),
     "max": lambda x: x.max(),
     "min": lambda x: x.min(),
     "smallest of aminmax": lambda x: torch.aminmax(x, dim=2)[0],
@@ -41,7 +39,7 @@ def few(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 @pytest.mark.parametrize("name", OVER)
 def test_whole_numbers_and_truths(name: str, dtype: torch.dtype, meshes: dict) -> None:
     if dtype == torch.bool and name in NOT_OF_TRUTHS:
@@ -51,7 +49,6 @@ def test_whole_numbers_and_truths(name: str, dtype: torch.dtype, meshes: dict) -
         return x > 0.2 if dtype == torch.bool else (30 + 10 * x).to(dtype)
 
     same(lambda x: OVER[name](coded(x)), image(5, 9, 8), meshes, name)
-    same(lambda x: OVER[name](coded(x) | coded(x)), 9 + image(6, 9, 8), meshes, f"{name}, large")
     same(lambda x: OVER[name](coded(few(x))), image(5, 9, 8), meshes, f"{name}, few pixels")
 
 

@@ -49,3 +49,15 @@ def test_where_nothing_learns_a_view_may_be_written_to(name: str, meshes: dict) 
             for x in (plain, ours):
                 VIEWS[name](x).mul_(3)
             assert torch.equal(ours.full_tensor(), plain)
+
+
+def test_a_view_that_lies_elsewhere_is_not_written_to_when_nobody_has_it_but_its_own_views(
+    meshes: dict,
+) -> None:
+    """Its pixels have moved to other ranks: what is written would not reach the image."""
+    with torch.no_grad():
+        for mesh in meshes.values():
+            image = shard(parameter(random.Random(2), 2, 3, 12, 12), mesh)
+            part = image[:, :, :5, :4].permute(0, 2, 3, 1)  # of a view that is gone
+            with pytest.raises(UnsupportedSpatialOp, match="of which this one is a view"):
+                part.mul_(2)
