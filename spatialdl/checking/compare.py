@@ -148,7 +148,7 @@ def _error(ours: Tensor, plain: Tensor, tolerance: float, floor: float) -> str:
     if plain.numel() == 0:
         return ""
     same = (ours == plain) | (ours.isnan() & plain.isnan())
-    error = (ours - plain).abs().masked_fill(same, 0).nan_to_num(torch.inf)
+    error = (ours - plain).abs().masked_fill(same, 0).nan_to_num(torch.inf, torch.inf)
     scale = max(_largest(plain), floor)
     largest = float(error.max())
     if largest <= tolerance * scale:

@@ -64,8 +64,8 @@ def build(target: str, seed: int) -> nn.Module:
     try:
         network = builder()
     except TypeError as error:
-        if "argument" not in str(error):
-            raise
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # from within: the network's own defect
         raise ValueError(f"{target}() must make the network without arguments: {error}") from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"{target}() gives {_a(network)}, not a torch.nn.Module")

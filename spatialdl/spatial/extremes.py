@@ -116,6 +116,8 @@ def _first_of_tile(
     if tile.numel() == 0:
         return value, torch.full(value.shape, _BEYOND, device=tile.device)
     find = torch.argmax if sign > 0 else torch.argmin
+    if tile.dtype == torch.bool:  # which these do not take, but ``max`` and ``min`` do
+        tile = tile.byte()
     if dim is None:
         return value, places.flatten()[find(tile)].reshape(value.shape)
     return value, places[find(tile, dim, keepdim=True)]

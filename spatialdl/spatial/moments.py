@@ -42,10 +42,8 @@ def combined(counts: Tensor, means: Tensor, deviations: Tensor) -> tuple[Tensor,
 
 
 def moments_over(tile: Tensor, span: Span, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and squared deviations over the whole image, in the full size, kept dims; float64."""
+    """Mean and squared deviations over a span that crosses ranks, in the full size; float64."""
     parts = tile_moments(tile, span.dims)
-    if not span.crosses:
-        return parts[1], parts[2]
     message = torch.stack([span.placed(part) for part in parts])
     gathered = gather_over_ranks(span.mesh.grid_comm, message, name)
     return combined(*gathered.unbind(1))

@@ -81,6 +81,18 @@ def check(
         close(mean_over_ranks(grad, mesh), wanted, f"{what}: gradient of parameter {number} ")
 
 
+def same(operation: Callable[[Tensor], Tensor], whole: Tensor, meshes: dict, what: str) -> None:
+    """Without gradients, which whole numbers and truths do not have; not a number is itself."""
+    expected = operation(whole)
+    for mesh in meshes.values():
+        ours = operation(shard(whole, mesh))
+        full = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
+        where = f"{what} on {mesh.grid} "
+        torch.testing.assert_close(
+            full, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, w=where: w + m
+        )
+
+
 class Setting(NamedTuple):
     mesh: Mesh
     image: Tensor

@@ -105,8 +105,11 @@ def test_objects_go_to_one_or_all(ranks: Communicator) -> None:
 def test_sums_are_new_and_the_same_bits(ranks: Communicator, dtype: torch.dtype) -> None:
     own = (torch.arange(35).view(5, 7) / 3 + ranks.rank).to(dtype).t()
     before = own.clone()
+    dense = own.contiguous()
     total = ranks.all_reduce(own)
+    assert torch.equal(ranks.all_reduce(dense), total)
     assert torch.equal(own, before)
+    assert torch.equal(dense, before)
     parts = ranks.all_gather(own)
     assert parts.shape == (ranks.size, 7, 5)
     torch.testing.assert_close(total, parts.sum(0).to(dtype))

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl import SpatialTensor, UnsupportedSpatialOp, shard
-from tests.mpi.equality import Operation, check, parameter
+from tests.mpi.equality import Operation, check, parameter, same
 
 DIMS = [None, 0, 1, 2, 3, (2, 3), (-1, -2), (0, 2, 3), (1, 2), (0, 1)]
 OVER_SOME: dict[str, Callable[..., Tensor]] = {
@@ -179,17 +179,6 @@ def few_or_all(
 def test_reductions(name: str, size: tuple[int, int], meshes: dict) -> None:
     for mesh in meshes.values():
         check(WHOLE[name], image(5, size), [], mesh, f"{name} on {mesh.grid} ")
-
-
-def same(operation: Operation, whole: Tensor, meshes: dict, what: str) -> None:
-    """Of whole numbers and truths, which have no gradient."""
-    expected = operation(whole)
-    for mesh in meshes.values():
-        ours = operation(shard(whole, mesh))
-        assert ours.dtype == expected.dtype, what
-        assert ours.shape == expected.shape, what
-        full = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
-        assert torch.equal(full, expected), f"{what} on {mesh.grid}"
 
 
 @pytest.mark.parametrize("name", COUNTS)
