@@ -165,8 +165,8 @@ class ShardWriter:
             raise ValueError(f"the data set {self.path} is closed; nothing can be added to it")
         if split is not None and not split:
             raise ValueError("split is empty; give a name such as 'train', or None")
-        if "\0" in slide:
-            raise ValueError(f"slide name {slide!r} has a zero character in it")
+        for what, name in (("split", split or ""), ("slide", slide)):
+            _check_text(what, name)
         known = {
             "label": self._label_index(label),
             "split": split,
@@ -340,10 +340,22 @@ def _check_sizes(shard_size: int, kind: str, stripes: int) -> None:
         raise ValueError(f"stripes is {stripes}; it is at least 1, and 1 where kind is 'tiles'")
 
 
+def _check_text(what: str, name: str) -> None:
+    """Refuse what HDF5 or JSON cannot hold."""
+    if "\0" in name:
+        raise ValueError(f"{what} name {name!r} has a zero character in it")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} name {name!r} is no Unicode text") from error
+
+
 def _checked_classes(classes: Sequence[str]) -> list[str]:
     if isinstance(classes, str):
         raise ValueError(f"classes is the string {classes!r}, expected a list of names")
     names = [str(name) for name in classes]
+    for name in names:
+        _check_text("class", name)
     if len(set(names)) != len(names):
         raise ValueError(f"classes repeat a name: {names}")
     return names

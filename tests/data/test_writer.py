@@ -82,6 +82,8 @@ def test_shards_are_of_bounded_size(tmp_path: Path) -> None:
         (TILE, {"label": -1}, "no index"),
         (TILE, {"split": ""}, "split is empty"),
         (TILE, {"slide": "a\0b"}, "zero character"),
+        (TILE, {"slide": "a\udc80"}, "slide name .* is no Unicode text"),  # of a file in Latin-1
+        (TILE, {"split": "a\udc80"}, "split name .* is no Unicode text"),
         (TILE, {"mask": np.zeros((4, 5), np.uint8)}, "some have none"),
         (TILE, {"mpp": 1.0}, "ShardWriter"),
     ],
@@ -192,6 +194,7 @@ def test_a_closed_writer_takes_no_more(tmp_path: Path) -> None:
     [
         {"classes": "ab"},
         {"classes": ["a", "a"]},
+        {"classes": ["a\udc80"]},
         {"shard_size": 0},
         {"kind": "cubes"},
         {"stripes": 2},
