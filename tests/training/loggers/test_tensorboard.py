@@ -6,8 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from spatialdl.training.loggers.tensorboard import TensorBoard
+
+
+@pytest.fixture(autouse=True)
+def numbered_from_nought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of one second and process are read in the order of their names, and 10 before 9."""
+    counter = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
 
 
 def events(run_dir: Path) -> EventAccumulator:
