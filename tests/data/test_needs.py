@@ -21,21 +21,9 @@ from spatialdl.data.needs import (
 from spatialdl.data.views import Views
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Six shards of two tiles; the last one holds those to validate on."""
-    folder = tmp_path_factory.mktemp("written") / "set"
-    tiles = np.random.default_rng(0).integers(0, 256, (12, 90, 70, 3), np.uint8)
-    with ShardWriter(folder, ("a", "b"), shard_size=2 * 90 * 70 * 3) as writer:
-        for number, tile in enumerate(tiles):
-            split = "train" if number < 10 else "val"
-            writer.add(tile, number % 2, split, slide=f"slide-{number // 4}")
-    return folder
-
-
 @pytest.fixture
-def dataset(folder: Path) -> ShardDataset:
-    return ShardDataset(folder)
+def dataset(written: Path) -> ShardDataset:
+    return ShardDataset(written)
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +105,8 @@ def test_a_replica_needs_everything_in_the_end(dataset):
     assert {need.uses for need in needs.values()} == {1.0}  # two tiles, one of them its own
 
 
-def test_validation_comes_after_training(folder):
-    train, validation = (seen(ShardDataset(folder, split)) for split in ("train", "val"))
+def test_validation_comes_after_training(written):
+    train, validation = (seen(ShardDataset(written, split)) for split in ("train", "val"))
     batching = Batching(2, 1, 0, [(0, 90, 0, 70)], [None])
     later = validation_needs(validation, batching, times=0.5)
     assert later == {5: Need(0, 1.0)}
