@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -22,3 +25,14 @@ settings.load_profile("quick")
 # Shells let what a script runs in the background ignore it, and all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sessions_of_open_mpi() -> Iterator[None]:
+    """A folder for them: no mpiexec starts where a killed one of its number has left its own."""
+    with (
+        tempfile.TemporaryDirectory("", "open-mpi-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("PRTE_MCA_prte_local_tmpdir_base", folder)
+        yield

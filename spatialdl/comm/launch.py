@@ -14,8 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,6 +33,7 @@ _STARTED_S = 60.0  # ranks on other machines, which do not answer, have started 
 TERMINAL = "SPATIALDL_TERMINAL"
 """Set for ranks whose output, though it goes through a launcher, ends in a terminal."""
 
+_SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5, on the machine of its mpiexec
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -173,7 +176,7 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
         FileNotFoundError: if there is no launcher.
     """
     command, environment = ranks_command(world_size, module, arguments)
-    with RollCall(world_size) as ranks:
+    with RollCall(world_size) as ranks, _own_sessions(environment):
         there = ranks.complete if stops else None
         code = _supervise(command, {**environment, **ranks.environment}, there)
     vanished = ranks.vanished()
@@ -286,6 +289,21 @@ def _vendor_options(mpiexec: str) -> list[str]:
     if sys.stderr.isatty() and int(version[1]) >= 5:
         options += ["--stream-buffering", "0"]  # or a progress bar comes when it is over
     return options
+
+
+@contextmanager
+def _own_sessions(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """Give Open MPI a new folder for its files of this job, and remove it.
+
+    In a folder of all jobs it names them by process ids only, and refuses to start ("listener
+    thread failed to start") where a killed job has left those of an id that has come again.
+    """
+    if _SESSIONS in environment:
+        yield
+        return
+    with tempfile.TemporaryDirectory("", "spatialdl-mpi-", ignore_cleanup_errors=True) as folder:
+        environment[_SESSIONS] = folder
+        yield
 
 
 def _answer(*command: str) -> str:

@@ -28,6 +28,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
+SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
 SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SLURM_STEP = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
@@ -184,6 +185,21 @@ def test_what_the_user_has_set_is_kept(place, monkeypatch):
     assert seen(place)[1]["OMP_NUM_THREADS"] == "7"
 
 
+def test_open_mpi_keeps_its_files_of_a_job_where_no_other_job_has_any(place, monkeypatch):
+    stand_in(place, "mpiexec")
+    monkeypatch.delenv(SESSIONS, raising=False)
+    folders = set()
+    for _ in range(2):
+        assert start_ranks(2, "job", []) == 0
+        folders.add(seen(place)[1][SESSIONS])
+    assert len(folders) == 2
+    assert not any(map(os.path.exists, folders))
+    monkeypatch.setenv(SESSIONS, str(place))
+    assert start_ranks(2, "job", []) == 0
+    assert seen(place)[1][SESSIONS] == str(place)
+    assert place.exists()
+
+
 def test_mpiexec_is_taken_from_the_path_if_there_is_none_beside_python(place, monkeypatch):
     (place / "elsewhere").mkdir()
     stand_in(place / "elsewhere", "mpiexec", code=9)
@@ -290,6 +306,17 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
         for rank in ranks:
             assert select.select([rank], [], [], 5)[0], "a rank is still there"
             os.close(rank)
+
+
+KILLS = "import os; from mpi4py import MPI; os.kill(os.getppid(), 9)"
+
+
+def test_a_killed_mpiexec_leaves_nothing_that_a_later_one_would_stumble_over(tmp_path, monkeypatch):
+    monkeypatch.delenv(SESSIONS, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with parent(tmp_path, KILLS) as process:
+        assert process.wait(timeout=250) == 128 + signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
 
 
 STOPS = """
