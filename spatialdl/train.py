@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,7 @@ def _hydra_main(config: DictConfig) -> None:
 
             config, overrides = choose_alone(config, overrides)
         if config.debug.name == "fakecomm":
+            _take_back(run_dir)
             if not _look(config, overrides):
                 sys.exit(1)
             return
@@ -105,6 +107,13 @@ def _hydra_main(config: DictConfig) -> None:
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _take_back(run_dir: Path) -> None:
+    """Remove the folder that Hydra has made for nothing, unless there is something in it."""
+    if run_dir != Path.cwd():
+        with suppress(OSError):
+            run_dir.rmdir()
 
 
 def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
