@@ -209,8 +209,8 @@ def run_directory(
 ) -> Iterator[tuple[DictConfig, Path]]:
     """Rank 0's configuration and its run directory, to which no other run writes meanwhile.
 
-    All ranks enter it. Rank 0 writes there how it was started, and logs into a file named like the
-    command.
+    All ranks enter it, and leave it together. Rank 0 writes there how it was started, and logs into
+    a file named like the command.
 
     Args:
         composed: this rank's configuration with Hydra's part.
@@ -234,6 +234,7 @@ def run_directory(
         agreed = OmegaConf.create(text)
         OmegaConf.set_struct(agreed, True)
         yield agreed, run_dir
+    world.barrier()  # nobody watches over ranks that wait for each other in the end of MPI
 
 
 def _place_of(composed: DictConfig) -> Path:

@@ -42,7 +42,12 @@ def checked_dataset(dataset: Any, name: str) -> h5py.Dataset:
     """
     if not isinstance(dataset, h5py.Dataset):
         raise ValueError(f"{name} is no dataset")
-    settings = dataset.id.get_create_plist()
-    if settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
+    if is_elsewhere(dataset):
         raise ValueError(f"{name} has its values in other files, which shards have not")
     return dataset
+
+
+def is_elsewhere(dataset: h5py.Dataset) -> bool:
+    """Whether a dataset has its values in other files, which asking for its shape may open."""
+    settings = dataset.id.get_create_plist()
+    return bool(settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count())

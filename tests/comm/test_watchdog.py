@@ -163,6 +163,19 @@ def test_a_rank_whose_data_do_not_come_says_so(tmp_path):
     assert re.search(alone + "the next batch of data, at ", said), said
 
 
+def test_a_rank_that_does_not_come_to_the_end_says_where_it_is(tmp_path):
+    """It opens a file, and the file system does not answer."""
+    with running(by_itself(), tmp_path, "parallel=dp", TIMEOUT) as run:
+        read_at_the_end = tmp_path / ".hydra" / "overrides.yaml"
+        read_at_the_end.unlink()
+        os.mkfifo(read_at_the_end)
+        run.process.send_signal(signal.SIGUSR1)
+        said = run.end()
+    assert re.search(r"rank 1 on \S+, end of the run, .*: waits for \d+ s in barrier", said), said
+    assert re.search(r"rank 0 on .*: does not wait for other ranks; at \S+:\d+ in ", said), said
+    assert "rank 0 did not come: see above what is done there" in said.splitlines()[-1], said
+
+
 @pytest.mark.parametrize("value", ["soon", -1, float("nan"), float("inf"), True, [3]])
 def test_a_timeout_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match=r"comm\.timeout=.* must be seconds"):

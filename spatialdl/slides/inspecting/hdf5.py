@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from spatialdl.data.own_dataset import is_elsewhere
 from spatialdl.errors import ShardError
 from spatialdl.text import aligned, counted, fitted, readable_bytes
 
@@ -102,14 +103,22 @@ def _contents(file: h5py.File) -> tuple[list[tuple[str, h5py.Dataset]], list[tup
 
 
 def _kind(file: h5py.File) -> str:
-    coords, images = file.get("coords"), file.get("images")
+    coords, images, regions = (_own(file, name) for name in ("coords", "images", "regions"))
     if isinstance(images, h5py.Dataset):
         return f"shard of {counted(len(images), 'tile')}"
-    if isinstance(regions := file.get("regions"), h5py.Group):
+    if isinstance(regions, h5py.Group):
         return f"shard with parts of {counted(len(regions), 'region')}"
     if isinstance(coords, h5py.Dataset) and coords.ndim:
         return f"coordinates of {counted(len(coords), 'tile')}{_who(coords)}"
     return f"HDF5 file of {counted(len(file), 'item')}, not one of ours"
+
+
+def _own(file: h5py.File, name: str) -> Any:
+    """What lies in the file itself; None where a link leads elsewhere, or values lie there."""
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        return None
+    found = file[name]
+    return None if isinstance(found, h5py.Dataset) and is_elsewhere(found) else found
 
 
 def _who(coords: h5py.Dataset) -> str:
@@ -127,9 +136,10 @@ def _row(name: str, data: h5py.Dataset) -> tuple[str, ...]:
     text = h5py.check_string_dtype(data.dtype) is not None
     made = data.id.get_create_plist()
     filters = [made.get_filter(k) for k in range(made.get_nfilters())]
+    shape = "in other files" if is_elsewhere(data) else " x ".join(map(str, data.shape or ()))
     return (
         fitted(name, _LONGEST),
-        " x ".join(map(str, data.shape or ())),
+        shape,
         "text" if text else str(data.dtype),
         " x ".join(map(str, data.chunks or ())),
         # those that are not HDF5's own may have a number only

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import h5py
@@ -9,6 +10,7 @@ import pytest
 from spatialdl.data.writer import ShardWriter
 from spatialdl.errors import ShardError
 from spatialdl.slides.inspecting import inspect
+from spatialdl.slides.inspecting.hdf5 import describe_hdf5
 
 
 def test_a_shard_of_tiles(data_set: Path) -> None:
@@ -46,6 +48,27 @@ def test_coordinates_as_other_tools_write_them(tmp_path: Path) -> None:
     lines = inspect(tmp_path).splitlines()
     assert lines[0].startswith("clam.h5  coordinates of 5 tiles, as CLAM has them, ")
     assert len(lines) == 2
+
+
+def test_no_other_file_is_opened_that_a_file_names(tmp_path: Path) -> None:
+    """Here one that nobody writes to: who opens it waits for ever."""
+    (tmp_path / "set").mkdir()
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    with h5py.File(tmp_path / "set" / "linked.h5", "w") as file:
+        file["images"] = file["regions"] = h5py.ExternalLink(pipe, "images")
+        file["coords"] = np.zeros((5, 2))
+    size = {"shape": (3, 8), "maxshape": (None, 8)}
+    layout, source = h5py.VirtualLayout(dtype="u1", **size), h5py.VirtualSource(pipe, "a", **size)
+    every = h5py.h5s.UNLIMITED
+    layout[:every, :] = source[:every, :]
+    with h5py.File(tmp_path / "set" / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("images", layout)
+    lines = inspect(tmp_path / "set").splitlines()
+    assert lines[0].startswith("linked.h5  coordinates of 5 tiles, ")
+    assert lines[1].startswith("virtual.h5  HDF5 file of 1 item, not one of ours, ")
+    assert "5 x 2" in describe_hdf5(tmp_path / "set" / "linked.h5")
+    assert "in other files" in describe_hdf5(tmp_path / "set" / "virtual.h5")
 
 
 def test_files_that_are_not_hdf5_say_why(tmp_path: Path, data_set: Path) -> None:
