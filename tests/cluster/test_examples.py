@@ -196,23 +196,48 @@ def test_tiling_goes_on_after_its_time_limit(slides, tmp_path):
     assert len(slides_of(tmp_path / "tiles")["slides"]) == 17
 
 
+PREDICTED = [
+    *("trained", "predicted", "slides=[slides]", "tile_size=64", "level=0", "min_tissue=0.4"),
+    *("maps=false", "device=cpu", "trust=[tests]"),
+]
+SPLIT = ["parallel=sp", "parallel.grid=[3,1]"]
+
+
 @pytest.mark.slow
 def test_predicting_on_nodes_equals_one_process(slides, tmp_path):
     train(tmp_path / "trained", *NETWORK)
-    words = (
-        "slides=[slides] tile_size=64 level=0 min_tissue=0.4 maps=false device=cpu trust=[tests]"
-    )
-    layout = "parallel=sp parallel.grid=[3,1]"
-    queued(tmp_path, "predict.sbatch", f"trained predicted {layout} {words}")
-    alone = [*words.split(), "ckpt_path=trained", "hydra.run.dir=one"]
-    done = run([sys.executable, "-m", "spatialdl.predict", *alone], tmp_path)
+    queued(tmp_path, "predict.sbatch", " ".join([*PREDICTED, *SPLIT]))
+    assert_predicted_as_by_one_process(tmp_path, slides=5)
+
+
+@pytest.mark.slow
+def test_predicting_goes_on_after_its_time_limit(slides, tmp_path):
+    train(tmp_path / "trained", *NETWORK)
+    for count in range(20):
+        write_slide(slides / f"large {count}.tif", 1500, 1400, seed=count)
+    words = [str(SLURM / "predict.sbatch"), *PREDICTED, *SPLIT]
+    with Job(tmp_path, *NODES, *words) as job:
+        job.until(lambda: list(tmp_path.glob("predicted/records/*")))
+        answer("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@120 sends
+        job.until(lambda: job.told("Restarts") == "1")
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
+    assert "is done already" in job.said()
+    assert_predicted_as_by_one_process(tmp_path, slides=25)
+
+
+def assert_predicted_as_by_one_process(cwd: Path, slides: int) -> None:
+    alone = [*PREDICTED[2:], "ckpt_path=trained", "hydra.run.dir=one"]
+    done = run([sys.executable, "-m", "spatialdl.predict", *alone], cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-    ours, plain = (table(tmp_path / name / "predictions.csv") for name in ("predicted", "one"))
-    assert len(ours) == len(plain) > 5
-    for row, other in zip(ours, plain, strict=True):
-        assert {key: number(value) for key, value in row.items()} == {
-            key: number(value) for key, value in other.items()
-        }
+    for name in ("predictions.csv", "slides.csv"):
+        ours, plain = (table(cwd / folder / name) for folder in ("predicted", "one"))
+        assert len(ours) == len(plain)
+        for row, other in zip(ours, plain, strict=True):
+            assert {key: number(value) for key, value in row.items()} == {
+                key: number(value) for key, value in other.items()
+            }
+    assert len(plain) == slides
 
 
 def number(text: str) -> object:
