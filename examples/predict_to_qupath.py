@@ -78,7 +78,7 @@ def main() -> None:
     )
     print("\nin QuPath: open a slide, then drag onto it")
     for path in sorted((out / "predicted").glob("*.geojson")):
-        print(f"  {path}   tiles with their classes and probabilities")
+        print(f"  {path}   tiles with probabilities, regions of strong activation")
     print("or open beside it, as images of the same region:")
     for path in sorted((out / "predicted").glob("*.tif")):
         print(f"  {path}")

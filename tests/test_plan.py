@@ -54,6 +54,11 @@ def test_an_unknown_word_is_told_without_a_traceback(monkeypatch, capsys):
     assert str(ended.value).startswith("error: wrld is unknown; nearest: world; `python -m spati")
 
 
+def test_a_cut_is_for_layouts_with_so_many_stages(tmp_path):
+    rows = plan.plan(config(*SMALL, "world=2", "parallel.cut=[layer2]"), SMALL, tmp_path)
+    assert {len(row.prediction.placement.grids) for row in rows} == {2}
+
+
 def auto_config(*overrides: str):
     return config(*SMALL[:3], "parallel=auto", *overrides, name="train")
 

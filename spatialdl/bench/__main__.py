@@ -37,9 +37,13 @@ BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
 def main() -> None:
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name not in BENCHES:
-        known = ", ".join(BENCHES)
-        print(f"usage: python -m spatialdl.bench NAME [--help], with NAME one of: {known}")
-        sys.exit(0 if name in ("-h", "--help") else 2)
+        print("usage: python -m spatialdl.bench NAME [--help], with NAME one of\n")
+        for known, bench in BENCHES.items():
+            said = sys.modules[bench.__module__].__doc__ or ""
+            print(f"  {known:<16}{said.partition(chr(10))[0]}")
+        if name not in ("", "-h", "--help"):
+            sys.exit(f"\nerror: {name} is none of these")
+        sys.exit(0 if name else 2)
     try:
         BENCHES[name](arguments)
     except (ValueError, RuntimeError) as error:

@@ -61,7 +61,9 @@ def check_first(config: DictConfig, measures: bool) -> None:
     Raises:
         ValueError: if something is wrong with the configuration, the data or the network.
     """
-    check_config(config)
+    uncut = config.copy()
+    uncut.parallel.cut = None  # is for the layouts with stages that are looked for
+    check_config(uncut)
     planned_type(config)
     if measures:
         build_model(config, open_sources(config.data, int(config.seed), config.task.name))

@@ -1,5 +1,7 @@
 """Predictions as GeoJSON that QuPath reads: tiles, or the regions of classes in a map.
 
+Of activation there are the regions in which it is strong.
+
 Coordinates are level-0 pixels. Properties are those of QuPath since 0.4: ``objectType``,
 ``classification`` with a name and a colour, and ``measurements`` by name.
 """
@@ -68,16 +70,43 @@ def region_features(
     known = np.isfinite(means).all(0)
     best = np.where(known, np.where(known, means, 0).argmax(0), -1)
     for number in shown:
-        pieces, count = ndimage.label(best == number)
-        for piece, place in enumerate(ndimage.find_objects(pieces), 1):
-            mask = pieces[place] == piece
-            if count == 0 or mask.sum() < _SPECK:
-                continue
-            rings = _rings(mask, place[0].start, place[1].start, scale)
-            inside = means[number][place][mask]
-            measured = {f"probability {classes[number]}": float(inside.mean())}
-            geometry = {"type": "Polygon", "coordinates": rings}
-            yield _feature("annotation", geometry, [number], classes, measured)
+        yield from _regions(best == number, means[number], scale, classes, number, "probability")
+
+
+def active_features(
+    means: Mapping[int, npt.NDArray[np.float64]], scale: float, classes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Regions in which the activation of a class is above half of the most, with its mean.
+
+    Args:
+        means: of each class that is shown, (rows, columns), NaN where there is nothing.
+        scale: level-0 pixels per pixel.
+    """
+    known = {number: np.nan_to_num(one, nan=0.0) for number, one in means.items()}
+    half = max((float(one.max()) for one in known.values()), default=0.0) / 2
+    for number, one in known.items():
+        if half > 0:
+            yield from _regions(one > half, one, scale, classes, number, "activation")
+
+
+def _regions(
+    there: npt.NDArray[np.bool_],
+    values: npt.NDArray[np.float64],
+    scale: float,
+    classes: Sequence[str],
+    number: int,
+    what: str,
+) -> Iterator[dict[str, Any]]:
+    """Connected regions of a class, each with the mean of its values."""
+    pieces, _ = ndimage.label(there)
+    for piece, place in enumerate(ndimage.find_objects(pieces), 1):
+        mask = pieces[place] == piece
+        if mask.sum() < _SPECK:
+            continue
+        rings = _rings(mask, place[0].start, place[1].start, scale)
+        measured = {f"{what} {classes[number]}": float(values[place][mask].mean())}
+        geometry = {"type": "Polygon", "coordinates": rings}
+        yield _feature("annotation", geometry, [number], classes, measured)
 
 
 def _rings(

@@ -2,7 +2,8 @@
 
 NAME-CLASS.tif              probability x 255 of a class over the whole slide
 NAME-heatmap.png            the slide, and the probabilities over it
-NAME.geojson                tiles, or where which class is the most probable, for QuPath
+NAME.geojson                tiles, or where which class is the most probable, and where activation
+                            is strong, for QuPath
 NAME-CLASS-activation.tif   what each place gives to a class, from 0 to the most of the slide
 NAME-activation.png
 """
@@ -15,6 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +26,12 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.predicting.geojson import region_features, save_geojson, tile_features
+from spatialdl.predicting.geojson import (
+    active_features,
+    region_features,
+    save_geojson,
+    tile_features,
+)
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.overlay import save_overlay
 from spatialdl.predicting.overview import Overview
@@ -108,14 +115,21 @@ class Maps:
         found = TileMap(places, given.span, given.extent, values[:, :, None, None])
         means = self._tiffs(found, found.scale, (0.0, 1.0), "", "probability")
         self._picture("heatmap", means, _scale(found, found.scale), "probability", (0.0, 1.0))
-        if given.slide is not None:
-            one = self._trained.task in ONE_CLASS
-            features = tile_features(places, given.span, values, classes, one_class=one)
-            save_geojson(self._named(".geojson"), features)
+        one = self._trained.task in ONE_CLASS
+        features = tile_features(places, given.span, values, classes, one_class=one)
         if outcome.activation is not None:
-            self._save_activation(places, outcome.activation[kept])
+            features = chain(features, self._save_activation(places, outcome.activation[kept]))
+        if given.slide is not None:
+            save_geojson(self._named(".geojson"), features)
 
-    def _save_activation(self, places: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+    def _save_activation(
+        self, places: npt.NDArray[np.int64], values: npt.NDArray[Any]
+    ) -> Iterator[dict[str, Any]]:
+        """The pyramids and the picture.
+
+        Returns:
+            What GeoJSON tells of it.
+        """
         given = self._given
         assert given.span is not None
         assert given.extent is not None
@@ -129,7 +143,9 @@ class Maps:
         limits = (0.0, most if most > 0 else 1.0)
         means = self._tiffs(found, found.scale, limits, "-activation", "activation")
         label = "activation: what a place gives to the logit"
-        self._picture("activation", means, _scale(found, found.scale), label, limits)
+        scale = _scale(found, found.scale)
+        self._picture("activation", means, scale, label, limits)
+        return active_features(means, scale, self._trained.classes)
 
     # --- maps
 

@@ -44,6 +44,12 @@ def placement_of(parallel: DictConfig) -> Placement:
             f"parallel.stages={stages} cannot be dealt out parallel.interleave={interleave} to a "
             f"rank: take {-(-stages // interleave) * interleave} stages"
         )
+    if parallel.cut and stages == 1:
+        raise ValueError(
+            f"parallel.cut={parallel.cut} says with which modules stages 2, 3 ... begin, but "
+            f"parallel={parallel.name} has one stage: take parallel=lp or pp, or a sum with one of "
+            "them, or leave it out"
+        )
     grids = spatial + [(1, 1)] * (stages - spatial_stages)
     batch = _batch(parallel, stages, spatial_stages)
     return Placement(data, tuple(grids), interleave, _variant(parallel) is not None, batch)

@@ -90,10 +90,27 @@ def test_maps_of_activation_lie_in_what_the_network_sees(tmp_path):
         assert (image == expected).all()
 
 
-def test_activation_that_is_nowhere_above_0_is_black(tmp_path):
+def test_geojson_tells_where_activation_is_strong(slide, tmp_path):
+    values = np.zeros((4, 2, 4, 4), np.float32)
+    values[2, 1, :2, 2:] = [[8, 6], [8, 6]]  # in a tile at (96, 64), whose places are of 16
+    values[0, 0] = 3.9  # below half of the most
+    outcome = Outcome(torch.from_numpy(VALUES), range(4), activation=values)
+    saved(tmp_path, tiles_of(slide), outcome)
+    *tiles, region = features(tmp_path / "a.geojson")
+    assert [one["properties"]["objectType"] for one in tiles] == ["tile"] * 4
+    assert region["properties"]["objectType"] == "annotation"
+    assert region["properties"]["classification"]["name"] == "yes"
+    assert region["properties"]["measurements"] == {"activation yes": 7.0}
+    corners = np.asarray(region["geometry"]["coordinates"][0])
+    assert np.allclose(corners.min(0), [96 + 32, 64], atol=4.1)
+    assert np.allclose(corners.max(0), [96 + 64, 64 + 32], atol=4.1)
+
+
+def test_activation_that_is_nowhere_above_0_is_black(slide, tmp_path):
     outcome = Outcome(torch.from_numpy(VALUES), range(4), activation=np.full((4, 2, 2, 2), -1.0))
-    saved(tmp_path, tiles_of(None), outcome)
+    saved(tmp_path, tiles_of(slide), outcome)
     assert (grey(tmp_path / "a-yes-activation.tif")[0] == 0).all()
+    assert len(features(tmp_path / "a.geojson")) == 4
 
 
 def region(slide: Path) -> tuple[Input, torch.Tensor]:

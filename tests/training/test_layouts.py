@@ -146,6 +146,10 @@ def test_numbers_can_be_changed():
             ["parallel.stages=4", "parallel.interleave=2", "parallel.schedule=zero_bubble"],
             "schedule=zero_bubble with parallel.interleave=2.*for ranks that hold several stages",
         ),
+        (
+            ["parallel=sp", "parallel.cut=[layer2]"],
+            r"cut=\['layer2'\] says .* but parallel=sp has one stage: take parallel=lp or pp",
+        ),
         (["parallel.shard_state=true"], r"shard_state=true does not go with parallel\.data=1"),
         (["parallel=dp", "parallel.shard_state=2"], "shard_state=2 must be true or false"),
         (["parallel=dp+gems", "parallel.shard_state=true"], "shard_state=true .* with GEMS"),

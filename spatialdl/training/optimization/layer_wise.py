@@ -43,7 +43,7 @@ class LARS(_LayerWise):
     """SGD with momentum, the gradient of each weight scaled to a share of the weight's norm.
 
     Args:
-        lr: global learning rate, above 0.
+        lr: global learning rate, at least 0.
         momentum: in [0, 1).
         weight_decay: at least 0; of groups with 0 the gradients are not scaled.
         trust: that share, eta in the paper.
@@ -90,7 +90,7 @@ class LAMB(_LayerWise):
     """Adam with decoupled weight decay, each weight's step as long as the weight, times `lr`.
 
     Args:
-        lr: learning rate, above 0.
+        lr: learning rate, at least 0.
         betas: decay of the averages of gradient and squared gradient, in [0, 1).
         eps: keeps averages of 0 from dividing.
         weight_decay: at least 0; of groups with 0 the steps are not scaled.

@@ -84,9 +84,10 @@ def draw_loss(
 
 
 def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
-    """Shares from 0 to 100 %; errors where the task has no shares."""
+    """Shares from 0 to 100 %; errors where the task has no shares; nothing of what has no value."""
     shares = [name for name in _SHARES if name in validations[0]]
     names = shares or [name for name in _ERRORS if name in validations[0]]
+    names = [name for name in names if any(row[name] is not None for row in validations)]
     steps = [row["step"] for row in validations]
     for name, colour in zip(names, (ORANGE, BLUE, GREY, GREEN), strict=False):
         scale = 100 if shares else 1

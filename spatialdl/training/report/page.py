@@ -142,10 +142,14 @@ def _split(shares: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _validations(validations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row each below a head."""
+    """A row each below a head, without metrics that none has."""
     if not validations:
         return []
-    names = list(metrics_of(validations[0]))
+    names = [
+        name
+        for name in metrics_of(validations[0])
+        if any(one.get(name) is not None for one in validations)
+    ]
     rows = [
         [str(one["step"]), *(told_value(name, one.get(name)) for name in names)]
         for one in validations

@@ -28,3 +28,13 @@ def test_text_stays_text():
     assert drawing.startswith("<svg")
     assert ">learning rate</text>" in drawing
     assert ">RMSE</text>" in drawing
+
+
+def test_metrics_without_a_value_are_not_in_the_legend():
+    some, none = (
+        {"accuracy": 0.5, "slide_accuracy": None},
+        {"accuracy": None, "slide_accuracy": None},
+    )
+    drawing = curves(rows(2), [{"step": 1, "loss": 1.0, **none}, {"step": 2, "loss": 0.5, **some}])
+    assert ">accuracy</text>" in drawing
+    assert "accuracy of slides" not in drawing
