@@ -40,6 +40,7 @@ def test_a_process_that_runs_has_no_excuse(child):
     assert child.state() is None
     assert Process.own().state() is None
     assert (child.host, child.pid != os.getpid()) == (socket.gethostname(), True)
+    assert int(child.started) > int(Process.own().started)
     assert str(child) == f"process {child.pid} on {child.host}"
 
 
