@@ -76,7 +76,7 @@ def stage_costs(
     found = []
     for stage, (first, after) in enumerate(job.parts(bounds, again)):
         grid = placement.grids[stage]
-        costs = job.costs(samples, grid, again)
+        costs = job.costs(ceil(samples / placement.batch_parts(stage)), grid, again)
         if memory != "all":
             costs = getattr(costs, memory) or costs
         if len(costs.layers) < after:
@@ -106,7 +106,7 @@ def _stage(
     peaks = _peaks(own, entering)
     backward_peak, first_backward_peak = peaks[1:]
     if is_last and costs.loss is not None:
-        extra = costs.loss.kept + max(costs.loss.forward_extra, costs.loss.backward_extra)
+        extra = max(costs.loss.forward_extra, costs.loss.backward_extra)
     else:
         extra = 2 * output  # the gradient, and its parts as they arrive
     weights = sum(one.weights for one in own)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from spatialdl.planning.calibrate import cache_file
+from spatialdl.planning.cluster import cluster_of
+from spatialdl.planning.setup import cluster_named, job_of, planned_type
+from tests.planning.conftest import FIGURES
+
+SMALL = ["model.width=4", "data.image_size=[40,24]", "data.batch_size=6"]
+
+
+def config(*overrides: str):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [*SMALL, *overrides])
+
+
+@pytest.fixture
+def this_machine(tmp_path, monkeypatch):
+    """As if it had been measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache_file().parent.mkdir()
+    cache_file().write_text(json.dumps(FIGURES | {"name": "this_machine"}))
+
+
+def test_what_was_measured_is_taken_unless_the_configuration_says_otherwise(this_machine):
+    plain = cluster_named(OmegaConf.create({"name": "this_machine"}))
+    assert plain == cluster_of(FIGURES | {"name": "this_machine"})
+    own = cluster_named(OmegaConf.create({"name": "this_machine", "memory_gb": 7}))
+    assert own == replace(plain, memory_gb=7)
+
+
+def test_it_is_measured_anew_where_that_is_asked_for(this_machine, monkeypatch):
+    slower = FIGURES | {"name": "this_machine", "lone_speed": 3.0}
+    monkeypatch.setattr("spatialdl.planning.setup.calibrate", lambda: slower)
+    settings = OmegaConf.create({"name": "this_machine"})
+    assert cluster_named(settings).lone_speed == 1.0
+    assert cluster_named(settings, again=True).lone_speed == 3.0
+
+
+@pytest.mark.parametrize(("cores", "on_cpu"), [(2, True), (None, False)])
+def test_the_job_is_what_the_configuration_trains(figures, cores, on_cpu):
+    given = config("trainer.precision=float64", "parallel.cut=[layer2]", "optimizer=adamw")
+    job = job_of(given, cluster_of(figures | {"cores": cores}))
+    assert (job.image, job.batch, list(job.names)) == ((3, 40, 24), 6, ["layer2"])
+    assert {p.dtype for p in job.model.parameters()} == {torch.float64}
+    assert planned_type(given) == torch.float64
+    assert job.state_ratio == 2
+    assert (job.on_cpu, job.segments) == (on_cpu, False)
+    assert (job.read_bytes > 0) == on_cpu
+
+
+def test_reading_a_box_takes_memory_for_each_of_its_pixels(figures):
+    """Whatever the size of the image, of which a corner is read."""
+    cluster = cluster_of(figures | {"cores": 2})
+    small, large = (
+        job_of(config(f"data.image_size={size}"), cluster).read_bytes
+        for size in ("[256,256]", "[5000,6000]")
+    )
+    assert 3 < small < 300
+    assert large == pytest.approx(small, rel=0.2)

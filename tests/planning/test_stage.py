@@ -1,0 +1,239 @@
+"""Stages against arithmetic by hand: layers whose maps have 4, 16 and 6 channels."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spatialdl.placement import Placement
+from spatialdl.planning.cluster import cluster_of
+from spatialdl.planning.job import Job
+from spatialdl.planning.ledger import Ledger
+from spatialdl.planning.stage import stage_costs
+
+ONE = (1, 1)
+PIXELS = 10 * 7
+HEAD = 2 * 4 * (6 + 6 + 5 + 5)
+"""Bytes of what comes after the last map, at most."""
+
+
+def maps(channels, samples=4):
+    """Bytes."""
+    return 4 * samples * channels * PIXELS
+
+
+def convolution(before, after, samples=4):
+    """Seconds of a convolution with 1 x 1 weights."""
+    return 2 * samples * PIXELS * before * after / 1e9
+
+
+def weights(*convolutions):
+    return sum(4 * before * after for before, after in convolutions)
+
+
+def chain(*layers):
+    return Job(nn.Sequential(*layers), (3, 10, 7), 8, sgd, on_cpu=False)
+
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.fixture
+def three() -> Job:
+    """Two of these layers are a stage, then one, then all others."""
+    made = chain(
+        *(nn.Conv2d(3, 4, 1, bias=False), nn.Tanh()),
+        nn.Conv2d(4, 16, 1, bias=False),
+        *(nn.Tanh(), nn.Conv2d(16, 6, 1, bias=False), nn.Tanh()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5, bias=False)),
+    )
+    return replace(made, names=("2", "3"))
+
+
+OWN = (weights((3, 4)), weights((4, 16)), weights((16, 6), (6, 5)))
+
+
+def test_what_stages_hold_and_pass_on(three, paper):
+    first, second, third = stage_costs(three, paper, Placement(1, (ONE,) * 3), 2, "none")
+    assert [one.layers for one in (first, second, third)] == [(0, 2), (2, 3), (3, 9)]
+    assert [one.weights for one in (first, second, third)] == [*OWN]
+    assert [one.input for one in (first, second, third)] == [maps(3), maps(4), maps(16)]
+    assert first.held == maps(4)  # the images are counted elsewhere
+    assert second.held == maps(4) + maps(16)
+    assert 2 * maps(16) + maps(6) < third.held <= 2 * maps(16) + maps(6) + 4 * HEAD
+    assert [one.arriving[0] for one in (first, second, third)] == [0, maps(4), maps(16)]
+    assert [one.arriving[1] for one in (first, second, third)] == [2 * maps(4), 2 * maps(16), 0]
+    assert [one.sent for one in (first, second, third)] == [
+        *(maps(4), maps(4) + maps(16), maps(16)),
+    ]
+
+
+def test_peaks_of_stages(three, paper):
+    first, second, third = stage_costs(three, paper, Placement(1, (ONE,) * 3), 2, "none")
+    assert first.forward_peak == 2 * maps(4)  # the convolution's output and that of tanh
+    assert second.forward_peak == maps(4) + maps(16)
+    assert third.forward_peak == 2 * maps(16) + 2 * maps(6)
+    # what is held, and the gradient with its parts as they arrive
+    assert second.first_backward_peak == maps(4) + maps(16) + 2 * maps(16)
+    assert second.backward_peak == second.first_backward_peak + OWN[1]
+
+
+def test_weights_of_later_layers_have_gradients_before(three, paper):
+    """Most lives in the backward of tanh behind 16 channels: its output and two gradients."""
+    (whole,) = stage_costs(three, paper, Placement(1, (ONE,)), 2, "none")
+    loss = 2 * 4  # and its gradient
+    assert whole.first_backward_peak == maps(4) + 3 * maps(16) + loss + OWN[2]
+    assert whole.backward_peak == maps(4) + 3 * maps(16) + loss + sum(OWN)
+
+
+def test_stages_that_run_again_hold_what_enters_and_what_they_give(three, paper):
+    once = stage_costs(three, paper, Placement(1, (ONE,) * 3), 2, "none")
+    again = stage_costs(three, paper, Placement(1, (ONE,) * 3), 2, "stage")
+    assert [one.held for one in again] == [maps(4), maps(4) + maps(16), maps(16) + 4 * 4 * 5]
+    for one, two in zip(once, again, strict=True):
+        assert two.backward == pytest.approx(one.backward + one.forward)
+
+
+def test_whoever_receives_takes_the_time_of_messages(three, figures):
+    """The first two ranks share a node."""
+    cluster = cluster_of(figures | {"ranks_per_node": 2})
+    first, second, third = stage_costs(three, cluster, Placement(1, (ONE,) * 3), 2, "none")
+    near, far = 1e-6 + maps(4) / 1e9, 1e-5 + maps(16) / 1e8
+    assert first.forward == pytest.approx(convolution(3, 4))
+    assert first.backward == pytest.approx(convolution(3, 4) + near)
+    assert second.forward == pytest.approx(convolution(4, 16) + near)
+    assert second.backward == pytest.approx(2 * convolution(4, 16) + far)
+    head = 4 * 2 * 6 * 5 / 1e9
+    assert third.forward == pytest.approx(convolution(16, 6) + head + far)
+    assert third.backward == pytest.approx(2 * (convolution(16, 6) + head))
+
+
+def test_a_message_between_grids_is_that_of_the_ranks_that_are_furthest_apart(three, figures):
+    """Ranks 0 to 2 share a node, 3 has one of its own."""
+    two = replace(three, names=("2",))
+    placement = Placement(1, ((2, 1), (2, 1)))
+    seconds = []
+    for nodes in (3, 4):
+        cluster = cluster_of(figures | {"ranks_per_node": nodes})
+        seconds.append(stage_costs(two, cluster, placement, 2, "none")[0].backward)
+    half = maps(4) / 2
+    assert seconds[0] - seconds[1] == pytest.approx(half / 1e8 - half / 1e9 + 1e-5 - 1e-6)
+
+
+def test_each_stage_has_a_grid_of_its_own(three, paper):
+    cut, whole = stage_costs(
+        replace(three, names=("2",)), paper, Placement(1, ((2, 1), ONE)), 2, "none"
+    )
+    assert (cut.input, cut.held) == (maps(3) / 2, maps(4) / 2)
+    assert whole.input == maps(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "data", "samples"),
+    [(8, 2, 1, 4), (8, 1, 4, 2), (7, 2, 2, 2), (9, 2, 1, 5)],
+)
+def test_the_largest_part_of_a_batch_counts(three, paper, batch, microbatches, data, samples):
+    found = stage_costs(
+        replace(three, batch=batch), paper, Placement(data, (ONE,)), microbatches, "none"
+    )
+    assert found[0].input == maps(3, samples)
+
+
+def test_ranks_of_a_stage_that_divides_samples_have_a_part_of_them(three, paper):
+    """Five samples over two ranks, as ``parallel.local_dp=2`` does it."""
+    placement = Placement(1, ((2, 1), ONE), batch=(1, 2))
+    two = replace(three, names=("2",), batch=10)
+    cut, divided = stage_costs(two, paper, placement, 2, "none")
+    assert cut.input == maps(3, 5) / 2
+    assert divided.input == maps(4, 3)
+    assert divided.forward_peak == maps(4, 3) + maps(16, 3) + maps(16, 3)
+
+
+def test_there_may_be_as_many_stages_as_layers(paper):
+    job = chain(nn.Conv2d(3, 4, 1), nn.Tanh())
+    assert [one.layers for one in stage_costs(job, paper, Placement(1, (ONE, ONE)), 2, "none")] == [
+        *((0, 1), (1, 2)),
+    ]
+
+
+def test_blocks_that_run_again_leave_the_layers_of_stages_as_they_are(job, paper):
+    found = stage_costs(job, paper, Placement(1, (ONE, ONE)), 2, "block")
+    assert [one.layers for one in found] == list(pairwise(job.bounds((1, 1))))
+    assert len(job.costs(4, ONE, True).layers) < len(job.layers)
+
+
+def test_buffers_are_those_of_the_stage(paper):
+    job = chain(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 1), nn.BatchNorm2d(5))
+    found = stage_costs(replace(job, names=("2",)), paper, Placement(1, (ONE, ONE)), 2, "none")
+    assert [one.buffers for one in found] == [4 * 2 * 4 + 8, 4 * 2 * 5 + 8]
+
+
+def test_on_a_cpu_small_tensors_lie_in_the_heap(three, paper):
+    job = replace(three, on_cpu=True)
+    everything, heap, mapped = (
+        stage_costs(job, paper, Placement(1, (ONE,)), 2, "none", memory)[0]
+        for memory in ("all", "heap", "mapped")
+    )
+    assert heap == everything
+    assert (mapped.held, mapped.input, mapped.weights) == (0, 0, 0)
+    assert mapped.forward_peak == mapped.backward_peak == 0
+
+
+# --- the loss
+
+
+def segmenting(classes):
+    made = chain(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, classes, 1))
+    return replace(made, segments=True)
+
+
+def really_alive(model, samples):
+    """Most bytes at a time in the backward of a network and its loss, weights and images aside."""
+    ledger, model = Ledger(), model.to("meta")
+    images = torch.empty(samples, 3, 10, 7, device="meta")
+    for tensor in (images, *model.parameters()):
+        ledger.own(tensor)
+    target = torch.empty(samples, 10, 7, dtype=torch.int64, device="meta")
+    with ledger.watch():
+        output = model(images)  # a stage holds it until its backward is over
+        loss = F.cross_entropy(output, target, reduction="sum")
+        since = len(ledger.moments)
+        loss.backward()
+    return max(
+        sum(m.bytes for m in ledger.memories if m.born <= t and (m.died is None or m.died > t))
+        for t in range(since, len(ledger.moments))
+    )
+
+
+def test_a_loss_of_many_classes_takes_what_lives_in_it(paper):
+    job = segmenting(40)
+    (found,) = stage_costs(job, paper, Placement(1, (ONE,)), 4, "none")
+    assert found.first_backward_peak == really_alive(job.model, 2)
+
+
+def test_the_loss_takes_time_in_backward(figures):
+    rates = {"conv": {"bytes_per_second": 1e30}, "pointwise": {"bytes_per_second": 1e9}}
+    cluster = cluster_of(figures | {"rates": rates})
+    job = segmenting(5)
+    (found,) = stage_costs(job, cluster, Placement(1, (ONE,)), 2, "none")
+    tanh = maps(4)
+    logits, labels = maps(5), 2 * maps(1)
+    forward = 2 * logits + (logits + labels)  # the logarithms, and the sum of those of the labels
+    backward = (2 * logits + labels) + 3 * logits
+    assert found.forward == pytest.approx(2 * tanh / 1e9, rel=1e-2)
+    assert found.backward == pytest.approx((3 * tanh + forward + backward) / 1e9, rel=1e-2)
+
+
+def test_what_is_said_takes_time(figures):
+    """A halo in forward; of the loss a sum in either direction."""
+    link = {"seconds": 1.0, "bytes_per_second": 1e30}
+    cluster = cluster_of(figures | {"within_node": link})
+    (found,) = stage_costs(segmenting(5), cluster, Placement(1, ((2, 1),)), 2, "none")
+    assert found.forward == pytest.approx(1, rel=1e-3)
+    assert found.backward == pytest.approx(2 * 2, rel=1e-3)
