@@ -1,4 +1,4 @@
-"""``python -m spatialdl.check my_package.build_model --size 96x80 --grid 2x2``
+"""``python -m spatialdl.check my_package.build_model num_classes=3 --size 96x80 --grid 2x2``
 
 Does one training step of a network on a split image and in one process, compares every number, and
 prints which operations are exact and which are refused, and where. Started as one process, it
@@ -68,6 +68,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "network", help="package.module.function or file.py:function; makes the network"
     )
+    parser.add_argument(
+        "arguments", nargs="*", metavar="key=value", help="of the function: num_classes=3"
+    )
     parser.add_argument("--size", type=_pair, required=True, help="rows x columns: 96x80")
     parser.add_argument("--grid", type=_pair, required=True, help="rows x columns of ranks: 2x2")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
@@ -77,7 +80,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     mode.add_argument("--train", dest="train", action="store_true", default=True)
     mode.add_argument("--eval", dest="train", action="store_false", help="default: --train")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.batch < 1 or options.channels < 1:
         parser.error("--batch and --channels must be at least 1")
     return options
@@ -93,7 +96,7 @@ def _pair(text: str) -> tuple[int, int]:
 def _look(options: argparse.Namespace) -> None:
     """Find the user's mistakes before ranks start, so that they are told once."""
     from spatialdl.checking.compare import differences
-    from spatialdl.checking.network import build
+    from spatialdl.checking.network import arguments_of, build
 
     (rows, cols), (height, width) = options.grid, options.size
     if height < rows or width < cols:
@@ -101,7 +104,7 @@ def _look(options: argparse.Namespace) -> None:
             f"an image of {height}x{width} is smaller than the grid {rows}x{cols}: use a smaller "
             "grid or a larger image"
         )
-    network = build(options.network, SEED)
+    network = build(options.network, SEED, arguments_of(options.arguments))
     first, second = (_plain_step(options, network, seed) for seed in (SEED, SEED + 1))
     changed = differences(second, first)
     if changed:
@@ -147,15 +150,16 @@ def _image(options: argparse.Namespace) -> Tensor:
 def _check(options: argparse.Namespace) -> bool:
     """What every rank does: both steps, and the comparison; rank 0 prints it."""
     from spatialdl.checking.compare import differences, one_step
-    from spatialdl.checking.network import build
+    from spatialdl.checking.network import arguments_of, build
     from spatialdl.checking.record import Recorder
     from spatialdl.comm import check
     from spatialdl.mesh import init_mesh
 
     mesh = init_mesh(options.grid)
     check.enable()
-    network = build(options.network, SEED)
+    network = build(options.network, SEED, arguments_of(options.arguments))
     plain = _plain_step(options, network, SEED)
+    spare = copy.deepcopy(network)
     recorder = Recorder(network)
     refusal, found = "", []
     try:
@@ -166,11 +170,44 @@ def _check(options: argparse.Namespace) -> bool:
         refusal = str(error)
     everywhere = list(dict.fromkeys(one for rank in mesh.comm.allgather(found) for one in rank))
     exact = not (refusal or everywhere or recorder.refused)
+    way_out = _way_out(options, spare, mesh, plain, recorder) if recorder.refused else ""
     if mesh.comm.rank == 0:
-        print("\n".join(_report(options, mesh, plain, recorder, refusal, everywhere)), flush=True)
+        lines = _report(options, mesh, plain, recorder, refusal, everywhere)
+        if way_out:
+            lines.insert(len(lines) - 1, way_out)
+        print("\n".join(lines), flush=True)
         if options.answer:
             options.answer.write_text(EXACT if exact else "not exact")
     return exact
+
+
+def _way_out(
+    options: argparse.Namespace, network: nn.Module, mesh: Mesh, plain: Numbers, recorder: Recorder
+) -> str:
+    """The module before which gathering makes the network exact, as a step with it has shown.
+
+    Every rank must call it.
+
+    Args:
+        network: as it was before the first step; stays so.
+    """
+    from spatialdl.checking.compare import differences, one_step
+    from spatialdl.spatial.gather import gather_before
+
+    for name in dict.fromkeys(name for one in recorder.refusals for name in one.around):
+        other = copy.deepcopy(network)
+        gather_before(other, name)
+        try:
+            found = differences(one_step(other, _image(options), mesh=mesh), plain)
+        except UnsupportedSpatialOp:
+            continue
+        if not any(mesh.comm.allgather(bool(found))):
+            return (
+                f'way out: spatialdl.gather_before(model, "{name}"), or '
+                f"parallel.gather_before={name}, gathers the image there: tried, all numbers are "
+                "equal to one process"
+            )
+    return ""
 
 
 def _report(

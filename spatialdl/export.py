@@ -4,6 +4,9 @@ The weights and buffers of a checkpoint as one safetensors file, under the names
 network's state dict:
 
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+
+Its metadata has `mean`, `std` and `scale` of the input, (pixel / scale - mean) / std, and `config`,
+`step` and `versions` of the run, each as JSON.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.errors import CheckpointError
@@ -75,10 +79,22 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
             for name in names
         }
         content = checkpoint.content
-    metadata = {key: json.dumps(content[key]) for key in ("step", "config", "versions")}
+    recorded = {key: content[key] for key in ("step", "config", "versions")} | _input(content)
+    metadata = {key: json.dumps(value) for key, value in recorded.items()}
     with unfinished(out) as temporary:
         save(temporary, tensors, {"format": "pt", **metadata})
     return path, out, int(content["step"]), bool(averages)
+
+
+def _input(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean and std of each channel and the scale, by which pixels become the network's input."""
+    from spatialdl.data.normalisation import Normalisation
+
+    data = content["config"]["data"]
+    found = (content.get("data") or {}).get("input")
+    if found is None:  # older checkpoints, of unknown pixels
+        found = Normalisation.from_config(data).described(int(data["channels"]), None)
+    return {key: found[key] for key in ("mean", "std", "scale")}
 
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, str]:

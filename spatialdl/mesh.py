@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.launch import check_mpi_world
+from spatialdl.comm.limit import check_timeout
 from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.protection import (
+    Timeout,
+    check_same_arguments,
+    limit_program,
+    protect,
+)
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.layout import Box, Layout
@@ -31,6 +39,7 @@ class Mesh:
         comm: all ``data * rows * columns`` ranks, replica by replica.
         grid_comm: the ranks of this replica, in the order of the layout's parts.
         batch: ranks of a replica that divide its samples instead of its images.
+        agreement: compares what ranks must have alike; None where nothing is compared.
     """
 
     grid: tuple[int, int]
@@ -40,6 +49,11 @@ class Mesh:
     comm: Communicator
     grid_comm: Communicator
     batch: int = 1
+    agreement: Agreement | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
+        """Itself: ranks cannot be copied."""
+        return self
 
     @property
     def size(self) -> int:
@@ -69,38 +83,62 @@ def init_mesh(
     grid: tuple[int, int] = (1, 1),
     data: int = 1,
     comm: Communicator | MPI.Intracomm | None = None,
+    timeout: Timeout = "default",
+    check: bool | None = None,
 ) -> Mesh:
     """Arrange the ranks of `comm` as data replicas x grid.
 
     Every rank of `comm` must call it. All ranks are arranged so that a grid lies within a node
     where it fits, whatever order the launcher has dealt them out in; those of a `comm` as they are.
 
+    From then on one rank that fails ends all, instead of leaving the others to wait for it: after
+    an uncaught exception, when a rank ends its program while others wait for it, and when one
+    waits longer than `timeout`, all say where they are. Of one rank nothing is ended.
+
     Args:
         grid: (rows, columns) into which an image is cut.
         data: number of data replicas.
         comm: the ranks; by default ``MPI.COMM_WORLD``, or all ranks of torch.distributed where
             the program has initialised that and no MPI launcher has started it.
+        timeout: seconds that a rank may wait for others within a communication before the job ends;
+            None for ever. By default 1800, as of torch.distributed, or what an earlier mesh has
+            set: longer than validation on one rank takes. Not watched if `comm` has not all ranks.
+        check: by default images, labels and weights that ranks of a mesh must have alike are
+            compared in the first steps, and then at growing intervals; False compares nothing.
+            True also compares what ranks are about to do before each communication, at the cost of
+            a small message more, and names both sides of a difference, as does
+            ``SPATIALDL_COMM_CHECK=1`` in the environment.
 
     Raises:
-        ValueError: if ``data * rows * columns`` is not the number of ranks, or MPI does not see
-            those that were started together.
+        ValueError: if ``data * rows * columns`` is not the number of ranks, ranks call it with
+            different arguments, or MPI does not see those that were started together.
     """
+    if timeout != "default":
+        check_timeout(timeout, by_command=False)
     if not isinstance(grid, tuple | list) or len(grid) != 2:
         raise ValueError(f"a grid is (rows, columns), got {grid!r}")
     rows, cols = grid
     placement = Placement(data, ((rows, cols),))
+    if comm is None:
+        limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
     world = all_ranks() if comm is None else as_communicator(comm)
+    if comm is None:
+        check_mpi_world(world.size)
     if placement.world_size != world.size:
-        if comm is None:
-            check_mpi_world(world.size)  # or the next sentence would be no help
         raise ValueError(
             f"the mesh needs {placement.describe()} (data {data} x rows {rows} x columns {cols}), "
             f"but this world has {world.size}: start it with `mpiexec -n {placement.world_size}` "
             "or change grid or data"
         )
+    arguments = {"grid": (rows, cols), "data": data, "timeout": timeout, "check": check}
+    check_same_arguments(world, "init_mesh", arguments)
+    protect(world, timeout, check)
     if comm is None:
         placement = placed_by_nodes(placement, Nodes(world).of)
-    return stage_mesh(placement, placement.positions(world.rank)[0], world)
+    mesh = stage_mesh(placement, placement.positions(world.rank)[0], world)
+    if mesh.size > 1 and check is not False:
+        mesh = replace(mesh, agreement=Agreement(mesh.comm, mesh.grid_comm))
+    return mesh
 
 
 def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> Mesh:

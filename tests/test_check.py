@@ -57,6 +57,29 @@ def chain():
     return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Linear(18, 4), nn.Softmax(3))
 
 
+class PatchEmbed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.proj, self.norm = nn.Conv2d(3, width, 4, 4), nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(self.proj(x).flatten(2).transpose(1, 2))
+
+
+class ViT(nn.Module):
+    # built and named as those of timm
+    def __init__(self, width, depth=1):
+        super().__init__()
+        self.patch_embed = PatchEmbed(width)
+        self.cls_token = nn.Parameter(torch.ones(1, 1, width))
+        layers = [nn.TransformerEncoderLayer(width, 2, 16, 0.0) for _ in range(depth)]
+        self.blocks = nn.Sequential(*layers)
+
+    def forward(self, x):
+        x = self.patch_embed(x)
+        return self.blocks(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))[:, 0]
+
+
 def number():
     return 3
 
@@ -134,6 +157,17 @@ def test_refused_operations_are_named_with_their_lines(folder: Path) -> None:
     assert said.splitlines()[-1] == "not exact"
 
 
+def test_the_way_out_of_a_vision_transformer_is_tried_and_named(folder: Path) -> None:
+    """Arguments of the function are given with it."""
+    words = ("my_package.networks.ViT", "width=8", "depth=2", "--size", "16x12", "--grid", "2x1")
+    done = check(folder, *words)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert "a ViT of timm; python -m spatialdl.check names the module" in done.stdout
+    assert lines[-2].startswith('way out: spatialdl.gather_before(model, "patch_embed.norm"), or')
+    assert lines[-2].endswith("tried, all numbers are equal to one process")
+
+
 @pytest.mark.slow
 def test_a_refusal_that_cannot_be_gathered_ends_the_run(folder: Path) -> None:
     done = check(folder, "my_package.networks.InPlace", "--size", "13x10", "--grid", "2x1")
@@ -158,7 +192,13 @@ def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
         ("my_package/networks.py:absent", (), "my_package/networks.py has no absent"),
         ("my_package.networks.thing", (), "is an int, not a function that makes the network"),
         ("my_package.networks.number", (), "gives an int, not a torch.nn.Module"),
-        ("my_package.networks.needs", (), "must make the network without arguments"),
+        (
+            "my_package.networks.needs",
+            (),
+            "missing 1 required positional argument: 'width'; arguments follow",
+        ),
+        ("my_package.networks.needs", ("size=3",), "got an unexpected keyword argument 'size'"),
+        ("my_package.networks.needs", ("3",), "3 is not key=value, an argument of the function"),
         ("my_package.networks.Noise", (), "one process gives other numbers each time"),
         (
             "my_package.networks.Exact",

@@ -1,14 +1,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from spatialdl import export
+from spatialdl.comm.alone import Alone
+from spatialdl.configuring.own_keys import fit_model_keys
+from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.predicting.inputs import shard_inputs
+from spatialdl.predicting.running import Runner
+from spatialdl.predicting.trained import find_trained
+from spatialdl.training.checkpoints.folder import CONTENT, SEAL, sealed
+from spatialdl.training.trainer import Trainer
+from tests.composing import composed
+from tests.fitting import fit
+from tests.mpi.training.small import small
+from tests.predicting import runs
 from tests.training.checkpoints.runs import network, train
 
 
@@ -79,3 +94,73 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path):
     assert not (tmp_path / "x").exists()
     with pytest.raises(SystemExit, match="No such file"):
         export.main([f"ckpt_path={run[0]}", f"out={tmp_path / 'no' / 'x'}"])
+
+
+def twelve_bits(folder: Path, samples: int = 6) -> np.ndarray:
+    """Images of a camera of 12 bits, as a data set; the same as one array."""
+    images = np.random.default_rng(0).integers(0, 4096, (samples, 32, 32, 3), np.uint16)
+    with ShardWriter(folder, ["a", "b", "c"]) as writer:
+        for number, image in enumerate(images):
+            writer.add(image, number % 3, "train")
+    return images
+
+
+def test_others_normalise_as_the_metadata_says(tmp_path):
+    images = twelve_bits(tmp_path / "set")
+    data = [f"data.path={tmp_path / 'set'}", "data.batch_size=2", "data.image_size=[32,32]"]
+    numbers = ["data.mean=[0.4,0.5,0.6]", "data.std=[0.2,0.3,0.25]", "data.scale=4095"]
+    run = runs.train(tmp_path / "run", *runs.NETWORK, data=["data=shards", *data, *numbers])
+    out = tmp_path / "model.safetensors"
+    export.main([f"ckpt_path={run}", f"out={out}"])
+    with safe_open(out, "np") as file:
+        mean, std, scale = (json.loads(file.metadata()[key]) for key in ("mean", "std", "scale"))
+    assert (mean, std, scale) == ([0.4, 0.5, 0.6], [0.2, 0.3, 0.25], 4095)
+    plain = small(3, 3).double().eval()
+    plain.load_state_dict(load_file(out))
+    x = torch.from_numpy((images / scale - mean) / std).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        expected = plain(x).softmax(1)
+    config = runs.command(f"ckpt_path={run}", f"shards={tmp_path / 'set'}")
+    (given,) = shard_inputs(ShardDataset(tmp_path / "set"), (32, 32), maps=False)
+    found = Runner(find_trained(str(run), Alone()), config, Alone()).run(given)
+    assert torch.allclose(found.values, expected, rtol=0, atol=1e-12)
+
+
+def test_checkpoints_without_the_keys_are_exported_with_the_default(run, tmp_path):
+    path, _ = run
+    (step,) = sorted((path / "checkpoints").glob("step-*"))[-1:]
+    older = tmp_path / step.name
+    shutil.copytree(step, older)
+    content = json.loads((older / CONTENT).read_text())
+    del content[SEAL], content["data"]
+    for key in ("mean", "std", "scale"):
+        del content["config"]["data"][key]
+    (older / CONTENT).write_text(sealed(content))
+    export.main([f"ckpt_path={older}", f"out={tmp_path / 'm.safetensors'}"])
+    with safe_open(tmp_path / "m.safetensors", "np") as file:
+        found = {key: json.loads(file.metadata()[key]) for key in ("mean", "std", "scale")}
+    assert found == {"mean": [0.5] * 3, "std": [0.25] * 3, "scale": None}
+
+
+class Wide(nn.Module):
+    """It has arguments that those of ``model=resnet18`` have, too."""
+
+    def __init__(self, num_classes: int = 1000, width: int = 5) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, width, 3), nn.Linear(width, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.conv(x).mean((2, 3)))
+
+
+def test_the_file_fits_a_network_of_the_users_as_it_is_built_elsewhere(tmp_path):
+    target = f"++model._target_={__name__}.Wide"
+    config = composed("train", f"{target} {' '.join(runs.SYNTHETIC)} trainer.max_steps=1")
+    fit_model_keys(config, [target])
+    fit(Trainer(config, Alone()), tmp_path / "run")
+    out = tmp_path / "model.safetensors"
+    export.main([f"ckpt_path={tmp_path / 'run'}", f"out={out}"])
+    Wide(3).load_state_dict(load_file(out), strict=True)
+    with safe_open(out, "pt") as file:
+        recorded = json.loads(file.metadata()["config"])["model"]
+    assert recorded == {"_target_": f"{__name__}.Wide", "num_classes": 3}

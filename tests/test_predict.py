@@ -145,9 +145,9 @@ def _check_tiff(case: Case, tiles: list[dict[str, str]]) -> None:
     own = [row for row in tiles if row["slide"] == "a"]
     corner = min(own, key=lambda row: (int(row["y"]), int(row["x"])))
     x, y = int(corner["x"]), int(corner["y"])
-    value = 255 * float(corner["probability_tumour in situ"])
+    value = 1 + 254 * float(corner["probability_tumour in situ"])
     assert abs(float(image[round(y / 4), round(x / 4)]) - value) <= 0.5
-    assert image[0, 0] == 0  # glass
+    assert image[0, 0] == 0  # glass, not a probability of 0
 
 
 def _check_geojson(case: Case, tiles: list[dict[str, str]]) -> None:
@@ -184,7 +184,11 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
     assert code == 1
     assert "cannot open slide bad.svs: it is a text file" in said
     assert "failed: cannot open slide bad.svs" in said
-    assert [row["slide"] for row in case.table("bad/slides.csv")] == ["b"]
+    bad, good = case.table("bad/slides.csv")
+    assert (bad["slide"], bad["status"], bad["tiles"]) == ("bad", "failed", "0")
+    assert bad["reason"] == "cannot open slide bad.svs: it is a text file; give the slide itself"
+    assert bad["probability_tumour"] == ""
+    assert (good["slide"], good["status"], good["reason"]) == ("b", "processed", "")
     assert not list((case.folder / "bad").glob("*.tif"))
     code, said = here("ckpt_path=run", "slides=b.tif", "mpp=1", "hydra.run.dir=worse")
     assert code == 1
@@ -218,7 +222,8 @@ def test_a_slide_of_which_some_tiles_cannot_be_read_is_told_each_time(case, here
         assert code == 1
         assert re.search(r"torn +\d+ .* \d+ tiles could not be read", said)
         assert ("torn is done already" in said) == again
-    assert [row["slide"] for row in case.table("torn/slides.csv")] == ["torn", "b"]
+    found = [(row["slide"], row["status"]) for row in case.table("torn/slides.csv")]
+    assert found == [("torn", "damaged"), ("b", "processed")]
 
 
 def test_a_damaged_shard_does_not_end_the_others(case, here):

@@ -11,10 +11,12 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from spatialdl import train
+from spatialdl.data import ShardWriter
 from spatialdl.training.run_lock import held
 
 # found by every Python below; takes the place of the real trainer before anything imports it
@@ -37,7 +39,8 @@ NETWORK = """
 import torch
 class Network(torch.nn.Module):
     def __init__(self, num_classes, depth=2): ...
-def keyword_only(**anything): ...
+def keyword_only(*, depth=2): ...
+def broken(num_classes): raise KeyError("no such thing")
 """
 
 
@@ -99,6 +102,14 @@ def inside(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.parametrize("layout", ["parallel=sp", "parallel=dp"])
+def test_errors_of_an_own_network_come_before_ranks_start(inside, layout):
+    code, errors, calls = inside(layout, "model._target_=networks.broken")
+    assert (code, calls) == (1, [])
+    assert errors.startswith("error: model=networks.broken cannot be built: ")
+    assert "no such thing" in errors
+
+
 def test_one_rank_trains_in_this_process(inside, tmp_path):
     code, errors, [(config, run_dir)] = inside("seed=7", "hydra.run.dir=out")
     assert (code, errors) == (0, "")
@@ -137,6 +148,16 @@ def test_a_sweep_starts_the_ranks_of_each_job(inside, tmp_path):
     ]
     trained = [call for call in calls if len(call) == 2]
     assert [run_dir.name for _, run_dir in trained] == ["2", "3"]
+
+
+def test_regions_of_several_sizes_start_no_rank(inside, tmp_path):
+    with ShardWriter(tmp_path / "set", kind="regions", classes=["a"]) as writer:
+        for rows in (40, 50):
+            writer.add(np.zeros((rows, 40, 3), np.uint8), 0, split="train")
+    code, errors, calls = inside("parallel=sp", "data=shards", "data.path=set")
+    assert (code, calls) == (1, [])
+    assert "error: the images of set have 2 different sizes, such as 40 x 40, 50 x 40" in errors
+    assert inside("parallel=sp", "data=shards", "data.path=set", "data.image_size=[32,32]")[0] == 0
 
 
 def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
@@ -224,7 +245,7 @@ def test_a_network_of_the_users_gets_the_keys_it_takes(inside, arguments, expect
 
 def test_configurations_of_the_users_are_found_on_the_ranks(inside, tmp_path):
     (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "net.yaml").write_text("_target_: networks.keyword_only\na: 1\n")
+    (tmp_path / "mine" / "model" / "net.yaml").write_text("_target_: torch.nn.Identity\n")
     _, _, [(_, _, arguments)] = inside("--config-dir", "mine", "model=net", "parallel=dp")
     assert arguments[2:5] == ["--config-dir", f"{tmp_path}/mine", "model=net"]
 
@@ -318,7 +339,8 @@ def test_a_sweep_with_an_unknown_word_starts_no_job(inside, tmp_path):
 
 def test_one_process_starts_its_ranks_in_one_run_directory(command, tmp_path):
     (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "net.yaml").write_text("_target_: mine.Net\nwidth: 5\n")
+    network = "_target_: spatialdl.models.resnet18\nwidth: 5\n"
+    (tmp_path / "mine" / "model" / "net.yaml").write_text(network)
     done = command("-cd", "mine", "model=net", "parallel=sp", "model.width=8")
     assert done.returncode == 0, done.stderr
     [run_dir] = (tmp_path / "outputs").iterdir()
@@ -328,7 +350,7 @@ def test_one_process_starts_its_ranks_in_one_run_directory(command, tmp_path):
     ranks = [seen(run_dir, rank) for rank in (0, 1)]
     assert ranks[0] == ranks[1]
     assert ranks[0]["size"] == 2
-    assert ranks[0]["config"]["model"] == {"_target_": "mine.Net", "width": 8}
+    assert ranks[0]["config"]["model"] == {"_target_": "spatialdl.models.resnet18", "width": 8}
     overrides = OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")
     assert overrides == ["model=net", "parallel=sp", "++model.width=8"]
 

@@ -78,6 +78,21 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "data.batch_size=2",
         "parallel=sp",
     ),
+    "unet lp": (
+        "model=unet",
+        "model.width=16",
+        "data.image_size=[320,320]",
+        "data.batch_size=2",
+        "parallel=lp",
+    ),
+    "unet sp+pp": (
+        "model=unet",
+        "model.width=16",
+        "data.image_size=[320,320]",
+        "data.batch_size=2",
+        "parallel=sp+pp",
+        "parallel.microbatches=2",
+    ),
 }
 
 

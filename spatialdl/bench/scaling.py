@@ -22,10 +22,9 @@ from spatialdl.pipeline.schedule import Schedule, make_schedule
 from spatialdl.placement import Placement
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.job import Job, Recompute
+from spatialdl.planning.job import CannotWork, Job, Recompute
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named
-from spatialdl.planning.stage import CannotWork
 
 MOST = 2048
 

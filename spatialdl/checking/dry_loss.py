@@ -21,8 +21,10 @@ def dry_loss(
     samples, _, *size = shape
     if segments and output.dim() == 4 and list(output.shape[2:]) == size:
         target = torch.empty(samples, *size, dtype=torch.int64)
-        if isinstance(output, SpatialTensor):
-            layout = output.spatial_layout
+        if mesh.grid != (1, 1):
+            layout = mesh.layout((samples, size[0], size[1]))
+            if isinstance(output, SpatialTensor):
+                layout = output.spatial_layout
             _, rows, cols = mesh.own_box(layout).shape
             target = SpatialTensor(
                 torch.empty(samples, rows, cols, dtype=torch.int64), layout, mesh

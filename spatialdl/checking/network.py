@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 
-def find_builder(target: str) -> Callable[[], Any]:
+def find_builder(target: str) -> Callable[..., Any]:
     """What `target` names: ``package.module.function`` or ``file.py:function``.
 
     Raises:
@@ -36,7 +37,7 @@ def find_builder(target: str) -> Callable[[], Any]:
             ) from error
     if not callable(found):
         raise ValueError(f"{target} is {_a(found)}, not a function that makes the network")
-    builder: Callable[[], Any] = found
+    builder: Callable[..., Any] = found
     return builder
 
 
@@ -53,22 +54,43 @@ def _module_of(file: Path) -> ModuleType:
     return module
 
 
-def build(target: str, seed: int) -> nn.Module:
-    """The network of `target`, the same on every rank.
+def arguments_of(words: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a builder from words such as ``num_classes=3``; values are read as YAML.
 
     Raises:
-        ValueError: if what `target` names does not make one without arguments.
+        ValueError: if a word is no ``key=value``.
     """
-    builder = find_builder(target)
+    found = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"{word} is not key=value, an argument of the function")
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def build(target: str, seed: int, arguments: Mapping[str, Any] | None = None) -> nn.Module:
+    """The network of `target`, the same on every rank.
+
+    Args:
+        arguments: of what `target` names.
+
+    Raises:
+        ValueError: if what `target` names does not make one with these arguments.
+    """
+    builder, given = find_builder(target), dict(arguments or {})
     torch.manual_seed(seed)
     try:
-        network = builder()
+        network = builder(**given)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # from within: the network's own defect
-        raise ValueError(f"{target}() must make the network without arguments: {error}") from error
+        raise ValueError(
+            f"{target}({_written(given)}) does not make the network: {error}; arguments follow "
+            "the function as key=value"
+        ) from error
     if not isinstance(network, nn.Module):
-        raise ValueError(f"{target}() gives {_a(network)}, not a torch.nn.Module")
+        raise ValueError(f"{target}({_written(given)}) gives {_a(network)}, not a torch.nn.Module")
     return network
 
 
@@ -78,6 +100,10 @@ def switch_off_dropout(network: nn.Module) -> int:
     for module in found:
         module.p = 0.0
     return len(found)
+
+
+def _written(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 def _a(value: Any) -> str:

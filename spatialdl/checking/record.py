@@ -38,12 +38,15 @@ class Refusal(NamedTuple):
         where: ``file:line`` in the network's source, or what is known of it.
         module: name and kind of the module in which it is.
         reason: why the first call there was.
+        around: names of modules before which gathering may help: that in which it is, unless that
+            is the network, and the last one without children that had run.
     """
 
     operation: str
     where: str
     module: str
     reason: str
+    around: tuple[str, ...] = ()
 
     def place(self) -> str:
         """The operation, and where it is."""
@@ -98,8 +101,12 @@ class Recorder(TorchFunctionMode):
         self.guesses: list[str] = []
         self._keep_going, self._dry = keep_going, dry
         self._inside: list[str] = []
+        self._names: dict[str, str] = {}
+        self._last = ""
         for name, module in model.named_modules():
-            _follow(module, f"{name or 'the network'} ({type(module).__name__})", self._inside)
+            shown = f"{name or 'the network'} ({type(module).__name__})"
+            self._names[shown] = name
+            self._follow(module, name, shown)
 
     @property
     def refused(self) -> list[Operation]:
@@ -145,6 +152,19 @@ class Recorder(TorchFunctionMode):
             self._operation(func).calls += 1
         return result
 
+    def _follow(self, module: nn.Module, name: str, shown: str) -> None:
+        """Have `_inside` end with the module that is running."""
+        is_leaf = next(module.children(), None) is None
+
+        def leave(*_: Any) -> None:
+            if self._inside:
+                self._inside.pop()
+            if is_leaf:
+                self._last = name
+
+        module.register_forward_pre_hook(lambda *_: self._inside.append(shown))
+        module.register_forward_hook(leave, always_call=True)
+
     def _operation(self, func: Callable[..., Any]) -> Operation:
         name = _name(func)
         return self.operations.setdefault(name, Operation(name))
@@ -154,7 +174,8 @@ class Recorder(TorchFunctionMode):
         operation.calls += 1
         operation.refused += 1
         where, module = users_line(), self._inside[-1] if self._inside else ""
-        place = Refusal(operation.name, where, module, str(refusal))
+        around = tuple(filter(None, dict.fromkeys((self._names.get(module, ""), self._last))))
+        place = Refusal(operation.name, where, module, str(refusal), around)
         if not any(place[:3] == known[:3] for known in self.refusals):
             self.refusals.append(place)
         if operation.refused == 1:
@@ -187,17 +208,6 @@ def _split_as(like: SpatialTensor, value: Any) -> Any:
     tile = to_tile(split)
     tile = tile.reshape(*image.shape[:-2], *tile.shape[-2:])
     return from_tile(from_image(tile, dims, value.shape), split.spatial_layout, mesh, dims)
-
-
-def _follow(module: nn.Module, name: str, inside: list[str]) -> None:
-    """Have `inside` end with the name of the module that is running."""
-    module.register_forward_pre_hook(lambda *_: inside.append(name))
-    module.register_forward_hook(lambda *_: _leave(inside), always_call=True)
-
-
-def _leave(inside: list[str]) -> None:
-    if inside:
-        inside.pop()
 
 
 def _spatial(*values: Any) -> list[SpatialTensor]:

@@ -8,12 +8,14 @@ does a rank that was left: the launcher is to see first who left it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -23,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
 from spatialdl.comm.roll_call import say, say_last
-from spatialdl.errors import NotFinite, UnsupportedSpatialOp
+from spatialdl.errors import CommMismatch, NotFinite, UnsupportedSpatialOp
 
 USER_MISTAKES = (
     ValueError,
@@ -82,6 +84,47 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
         if info and info.launcher == "torchrun":
             _leave_to_torchrun(error)
     end_job(1)
+
+
+def end_job_on_errors() -> None:
+    """From now on an uncaught exception in the main thread of a program ends all its ranks.
+
+    The hook that was there before prints it first. Nothing ends where Python is interactive. Other
+    threads are left to Python, which lets the program live when one of them ends.
+    """
+    before = sys.excepthook
+    if before is not _hook and getattr(before, "func", None) is not _end_after:
+        sys.excepthook = functools.partial(_end_after, before)
+
+
+def _end_after(
+    before: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    where: TracebackType | None,
+    /,
+) -> None:
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        before(kind, error, where)
+        return
+    info = launched()
+    rank = f"rank {info.rank} on {socket.gethostname()}" if info else "this process"
+    try:
+        if not isinstance(error, KeyboardInterrupt) and (info is None or info.rank != 0):
+            time.sleep(_HEAD_START_S)  # or all ranks print what all have met
+        if not _is_lost_connection(error):
+            before(kind, error, where)
+            if info and info.launcher == "torchrun":
+                _leave_to_torchrun(error)
+        first = describe_error(error) if _is_lost_connection(error) else str(error)
+        text = f"ends the job: {kind.__name__}: {first.strip().partition(chr(10))[0]}"
+        if isinstance(error, CommMismatch):
+            from spatialdl.comm.watchdog import end_job_with_reports  # which needs PyTorch
+
+            end_job_with_reports(text)
+        say(f"{rank} {text}")
+    finally:
+        end_job(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _leave_to_torchrun(error: BaseException) -> None:

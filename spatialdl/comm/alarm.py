@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from spatialdl.comm.check import Done
 from spatialdl.comm.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST = 2000
 """Characters that a rank tells: MPI sends short messages without asking the receiver."""
+
+_ASK, _ENDED = "ask", "ended"  # beside reports, which begin with the rank
 
 
 class Report(NamedTuple):
@@ -29,6 +33,7 @@ class Report(NamedTuple):
         raised: whether it waits too long itself; else it only answers.
         waits: whether it waits for other ranks.
         stopped: ranks of its machine that run no longer, and what the kernel says of them.
+        done: what it has done last with others, see `check.done_last`.
     """
 
     rank: int
@@ -36,6 +41,7 @@ class Report(NamedTuple):
     raised: bool
     waits: bool
     stopped: dict[str, str]
+    done: Sequence[Done] = ()
 
 
 class Alarm(Protocol):
@@ -49,6 +55,15 @@ class Alarm(Protocol):
 
     def heard(self) -> dict[int, Report]:
         """By rank what others have told so far; does not wait."""
+
+    def ask(self, ranks: Sequence[int]) -> None:
+        """Ask ranks for which this one waits to say so if they have ended their program."""
+
+    def ended(self) -> set[int]:
+        """Those of the asked ranks that have ended."""
+
+    def leave(self) -> None:
+        """Say so when asked, until all ranks have ended; where no rank can be asked, return."""
 
     def close(self) -> None:
         """Listen no more."""
@@ -73,6 +88,15 @@ class Unheard:
     def heard(self) -> dict[int, Report]:
         return {}
 
+    def ask(self, ranks: Sequence[int]) -> None:
+        return None
+
+    def ended(self) -> set[int]:
+        return set()
+
+    def leave(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -89,6 +113,10 @@ class ByMessages:
         self._own: Report | None = None
         self._heard: dict[int, Report] = {}
         self._told: set[int] = {self._comm.rank}
+        self._asked_by: set[int] = set()
+        self._ended: set[int] = set()
+        self._has_ended = False
+        self._lock = Lock()
         self._sent: list[MPI.Request] = []  # never waited for: some rank takes no messages
 
     def tell(self, report: Report) -> None:
@@ -98,12 +126,48 @@ class ByMessages:
         self.heard()
 
     def heard(self) -> dict[int, Report]:
-        while self._comm.iprobe():
-            report = Report(*self._comm.recv())
-            self._heard[report.rank] = report
+        from mpi4py import MPI
+
+        if MPI.Is_finalized():  # by the program itself
+            return {}
+        with self._lock:
+            while self._comm.iprobe():
+                self._take(self._comm.recv())
+            if self._has_ended:
+                for rank in self._asked_by:
+                    self._sent.append(self._comm.isend((_ENDED, self._comm.rank), rank))
+                self._asked_by.clear()
         if self._own is not None:
             self._send_to([report.rank for report in self._heard.values() if report.raised])
         return self._heard
+
+    def _take(self, message: Any) -> None:
+        kind, rank = message[0], message[1]
+        if kind == _ASK:
+            self._asked_by.add(rank)
+        elif kind == _ENDED:
+            self._ended.add(rank)
+        else:
+            report = Report(*message)
+            self._heard[report.rank] = report
+
+    def ask(self, ranks: Sequence[int]) -> None:
+        self._sent += [self._comm.isend((_ASK, self._comm.rank), rank) for rank in ranks]
+
+    def ended(self) -> set[int]:
+        return self._ended
+
+    def leave(self) -> None:
+        from mpi4py import MPI
+
+        if MPI.Is_finalized():
+            return
+        self._has_ended = True
+        pause, all_ended = 1e-3, self._comm.Ibarrier()
+        while not all_ended.Test():
+            self.heard()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
     def close(self) -> None:
         return None
@@ -143,6 +207,15 @@ class ByStore:
         with self._lock:
             return dict(self._heard)
 
+    def ask(self, ranks: Sequence[int]) -> None:
+        return None  # the end of a rank closes its connections, which is noticed
+
+    def ended(self) -> set[int]:
+        return set()
+
+    def leave(self) -> None:
+        return None
+
     def close(self) -> None:
         self._stop.set()
         self._told.set()
@@ -166,6 +239,7 @@ class ByStore:
         for rank in range(self._size):
             if rank not in self._heard and rank != self._rank and self._store.check([str(rank)]):
                 report = Report(*json.loads(self._store.get(str(rank))))
+                report = report._replace(done=tuple(Done(*one) for one in report.done))
                 with self._lock:
                     self._heard[rank] = report
         self.reaches = True

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from spatialdl.comm import check
+from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Pending, Sending, fold
 from spatialdl.comm.gpu import StagedExchange
 from spatialdl.comm.held import Held, pieces_of, views_of
@@ -57,7 +59,9 @@ class TorchCommunicator:
         self._gloo: Any = group or _gloo_group(self.world_ranks)
         self._has_nccl = on_device and torch.cuda.is_available() and dist.is_nccl_available()
         self._nccl = _nccl_group(self.world_ranks) if self._has_nccl else None
+        self._to_self = _ToSelf()
         _open.add(self)
+        check.name_group(self)
 
     @classmethod
     def world(cls) -> TorchCommunicator:
@@ -183,15 +187,51 @@ class TorchCommunicator:
         )
 
     def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
+        if rank == self.rank:
+            return self._to_self.send(view, tag)
         packed = view.cpu().contiguous()
         work = dist.isend(packed, group=self._gloo, group_dst=rank, tag=tag)
         return _Works([work], keep=packed)
 
     def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
+        if rank == self.rank:
+            return self._to_self.receive(view, tag)
         direct = view.device.type == "cpu" and view.is_contiguous()
         landed = view if direct else torch.empty(view.shape, dtype=view.dtype)
         work = dist.irecv(landed, group=self._gloo, group_src=rank, tag=tag)
         return _Works([work], [] if direct else [(view, landed)], keep=landed)
+
+
+class _ToSelf:
+    """Messages of a rank to itself, which gloo refuses; matched in order, tag by tag."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[tuple[int, int], Tensor] = {}
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def send(self, view: Tensor, tag: int) -> Sending:
+        self._under_way[tag, self._sent[tag]] = view.clone()
+        self._sent[tag] += 1
+        return Done()
+
+    def receive(self, view: Tensor, tag: int) -> Pending:
+        """Must be sent before it is waited for."""
+        key = tag, self._received[tag]
+        self._received[tag] += 1
+        return _FromSelf(view, self._under_way, key)
+
+
+class _FromSelf:
+    """A message of a rank to itself, on the receiving side."""
+
+    def __init__(
+        self, view: Tensor, under_way: dict[tuple[int, int], Tensor], key: tuple[int, int]
+    ) -> None:
+        self._view, self._under_way, self._key = view, under_way, key
+
+    def wait(self) -> None:
+        self._view.copy_(self._under_way.pop(self._key))
 
 
 def machine() -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -67,10 +68,21 @@ def _start(
     adjoint: bool,
     name: str,
 ) -> Pending:
-    if check.enabled():
-        check.agree(comm, f"{name} {'adjoint' if adjoint else 'forward'} {plan.describe()}")
-    pending = comm.start_exchange(plan, sends, receives, adjoint, device)
+    check.agree(comm, _Described(name, adjoint, plan))
+    start = comm.start_exchange
+    pending = check.understood(comm, start, plan, sends, receives, adjoint, device)
     return _Noted(pending, comm, plan, name)
+
+
+class _Described(NamedTuple):
+    """An exchange, for the check."""
+
+    name: str
+    adjoint: bool
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"{self.name} {'adjoint' if self.adjoint else 'forward'} {self.plan.describe()}"
 
 
 class _Noted:
@@ -81,7 +93,7 @@ class _Noted:
 
     def wait(self) -> None:
         with trace.span("halo", self._name):
-            noted(self, self._peers, self._pending.wait)
+            noted(self, self._peers, check.understood, self._comm, self._pending.wait)
 
     def _peers(self) -> list[int]:
         pieces = (*self._plan.sends, *self._plan.receives)

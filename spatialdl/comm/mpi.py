@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from spatialdl.comm import check
 from spatialdl.comm.communicator import Pending, Sending
 from spatialdl.comm.datatypes import buffer, mpi_type, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
@@ -38,14 +39,14 @@ class MpiCommunicator(Neighbours):
         members = [self.world_ranks[rank] for rank in ranks]
         try:
             made = noted("setting up a communicator", members, self.Create_group, chosen)
-            return MpiCommunicator(made)
+            return _named(MpiCommunicator(made))
         finally:
             chosen.Free()
             everybody.Free()
 
     def duplicate(self) -> MpiCommunicator:
         made = noted("setting up a communicator", self.world_ranks, self.Dup)
-        return MpiCommunicator(made)
+        return _named(MpiCommunicator(made))
 
     def barrier(self) -> None:
         noted("barrier", self.world_ranks, super().barrier)
@@ -126,6 +127,11 @@ class MpiCommunicator(Neighbours):
         landed = view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
         request = self.Irecv(_span(landed), rank, tag)
         return Requests([request], landed, [] if landed is view else [(view, landed)])
+
+
+def _named(comm: MpiCommunicator) -> MpiCommunicator:
+    check.name_group(comm)
+    return comm
 
 
 def _span(view: Tensor) -> list[object]:

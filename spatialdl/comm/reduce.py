@@ -40,7 +40,9 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
         check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
         wider = _SUMMED_AS.get(values.dtype, values.dtype)
         with trace.span("reduce", name):
-            return noted(name, None, comm.all_reduce, values.to(wider)).to(values.dtype)
+            wide = values.to(wider)
+            total = noted(name, None, check.understood, comm, comm.all_reduce, wide)
+            return total.to(values.dtype)
 
     return once(ask)
 
@@ -51,7 +53,7 @@ def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> No
     if comm.size > 1 and direct and comm.home(values) is values:
         check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
         with trace.span("reduce", name):
-            noted(name, None, comm.all_reduce_, values)
+            noted(name, None, check.understood, comm, comm.all_reduce_, values)
     else:
         values.copy_(sum_over_ranks(comm, values, name))
 
@@ -86,7 +88,8 @@ def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") 
     def ask() -> Tensor:
         check.agree(comm, f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}")
         with trace.span("reduce", name):
-            return noted(name, None, comm.all_gather, values.detach().resolve_conj())
+            own = values.detach().resolve_conj()
+            return noted(name, None, check.understood, comm, comm.all_gather, own)
 
     return once(ask)
 

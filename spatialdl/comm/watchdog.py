@@ -8,13 +8,16 @@ what some ranks have begun.
 
 from __future__ import annotations
 
+import atexit
+import math
+import os
 import time
 from collections.abc import Sequence
 from threading import Event, Thread, main_thread
 from typing import NamedTuple
 
 from spatialdl import waiting
-from spatialdl.comm import limit
+from spatialdl.comm import check, limit
 from spatialdl.comm.alarm import MOST, Alarm, Report, alarm_between
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.ending import end_job_for_sure
@@ -27,7 +30,13 @@ GRACE_S = 5.0
 """How long the rank that raised the alarm waits for what the others say."""
 AFTERWARDS_S = 0.5
 """Before the job ends: launchers pass on what ranks have printed in their own time."""
+ENDS_S = 60.0
+"""By then a watchdog has ended the job, if it can."""
+ASK_S = 5.0
+"""After so long a rank asks those that it waits for whether they have ended their program."""
 MANY = 16
+_ONE_SIDED = ("broadcast", "gather")
+"""Of these some ranks have done their part, and may end, while others wait."""
 _UNKNOWN = "stopped, dead, cut off, or in a call that lets no other thread run"
 
 
@@ -36,25 +45,49 @@ class _Running:
 
 
 def start_watchdog(world: Communicator) -> None:
-    """Watch this rank from now on; all of the world must call it. Rank 0's limit counts."""
-    found = world.allgather((limit.seconds(), Process.own()))
-    limit_s = found[0][0]
-    if limit_s is None or world.size == 1:
+    """Watch this rank until it ends; all of the world must call it. Rank 0's limit counts.
+
+    Without a limit nothing is watched, or, if that was asked for, only whether ranks end their
+    program while others wait for them.
+    """
+    limit_s, is_set = world.bcast((limit.seconds() or math.inf, limit.is_set()))
+    if _Running.watchdog is not None:
+        _Running.watchdog.limit_s = limit_s
         return
-    processes = [process for _, process in found]
+    if not is_set or world.size == 1:
+        return
+    processes = world.allgather(Process.own())
     _Running.watchdog = Watchdog(alarm_between(world), world.rank, processes, limit_s)
+    atexit.register(stop_watchdog)
 
 
 def stop_watchdog() -> None:
-    """Watch no more."""
+    """Watch no more; returns when all ranks have ended."""
     if _Running.watchdog is not None:
         _Running.watchdog.stop()
         _Running.watchdog = None
 
 
+def end_job_with_reports(why: str) -> None:
+    """End the job because of an error on this rank, after all ranks have said what they do.
+
+    Returns if no ranks can be asked.
+    """
+    if _Running.watchdog is not None:
+        _Running.watchdog.failed = why
+        time.sleep(ENDS_S)
+
+
 class _Overdue(NamedTuple):
+    """Why this rank ends the job.
+
+    Attributes:
+        thread: that waits.
+        why: what is wrong with it.
+    """
+
     thread: int
-    seconds: float
+    why: str
 
 
 class Watchdog:
@@ -64,19 +97,28 @@ class Watchdog:
         alarm: of all ranks.
         rank: this one.
         processes: of all ranks.
-        limit_s: seconds that a wait may take.
+        limit_s: seconds that a wait may take; may be infinite.
+
+    Attributes:
+        failed: an error of this rank that is to end the job.
     """
 
     def __init__(self, alarm: Alarm, rank: int, processes: list[Process], limit_s: float) -> None:
         self._alarm, self._rank = alarm, rank
-        self._processes, self._limit_s = processes, limit_s
+        self._processes, self.limit_s = processes, limit_s
+        self.failed = ""
         self._look_s = min(LOOK_S, limit_s / 10)
+        self._asked: dict[int, int] = {}  # by thread the wait for which others were asked
+        self._pid = os.getpid()
         self._clock, self._since = 0.0, dict[int, tuple[int, float]]()
         self._stop = Event()
         self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
+        if os.getpid() != self._pid:  # a fork that ends
+            return
+        waiting.noted("the end of its program", None, self._alarm.leave)
         self._stop.set()
         self._thread.join()
         self._alarm.close()
@@ -87,11 +129,12 @@ class Watchdog:
             now = time.monotonic()
             # a job that was suspended as a whole goes on: its ranks have not waited meanwhile
             self._clock += min(now - before, 2 * self._look_s)
-            was_away, before = now - before > self._limit_s, now
+            was_away, before = now - before > self.limit_s, now
             overdue = self._look()
             if was_away:  # and launchers wake up a rank that was stopped, to end it
                 continue
-            if overdue is not None or any(one.raised for one in self._alarm.heard().values()):
+            alarm = any(one.raised for one in self._alarm.heard().values())
+            if overdue is not None or self.failed or alarm:
                 self._end(overdue)
 
     def _look(self) -> _Overdue | None:
@@ -102,10 +145,22 @@ class Watchdog:
             known, since = before.get(thread, (0, 0.0))
             self._since[thread] = (number, since if number == known else self._clock)
         for thread, (number, since) in self._since.items():
-            if self._clock - since > self._limit_s:
-                wait = waiting.wait_of(thread)
-                if wait is not None and wait.number == number and wait.ranks:
-                    return _Overdue(thread, self._clock - since)
+            seconds = self._clock - since
+            if seconds <= min(self.limit_s, ASK_S):
+                continue
+            wait = waiting.wait_of(thread)
+            if wait is None or wait.number != number or not wait.ranks:
+                continue
+            if seconds > self.limit_s:
+                limit_s = f"{self.limit_s:g}"
+                return _Overdue(thread, f"longer than {limit.setting('timeout', limit_s)}")
+            if self._asked.get(thread) != number:
+                self._asked[thread] = number
+                self._alarm.ask([rank for rank in wait.ranks if rank != self._rank][:MANY])
+            ended = sorted(self._alarm.ended() & set(wait.ranks))
+            if ended and wait.what[-1] not in _ONE_SIDED:
+                has = "has" if len(ended) == 1 else "have"
+                return _Overdue(thread, f"but {_ranks_text(ended)} {has} ended the program")
         return None
 
     def _end(self, overdue: _Overdue | None) -> None:
@@ -138,7 +193,7 @@ class Watchdog:
 
     def _report(self, overdue: _Overdue | None) -> Report:
         try:
-            text, waits = self._state(overdue)
+            text, waits = (self.failed, False) if self.failed else self._state(overdue)
         except Exception as error:  # the job must end all the same
             text, waits = f"cannot tell what it does: {error!r}", True
         where = f"rank {self._rank} on {self._processes[self._rank].host}"
@@ -146,7 +201,9 @@ class Watchdog:
             where += f", {waiting.place()}"
         states = {str(rank): one.state() for rank, one in enumerate(self._processes)}
         stopped = {rank: state for rank, state in states.items() if state is not None}
-        return Report(self._rank, f"{where}: {text}"[:MOST], overdue is not None, waits, stopped)
+        raised = overdue is not None or bool(self.failed)
+        text = f"{where}: {text}"[:MOST]
+        return Report(self._rank, text, raised, waits, stopped, tuple(check.done_last()))
 
     def _state(self, overdue: _Overdue | None) -> tuple[str, bool]:
         """What this rank does, and whether it waits for others."""
@@ -161,7 +218,7 @@ class Watchdog:
                 peers = [rank for rank in wait.ranks if rank != self._rank]
                 text += f" with {_ranks_text(peers)}"
                 if overdue is not None:
-                    text += f", longer than comm.timeout={self._limit_s:g}"
+                    text += f", {overdue.why}"
                 return text, True
         wait = waiting.wait_of(main)
         doing = ""
@@ -177,7 +234,8 @@ class Watchdog:
         """Who is to blame, as far as it can be told, and what to do."""
         stopped = {int(r): why for one in reports.values() for r, why in one.stopped.items()}
         missing = [r for r in range(len(self._processes)) if r not in reports]
-        busy = sorted(rank for rank, one in reports.items() if not one.waits)
+        ended = sorted(self._alarm.ended())
+        busy = sorted(rank for rank, one in reports.items() if not one.waits and rank not in ended)
         said = []
         if not self._alarm.reaches:
             missing = sorted(stopped)
@@ -186,17 +244,28 @@ class Watchdog:
             said.append(f"nothing was heard of rank {rank} ({self._processes[rank]}), {why}")
         if len(missing) > 8:
             said.append(f"nor of {len(missing) - 8} more ranks")
-        if busy:
+        failed = any(one.raised and not one.waits for one in reports.values())
+        if busy and not failed:
             said.append(f"{_ranks_text(busy)} did not come: see above what is done there")
-        if not said and self._alarm.reaches:
+        if ended:
+            said.append(
+                f"{_ranks_text(ended)} ended the program while others waited: by sys.exit, or "
+                "after fewer steps"
+            )
+        parted = check.where_they_parted({rank: one.done for rank, one in reports.items()})
+        if parted:
+            said.append(f"{parted}; {check.how_to_switch_on()}")
+        elif not said and not failed and self._alarm.reaches:
             said.append(
                 "all ranks wait, for each other: look for control flow that depends on the rank, "
-                "which comm.check=true finds"
+                f"which {limit.setting('check', True)} finds"
             )
+        if failed or ended:
+            return f"{'; '.join(said) or 'see above'}. The job ends"
         return (
             f"{'; '.join(said) or 'some rank did not come'}. The job ends. If ranks have reason to "
-            "wait so long (validation, storage, a first step that compiles): raise comm.timeout, "
-            "null is for ever"
+            "wait so long (validation, storage, a first step that compiles): raise "
+            f"{limit.how_to_raise()}"
         )
 
 

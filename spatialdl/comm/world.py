@@ -43,7 +43,7 @@ def start_world(transport: str = "auto") -> Communicator:
             no MPI, and may not find out.
     """
     from spatialdl.comm.alone import Alone
-    from spatialdl.comm.watchdog import start_watchdog, stop_watchdog
+    from spatialdl.comm.watchdog import start_watchdog
 
     info = launched()
     if info is None:
@@ -57,7 +57,6 @@ def start_world(transport: str = "auto") -> Communicator:
         _Chosen.world = _mpi_world()
     if info is not None:
         start_watchdog(_Chosen.world)
-        atexit.register(stop_watchdog)
     return _Chosen.world
 
 
@@ -100,10 +99,19 @@ def world() -> Communicator:
 
     A program that torchrun (or nobody) started, and that has initialised torch.distributed, gets
     the ranks of that.
+
+    Raises:
+        ValueError: if torchrun has started several ranks, and it has not.
     """
     if _Chosen.world is None:
         info = launched()
         by_mpi = info is not None and info.launcher != "torchrun"
+        if info is not None and not by_mpi and info.size > 1 and not _is_initialised():
+            raise ValueError(
+                f"torchrun started {info.size} ranks, but torch.distributed is not initialised: "
+                "call torch.distributed.init_process_group() first (dist.init_process_group), or "
+                "start the program with mpiexec or srun to talk by MPI"
+            )
         _Chosen.world = _mpi_world() if by_mpi or not _is_initialised() else torch_world(info)
     return _Chosen.world
 

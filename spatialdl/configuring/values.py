@@ -26,6 +26,9 @@ _STEPS = (
 _NO_DEFAULT = {"scheduler.max_lr": (_NUMBER, _NULL), **dict.fromkeys(_STEPS, (_WHOLE, _NULL))}
 """Null in all files, and looked at by nobody else before there is a network."""
 
+_NAMED = ("data.mean", "data.std")
+"""Also names and lists, see `data.normalisation`."""
+
 _LIKE = {
     _SWITCH: re.compile(r"true|false"),
     _NULL: re.compile(r"null"),
@@ -68,7 +71,11 @@ def _kinds() -> Mapping[str, tuple[str, ...]]:
             kinds.add(_kind(key.default))
             if re.search(r"\bnull\b", key.comment):
                 kinds.add(_NULL)
-    checked = {name: _allowed(name, kinds) for name, kinds in found.items() if _is_checked(kinds)}
+    checked = {
+        name: _allowed(name, kinds)
+        for name, kinds in found.items()
+        if name not in _NAMED and _is_checked(kinds)
+    }
     return checked | _NO_DEFAULT
 
 

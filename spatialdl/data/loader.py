@@ -15,11 +15,9 @@ from torch import Tensor
 
 from spatialdl.data.batches import Batch, Batching, BatchReader, Slice
 from spatialdl.data.device_copy import Arrived, DeviceCopy
+from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.data.workers import Workers
-
-CENTRE, SPREAD = 0.5, 0.25
-"""Pixels, scaled to [0, 1], are normalised with these."""
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -117,13 +115,25 @@ def check_workers(workers: int, prefetch: int) -> None:
             raise ValueError(f"data.{name}={value} must be a whole number of at least {least}")
 
 
-def to_input(tiles: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(N, h, w, C) of pixels as a normalised (N, C, h, w) of `dtype`.
-
-    Integers are scaled by the largest of their type to [0, 1]; floats are taken as they are.
-    """
+def to_input(
+    tiles: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    normalisation: Normalisation = Normalisation(),  # noqa: B008
+) -> Tensor:
+    """(N, h, w, C) of pixels as a normalised (N, C, h, w) of `dtype`: (x / scale - mean) / std."""
     # a copy: floats of this type would still be the loader's own
-    pixels = tiles.to(device).permute(0, 3, 1, 2).to(dtype, copy=True)
-    if not tiles.is_floating_point():
-        pixels.div_(torch.iinfo(tiles.dtype).max)
-    return pixels.sub_(CENTRE).div_(SPREAD).contiguous()
+    pixels = tiles.to(device).permute(0, 3, 1, 2)
+    pixels = pixels.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    scale = normalisation.scale
+    if scale is None and not tiles.is_floating_point():
+        scale = torch.iinfo(tiles.dtype).max
+    if scale is not None:
+        pixels.div_(scale)
+    # numbers of Python, as a tensor of them would be copied to the device in every step
+    if len(normalisation.mean) == len(normalisation.std) == 1:
+        return pixels.sub_(normalisation.mean[0]).div_(normalisation.std[0])
+    mean, std = normalisation.by_channel(pixels.shape[1])
+    for channel, plane in enumerate(pixels.unbind(1)):
+        plane.sub_(mean[channel]).div_(std[channel])
+    return pixels

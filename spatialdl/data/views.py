@@ -28,10 +28,10 @@ class Views:
     Attributes:
         source: the stored images.
         size: (H, W) of the views. Smaller images lie in the middle of the background.
-        background: what lies beyond an image, in its own units; None is white: the most of an
-            integer type, 1 of floats.
+        background: what lies beyond an image, in its own units; None is white.
         augmentation: None takes the centre and changes nothing.
         seed: of what is drawn.
+        white: the largest pixel value, `data.scale`; None is that of an integer type, 1 for floats.
     """
 
     source: ImageSource
@@ -39,6 +39,7 @@ class Views:
     background: float | None = None
     augmentation: Augmentation | None = None
     seed: int = 0
+    white: float | None = None
 
     def __post_init__(self) -> None:
         if self.augmentation is not None:
@@ -67,7 +68,8 @@ class Views:
         drawn = self._draw(epoch, sample)
         wanted = with_margin(box, self.size, drawn.sigma)
         pixels = self._place(drawn, sample, wanted, masks=False)
-        return blur(recolour(pixels, drawn), box, self.size, drawn.sigma)
+        changed = recolour(pixels, drawn, self.white)
+        return blur(changed, box, self.size, drawn.sigma, self.white)
 
     def read_mask(self, epoch: int, sample: int, box: Box) -> Pixels:
         """The same box of the mask: (rows, cols); beyond the image no pixel has a class.
@@ -111,10 +113,11 @@ class Views:
         shape = box[1] - box[0], box[3] - box[2]
         if masks:
             return np.full(shape, UNLABELLED, np.uint8)
-        return np.full((*shape, self.source.channels), self._fill, self._dtype)
+        return np.full((*shape, self.source.channels), self._fill, self.dtype)
 
     @cached_property
-    def _dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:
+        """Of the pixels of the source."""
         known = getattr(self.source, "dtype", None)  # of a `ShardDataset`
         return self.source.read(0, (0, 1, 0, 1)).dtype if known is None else np.dtype(known)
 
@@ -128,13 +131,14 @@ class Views:
         Raises:
             ValueError: it is no value of such images.
         """
+        white = value_range(self.dtype) if self.white is None else self.white
         if self.background is None:
-            return value_range(self._dtype)
-        white, fill = value_range(self._dtype), self.background
-        whole = float(fill).is_integer() or not np.issubdtype(self._dtype, np.integer)
+            return white
+        fill = self.background
+        whole = float(fill).is_integer() or not np.issubdtype(self.dtype, np.integer)
         if not (0 <= fill <= white and whole):
             raise ValueError(
-                f"data.background={fill} is no value of {self._dtype} images: take 0 to {white}, "
-                f"or null for {white}"
+                f"data.background={fill} is no value of {self.dtype} images: take 0 to {white:g}, "
+                f"or null for {white:g}"
             )
         return fill

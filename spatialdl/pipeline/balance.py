@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
+from math import inf
 from statistics import median
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.recording import Forward, meta_copy, switch_to
+from spatialdl.pipeline.recording import Forward, computed_attributes, meta_copy, switch_to
 from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
 
@@ -120,7 +121,8 @@ def measured(
                 f"there the network has {len(recording.steps)} steps instead of {steps}: take "
                 "parallel.balance=time"
             )
-    model = copy.deepcopy(model).to(device)
+    memo: dict[int, object] = {id(one): one.detach() for one in computed_attributes(model)}
+    model = copy.deepcopy(model, memo).to(device)
     values = _image(model, image, device)
     seconds = []
     for step in recording.steps:
@@ -181,11 +183,17 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def balance(costs: Costs, recording: Recording, widths: Sequence[int]) -> list[int]:
+def balance(
+    costs: Costs,
+    recording: Recording,
+    widths: Sequence[int],
+    places: Container[int] | None = None,
+) -> list[int]:
     """Cut so that the largest ``cost / width`` of a stage is smallest; exact.
 
     Args:
         widths: ranks of each stage.
+        places: steps with which a stage may begin, at least as many as stages; if not given, any.
 
     Returns:
         Bounds: stage s has the steps ``[bounds[s], bounds[s + 1])``, at least one.
@@ -197,8 +205,10 @@ def balance(costs: Costs, recording: Recording, widths: Sequence[int]) -> list[i
         """Heaviest stage, and bounds, of the first `stage` + 1 stages over `stop` steps."""
         if stage == 0:
             return table[0][stop] / widths[0], (0, stop)
-        options = []
+        options = [(inf, (0,) * (stage + 2))]
         for start in range(stage, stop):
+            if places is not None and start not in places:
+                continue
             heaviest, bounds = best(stage - 1, start)
             own = table[start][stop] / widths[stage]
             options.append((max(heaviest, own), (*bounds, stop)))

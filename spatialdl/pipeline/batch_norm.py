@@ -1,4 +1,4 @@
-"""Which ranks share BatchNorm's statistics of a micro-batch, and how the running ones are kept."""
+"""Which ranks share BatchNorm's statistics of a micro-batch; how what forward updates is kept."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from math import prod
 import torch
 from torch import nn
 
+from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks
+from spatialdl.pipeline.forward_buffers import BuffersInOrder, ForwardBuffers
+from spatialdl.pipeline.forward_parameters import ForwardParameters, check_unwritten
 from spatialdl.pipeline.placed import Microbatch, PlacedStage
+from spatialdl.pipeline.spectral import SpectralNorms
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.placement import Placement
 from spatialdl.spatial.replicas import BatchNormOver
+
+_Keeper = SliceStatistics | SpectralNorms | ForwardParameters | ForwardBuffers | BuffersInOrder
 
 
 class Sharing:
@@ -26,6 +32,9 @@ class Sharing:
         holders: by stage the ranks that hold it.
         placement: of the pipeline.
         over_replicas: whether BatchNorm sees a micro-batch's samples on all data replicas.
+        microbatches: in a training step.
+        comm: of the pipeline.
+        units: by stage the modules whose weights are gathered, where state is sharded.
     """
 
     def __init__(
@@ -35,50 +44,97 @@ class Sharing:
         holders: Mapping[int, Communicator],
         placement: Placement,
         over_replicas: bool,
+        microbatches: int,
+        comm: Communicator,
+        units: Mapping[int, Sequence[nn.Module]],
     ) -> None:
+        self._comm, self._is_first_step = comm, True
+        self._is_divided = _copies(placement, max(placement.batch, default=1)) > 1
+        self._parameters: list[ForwardParameters] = []
         self._data, self._over_replicas = placement.data, over_replicas and placement.data > 1
         self._replica, self._mesh = placed[0].position.replica, placed[0].mesh
-        self._statistics = {
-            stage: SliceStatistics(module, holders[stage])
-            for stage, module in stages.items()
-            if placement.data * placement.copies * placement.batch_parts(stage) > 1
-        }
+        self._kept: dict[int, list[_Keeper]] = {}
+        self._alone: set[int] = set()  # stages whose slices are all of this rank
+        self._spectral: list[SpectralNorms] = []
+        for stage, module in stages.items():
+            if _copies(placement, placement.batch_parts(stage)) > 1:
+                self._parameters.append(ForwardParameters(module, units.get(stage, ())))
+                others = self._keepers(module, holders[stage])
+                self._kept[stage] = [self._parameters[-1], *others]
+            elif microbatches > 1:  # a layer that runs again in backward counts there, too
+                statistics = SliceStatistics(module, Alone(), in_order=True)
+                self._kept[stage] = [statistics, BuffersInOrder(module, statistics.modules)]
+                self._alone.add(stage)
         self._samples: list[dict[int, int]] = []
 
+    def _keepers(self, stage: nn.Module, comm: Communicator) -> list[_Keeper]:
+        statistics, spectral = SliceStatistics(stage, comm), SpectralNorms(stage, comm)
+        self._spectral += [spectral] if spectral.modules else []
+        apart = {*statistics.modules, *spectral.modules}
+        return [statistics, spectral, ForwardBuffers(stage, comm, apart)]
+
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
-        """Agree on who shares which of the micro-batches of a step."""
-        self._samples = self._samples_of(microbatches)
+        """Agree on the ranks that share each micro-batch of a step."""
+        table = [[one.samples] for one in microbatches]
+        replicas: Sequence[int] = [self._replica]
+        if self._over_replicas or self._spectral:
+            own = torch.tensor([one.samples for one in microbatches])
+            everybody = gather_over_ranks(self._mesh.comm, own, "samples of micro-batches")
+            table = everybody[:: self._mesh.size // self._mesh.data].T.tolist()
+            replicas = range(self._data)
+        of_replicas = [dict(zip(replicas, row, strict=True)) for row in table]
+        self._samples = [
+            {r: n for r, n in row.items() if n > 0 and (self._over_replicas or r == self._replica)}
+            for row in of_replicas
+        ]
+        order = {
+            self._slice(number, replica)
+            for number, row in enumerate(of_replicas)
+            for replica, count in row.items()
+            if count > 0
+        }
+        for spectral in self._spectral:
+            spectral.begin(sorted(order))
+
+    def _slice(self, microbatch: int, replica: int) -> int:
+        """The number of a slice in the order of one process."""
+        return microbatch if self._over_replicas else microbatch * self._data + replica
 
     @contextmanager
     def slice_of(self, placed: PlacedStage, number: int) -> Iterator[None]:
-        """Around the forward of a stage: also whose running statistics it adds to."""
+        """Around the forward and the backward of a stage on a micro-batch."""
+        stage = placed.position.stage
         with ExitStack() as around:
-            statistics = self._statistics.get(placed.position.stage)
-            if statistics is not None:
-                first = placed.ranks_of(self._samples[number]).rank == 0
-                which = number if self._over_replicas else number * self._data + self._replica
-                around.enter_context(statistics.slice(which, counts=first))
-            around.enter_context(self.over(placed, number))
+            around.enter_context(self._over(placed, number))
+            if stage in self._kept:
+                first = stage in self._alone or placed.ranks_of(self._samples[number]).rank == 0
+                for keeper in self._kept[stage]:
+                    which = self._slice(number, self._replica)
+                    around.enter_context(keeper.slice(which, counts=first))
             yield
 
-    def over(self, placed: PlacedStage, number: int) -> AbstractContextManager[object]:
-        """Around forward and backward: BatchNorm sees all samples that are shared."""
+    def _over(self, placed: PlacedStage, number: int) -> AbstractContextManager[object]:
+        """BatchNorm sees all samples that are shared."""
         parts = prod(placed.mesh.grid)
         if not self._over_replicas and placed.mesh.batch == 1:
             return nullcontext()
         return BatchNormOver(placed.ranks_of(self._samples[number]), parts)
 
     def fold(self, microbatches: int) -> None:
-        """At the end of a step: what its slices come to in the running statistics."""
-        slices = microbatches * (1 if self._over_replicas else self._data)
-        for statistics in self._statistics.values():
-            statistics.fold(slices)
+        """At the end of a step: what its slices come to in the running statistics.
 
-    def _samples_of(self, microbatches: Sequence[Microbatch]) -> list[dict[int, int]]:
-        """For each micro-batch the replicas that share its statistics, and their samples."""
-        if not self._over_replicas:
-            return [{self._replica: microbatch.samples} for microbatch in microbatches]
-        own = torch.tensor([microbatch.samples for microbatch in microbatches])
-        everybody = gather_over_ranks(self._mesh.comm, own, "samples of micro-batches")
-        of_replicas = everybody[:: self._mesh.size // self._mesh.data].T.tolist()
-        return [{r: count for r, count in enumerate(row) if count > 0} for row in of_replicas]
+        Raises:
+            UnsupportedSpatialOp: on all ranks, if a forward of the first step changes a parameter.
+        """
+        slices = microbatches * (1 if self._over_replicas else self._data)
+        for kept in self._kept.values():
+            for keeper in kept:
+                keeper.fold(slices)
+        if self._is_first_step and self._is_divided:
+            check_unwritten(self._comm, self._parameters)
+        self._is_first_step = False
+
+
+def _copies(placement: Placement, batch_parts: int) -> int:
+    """How many ranks have the same part of a stage."""
+    return placement.data * placement.copies * batch_parts

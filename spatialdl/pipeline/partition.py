@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from spatialdl.pipeline.balance import Weigh, balance, estimated
+from spatialdl.pipeline.balance import Costs, Weigh, balance, estimated
 from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
-from spatialdl.pipeline.steps import Recording
+from spatialdl.pipeline.steps import Joint, Recording, Step
 from spatialdl.spatial.recompute import recompute_blocks
 
 
@@ -21,6 +23,7 @@ def cut(
     image_size: tuple[int, ...] = (3, 224, 224),
     recompute: bool = False,
     weigh: Weigh = estimated,
+    divided: bool = False,
 ) -> list[nn.Module]:
     """Cut `model` into as many stages as there are `widths`.
 
@@ -35,10 +38,11 @@ def cut(
         image_size: (C, H, W).
         recompute: whether blocks, and the loose layers of a chain, run again in backward.
         weigh: what is balanced.
+        divided: whether ranks run it on samples of their own.
 
     Returns:
         For several stages each is a `Stage`; for one the network itself, unless it is a chain with
-        layers to recompute.
+        layers to recompute, or writes into its weights.
 
     Raises:
         ValueError: if the network cannot be cut so, or has no blocks to recompute.
@@ -49,28 +53,69 @@ def cut(
         recording = network.of(SAMPLES, training=True)
         evaluated = network.of(SAMPLES, training=False)
     except CannotRecord as reason:
+        _check_divided(model, network, divided)
         if len(widths) == 1 and (blocks or not recompute):
             return [model]
-        raise _cannot_cut(model, len(widths), str(reason)) from reason
+        raise cannot_cut(model, len(widths), str(reason)) from reason
+    _check_divided(model, network, divided)
     if len(widths) == 1:
         return [_whole(model, network, recording, blocks, recompute)]
-    _check_steps(model, recording, len(widths))
-    bounds = named_bounds(recording, names, len(widths)) if names else None
-    if bounds is None:
-        costs = weigh(model, evaluated, (SAMPLES, *image_size))
-        bounds = balance(costs, recording, widths)
-    _refuse_shared(model, recording, bounds)
-    owned = _leftovers(model, recording, bounds)
+    bounds = cut_bounds(
+        model, recording, widths, names, lambda: weigh(model, evaluated, (SAMPLES, *image_size))
+    )
+    owned = leftovers(model, recording, bounds)
     return [
         Stage(model, network, start, stop, own, recompute)
         for (start, stop), own in zip(pairwise(bounds), owned, strict=True)
     ]
 
 
+def _check_divided(model: nn.Module, network: Forward, divided: bool) -> None:
+    """Ranks with samples of their own would each count for themselves."""
+    if divided and network.kept:
+        names = ", ".join(sorted(map(str, network.kept)))
+        raise ValueError(
+            f"the forward of {type(model).__name__} changes {names} each time, which replicas, "
+            "GEMS and parallel.local_dp cannot keep alike: make it a buffer that is changed in "
+            "place, or take parallel=sp, lp or pp"
+        )
+
+
+def cut_bounds(
+    model: nn.Module,
+    recording: Recording,
+    widths: Sequence[int],
+    names: Sequence[str] | None,
+    costs: Callable[[], Costs],
+) -> list[int]:
+    """The steps with which the stages begin, and the end.
+
+    Args:
+        recording: of `model` in training.
+        widths, names: see `cut`.
+        costs: of the steps, asked for where no names are given.
+
+    Raises:
+        ValueError: if the network cannot be cut so.
+    """
+    _check_steps(model, recording, len(widths))
+    joints = joints_of(model, recording)
+    if names:
+        bounds = named_bounds(recording, names, len(widths))
+    else:
+        places = free_places(joints, len(recording.steps))
+        if len(places) < len(widths):
+            reasons = dict.fromkeys(joint.reason for joint in joints)
+            raise cannot_cut(model, len(widths), "; ".join(list(reasons)[:3]))
+        bounds = balance(costs(), recording, widths, places)
+    _check_together(joints, bounds)
+    return bounds
+
+
 def _check_steps(model: nn.Module, recording: Recording, stages: int) -> None:
     """That there are enough, which draw the same random numbers in every layout."""
     if recording.loose:
-        raise _cannot_cut(
+        raise cannot_cut(
             model,
             stages,
             f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
@@ -78,7 +123,7 @@ def _check_steps(model: nn.Module, recording: Recording, stages: int) -> None:
         )
     if len(recording.steps) < stages:
         count = len(recording.steps)
-        raise _cannot_cut(
+        raise cannot_cut(
             model,
             stages,
             f"its forward has only {count} step{'s' * (count != 1)} "
@@ -90,9 +135,10 @@ def _whole(
     model: nn.Module, network: Forward, recording: Recording, blocks: list[str], recompute: bool
 ) -> nn.Module:
     steps = recording.steps
+    writes_weights = recording.written_state & {name for name, _ in model.named_parameters()}
     if recompute and len(steps) > 1 and is_chain(recording):
-        leftovers = _leftovers(model, recording, [0, len(steps)])
-        return Stage(model, network, 0, len(steps), leftovers[0], recompute)
+        (owned,) = leftovers(model, recording, [0, len(steps)])
+        return Stage(model, network, 0, len(steps), owned, recompute)
     if recompute and not blocks:
         raise ValueError(
             f"parallel.recompute=block finds no blocks in {type(model).__name__}: blocks are the "
@@ -100,52 +146,79 @@ def _whole(
             "with at least two convolutions or linear layers each; leave it out, or call "
             "torch.utils.checkpoint in the network"
         )
+    if writes_weights and not recording.loose:
+        return Stage(model, network, 0, len(steps), leftovers(model, recording, [0, len(steps)])[0])
     if recording.drawing and not recording.loose and "" not in recording.drawing:
         scope_by_name(model, recording)
     return model
 
 
-def _cannot_cut(model: nn.Module, stages: int, reason: str) -> ValueError:
+def cannot_cut(model: nn.Module, stages: int, reason: str) -> ValueError:
+    """The refusal of a network that cannot be cut into so many stages."""
     return ValueError(
         f"{type(model).__name__} cannot be cut into {stages} stages: {reason}; use fewer stages, "
         "or take parallel=sp or dp, which cut no network"
     )
 
 
-def _refuse_shared(model: nn.Module, recording: Recording, bounds: Sequence[int]) -> None:
-    """A weight in two stages would be trained apart in each of them."""
-    owner: dict[int, tuple[int, str]] = {}
-    for number, (start, stop) in enumerate(pairwise(bounds)):
-        for step in recording.steps[start:stop]:
-            for path, one in _state_of(model, step.call, step.attributes):
-                first, where = owner.setdefault(id(one), (number, path))
-                if first != number:
-                    raise ValueError(
-                        f"'{where}' and '{path}' share a weight, but lie in stages {first} "
-                        f"and {number}: choose parallel.cut so that one stage holds both"
-                    )
+def joints_of(model: nn.Module, recording: Recording) -> list[Joint]:
+    """Steps that must be in one stage: they share a weight, or memory that is written to.
+
+    A weight in two stages would be trained apart in each of them. Buffers that no step changes may
+    be in several.
+    """
+    constant = {id(buffer) for buffer in model.buffers()}
+    for path, buffer in model.named_buffers():
+        if path in recording.written_state:
+            constant.discard(id(buffer))
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            constant -= {id(buffer) for buffer in module.buffers()}
+    found = list(recording.joints)
+    users: dict[int, tuple[int, str]] = {}
+    for number, step in enumerate(recording.steps):
+        for path, one in state_of(model, step):
+            first, where = users.get(id(one), (number, path))
+            if first != number and id(one) not in constant:
+                found.append(Joint(first, number, f"'{where}' and '{path}' share a weight"))
+            users[id(one)] = number, path
+    return found
 
 
-def _state_of(
-    model: nn.Module, call: object, attributes: Sequence[str]
-) -> list[tuple[str, object]]:
+def _check_together(joints: Sequence[Joint], bounds: Sequence[int]) -> None:
+    for first, last, reason in joints:
+        one, two = (bisect_right(bounds, step) - 1 for step in (first, last))
+        if one != two:
+            raise ValueError(
+                f"{reason}, but lie in stages {one} and {two}: choose parallel.cut so that one "
+                "stage holds both"
+            )
+
+
+def free_places(joints: Sequence[Joint], steps: int) -> set[int]:
+    """The steps with which a stage may begin."""
+    taken = {place for joint in joints for place in range(joint.first + 1, joint.last + 1)}
+    return set(range(steps)) - taken
+
+
+def state_of(model: nn.Module, step: Step) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that a step uses, by the path of the module or of themselves."""
-    found: list[tuple[str, object]] = []
-    if isinstance(call, str):
-        module = model.get_submodule(call)
-        found = [(call, one) for one in (*module.parameters(), *module.buffers())]
-    for path in attributes:
+    found: list[tuple[str, Tensor]] = []
+    if isinstance(step.call, str):
+        module = model.get_submodule(step.call)
+        found = [(step.call, one) for one in (*module.parameters(), *module.buffers())]
+    for path in step.attributes:
         holder, _, name = path.rpartition(".")
         found.append((path, getattr(model.get_submodule(holder), name)))
     return found
 
 
-def _leftovers(model: nn.Module, recording: Recording, bounds: Sequence[int]) -> list[list[str]]:
+def leftovers(model: nn.Module, recording: Recording, bounds: Sequence[int]) -> list[list[str]]:
     """Per stage the parameters and buffers that no step uses: with the one that comes before."""
     stage_of: dict[int, int] = {}
     for number, (start, stop) in enumerate(pairwise(bounds)):
         for step in recording.steps[start:stop]:
-            for _, one in _state_of(model, step.call, step.attributes):
+            for _, one in state_of(model, step):
                 stage_of[id(one)] = number
     found: list[list[str]] = [[] for _ in bounds[1:]]
     stage = 0

@@ -115,6 +115,24 @@ class PlacedStage:
         """Those of the samples of a micro-batch that this rank works on."""
         return own_samples(self._placement, self.position.stage, self.position.part, samples)
 
+    def arriving(
+        self, passing: Passing, images: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[Value, HandoverShape]:
+        """All that this stage is given for a micro-batch.
+
+        Args:
+            passing: what passes the borders.
+            images: global shape (samples, channels, H, W).
+            dtype: of the images.
+        """
+        found: dict[Value, HandoverShape] = {}
+        if self.is_first:
+            layout = self.mesh.layout((images[0], images[2], images[3]))
+            found[IMAGE] = HandoverShape(images, dtype, None, layout)
+        for border in self._before:
+            found |= passing[border]
+        return found
+
     def expect(self, action: Action, passing: Passing, device: torch.device) -> None:
         """Be ready for what others give to an action; another one may run meanwhile."""
         if action.kind == "forward":
@@ -152,13 +170,13 @@ class PlacedStage:
                 raise ValueError("the first stage needs the images of its micro-batches")
             tiles[IMAGE] = microbatch.tile
             layout = self.mesh.layout((microbatch.samples, *image_size))
-            values[IMAGE] = self._as_input(microbatch.tile, layout)
+            values[IMAGE] = self.as_input(microbatch.tile, layout)
         for border, handover in self._before.items():
             for value, part in passing[border].items():
                 tile = handover.receive(part, number, device)
                 learns = torch.is_grad_enabled() and self._has_gradient(border, value, part)
                 tiles[value] = tile.requires_grad_(learns)
-                values[value] = self._as_input(tile, part.receiver)
+                values[value] = self.as_input(tile, part.receiver)
         with autocast(device, self._mixed):
             if self._recompute:
                 modules = [self.module]
@@ -174,7 +192,8 @@ class PlacedStage:
             self._held[number] = _Held(tiles, outputs)
         return outputs.get(OUTPUT)
 
-    def _as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
+    def as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
+        """What the stage gets for a tile of a layout."""
         tile = enter(tile)
         if layout is None or self.mesh.grid == (1, 1):
             return tile

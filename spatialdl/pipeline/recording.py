@@ -13,23 +13,45 @@ written down.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spatialdl.pipeline.steps import IMAGE, Attribute, Recording, Step, Value, is_reference
+from spatialdl.deep_state import form_of
+from spatialdl.pipeline.attributes import Attributes, Key, Region, own_attributes
+from spatialdl.pipeline.memory import Memory
+from spatialdl.pipeline.outer_state import OuterState
+from spatialdl.pipeline.steps import (
+    IMAGE,
+    Attribute,
+    Recording,
+    Step,
+    Value,
+    is_reference,
+    itself,
+    without_unused,
+)
 from spatialdl.random import keyed
 from spatialdl.random.streams import numbers_drawn
 from spatialdl.source_lines import replays, users_line
+
+RUNS = 2
+"""How often a forward is run again to see whether anything changes."""
+
+_UNSEEN = ("__set__", "__delete__", "backward", "register_hook")
+"""Names of functions that change something and return no tensor."""
 
 
 class CannotRecord(Exception):
@@ -37,17 +59,41 @@ class CannotRecord(Exception):
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy without memory, to find out shapes and costs; in evaluation, which takes any batch."""
+    """A copy without memory, to find out shapes and costs; in evaluation, which takes any batch.
+
+    Raises:
+        ValueError: if it has parameters that its first forward would make.
+    """
+    for path, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"{type(model).__name__} has parameters without a shape, as '{path}' of a lazy "
+                "module: run it once on an image of the size of the data where it is built"
+            )
     memo: dict[int, object] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for p in model.parameters()
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    memo |= {id(one): torch.empty_like(one, device="meta") for one in computed_attributes(model)}
     shadow = copy.deepcopy(model, memo).eval()
     for layer in shadow.modules():
         if isinstance(layer, _BatchNorm) and layer.momentum is None:
             layer.momentum = 0.1  # a cumulative average would read a counter that has no value
     return shadow
+
+
+def computed_attributes(model: nn.Module) -> list[Tensor]:
+    """Tensors that hooks compute from parameters, as those of weight norm and pruning do.
+
+    ``deepcopy`` refuses them.
+    """
+    return [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
 
 
 def switch_to(shadow: nn.Module, training: bool) -> None:
@@ -64,6 +110,9 @@ class Forward:
     Args:
         model: stays as it is; a copy without memory is run.
         image_size: (channels, H, W).
+
+    Attributes:
+        kept: attributes that change from forward to forward, and that it reads.
     """
 
     def __init__(self, model: nn.Module, image_size: tuple[int, ...]) -> None:
@@ -71,6 +120,14 @@ class Forward:
         self._dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._whole: set[str] = set()  # paths of modules whose forward cannot be written down
         self._found: dict[tuple[int, bool], Recording] = {}
+        self._first: Recording | None = None
+        self._modules = {path: weakref.ref(one) for path, one in model.named_modules()}
+        self._outside: dict[Key, Any] = {}  # forms of what code between the steps reads
+        self.kept: set[Key] = set()
+        self._sets_modes = any(
+            type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
+            for module in self._shadow.modules()
+        )
 
     def __deepcopy__(self, memo: object) -> Forward:
         return self
@@ -84,23 +141,110 @@ class Forward:
         key = samples, training
         if key not in self._found:
             recording = self._record(samples, training)
-            first = next(iter(self._found.values()), recording)
-            _check_form(first, recording, samples, training)
+            self._first = self._first or recording
+            _check_form(self._first, recording, samples, training)
             self._found[key] = recording
         return self._found[key]
 
+    def set_modes(self, stage: nn.Module, training: bool) -> None:
+        """Modes and frozen weights of a part, as ``train()`` of the whole network sets them.
+
+        Networks override it to keep some BatchNorm layers in evaluation mode; a part does not
+        contain the modules that do so.
+
+        Args:
+            stage: modules and parameters of the network under their own names.
+        """
+        if not self._sets_modes:
+            return
+        shadow = dict(self._shadow.named_parameters(remove_duplicate=False))
+        own = dict(stage.named_parameters(remove_duplicate=False))
+        for name in shadow.keys() & own.keys():
+            shadow[name].requires_grad_(own[name].requires_grad)
+        if training:
+            self._shadow.train()
+        else:
+            self._shadow.eval()
+        for name in shadow.keys() & own.keys():
+            own[name].requires_grad_(shadow[name].requires_grad)
+        modules = dict(self._shadow.named_modules(remove_duplicate=False))
+        for name, module in stage.named_modules(remove_duplicate=False):
+            module.training = modules[name].training
+
+    def look_for_changes(self) -> None:
+        """Record again if attributes that the recordings contain have been set from outside."""
+        for key, form in self._outside.items():
+            module = self._modules[key.path]()
+            if module is None:
+                continue
+            now = form_of(own_attributes(module).get(key.name))
+            if now != form:
+                value = copy.deepcopy(own_attributes(module).get(key.name))
+                vars(self._shadow.get_submodule(key.path))[key.name] = value
+                self._outside[key] = now
+                self._found.clear()
+
     def _record(self, samples: int, training: bool) -> Recording:
+        """Once, and for the first numbers of samples again and again until nothing changes."""
         switch_to(self._shadow, training)
         image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
+        is_known = any(mode == training for _, mode in self._found)
+        recording, outer = self._run(image, settled=is_known)
+        runs, name = 0 if is_known else RUNS, ""
+        while runs:
+            before, whole = (recording, outer), len(self._whole)
+            recording, outer = self._run(image, settled=True)
+            if len(self._whole) == whole:
+                _check_constants(before[0], recording)
+                name = before[1].differs(outer)
+                runs = runs - 1 if name else 0
+        if name:
+            raise CannotRecord(
+                f"its forward depends on '{name}', which changes from run to run outside of its "
+                "modules; let a module of its own keep it"
+            )
+        return recording
+
+    def _run(self, image: Tensor, *, settled: bool) -> tuple[Recording, OuterState]:
         while True:
             recorder = _Recorder(self._shadow, self._whole)
             try:
-                return recorder.record(image)
+                recording = recorder.record(image)
             except Exception as error:
                 where = recorder.owners[-1]
                 if where == "":
                     raise CannotRecord(str(error)) from error
                 self._whole.add(where)  # it may be called as it is
+                continue
+            if recorder.outer.draws:
+                raise CannotRecord(
+                    f"its forward draws random numbers by {recorder.outer.draws}: use PyTorch's"
+                )
+            self.kept |= recorder.state.kept() if settled else set()
+            parted = recorder.state.parted(settled=settled)
+            self._note_outside(recorder.state.constants())
+            if not parted:
+                return recording, recorder.outer
+            for key, users in parted.items():
+                self._whole.add(recorder.around(key, users))
+
+    def _note_outside(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            module = self._modules[key.path]()
+            if module is not None and key not in self._outside and key.name != "training":
+                self._outside[key] = form_of(own_attributes(module).get(key.name))
+
+
+def _check_constants(one: Recording, two: Recording) -> None:
+    """What the same forward is given must be the same each time."""
+    for first, second in zip(one.steps, two.steps, strict=False):
+        if first.form != second.form or first.constants != second.constants:
+            where = f" ({first.where})" if first.where else ""
+            raise CannotRecord(
+                f"its forward does something else each time it runs, at '{first.name}'{where}"
+            )
+    if len(one.steps) != len(two.steps) or one.output != two.output:
+        raise CannotRecord("its forward does something else each time it runs")
 
 
 def _check_form(first: Recording, other: Recording, samples: int, training: bool) -> None:
@@ -138,25 +282,69 @@ class _Recorder:
             for path, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]
         }
         self._values: dict[int, Value] = {}
-        self._seen: list[tuple[Tensor, int]] = []  # kept alive: an id must not come again
+        self._memory = Memory()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._memory.note(tensor, -1)
         self._steps: list[Step] = []
         self._calls: Counter[str] = Counter()
+        self._opened: set[str] = set()
         self._sizes: dict[Value, int] = {}
         self._changed: set[Value] = set()
+        self._written_state: set[str] = set()
         self._drawing: set[str] = set()
         self._loose = ""
-        self._inside = False  # of what is kept whole
+        self._inside = False  # of a step
+        self._called_whole = ""
+        self.state = Attributes(self.model, self._region)
+        self.outer = OuterState(self.model)
+
+    def _region(self) -> Region:
+        if self._inside and self._called_whole:
+            return Region(self._called_whole, True)
+        return Region(self.owners[-1], False)
+
+    def around(self, key: Key, users: Iterable[Region]) -> str:
+        """The smallest module that contains all code that uses an attribute.
+
+        Raises:
+            CannotRecord: if that is the whole network.
+        """
+        paths = [user.path.split(".") for user in users]
+        shared = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
+        while shared and ".".join(shared) not in self._opened:
+            shared.pop()
+        if not shared or not shared[0]:
+            raise CannotRecord(
+                f"its forward changes the attribute '{key}', which stages would take for a "
+                "constant; let a module of its own keep it, or make it a buffer that is changed in "
+                "place"
+            )
+        return ".".join(shared)
 
     def record(self, image: Tensor) -> Recording:
         self._note(image, IMAGE)
-        with torch.enable_grad(), torch.device("meta"), keyed(0, 0), self._calls_seen():
+        with (
+            torch.enable_grad(),
+            torch.device("meta"),
+            keyed(0, 0),
+            self._calls_seen(),
+            self.state.watched(),
+            self.outer.watched(),
+        ):
             result = self.model(image)
         output = tree_map(self._as_value, result)
         if not any(isinstance(one, Value) for one in tree_leaves(output, is_leaf=is_reference)):
             raise CannotRecord("its forward gives no tensor")
+        steps, last_use = without_unused(self._steps, output)
         return Recording(
-            *(tuple(self._steps), output, self._sizes, frozenset(self._changed)),
-            *(frozenset(self._drawing), self._loose),
+            steps,
+            output,
+            self._sizes,
+            written=frozenset(self._changed),
+            drawing=frozenset(self._drawing),
+            loose=self._loose,
+            written_state=frozenset(self._written_state),
+            joints=tuple(self._memory.joints(steps, last_use)),
         )
 
     @contextmanager
@@ -189,13 +377,16 @@ class _Recorder:
         if not self._is_whole(module, path):
             if module is self.model:
                 return original(module, *args, **kwargs)
+            self._opened.add(path)
             self.owners.append(path)
             result = original(module, *args, **kwargs)
             self.owners.pop()
             return result
         nth, self._calls[path] = self._calls[path], self._calls[path] + 1
         before = numbers_drawn()
+        self._called_whole = path
         result = self._step(path, lambda: original(module, *args, **kwargs), args, kwargs, nth)
+        self._called_whole = ""
         if numbers_drawn() != before:
             self._drawing.add(path)
         return result
@@ -209,7 +400,9 @@ class _Recorder:
             return True
         if type(module).forward is nn.Sequential.forward:
             return False
-        return id(module) in self._blocks or type(module).__module__.startswith("torch.nn.")
+        if id(module) in self._blocks or isinstance(module, _BatchNorm):
+            return True
+        return type(module).__module__.startswith("torch.nn.")
 
     def _function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._inside:
@@ -223,22 +416,31 @@ class _Recorder:
     def _step(self, call: Any, run: Callable[[], Any], args: Any, kwargs: Any, nth: int = 0) -> Any:
         self._inside = True
         try:
-            if self._written():
+            if self._memory.written():
                 raise CannotRecord("its forward writes into a tensor by what is not of PyTorch")
             own_args, own_kwargs = tree_map(self._as_value, (args, kwargs))
             result = run()
             tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-            written = self._written()
-            self._changed.update(self._values[id(tensor)] for tensor in written)
+            written = self._memory.written()
             if tensors or written or isinstance(call, str):
-                gives = tuple(Value(len(self._steps), part) for part in range(len(tensors)))
+                number = len(self._steps)
+                gives = tuple(Value(number, part) for part in range(len(tensors)))
                 with_grad = torch.is_grad_enabled()
                 owner = self.owners[-1]
                 where = users_line()
+                leaves = tree_leaves(result) if isinstance(call, str) else ()
+                others = tuple(form_of(one) for one in leaves if not isinstance(one, Tensor))
                 self._steps.append(
-                    Step(call, own_args, own_kwargs, gives, owner, nth, with_grad, where)
+                    Step(call, own_args, own_kwargs, gives, owner, nth, with_grad, others, where)
                 )
+                given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+                self._memory.note_write(number, written, given)
                 self._note_all(tensors, gives, written)
+            elif getattr(call, "__name__", "") in _UNSEEN:
+                raise CannotRecord(
+                    f"its forward calls '{resolve_name(call)}', which is not recorded; do that in "
+                    "a module of its own"
+                )
             return result
         finally:
             self._inside = False
@@ -246,33 +448,39 @@ class _Recorder:
     def _note_all(
         self, tensors: Sequence[Tensor], gives: Sequence[Value], written: Sequence[Tensor]
     ) -> None:
+        """What a step returns, and what it has written in place, which is a new value from here on.
+
+        Parameters and buffers stay themselves.
+        """
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise CannotRecord("its forward switches autocast on; do that inside of a block")
-        for tensor, value in zip(tensors, gives, strict=True):
-            self._note(tensor, value)
         given = set(map(id, tensors))
         for tensor in written:
-            if id(tensor) not in given:
+            if id(tensor) in self._attributes:
+                self._written_state.add(self._attributes[id(tensor)].path)
+                self._memory.note(tensor, -1)
+            else:
+                self._changed.add(self._values[id(tensor)])
+        for tensor, value in zip(tensors, gives, strict=True):
+            self._sizes[value] = tensor.numel()
+            if id(tensor) not in self._attributes:
+                self._note(tensor, value)
+        for tensor in written:
+            if id(tensor) not in given and id(tensor) not in self._attributes:
                 self._rename(tensor)
 
-    def _written(self) -> list[Tensor]:
-        """What has been written into since it was noted."""
-        return [tensor for tensor, version in self._seen if tensor._version != version]
-
     def _rename(self, tensor: Tensor) -> None:
-        """What was written in place is a new value from here on, also for another stage."""
         old, new = self._as_value(tensor), Value(len(self._steps))
-        self._steps.append(Step(_itself, (old,), {}, (new,), self.owners[-1]))
+        self._steps.append(Step(itself, (old,), {}, (new,), self.owners[-1]))
         self._note(tensor, new)
 
     def _note(self, tensor: Tensor, value: Value) -> None:
         self._values[id(tensor)] = value
-        self._seen = [one for one in self._seen if one[0] is not tensor]
-        self._seen.append((tensor, tensor._version))
+        self._memory.note(tensor, value.step, value)
         self._sizes[value] = tensor.numel()
 
     def _as_value(self, one: Any) -> Any:
-        if isinstance(one, nn.Module | FunctionType):
+        if isinstance(one, nn.Module | FunctionType | MethodType | partial):
             raise CannotRecord("its forward hands a function or a module on, as a checkpoint does")
         if not isinstance(one, Tensor):
             return one
@@ -284,10 +492,6 @@ class _Recorder:
                 "a module of its own do that"
             )
         return found
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 class _Functions(TorchFunctionMode):

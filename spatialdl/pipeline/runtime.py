@@ -28,6 +28,7 @@ from spatialdl.pipeline.holders import holders_of, reducers_by_nodes, reducers_o
 from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
+from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.schedule import Schedule
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
@@ -110,10 +111,15 @@ class Pipeline:
         gather(model, gather_before)
         weigh = weighing(balance, comm, self.device, schedule.microbatches)
         blocks = list(blocks_of(model).values()) if shard_state else []
-        stages = cut(model, placement.widths, names, image_size, recompute == "block", weigh)
+        divided = placement.data * placement.copies * max(placement.batch, default=1) > 1
+        stages = cut(
+            model, placement.widths, names, image_size, recompute == "block", weigh, divided
+        )
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         to = (self.device, mixed) if mixed else None
         self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
+        for stage in stages if len(stages) > 1 else ():
+            stage.train()  # which may freeze weights
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
@@ -128,6 +134,7 @@ class Pipeline:
         ]
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
         meshes = {one.position.stage: one.mesh for one in placed}
+        self._check_samples_apart(sync_batchnorm, dtype)
         holders = reducers = holders_of(placement, meshes, comm)
         self.sharded: dict[int, ShardedStage] = {}
         if shard_state:
@@ -137,7 +144,17 @@ class Pipeline:
         elif nodes is not None:
             reducers = reducers_by_nodes(holders, nodes.of[comm.rank])
         self.gradients = Gradients(self.stages, self.sharded, placement, comm, holders, reducers)
-        self._sharing = Sharing(placed, self.stages, holders, placement, sync_batchnorm)
+        units = {stage: sharded.units for stage, sharded in self.sharded.items()}
+        self._sharing = Sharing(
+            placed,
+            self.stages,
+            holders,
+            placement,
+            sync_batchnorm,
+            schedule.microbatches,
+            comm,
+            units,
+        )
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
         self._weights_apart = _are_weights_apart(self._train)
@@ -145,6 +162,24 @@ class Pipeline:
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
+
+    def _check_samples_apart(self, sync_batchnorm: bool, dtype: torch.dtype) -> None:
+        """Where ranks have some samples of a micro-batch each, or BatchNorm sees those of all."""
+        local, over = (
+            max(self.placement.batch, default=1),
+            sync_batchnorm and self.placement.data > 1,
+        )
+        if local == 1 and not over:
+            return
+        stages = [one for _, one in sorted(self._placed.items()) if over or one.mesh.batch > 1]
+        reason = (
+            f"parallel.sync_batchnorm=true lets BatchNorm see the samples of {self.placement.data} "
+            "replicas as those of one batch"
+            if over
+            else f"parallel.local_dp={local} divides the samples of a micro-batch over ranks"
+        )
+        to = dtype, self.device, self.mixed
+        check_samples_apart(stages, self._shapes, self.image_size, *to, self._comm, reason)
 
     def _shard(self, blocks: list[nn.Module], backend: str | None) -> dict[int, ShardedStage]:
         from spatialdl.comm.groups import backend_of, start
@@ -328,7 +363,7 @@ class Pipeline:
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self._replicas * placed.mesh.batch * self._scale
-        with self._sharing.over(placed, number):
+        with self._sharing.slice_of(placed, number):
             loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
 
@@ -340,6 +375,7 @@ class Pipeline:
         weights = self._sample_weights(target)
         if weights is None:
             return len(own) / microbatch.samples
+        weights = weights.double()  # a quotient of whole numbers would be float32
         total = weights.sum()
         return float(weights[own.start : own.stop].sum() / total) if total > 0 else 0.0
 

@@ -34,20 +34,24 @@ Passing = dict[Border, dict[Value, HandoverShape]]
 
 def borders(stages: Sequence[nn.Module]) -> dict[Border, tuple[Value, ...]]:
     """All borders over which something passes, and what."""
+    return border_values(
+        [takes_of(stage) for stage in stages],
+        [stage.gives if isinstance(stage, Stage) else () for stage in stages],
+    )
+
+
+def border_values(
+    takes: Sequence[Sequence[Value]], gives: Sequence[Sequence[Value]]
+) -> dict[Border, tuple[Value, ...]]:
+    """The same from what stages take and give; the first one gives the image, too."""
     found: dict[Border, tuple[Value, ...]] = {}
-    for taker, stage in enumerate(stages):
+    for taker, taken in enumerate(takes):
         for giver in range(taker):
-            given = _gives(stages[giver], giver)
-            both = tuple(value for value in takes_of(stage) if value in given)
+            given = (*gives[giver], IMAGE) if giver == 0 else gives[giver]
+            both = tuple(value for value in taken if value in given)
             if both:
                 found[Border(giver, taker)] = both
     return found
-
-
-def _gives(stage: nn.Module, number: int) -> tuple[Value, ...]:
-    if not isinstance(stage, Stage):
-        return ()
-    return (*stage.gives, IMAGE) if number == 0 else stage.gives
 
 
 class HandoverShapes:

@@ -39,8 +39,12 @@ class ShardedStage:
         backend: of torch.distributed over which they do.
         device: of the stage.
 
+    Attributes:
+        units: the modules whose weights are gathered together, the stage first.
+
     Raises:
-        ValueError: if the backend cannot do it here, or there are parameters of several types.
+        ValueError: if the backend cannot do it here, there are parameters of several types, or one
+            has a hook that FSDP2 would not call.
     """
 
     def __init__(
@@ -67,11 +71,13 @@ class ShardedStage:
         self._module, self._group = module, new_group(backend, ranks)
         over = DeviceMesh.from_group(self._group, device.type)
         inside = set(module.modules()) - {module}
+        hooks = _Hooks(module)
         for unit in (*(block for block in blocks if block in inside), module):
             unit.register_forward_hook(_without_views)
             fully_shard(unit, mesh=over, reshard_after_forward=True)
-            unit.register_forward_pre_hook(_writable)  # after that of FSDP2
-        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+            unit.register_forward_pre_hook(_writable)  # after that of FSDP2, as the next
+            unit.register_forward_pre_hook(hooks.register)
+        self.units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._parameters = list(module.parameters())
 
     def zero_grad(self) -> None:
@@ -108,7 +114,7 @@ class ShardedStage:
 
     def before_backward(self, is_last: bool) -> None:
         """Gradients are reduced over the replicas once, with the last backward of a step."""
-        root = self._units[0]
+        root = self.units[0]
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
 
@@ -132,16 +138,60 @@ class ShardedStage:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Whole weights for forwards only, of which a replica may have none."""
-        root = self._units[0]
+        root = self.units[0]
         root.set_reshard_after_forward(False)
-        for unit in self._units:
+        for unit in self.units:
             unit.unshard()
         try:
             yield
         finally:
-            for unit in self._units:
+            for unit in self.units:
                 unit.reshard()
             root.set_reshard_after_forward(True)
+
+
+class _Hooks:
+    """Gradient hooks of a stage's parameters, which FSDP2 replaces by others.
+
+    They get whole gradients of a replica, as without sharding.
+
+    Args:
+        stage: before it is sharded.
+
+    Raises:
+        ValueError: if a parameter has a hook that runs once its gradient is accumulated.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        self._of: dict[tuple[nn.Module, str], list[Any]] = {}
+        for path, module in stage.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                    full = f"{path}.{name}" if path else name
+                    raise ValueError(
+                        f"parallel.shard_state=true: '{full}' has a hook of "
+                        "register_post_accumulate_grad_hook, but its gradient is never whole once "
+                        "it is accumulated: use register_hook, or leave shard_state out"
+                    )
+                if parameter._backward_hooks:
+                    self._of[module, name] = list(parameter._backward_hooks.values())
+        self._registered: set[int] = set()
+
+    def register(self, unit: nn.Module, args: Any) -> None:
+        """Before the forward of a unit, whose parameters are whole by now, and stay the same."""
+        if not self._of:
+            return
+        inside = set(unit.modules())
+        for (module, name), hooks in self._of.items():
+            parameter = module._parameters[name]
+            if module not in inside or parameter is None or isinstance(parameter, DTensor):
+                continue
+            if parameter.requires_grad and id(parameter) not in self._registered:
+                self._registered.add(id(parameter))
+                for hook in hooks:
+                    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _writable(module: nn.Module, args: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
+from spatialdl.pipeline.written_state import copies_saved
 from spatialdl.random import scope
 from spatialdl.source_lines import replays
 from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
@@ -30,6 +31,10 @@ class Stage(nn.Module):
 
     ``forward`` takes the tensors of `takes` and the number of samples, and gives those of `gives`.
     Modules that draw random numbers do so by their names, the same in every stage.
+
+    Attributes:
+        takes, gives: values that pass its borders.
+        writes: values among those that it takes into which it writes.
 
     Args:
         owns: names of parameters, buffers and modules that are kept here beside those of its steps.
@@ -60,11 +65,19 @@ class Stage(nn.Module):
         for path in (*owns, *(name for step in self._steps for name in step.attributes)):
             _place_tensor(self, path, model)
         self._pieces = self._recomputed() if recompute else []
+        self._written_state = recording.written_state
 
     @property
     def paths(self) -> list[str]:
         """Of the modules that it calls, in order."""
         return [step.call for step in self._steps if isinstance(step.call, str)]
+
+    def train(self, mode: bool = True) -> Stage:
+        """Training or evaluation mode, as the whole network sets it."""
+        super().train(mode)
+        self._network.look_for_changes()
+        self._network.set_modes(self, mode)
+        return self
 
     def prepare(self, samples: int) -> None:
         """Find out beforehand what is done with so many samples."""
@@ -75,18 +88,45 @@ class Stage(nn.Module):
         recording = self._network.of(samples, self.training)
         values = dict(values)
         device = next((one.device for one in values.values()), torch.device("cpu"))
-        for numbers in self._pieces or ([number] for number in range(len(self._steps))):
-            if self._runs_again(numbers):
-                self._run_again(recording, numbers, values, device)
-            else:
-                self._run(recording, numbers, values, device)
-            for number in numbers:
-                for value in self._drop[number]:
-                    values.pop(value, None)
+        with copies_saved(self._written()):
+            for part in self.parts:
+                self.run_part(part, recording, values, device)
         outputs: dict[Value, Any] = {value: values[value] for value in self.gives}
         if self._is_last:
             outputs[OUTPUT] = output_of(recording, values)
         return outputs
+
+    def _written(self) -> list[Tensor]:
+        """The parameters and buffers into which its forward writes."""
+        names = self._written_state
+        if not names:
+            return []
+        state = (
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        )
+        return [one for name, one in state if name in names]
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """Its steps, counted from its first; those that run again in backward are together."""
+        return self._pieces or [[number] for number in range(len(self._steps))]
+
+    def run_part(
+        self,
+        part: Sequence[int],
+        recording: Recording,
+        values: dict[Value, Tensor],
+        device: torch.device,
+    ) -> None:
+        """Run one of `parts`; what it gives is added to `values`, what it takes last is dropped."""
+        if self._runs_again(part):
+            self._run_again(recording, part, values, device)
+        else:
+            self._run(recording, part, values, device)
+        for number in part:
+            for value in self._drop[number]:
+                values.pop(value, None)
 
     def _run(
         self,

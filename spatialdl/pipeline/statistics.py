@@ -1,25 +1,34 @@
 """BatchNorm's running statistics over replicas, as one process would have kept them.
 
 Each replica sees its own slices of a batch only. One process that accumulates over all slices
-would update its running statistics slice by slice. An update is linear, so that after K slices
+would update its running statistics slice by slice: in forward, and once more in backward where
+``torch.utils.checkpoint`` runs a layer again. An update is linear, so that after K slices
 each has its own weight in the outcome: every rank keeps the statistics of its slices, and at the
 end of the step what they come to is added up over all ranks.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.comm.tape import replaying
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.spatial.recompute import recompute
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 class _Kept(NamedTuple):
@@ -35,21 +44,30 @@ class SliceStatistics:
     Args:
         stage: its layers get hooks.
         comm: the ranks that have this stage.
+        in_order: whether the forwards of this rank are all there are, in the order of the slices;
+            then only layers that run again in backward, under a checkpoint, are seen to.
     """
 
-    def __init__(self, stage: nn.Module, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, stage: nn.Module, comm: Communicator, in_order: bool = False) -> None:
+        self._comm, self._in_order = comm, in_order
+        self._direct: set[_BatchNorm] = set()
         self._norms = [
             layer
             for layer in stage.modules()
-            if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+            if isinstance(layer, _BatchNorm) and is_plain(layer) and layer.running_mean is not None
         ]
         self._slice, self._counts = 0, True
         self._kept: dict[_BatchNorm, list[_Kept]] = {norm: [] for norm in self._norms}
         self._before: dict[_BatchNorm, tuple[float | None, Tensor, Tensor, Tensor]] = {}
         for norm in self._norms:
             norm.register_forward_pre_hook(self._start)
-            norm.register_forward_hook(self._keep)
+            # a checkpoint ends its second run by an exception out of the last layer
+            norm.register_forward_hook(self._keep, always_call=True)
+
+    @property
+    def modules(self) -> list[_BatchNorm]:
+        """The layers whose statistics are kept."""
+        return self._norms
 
     @contextmanager
     def slice(self, number: int, counts: bool) -> Iterator[None]:
@@ -65,6 +83,8 @@ class SliceStatistics:
     def _start(self, norm: nn.Module, args: Any) -> None:
         """With momentum 1, fresh buffers receive the statistics of this slice as they are."""
         if not (isinstance(norm, _BatchNorm) and norm.training) or replaying():
+            return
+        if self._in_order and not self._runs_again(norm):
             return
         self._before[norm] = norm.momentum, *_buffers(norm)
         norm.momentum = 1.0
@@ -82,6 +102,18 @@ class SliceStatistics:
         (norm.momentum, norm.running_mean, norm.running_var, norm.num_batches_tracked) = (
             self._before.pop(norm)
         )
+
+    def _runs_again(self, norm: _BatchNorm) -> bool:
+        if not _under_checkpoint():
+            self._direct.add(norm)
+            return False
+        if norm in self._direct:
+            raise UnsupportedSpatialOp(
+                f"a {type(norm).__name__} is called both inside and outside of "
+                "torch.utils.checkpoint, and micro-batches would update its running statistics in "
+                "another order than one process: take parallel.microbatches=1, or two layers"
+            )
+        return True
 
     @torch.no_grad()
     def fold(self, slices: int) -> None:
@@ -113,6 +145,26 @@ class SliceStatistics:
             total += weights[1 + places[slice_number]] * statistics.cpu()
             places[slice_number] += 1
         return total
+
+
+def _under_checkpoint() -> bool:
+    """Whether what is called now runs again in backward, or does so now; not by ourselves."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT and frame.f_back is not None:
+            context = frame.f_locals.get("context_fn")
+            if getattr(context, "__module__", "") != recompute.__module__:
+                return True
+        frame = frame.f_back
+    return False
+
+
+def is_plain(norm: _BatchNorm) -> bool:
+    """Whether the forward is PyTorch's own; what others do is found in `pipeline.affine`."""
+    own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return type(norm).forward in own and "forward" not in vars(norm)
 
 
 def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ See `pipeline.recording` for where it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spatialdl.deep_state import form_of
 from spatialdl.source_lines import replays
 
 
@@ -47,6 +48,7 @@ class Step:
         owner: path of the module whose forward makes the call.
         nth: how often the module has been called before.
         with_grad: whether it is differentiated.
+        others: forms of what a module returns beside tensors, see `deep_state`.
         where: ``file:line`` of the call in the network's source.
     """
 
@@ -57,6 +59,7 @@ class Step:
     owner: str
     nth: int = 0
     with_grad: bool = True
+    others: tuple[Any, ...] = ()
     where: str = field(default="", compare=False)
 
     @property
@@ -90,14 +93,64 @@ class Step:
         operands = tree_leaves((self.args, self.kwargs), is_leaf=is_reference)
         return tuple(one for one in operands if is_reference(one))
 
+    @cached_property
+    def constants(self) -> Any:
+        """What it is given and returns beside tensors."""
+        return form_of((self.args, self.kwargs)), self.others
+
     @property
     def form(self) -> tuple[Any, ...]:
         """What must be alike for every number of samples, in training and in evaluation."""
         return self.call, self._references, self.gives, self.owner, self.with_grad
 
 
+def itself(x: Tensor) -> Tensor:
+    """What was written in place, as a new value, also for another stage."""
+    return x
+
+
+def _nothing() -> None:
+    """In the place of a step that is not needed, so that the others keep their numbers."""
+
+
+def without_unused(steps: Sequence[Step], output: Any) -> tuple[tuple[Step, ...], dict[Value, int]]:
+    """The steps without new names of values that no step takes, which need not pass to others.
+
+    Args:
+        output: of the network, with its values.
+
+    Returns:
+        As many steps, and for each value that is used the number of the last step that takes it;
+        that of the output is behind all steps.
+    """
+    leaves = tree_leaves(output, is_leaf=is_reference)
+    last_use = {one: len(steps) for one in leaves if isinstance(one, Value)}
+    found: list[Step] = []
+    for number in reversed(range(len(steps))):
+        step = steps[number]
+        if step.call is itself and step.gives[0] not in last_use:
+            step = Step(_nothing, (), {}, (), step.owner)
+        for value in step.takes:
+            last_use.setdefault(value, number)
+        found.append(step)
+    return tuple(reversed(found)), last_use
+
+
 def is_reference(one: object) -> bool:
     return isinstance(one, Value | Attribute)
+
+
+class Joint(NamedTuple):
+    """Two steps that must be in one stage.
+
+    Attributes:
+        first, last: their numbers.
+        reason: that they have in common, for messages.
+    """
+
+    first: int
+    last: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -108,6 +161,8 @@ class Recording:
         output: what the network returns, with `Value` in the places of tensors.
         sizes: elements of each value.
         written: values that are written into once they are there.
+        written_state: paths of parameters and buffers that the forward writes into.
+        joints: steps that must be in one stage, as they share memory.
         drawing: paths of modules that draw random numbers.
         loose: a function outside of these that draws some; empty if there is none.
     """
@@ -118,6 +173,8 @@ class Recording:
     written: frozenset[Value]
     drawing: frozenset[str]
     loose: str
+    written_state: frozenset[str] = frozenset()
+    joints: tuple[Joint, ...] = ()
 
 
 def run_step(
@@ -146,7 +203,16 @@ def run_step(
     call = module_of.get_submodule(step.call) if isinstance(step.call, str) else step.call
     with torch.set_grad_enabled(torch.is_grad_enabled() and step.with_grad):
         result = call(*args, **kwargs)
-    given = (one for one in tree_leaves(result) if isinstance(one, Tensor))
+    leaves = tree_leaves(result)
+    given = (one for one in leaves if isinstance(one, Tensor))
+    if step.others:
+        others = tuple(form_of(one) for one in leaves if not isinstance(one, Tensor))
+        if others != step.others:
+            raise ValueError(
+                f"'{step.name}' returns other numbers beside its tensors than when it was "
+                "recorded, which other stages cannot know: let it return tensors, or leave the "
+                "network uncut (parallel=sp or dp)"
+            )
     values.update(zip(step.gives, given, strict=True))
     return result
 

@@ -1,15 +1,15 @@
-"""What each layer of a network costs one rank: operations, messages, memory.
+"""What each part of a network costs one rank: operations, messages, memory.
 
 The network runs forwards and backwards once, without data, as the rank of a grid with the largest
-tile. A stage is a range of its layers, so one run tells the costs of all stages on this grid. After
+tile. A stage is a range of its parts, so one run gives the costs of all stages on this grid. After
 a change of grid tiles may differ by a pixel from those that are counted here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,28 +21,38 @@ from spatialdl.comm.dry import Talk, listening
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import dry_mesh
-from spatialdl.pipeline.recording import meta_copy
-from spatialdl.planning.layers import Layer
-from spatialdl.planning.ledger import Ledger, Memory, Phase, Work, taken
-from spatialdl.planning.peaks import peaks_backward, peaks_forward
-from spatialdl.random import keyed, scope
+from spatialdl.pipeline.steps import IMAGE, Recording, Value
+from spatialdl.planning.ledger import Ledger, Phase, Work, taken
+from spatialdl.planning.parts import Parts
+from spatialdl.planning.peaks import Lives, lives, lives_between
+from spatialdl.planning.program import Program
+from spatialdl.random import keyed
 from spatialdl.spatial.tensor import SpatialTensor
+
+
+class Output(NamedTuple):
+    """A value on its rank.
+
+    Attributes:
+        memory: its place in `NetworkCosts.lives`; -1 if it lies in what the run has not made.
+        summed_in: the part that has made the memory in which its gradient is added up.
+    """
+
+    value: Value
+    bytes: int
+    memory: int
+    summed_in: int
 
 
 @dataclass
 class LayerCosts:
-    """One layer on one rank; memory in bytes.
+    """One part of the network on one rank; memory in bytes.
 
     Attributes:
         forward, backward: operations in order.
-        forward_talks, backward_talks: what it says to the other ranks of its grid.
-        output: what it gives to the next layer.
-        kept: what it makes and its backward needs.
-        output_kept: whether the output is in `kept`.
-        forward_extra: most memory beside what earlier layers keep, while it runs.
-        backward_extra: the same in backward, its own `kept` and the gradients of its weights
-            included.
-        weights, buffers: of the layer.
+        forward_talks, backward_talks: messages to the other ranks of its grid.
+        outputs: what it gives to later parts.
+        weights, buffers: of the part.
     """
 
     name: str
@@ -50,23 +60,21 @@ class LayerCosts:
     backward: list[Work] = field(default_factory=list)
     forward_talks: list[Talk] = field(default_factory=list)
     backward_talks: list[Talk] = field(default_factory=list)
-    output: int = 0
-    kept: int = 0
-    output_kept: bool = False
-    forward_extra: int = 0
-    backward_extra: int = 0
+    outputs: list[Output] = field(default_factory=list)
     weights: int = 0
     buffers: int = 0
 
 
 @dataclass
 class NetworkCosts:
-    """The layers of a network in order.
+    """The parts of a network in order.
 
     Attributes:
         input: bytes of the rank's tile of the images.
-        loss: what is done after the last layer; None if that was not reached.
-        refused: why layers after those that are listed cannot work on this grid.
+        loss: what is done after the last part; None if that was not reached.
+        uses: parts that take a value, in order.
+        lives: what was made, and when it lived.
+        refused: why parts after those that are listed cannot work on this grid.
         heap, mapped: on a CPU the same, with the memory alone that lies in the C library's heap, or
             is mapped by itself, see `spatialdl.allocator`.
     """
@@ -74,9 +82,17 @@ class NetworkCosts:
     layers: list[LayerCosts]
     input: int
     loss: LayerCosts | None
+    uses: dict[Value, list[int]]
+    lives: Lives = field(compare=False)
     refused: str | None = None
     heap: NetworkCosts | None = None
     mapped: NetworkCosts | None = None
+
+    @cached_property
+    def values(self) -> dict[Value, int]:
+        """Bytes of what parts give to later ones, and of the images."""
+        given = {one.value: one.bytes for layer in self.layers for one in layer.outputs}
+        return {IMAGE: self.input, **given}
 
 
 class Sizes(NamedTuple):
@@ -90,57 +106,69 @@ class Sizes(NamedTuple):
 
 
 def count(
-    layers: Sequence[Layer],
+    program: Program,
     shape: tuple[int, int, int, int],
     grid: tuple[int, int] = (1, 1),
     *,
+    uncut: bool = False,
     segments: bool = False,
     on_cpu: bool = True,
 ) -> NetworkCosts:
-    """Run layers on the ``meta`` device, forwards and backwards.
+    """Run a network on the ``meta`` device, forwards and backwards.
 
     Args:
-        layers: of a whole network, each of which gets what the one before gives.
         shape: (N, C, H, W) of the images of a micro-batch of one replica, whole.
         grid: into which they are cut.
+        uncut: whether the network is run as it is, and not step by step.
         segments: whether it learns a class for every pixel.
         on_cpu: where convolutions need memory for themselves.
+
+    Raises:
+        CannotRecord: if it does something else with so many samples than with others.
     """
-    run = _Run(layers, shape, grid, segments, on_cpu)
-    run.forward()
-    run.backward()
-    return run.result(on_cpu)
+    parts = program.parts(uncut)
+    recording = program.recording(shape[0]) if parts.is_recorded else None
+    run = _Run(parts, recording, shape, grid, segments, on_cpu)
+    try:
+        run.forward()
+        run.backward()
+        return run.result(on_cpu)
+    finally:
+        run.forget()
 
 
 class _Run:
     def __init__(
         self,
-        layers: Sequence[Layer],
+        parts: Parts,
+        recording: Recording | None,
         shape: tuple[int, int, int, int],
         grid: tuple[int, int],
         segments: bool,
         on_cpu: bool,
     ) -> None:
-        whole = meta_copy(nn.ModuleList([layer for _, layer in layers])).train()
-        self._names = [name for name, _ in layers]
-        self._layers = list(whole.children())
+        self._parts, self._recording = parts, recording
         self._shape, self._segments = shape, segments
         samples, _, height, width = shape
         self._layout = Layout.even((samples, height, width), grid)
         self._mesh = dry_mesh(grid, largest_part(self._layout))
         self._split = grid != (1, 1)
-        dtype = next((p.dtype for p in whole.parameters()), torch.get_default_dtype())
         self._ledger = Ledger(whole_pages=on_cpu)
-        for tensor in (*whole.parameters(), *whole.buffers()):
+        self._state = [one for state in parts.state for one in state]
+        for tensor in self._state:
             self._ledger.own(tensor)
         self._talks: dict[tuple[Phase, int], list[Talk]] = {}
         self._refused: str | None = None
-        self._last: Any = self._images(dtype)
-        self.input = _bytes(self._last)
+        image = self._images(parts.dtype)
+        self._values: dict[Value, Tensor] = {IMAGE: image}
+        self._output: Any = None
+        self.input = _local(image).nbytes
         self._loss: Tensor | None = None
-        self._outcomes: list[list[Memory | None]] = []
-        self._listened: list[Talk] = []  # in backward, of which so many are told
-        self._told = 0
+        self._outcomes: list[list[tuple[Value, int, int]]] = []
+        self._uses = parts.uses(recording)
+        self._summed_in: dict[Value, int] = {}
+        self._listened: list[Talk] = []  # in backward, of which so many are attributed
+        self._attributed = 0
         self._forwarded = 0
 
     def _images(self, dtype: torch.dtype) -> Tensor:
@@ -152,34 +180,35 @@ class _Run:
         return SpatialTensor(tile, self._layout, self._mesh)
 
     def forward(self) -> None:
-        self._ledger.own(_local(self._last))
+        self._ledger.own(_local(self._values[IMAGE]))
         with self._ledger.watch(), torch.device("meta"), keyed(0, 0, 0):
-            for number, (name, layer) in enumerate(zip(self._names, self._layers, strict=True)):
-                if not self._run_layer(number, name, layer):
+            for number, name in enumerate(self._parts.names):
+                if not self._run_part(number, name):
                     return
-            self._begin("forward", len(self._layers))
+            self._begin("forward", len(self._parts.names))
             with listening() as talks:
-                self._loss = dry_loss(self._last, self._segments, self._shape, self._mesh)
-            self._heard("forward", len(self._layers), talks)
+                self._loss = dry_loss(self._output, self._segments, self._shape, self._mesh)
+            self._heard("forward", len(self._parts.names), talks)
 
-    def _run_layer(self, number: int, name: str, layer: nn.Module) -> bool:
+    def _run_part(self, number: int, name: str) -> bool:
         self._begin("forward", number)
-        given = _tensors(self._last)
+        before = {id(one): one._version for one in self._values.values()}
         try:
-            with listening() as talks, scope(name):
-                output = layer(self._last)
+            with listening() as talks:
+                self._output = self._parts.run(number, self._values, self._recording)
         except (UnsupportedSpatialOp, ValueError, RuntimeError) as error:
             if not self._split:
                 raise
             self._refused = f"{name or 'the network'}: {error}"
             return False
         self._heard("forward", number, talks)
-        self._last = output
         found = []
-        for one in _tensors(output):
-            found.append(self._ledger.memory_of(one))
-            if one.requires_grad and not any(one is other for other in given):
-                one.register_hook(self._entering(number))  # type: ignore[no-untyped-call]
+        for value, one in self._parts.given(number, self._values).items():
+            memory = self._ledger.memory_of(one)
+            place = next((i for i, m in enumerate(self._ledger.memories) if m is memory), -1)
+            found.append((value, place, _local(one).nbytes))
+            if one.requires_grad and before.get(id(one)) != one._version:
+                one.register_hook(self._entering(number, value))  # type: ignore[no-untyped-call]
         self._outcomes.append(found)
         return True
 
@@ -189,10 +218,12 @@ class _Run:
     def _heard(self, phase: Phase, part: int, talks: list[Talk]) -> None:
         self._talks.setdefault((phase, part), []).extend(talks)
 
-    def _entering(self, number: int) -> Any:
+    def _entering(self, number: int, value: Value) -> Any:
         def hook(grad: Tensor) -> None:
-            self._heard("backward", self._ledger.part, self._listened[self._told :])
-            self._told = len(self._listened)
+            memory = self._ledger.memory_of(grad)
+            self._summed_in[value] = number if memory is None else memory.part
+            self._heard("backward", self._ledger.part, self._listened[self._attributed :])
+            self._attributed = len(self._listened)
             self._ledger.part = min(self._ledger.part, number)
 
         return hook
@@ -201,15 +232,16 @@ class _Run:
         last = len(self._outcomes) - 1
         self._begin("backward", last + 1 if self._loss is not None else max(last, 0))
         self._forwarded = len(self._ledger.moments)
-        roots = _tensors(self._last) if self._loss is None else [self._loss]
+        roots = list(self._values.values()) if self._loss is None else [self._loss]
         roots = [one for one in roots if one.requires_grad]
-        self._last = None
+        self._output = None
+        self._values.clear()
         with self._ledger.watch(), torch.device("meta"), listening() as talks:
             self._listened = talks
             grads = [torch.ones_like(one) for one in roots]
             if roots:
                 torch.autograd.backward(roots, grads)
-            self._heard("backward", self._ledger.part, talks[self._told :])
+            self._heard("backward", self._ledger.part, talks[self._attributed :])
         del roots, grads
         self._loss = None
 
@@ -227,45 +259,34 @@ class _Run:
             taken(moment.workspace) * (workspace and sizes.hold(moment.workspace))
             for moment in self._ledger.moments
         ]
-        parts, since = len(self._outcomes) + 1, self._forwarded
-        forward = peaks_forward(self._ledger, memories, rooms, parts, since)
-        backward = peaks_backward(self._ledger, memories, rooms, parts, since, self._gradients())
-        of_part: dict[int, list[Memory]] = {}
-        for memory in memories:
-            if memory.phase == "forward":
-                of_part.setdefault(memory.part, []).append(memory)
-        costs = [
-            self._layer(number, sizes, of_part.get(number, []), forward[number], backward[number])
-            for number in range(parts)
-        ]
+        made = lives(self._ledger, memories, rooms, self._forwarded, self._gradients())
+        costs = [self._layer(number, sizes) for number in range(len(self._outcomes) + 1)]
         loss = None if self._refused else costs[-1]
         entering = self.input if sizes.hold(self.input) else 0
-        return NetworkCosts(costs[:-1], entering, loss, self._refused)
+        return NetworkCosts(costs[:-1], entering, loss, self._uses, made, self._refused)
 
-    def _layer(
-        self, number: int, sizes: Sizes, made: Sequence[Memory], forward: int, backward: int
-    ) -> LayerCosts:
+    def _layer(self, number: int, sizes: Sizes) -> LayerCosts:
         is_loss = number == len(self._outcomes)
-        module = nn.Module() if is_loss else self._layers[number]
-        kept = [one for one in made if one.died is None or one.died > self._forwarded]
-        given = () if is_loss else self._outcomes[number]
-        outputs = {id(one): one for one in given if one is not None and sizes.hold(one.bytes)}
-        own = [one for one in outputs.values() if one.part == number]
+        state = [] if is_loss else self._parts.state[number]
+        given = [] if is_loss else self._outcomes[number]
         weights, buffers = (
-            sum(tensor.nbytes for tensor in tensors if sizes.hold(tensor.nbytes))
-            for tensors in (module.parameters(), module.buffers())
+            sum(
+                x.nbytes
+                for x in state
+                if isinstance(x, nn.Parameter) is learns and sizes.hold(x.nbytes)
+            )
+            for learns in (True, False)
         )
         return LayerCosts(
-            name="loss" if is_loss else self._names[number],
+            name="loss" if is_loss else self._parts.names[number],
             forward=self._ledger.work.get(("forward", number), []),
             backward=self._ledger.work.get(("backward", number), []),
             forward_talks=self._talks.get(("forward", number), []),
             backward_talks=self._talks.get(("backward", number), []),
-            output=sum(one.bytes for one in outputs.values()),
-            kept=sum(one.taken for one in kept),
-            output_kept=all(any(one is k for k in kept) for one in own),
-            forward_extra=forward,
-            backward_extra=backward,
+            outputs=[
+                Output(value, size * sizes.hold(size), place, self._summed_in.get(value, number))
+                for value, place, size in given
+            ],
             weights=weights,
             buffers=buffers,
         )
@@ -273,12 +294,16 @@ class _Run:
     def _gradients(self) -> set[int]:
         """Memories of the weights' gradients."""
         found = set()
-        for layer in self._layers:
-            for parameter in layer.parameters():
-                memory = None if parameter.grad is None else self._ledger.memory_of(parameter.grad)
-                if memory is not None:
-                    found.add(id(memory))
+        for one in self._state:
+            memory = None if one.grad is None else self._ledger.memory_of(one.grad)
+            if memory is not None:
+                found.add(id(memory))
         return found
+
+    def forget(self) -> None:
+        """Free the weights' gradients: the next run begins without."""
+        for one in self._state:
+            one.grad = None
 
 
 def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | None:
@@ -290,13 +315,15 @@ def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | No
     if a.refused or b.refused or a.loss is None or b.loss is None:
         return None
     layers = [_between(x, y, share) for x, y in zip(a.layers, b.layers, strict=True)]
-    loss = _between(a.loss, b.loss, share)
-    if loss is None or any(one is None for one in layers):
+    loss, made = _between(a.loss, b.loss, share), lives_between(a.lives, b.lives, share)
+    if loss is None or made is None or any(one is None for one in layers):
         return None
     return NetworkCosts(
         [one for one in layers if one is not None],
         round(a.input + share * (b.input - a.input)),
         loss,
+        a.uses,
+        made,
     )
 
 
@@ -333,15 +360,5 @@ def largest_part(layout: Layout) -> int:
     return max(range(rows * cols), key=size)
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    given = output if isinstance(output, tuple) else (output,)
-    return [one for one in given if isinstance(one, Tensor)]
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor._tile if isinstance(tensor, SpatialTensor) else tensor
-
-
-def _bytes(tensors: Any) -> int:
-    listed = tensors if isinstance(tensors, list) else _tensors(tensors)
-    return sum(_local(one).nbytes for one in listed)

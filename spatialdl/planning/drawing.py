@@ -51,9 +51,11 @@ def draw_layout(row: Row, job: Job, path: Path) -> None:
     stages = min(placement.stages, MOST_STAGES)
     figure = Figure(figsize=(max(5.0, 2.6 * stages), 3.6), dpi=130, layout="constrained")
     panels = figure.subplots(1, stages, squeeze=False)[0]
-    bounds = job.bounds(placement.widths)
+    again = row.prediction.recompute == "block"
+    bounds = job.bounds(placement.widths, row.prediction.schedule.microbatches, again)
+    steps = job.program(again).names
     for stage, (panel, (first, after)) in enumerate(zip(panels, pairwise(bounds), strict=False)):
-        names = [name for name, _ in job.layers[first:after]]
+        names = steps[first:after]
         what = names[0] if len(names) == 1 else f"{names[0]}\nto {names[-1]}"
         panel.set_title(f"stage {stage}: {what or 'all layers'}", fontsize=9)
         _draw_stage(panel, placement, stage, job.image[1:])

@@ -25,7 +25,7 @@ from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named, job_of
-from spatialdl.planning.stage import CannotWork, StageCosts, stage_costs
+from spatialdl.planning.stage import StageCosts, stage_costs
 from spatialdl.training.console.layout_text import drawn
 from spatialdl.training.console.rank_table import rank_lines
 from spatialdl.training.layouts import (
@@ -72,6 +72,8 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         _tried(errors, lambda: make_network(config, sources, Alone()))
     cluster = _cluster(config.device)
     job = _tried(errors, lambda: job_of(_planned(config), cluster))
+    if config.parallel.balance == "measured" and placement.stages > 1:
+        print("note: parallel.balance=measured times the layers at run time; cut by time here")
     if job is None or not fits:
         print("\n".join(_problems(errors, Preflight())))
         return False
@@ -81,7 +83,6 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         placement,
         (slices.most, *job.image),
         names=config.parallel.cut,
-        gather_before=config.parallel.gather_before or (),
         recompute=config.parallel.recompute == "block",
         criterion=None if task is None else task.loss,
         segments=job.segments,
@@ -181,7 +182,7 @@ class _Table:
         if not reason:
             try:
                 prediction = self._predicted()
-            except CannotWork as error:
+            except ValueError as error:
                 reason = str(error)
         yield self._slices.text
         yield ""
@@ -213,7 +214,7 @@ class _Table:
         if not self._stages:
             return line
         one = self._stages[stage]
-        return f"{line}{one.held / 1e6:10.1f}{self._halos(stage) / 1e6:10.2f}"
+        return f"{line}{one.held / 1e6:10.1f}{one.halos / 1e6:10.2f}"
 
     def _tile(self, stage: int) -> tuple[str, str]:
         """Of what enters a stage: rows and columns of its tiles, and the first of them."""
@@ -227,13 +228,6 @@ class _Table:
             for count, parts in zip(size, self._placement.grids[stage], strict=True)
         ]
         return " x ".join(map(_range, sides)), f"0:{sides[0][0]}, 0:{sides[1][0]}"
-
-    def _halos(self, stage: int) -> int:
-        """Bytes that a rank sends to the others of its grid for a micro-batch."""
-        costs = self._job.costs(self._slices.most, self._placement.grids[stage], False)
-        own = costs.layers[slice(*self._stages[stage].layers)]
-        talks = [talk for one in own for talk in (*one.forward_talks, *one.backward_talks)]
-        return sum(talk.bytes for talk in talks if talk.kind == "exchange")
 
     def _memory(self, prediction: Prediction) -> Iterator[str]:
         kinds: dict[tuple[int, ...], list[int]] = {}

@@ -1,25 +1,24 @@
-"""What is to be trained, as far as its costs depend on it, and its layers' costs, counted once."""
+"""What is to be trained, as far as its costs depend on it, and what its network costs."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from spatialdl.pipeline.balance import Costs, balance, estimated
-from spatialdl.pipeline.partition import named_bounds
-from spatialdl.pipeline.recording import meta_copy
-from spatialdl.pipeline.stage import SAMPLES, pieces
-from spatialdl.pipeline.steps import Recording
+from spatialdl.pipeline.balance import Costs, estimated, memory
+from spatialdl.pipeline.recording import CannotRecord
+from spatialdl.pipeline.shapes import Border
+from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import NetworkCosts, between, count
-from spatialdl.planning.layers import Layer, layers_of
 from spatialdl.planning.ledger import Ledger, Work
-from spatialdl.spatial.recompute import recompute, recompute_blocks
+from spatialdl.planning.program import Program
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
 Recompute = Literal["none", "block", "stage"]
@@ -28,20 +27,8 @@ COUNTED = (2, 4)
 """Samples that are counted; costs of more of them are on the line through these."""
 
 
-class _Again(nn.Module):
-    """Loose layers of a chain that run again in backward together, as a `Stage` does it."""
-
-    def __init__(self, piece: Sequence[Layer]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer for _, layer in piece])
-
-    def forward(self, x: Any) -> Any:
-        def run(x: Any) -> Any:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-        return recompute(run, x, modules=list(self.layers))
+class CannotWork(ValueError):
+    """A layout that the network does not allow."""
 
 
 @dataclass
@@ -54,6 +41,7 @@ class Job:
         batch: images of a global batch.
         names: with which stages begin, see `pipeline.partition.cut`.
         optimizer: makes one for parameters.
+        balance: what is alike in all stages, see `pipeline.balance`.
         read_bytes: memory that reading takes for each pixel of an image.
     """
 
@@ -63,117 +51,132 @@ class Job:
     optimizer: Any
     segments: bool = False
     names: Sequence[str] | None = None
+    balance: Literal["time", "memory"] = "time"
     read_bytes: float = 0.0
     on_cpu: bool = True
-    _counted: dict[tuple[int, tuple[int, int], bool], NetworkCosts] = field(
-        default_factory=dict, init=False
-    )
-    _bounds: dict[tuple[int, ...], list[int]] = field(default_factory=dict, init=False)
+    _programs: dict[bool, Program] = field(default_factory=dict, init=False)
+    _balanced: dict[tuple[bool, int], Costs] = field(default_factory=dict, init=False)
+    _bounds: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, init=False)
+    _counted: dict[tuple[Any, ...], NetworkCosts] = field(default_factory=dict, init=False)
+    _updates: dict[bool, list[list[Work]]] = field(default_factory=dict, init=False)
 
-    @cached_property
-    def layers(self) -> list[Layer]:
-        """Of a chain; any other network counts as one layer, and is planned uncut."""
-        return self._found[0]
-
-    @property
-    def _recording(self) -> Recording | None:
-        return self._found[1]
-
-    @cached_property
-    def _found(self) -> tuple[list[Layer], Recording | None]:
-        return layers_of(self.model, self.image)
+    def program(self, again: bool = False) -> Program:
+        """The steps of the network; with `again`, blocks run again in backward."""
+        if again not in self._programs:
+            self._programs[again] = Program(self.model, self.image, again)
+        return self._programs[again]
 
     @cached_property
     def weights(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())
 
-    @cached_property
-    def _layer_costs(self) -> Costs:
-        if self._recording is None:
-            return Costs([1.0], {})
-        return estimated(self.model, self._recording, (SAMPLES, *self.image))
+    def can_run_again(self, stages: int) -> bool:
+        """Whether there is anything that ``recompute=block`` could run again."""
+        program = self.program(again=True)
+        return stages > 1 or program.has_blocks or (program.is_chain and len(program.names) > 1)
 
-    @cached_property
-    def has_blocks(self) -> bool:
-        """Whether there is anything that `recompute=block` could run again."""
-        return len(self.layers) > 1 or bool(recompute_blocks(meta_copy(self.model)))
+    def bounds(
+        self, widths: tuple[int, ...], microbatches: int = 1, again: bool = False
+    ) -> list[int]:
+        """The steps with which stages begin, and the end, as `pipeline.partition.cut` has them.
 
-    def bounds(self, widths: tuple[int, ...]) -> list[int]:
-        """Where `pipeline.partition.cut` cuts the layers for stages of these widths."""
-        if widths not in self._bounds:
-            if self._recording is None or len(widths) == 1:
-                self._bounds[widths] = [0, len(self.layers)]
-            elif self.names:
-                self._bounds[widths] = named_bounds(self._recording, self.names, len(widths))
-            else:
-                self._bounds[widths] = balance(self._layer_costs, self._recording, widths)
-        return self._bounds[widths]
-
-    def costs(self, samples: int, grid: tuple[int, int], again: bool) -> NetworkCosts:
-        """Of all layers on one rank; with `again`, blocks run again in backward.
-
-        There may be fewer parts than layers then: `owner` tells them apart.
+        Raises:
+            CannotWork: if the network cannot be cut so.
         """
-        key = (samples, grid, again)
+        key = widths, microbatches if self.balance == "memory" else 1, again
+        if key not in self._bounds:
+            costs = functools.partial(self._weighed, microbatches, again)
+            try:
+                self._bounds[key] = self.program(again).bounds(widths, self.names, costs)
+            except ValueError as error:
+                raise CannotWork(str(error)) from error
+        return self._bounds[key]
+
+    @cached_property
+    def uncut(self) -> str:
+        """Why the network is never cut into stages; empty if it is."""
+        try:
+            costs = functools.partial(self._weighed, 1, False)
+            self.program().bounds((1, 1), None, costs)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _weighed(self, microbatches: int, again: bool) -> Costs:
+        """What the cut balances; times are taken from operation counts."""
+        key = again, microbatches if self.balance == "memory" else 1
+        if key not in self._balanced:
+            by_memory = functools.partial(memory, samples=microbatches)
+            weigh = by_memory if self.balance == "memory" else estimated
+            self._balanced[key] = self.program(again).costs(weigh)
+        return self._balanced[key]
+
+    def costs(
+        self, samples: int, grid: tuple[int, int], again: bool, uncut: bool = False
+    ) -> NetworkCosts:
+        """Of all parts on one rank.
+
+        Args:
+            samples: of a micro-batch of a replica.
+            again: whether blocks run again in backward. There may be fewer parts than steps then:
+                `parts` gives those of the stages.
+            uncut: whether the network is run as it is.
+
+        Raises:
+            CannotWork: if the network does something else with so many samples.
+        """
+        uncut = uncut and not self.program(again).is_chain
+        key = (samples, grid, again, uncut)
         if key not in self._counted:
             low, high = COUNTED
             found = None
             if samples > high and not self.on_cpu:  # there sizes of memory matter, too
                 share = (samples - low) / (high - low)
-                found = between(self.costs(low, grid, again), self.costs(high, grid, again), share)
-            self._counted[key] = found or self._count(samples, grid, again)
+                two, four = (self.costs(count, grid, again, uncut) for count in COUNTED)
+                found = between(two, four, share)
+            self._counted[key] = found or self._count(*key)
         return self._counted[key]
 
-    def _count(self, samples: int, grid: tuple[int, int], again: bool) -> NetworkCosts:
-        layers = self._again if again else self.layers
+    def _count(self, samples: int, grid: tuple[int, int], again: bool, uncut: bool) -> NetworkCosts:
         shape = (samples, *self.image)
-        return count(layers, shape, grid, segments=self.segments, on_cpu=self.on_cpu)
-
-    @cached_property
-    def _pieces(self) -> list[list[Layer]]:
-        shadow = meta_copy(self.model)
-        recompute_blocks(shadow)
-        layers = [(path, shadow.get_submodule(path)) for path, _ in self.layers]
-        if len(layers) == 1:
-            return [layers]
-        lengths = (len(piece) for piece in pieces([layer for _, layer in layers]))
-        return [layers[a:b] for a, b in pairwise([0, *accumulate(lengths)])]
-
-    @cached_property
-    def _again(self) -> list[Layer]:
-        return [
-            piece[0] if len(piece) == 1 else (piece[0][0], _Again(piece)) for piece in self._pieces
-        ]
+        keys = {"uncut": uncut, "segments": self.segments, "on_cpu": self.on_cpu}
+        try:
+            return count(self.program(again), shape, grid, **keys)
+        except CannotRecord as error:
+            raise CannotWork(str(error)) from error
 
     def parts(self, bounds: Sequence[int], again: bool) -> list[tuple[int, int]]:
         """Of each stage its first part, and the one after its last, in `costs`.
 
         A piece that runs again belongs to the stage in which it begins.
         """
-        if not again:
-            return list(pairwise(bounds))
-        starts = [0]
-        for piece in self._pieces:
-            starts.append(starts[-1] + len(piece))
-        places = [sum(start < bound for start in starts[:-1]) for bound in bounds]
-        return list(pairwise(places))
+        program = self.program(again)
+        parts = program.parts(uncut=len(bounds) == 2 and not program.is_chain)
+        return list(pairwise(map(parts.first_of, bounds)))
+
+    def borders(self, bounds: Sequence[int], again: bool) -> dict[Border, tuple[Value, ...]]:
+        """Over which something passes between the stages of `parts`, and what."""
+        program = self.program(again)
+        parts = program.parts(uncut=len(bounds) == 2 and not program.is_chain)
+        return program.borders([parts.starts[parts.first_of(bound)] for bound in bounds])
 
     @cached_property
     def state_ratio(self) -> float:
         """Bytes that the optimizer keeps for each byte of weights."""
         return state_ratio(self.optimizer)
 
-    @cached_property
-    def updates(self) -> list[list[Work]]:
-        """What the optimizer does for each layer in a step, its state being there."""
-        return [self._update(layer) for _, layer in self.layers]
+    def updates(self, again: bool) -> list[list[Work]]:
+        """What the optimizer does for each step of the network, its state being there."""
+        if again not in self._updates:
+            self._updates[again] = [self._update(state) for state in self.program(again).state]
+        return self._updates[again]
 
-    def _update(self, layer: nn.Module) -> list[Work]:
+    def _update(self, state: Sequence[Tensor]) -> list[Work]:
         ledger = Ledger()
-        for p in layer.parameters():
-            shadow = nn.Parameter(torch.empty_like(p, device="meta"))
-            parameter, optimizer = stepped(self.optimizer, shadow)
-            parameter.grad = torch.empty_like(parameter)
-            with ledger.watch():
-                optimizer.step()
+        for p in state:
+            if isinstance(p, nn.Parameter):
+                parameter, optimizer = stepped(self.optimizer, nn.Parameter(torch.empty_like(p)))
+                parameter.grad = torch.empty_like(parameter)
+                with ledger.watch():
+                    optimizer.step()
         return [work for works in ledger.work.values() for work in works]

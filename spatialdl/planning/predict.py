@@ -59,7 +59,7 @@ def predict(
     distinct = list(dict.fromkeys(kinds))
     timeline = _simulated(cluster, placement, schedule, stages, distinct, kinds)
     reducing = _reducing(cluster, placement, stages)
-    updating = _updating(job, cluster, placement, stages, distinct)
+    updating = _updating(job, cluster, placement, stages, distinct, recompute == "block")
     layers: list[list[StageCosts]] = [stages]
     if cluster.cores is not None:
         # what is freed in the heap stays there, while elsewhere more is mapped: peaks add up
@@ -120,11 +120,13 @@ def _updating(
     placement: Placement,
     stages: Sequence[StageCosts],
     distinct: Sequence[Held],
+    again: bool,
 ) -> float:
+    updates = job.updates(again)
     world = placement.world_size
     crowd = max(1.0, world / cluster.cores) if cluster.cores else 1.0
     of_stage = [
-        sum(cluster.seconds(job.updates[layer], world) for layer in range(*stage.layers))
+        sum(cluster.seconds(updates[step], world) for step in range(*stage.layers))
         for stage in stages
     ]
     return crowd * max(sum(of_stage[stage] for stage in {s for _, s in k}) for k in distinct)

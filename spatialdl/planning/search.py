@@ -12,7 +12,6 @@ from tqdm import tqdm
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.predict import Prediction, predict
-from spatialdl.planning.stage import CannotWork
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 
 LARGEST_GRID = 64
@@ -83,16 +82,13 @@ def search(
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world={world} must be a whole number of at least 1 rank")
     rows, nearest, reason = [], None, ""
-    tried = list(layouts(world, job.batch, len(job.layers)))
+    tried = list(layouts(world, job.batch, len(job.program().names)))
     for layout in tqdm(tried, desc="layouts", unit="layout", disable=not show, leave=False):
-        for recompute in _again(job, base):
+        for recompute in _again(job, base, layout):
             made = _with(layout, recompute)
             try:
                 row = Row(made, _predicted(job, cluster, base, made, recompute))
-            except CannotWork as error:
-                reason = str(error)
-                break
-            except ValueError as error:  # layouts and batches that do not go together
+            except ValueError as error:  # the network, the batch and the layout do not go together
                 reason = str(error)
                 break
             if memory_bytes is None or row.memory <= memory_bytes:
@@ -105,11 +101,12 @@ def search(
     return sorted(rows, key=lambda row: (row.prediction.seconds, row.memory))
 
 
-def _again(job: Job, base: DictConfig) -> Sequence[Recompute]:
+def _again(job: Job, base: DictConfig, layout: Layout) -> Sequence[Recompute]:
     """What to try, one after the other, until it fits."""
     if base.recompute != "none":
         return [base.recompute]
-    return ["none", "block", "stage"] if job.has_blocks else ["none", "stage"]
+    stages = dict(layout.keys).get("stages", 1)
+    return ["none", "block", "stage"] if job.can_run_again(stages) else ["none", "stage"]
 
 
 def _with(layout: Layout, recompute: Recompute) -> Layout:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
+from spatialdl.spatial.gather import gather_before
 from spatialdl.training.checks import check_config
 from spatialdl.training.network.building import build_model
 from spatialdl.training.optimization.optimizers import make_optimizer
@@ -93,6 +94,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
     dtype = planned_type(config)
     sources = open_sources(config.data, int(config.seed), config.task.name)
     model = build_model(config, sources).to(dtype)
+    gather_before(model, config.parallel.gather_before or ())
     batch = int(config.data.batch_size)
     return Job(
         model=model,
@@ -101,6 +103,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
         optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
         segments=config.task.name == "segmentation",
         names=config.parallel.cut,
+        balance="memory" if config.parallel.balance == "memory" else "time",
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,
     )

@@ -1,22 +1,19 @@
-"""What one stage of a layout costs, from the costs of its layers."""
+"""What one stage of a layout costs, from the costs of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import ceil
 from typing import Literal
 
-from spatialdl.comm.dry import Talk
+from spatialdl.pipeline.shapes import Border
+from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.placement import Placement
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.costs import LayerCosts, NetworkCosts
-from spatialdl.planning.job import Job, Recompute
-
-
-class CannotWork(ValueError):
-    """A layout that the network does not allow."""
+from spatialdl.planning.costs import NetworkCosts
+from spatialdl.planning.job import CannotWork, Job, Recompute
+from spatialdl.planning.peaks import Sum
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,8 @@ class StageCosts:
         arriving: of a micro-batch from other stages, for its forward and for its backward; there is
             room for it from the beginning of the action before.
         sent: what a rank sends for a micro-batch.
-        layers: its first layer, and the one after its last.
+        halos: that part of it which are halos.
+        layers: its first step, and the one after its last.
     """
 
     forward: float
@@ -47,6 +45,7 @@ class StageCosts:
     buffers: int
     arriving: tuple[int, int]
     sent: int
+    halos: int
     layers: tuple[int, int]
 
 
@@ -66,120 +65,142 @@ def stage_costs(
     Raises:
         CannotWork: if the network cannot be cut so.
     """
-    if len(job.layers) < placement.stages:
-        raise CannotWork(
-            f"{placement.stages} stages of a network that can be cut into {len(job.layers)}"
-        )
-    bounds = job.bounds(placement.widths)
-    again = recompute == "block"
+    again, stages = recompute == "block", placement.stages
+    if again and not job.can_run_again(stages):
+        raise CannotWork("parallel.recompute=block: the network has no blocks to run again")
+    bounds = job.bounds(placement.widths, microbatches, again)
     samples = ceil(ceil(job.batch / microbatches) / placement.data)
+    parts = job.parts(bounds, again)
+    borders = job.borders(bounds, again)
     found = []
-    for stage, (first, after) in enumerate(job.parts(bounds, again)):
+    for stage, (first, after) in enumerate(parts):
         grid = placement.grids[stage]
-        costs = job.costs(ceil(samples / placement.batch_parts(stage)), grid, again)
+        own_samples = ceil(samples / placement.batch_parts(stage))
+        costs = job.costs(own_samples, grid, again, uncut=stages == 1)
         if memory != "all":
             costs = getattr(costs, memory) or costs
         if len(costs.layers) < after:
             raise CannotWork(f"stage {stage} on a grid of {grid[0]}x{grid[1]}: {costs.refused}")
         layers = (bounds[stage], bounds[stage + 1])
-        found.append(
-            _stage(cluster, placement, stage, costs, (first, after), layers, recompute == "stage")
-        )
+        one = _Stage(cluster, placement, stage, costs, (first, after), borders)
+        found.append(one.costs(layers, recompute == "stage"))
     return found
 
 
-def _stage(
-    cluster: Cluster,
-    placement: Placement,
-    stage: int,
-    costs: NetworkCosts,
-    parts: tuple[int, int],
-    layers: tuple[int, int],
-    again: bool,
-) -> StageCosts:
-    own = costs.layers[slice(*parts)]
-    is_last = stage == placement.stages - 1
-    entering = costs.layers[parts[0] - 1].output if stage else 0
-    output = own[-1].output if own else 0
-    held = entering + sum(one.kept for one in own)
-    held += 0 if not own or own[-1].output_kept else output
-    peaks = _peaks(own, entering)
-    backward_peak, first_backward_peak = peaks[1:]
-    if is_last and costs.loss is not None:
-        extra = max(costs.loss.forward_extra, costs.loss.backward_extra)
-    else:
-        extra = 2 * output  # the gradient, and its parts as they arrive
-    weights = sum(one.weights for one in own)
-    first_backward_peak = max(first_backward_peak, held + extra)
-    backward_peak = max(backward_peak, held + extra + weights)
-    forward, backward, sent = _seconds(cluster, placement, stage, own, entering, output)
-    if is_last and costs.loss is not None:
-        ranks = placement.world_size
-        backward += cluster.seconds(costs.loss.forward + costs.loss.backward, ranks)
-        talks = costs.loss.forward_talks + costs.loss.backward_talks
-        backward += cluster.talking(talks, placement.ranks(stage, 0))
-    return StageCosts(
-        forward=forward,
-        backward=backward + forward * again,
-        input=entering if stage else costs.input,
-        held=entering + output if again else held,
-        forward_peak=peaks[0],
-        backward_peak=backward_peak,
-        first_backward_peak=first_backward_peak,
-        weights=weights,
-        buffers=sum(one.buffers for one in own),
-        arriving=(entering, 0 if is_last else 2 * output),
-        sent=sent,
-        layers=layers,
-    )
+class _Stage:
+    """A stage on its rank with the largest tile.
+
+    Args:
+        costs: of all parts, on the grid of the stage.
+        parts: its first part, and the one after its last.
+        borders: over which something passes, and what.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        placement: Placement,
+        stage: int,
+        costs: NetworkCosts,
+        parts: tuple[int, int],
+        borders: Mapping[Border, Sequence[Value]],
+    ) -> None:
+        self._cluster, self._placement, self._stage = cluster, placement, stage
+        self._first, self._after = parts
+        self._own, self._lives, self._uses = costs.layers[slice(*parts)], costs.lives, costs.uses
+        self._is_last = stage == placement.stages - 1
+        self._loss = costs.loss if self._is_last else None
+        self._input = costs.input
+        self._before = {b: _sizes(costs, v) for b, v in borders.items() if b.taker == stage}
+        self._behind = {b: _sizes(costs, v) for b, v in borders.items() if b.giver == stage}
+        self._entering = _total(self._before.values())
+        given = {value for values in self._behind.values() for value in values}
+        if self._is_last:
+            given = {one.value for one in self._own[-1].outputs} if self._own else set()
+        made = [(n, one) for n, part in enumerate(self._own, parts[0]) for one in part.outputs]
+        self._given = [(number, one) for number, one in made if one.value in given]
+        self._output = sum(one.bytes for _, one in self._given)
+
+    def costs(self, layers: tuple[int, int], again: bool) -> StageCosts:
+        """All of it.
+
+        Args:
+            layers: its first step, and the one after its last.
+            again: whether the stage runs again in backward.
+        """
+        parts, weights = (self._first, self._after), sum(one.weights for one in self._own)
+        given = {one.memory for _, one in self._given} - {-1}
+        held = self._entering + self._lives.held(*parts, given)
+        returning = self._gradients(self._behind)
+        largest = max((size for sizes in returning for size in sizes.values()), default=0)
+        arriving = held + _total(returning) + largest  # one gradient after the other, in parts
+        peaks = self._lives.backward_peaks(*parts, given, self._sums(), self._loss is not None)
+        beside = self._entering + (0 if self._is_last else self._output)  # gradients of outputs
+        later, first = (max(arriving, beside + peak) for peak in peaks)
+        forward, backward = self._seconds()
+        entering = _total(self._gradients(self._before))
+        talks = [t for one in self._own for t in (*one.forward_talks, *one.backward_talks)]
+        return StageCosts(
+            forward=forward,
+            backward=backward + forward * again,
+            input=self._entering if self._stage else self._input,
+            held=self._entering + self._output if again else held,
+            forward_peak=self._entering + self._lives.forward_peak(*parts),
+            backward_peak=later + weights,
+            first_backward_peak=first,
+            weights=weights,
+            buffers=sum(one.buffers for one in self._own),
+            arriving=(self._entering, _total(returning) + largest),
+            sent=sum(talk.bytes for talk in talks) + entering + _total(self._behind.values()),
+            halos=sum(talk.bytes for talk in talks if talk.kind == "exchange"),
+            layers=layers,
+        )
+
+    @staticmethod
+    def _gradients(borders: Mapping[Border, Mapping[Value, int]]) -> list[dict[Value, int]]:
+        """Of the values that pass, but for the image."""
+        return [{v: n for v, n in sizes.items() if v != IMAGE} for sizes in borders.values()]
+
+    def _sums(self) -> list[Sum]:
+        """Gradients of what later stages take and own parts, too.
+
+        That of the former is held, and that of the latter is added to it. In the run of the whole
+        network that may happen in the memory of the former.
+        """
+        found = []
+        for number, one in self._given:
+            own = [use for use in self._uses.get(one.value, ()) if use < self._after]
+            if own and one.summed_in >= self._after and not self._is_last:
+                found.append(Sum(number, own[-1], one.bytes))
+        return found
+
+    def _seconds(self) -> tuple[float, float]:
+        """Forward and backward of a micro-batch; whoever receives takes the time."""
+        cluster, world = self._cluster, self._placement.world_size
+        ranks = self._placement.ranks(self._stage, 0)
+        forward = sum(cluster.seconds(one.forward, world) for one in self._own)
+        backward = sum(cluster.seconds(one.backward, world) for one in self._own)
+        forward += cluster.talking([t for one in self._own for t in one.forward_talks], ranks)
+        backward += cluster.talking([t for one in self._own for t in one.backward_talks], ranks)
+        forward += sum(self._border(b, sum(sizes.values())) for b, sizes in self._before.items())
+        for border, sizes in zip(self._behind, self._gradients(self._behind), strict=True):
+            backward += self._border(border, sum(sizes.values()))
+        if self._loss is not None:
+            backward += cluster.seconds(self._loss.forward + self._loss.backward, world)
+            backward += cluster.talking(self._loss.forward_talks + self._loss.backward_talks, ranks)
+        return forward, backward
+
+    def _border(self, border: Border, size: int) -> float:
+        """A hand-over of so many bytes, of the ranks that are furthest apart."""
+        if not size:
+            return 0.0
+        before, behind = (self._placement.ranks(stage, 0) for stage in border)
+        return self._cluster.link(min(before), max(behind)).of(size)
 
 
-def _peaks(own: Sequence[LayerCosts], entering: int) -> tuple[int, int, int]:
-    """Most bytes in forward, in backward, and in the backward of the first micro-batch."""
-    before = [0, *accumulate(one.kept for one in own)]
-    after = sum(one.weights for one in own)
-    forward, backward, first = entering, 0, 0
-    total = after
-    for number, one in enumerate(own):
-        here = entering + before[number]
-        after -= one.weights
-        previous = own[number - 1] if number else None
-        loose = previous.output if previous and not previous.output_kept else 0
-        forward = max(forward, here + loose + one.forward_extra)
-        backward = max(backward, here + one.backward_extra + total)
-        first = max(first, here + one.backward_extra + after)
-    return forward, backward, first
+def _sizes(costs: NetworkCosts, values: Sequence[Value]) -> dict[Value, int]:
+    return {value: costs.values.get(value, 0) for value in values}
 
 
-def _seconds(
-    cluster: Cluster,
-    placement: Placement,
-    stage: int,
-    own: Sequence[LayerCosts],
-    entering: int,
-    output: int,
-) -> tuple[float, float, int]:
-    """Forward and backward of a micro-batch, and bytes sent; whoever receives takes the time."""
-    world, ranks = placement.world_size, placement.ranks(stage, 0)
-    times = [0.0, 0.0]
-    sent = 0
-    for direction, name in enumerate(("forward", "backward")):
-        talks: list[Talk] = []
-        for one in own:
-            times[direction] += cluster.seconds(getattr(one, name), world)
-            talks += getattr(one, f"{name}_talks")
-        times[direction] += cluster.talking(talks, ranks)
-        sent += sum(talk.bytes for talk in talks)
-    if stage > 0:
-        times[0] += _border(cluster, placement, stage - 1, entering)
-        sent += entering
-    if stage < placement.stages - 1:
-        times[1] += _border(cluster, placement, stage, output)
-        sent += output
-    return times[0], times[1], sent
-
-
-def _border(cluster: Cluster, placement: Placement, stage: int, size: int) -> float:
-    """A hand-over of so many bytes to a rank behind or before the border after `stage`."""
-    before, after = placement.ranks(stage, 0), placement.ranks(stage + 1, 0)
-    return cluster.link(min(before), max(after)).of(size)
+def _total(borders: Iterable[Mapping[Value, int]]) -> int:
+    return sum(size for sizes in borders for size in sizes.values())

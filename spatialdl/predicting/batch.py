@@ -71,7 +71,9 @@ class _Batch:
             self._one(todo)
         if self._world.rank == 0:
             classes, kind = trained.classes, str(self._config.table)
-            paths = save_tables(self._run_dir, self._records, classes, trained.task, kind)
+            paths = save_tables(
+                self._run_dir, self._records, self._reports, classes, trained.task, kind
+            )
             print(table(self._reports))
             log.info("written: %s", ", ".join(map(str, paths)))
         return not any(report.failed for report in self._reports)
@@ -168,7 +170,7 @@ class _Batch:
 
 def _in_keys(text: str) -> str:
     """An error of the tiling command, with the keys of this one in place of its options."""
-    text = text.replace(", or a column mpp of the labels", "")
+    text = text.replace(", or a column mpp of the labels", "").replace("--edge pad", "edge=pad")
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda m: m[1].replace("-", "_") + "=...", text)
 
 

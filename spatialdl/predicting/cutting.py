@@ -14,6 +14,7 @@ from spatialdl.data.fields import shown
 from spatialdl.predicting.records import key_of
 from spatialdl.predicting.trained import Trained
 from spatialdl.slides.cutting.filters import FILTERS
+from spatialdl.slides.cutting.grid import EDGES, Edge
 from spatialdl.slides.cutting.stains import METHODS
 from spatialdl.slides.finding.tissue import BACKGROUNDS
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
@@ -32,6 +33,7 @@ class Cutting:
         view: rows and columns that the network sees, in the middle of a tile.
         wanted: resolution of the images.
         whole: whether a slide's tissue is one image.
+        edge: what tiles there are at the edges of a slide, see `slides.cutting.tiling`.
         filters: names and limits of those that drop tiles, see `slides.cutting.filters`.
         slide_mpp: micrometres per level-0 pixel in place of what slides say.
     """
@@ -41,6 +43,7 @@ class Cutting:
     wanted: Wanted
     whole: bool
     overlap: int = 0
+    edge: Edge = "drop"
     min_tissue: float = 0.5
     background: str = "auto"
     filters: Mapping[str, float] | None = None
@@ -54,6 +57,7 @@ class Cutting:
         return Namespace(
             tile_size=self.tile_size,
             overlap=self.overlap,
+            edge=self.edge,
             background=self.background,
             filter=dict(self.filters or {}),
             stain_normalise=self.stain_normalise,
@@ -99,6 +103,7 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
         _resolution(config, before),
         whole,
         overlap=int(_either(config.overlap, before.get("overlap"), 0)),
+        edge="drop" if whole else _edge(_either(config.edge, before.get("edge"), "drop")),
         min_tissue=float(_either(config.min_tissue, before.get("min_tissue"), 0.5)),
         background=str(before.get("background", "auto")),
         filters={} if whole else before.get("filter"),
@@ -108,6 +113,13 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
     )
     _check_fits(found, config, before)
     return found
+
+
+def _edge(value: object) -> Edge:
+    for edge in EDGES:
+        if value == edge:
+            return edge
+    raise ValueError(f"edge={value} must be one of {', '.join(EDGES)}")
 
 
 def _check_fits(found: Cutting, config: DictConfig, before: Mapping[str, Any]) -> None:
@@ -152,6 +164,7 @@ _CAN_BE: Mapping[str, Callable[[Any], bool]] = {
     "slide_mpp": lambda value: _number(value, *PLAUSIBLE_MPP),
     "mag": lambda value: _number(value, *(MPP_AT_1X / mpp for mpp in reversed(PLAUSIBLE_MPP))),
     "min_tissue": lambda value: _number(value, 0, 1),
+    "edge": lambda value: isinstance(value, str) and value in EDGES,
     "background": lambda value: isinstance(value, str) and value in BACKGROUNDS,
     "stain_normalise": lambda value: isinstance(value, str) and value in METHODS,
     "filter": lambda value: (

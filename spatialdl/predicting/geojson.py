@@ -38,19 +38,22 @@ def save_geojson(path: Path, features: Iterable[Mapping[str, Any]]) -> None:
 def tile_features(
     places: npt.NDArray[np.int64],
     span: tuple[float, float],
+    extent: tuple[int, int],
     values: npt.NDArray[np.float64],
     classes: Sequence[str],
     *,
     one_class: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A square a tile, with the probability of every class.
+    """A box a tile, with the probability of every class.
 
     Args:
+        extent: level-0 rows and columns of the slide, beyond which nothing is drawn.
         one_class: whether a tile is of the class with the largest; else of all above a half.
     """
     height, width = span
     for (x, y), row in zip(places.tolist(), values, strict=True):
-        ring = [(x, y), (x + width, y), (x + width, y + height), (x, y + height), (x, y)]
+        right, bottom = min(x + width, extent[1]), min(y + height, extent[0])
+        ring = [(x, y), (right, y), (right, bottom), (x, bottom), (x, y)]
         chosen = [int(row.argmax())] if one_class else np.flatnonzero(row > 0.5).tolist()
         measured = {f"probability {name}": float(row[k]) for k, name in enumerate(classes)}
         geometry = {"type": "Polygon", "coordinates": [ring]}

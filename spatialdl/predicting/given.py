@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import ListConfig
 
 from spatialdl.slides.batch.finding_slides import find_slides
+from spatialdl.slides.reading.paths import series_at
 
 
 def given_slides(given: Any) -> list[Path]:
@@ -20,7 +21,8 @@ def given_slides(given: Any) -> list[Path]:
     paths: list[Path] = []
     for one in given if isinstance(given, list | ListConfig) else [given]:
         path = Path(str(one)).expanduser()
-        found = [path] if path.exists() else _matching(str(path))
+        there = path.exists() or series_at(path) is not None
+        found = [path] if there else _matching(str(path))
         if not found:
             raise ValueError(f"slides={one} matches no file or folder")
         paths += found

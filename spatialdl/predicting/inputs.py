@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +19,11 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.predicting.cutting import Cutting
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
+from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, outside_remark, plan_tiles
 from spatialdl.slides.cutting.whole import plan_whole
 from spatialdl.slides.reading.reader import Slide
+
+log = logging.getLogger("spatialdl.predict")
 
 WHITE = 255
 LARGE = 2048  # rows or columns; images up to so many are resampled at once
@@ -70,6 +73,7 @@ class SlideImages:
         places: level-0 (x, y) of the images.
         size: rows and columns of each.
         scale: level-0 pixels per pixel.
+        background: colour of what lies beyond the slide.
         choosing, own: bring the stains to those of a reference, if there are any.
         unreadable: images of which something could not be read in this process; it is white.
     """
@@ -79,6 +83,7 @@ class SlideImages:
     places: Sequence[tuple[int, int]]
     size: tuple[int, int]
     scale: float
+    background: tuple[int, int, int] = (WHITE, WHITE, WHITE)
     choosing: Choosing | None = None
     own: Colours | None = None
     channels: int = 3
@@ -134,7 +139,9 @@ class SlideImages:
 
     @cached_property
     def _slide(self) -> Slide:
-        return Slide(self.path, self.mpp)
+        slide = Slide(self.path, self.mpp)
+        slide.background = self.background
+        return slide
 
     def close(self) -> None:
         """Close the slide; it is opened again when needed."""
@@ -152,7 +159,7 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
     Raises:
         SlideError: it cannot be used, or there is no tissue.
     """
-    choosing = Choosing(cutting.options(), [], labelled=True)
+    choosing = Choosing(cutting.options(), [])
     with Slide(path, cutting.slide_mpp) as slide:
         plan = plan_tiles(
             slide,
@@ -160,6 +167,7 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
             cutting.wanted,
             0.0 if cutting.whole else cutting.min_tissue,
             overlap=cutting.overlap,
+            edge=cutting.edge,
             finder=choosing.finder(slide),
         )
         own = choosing.own_colours(slide, plan)
@@ -173,7 +181,9 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
         else:
             size, scale = (cutting.tile_size, cutting.tile_size), plan.scale
             places = _places(slide, plan, cutting, choosing)
-        source = SlideImages(path, cutting.slide_mpp, places, size, scale)
+            if remark := outside_remark(plan):
+                log.warning("%s: %s", name, remark.replace("--edge ", "edge="))
+        source = SlideImages(path, cutting.slide_mpp, places, size, scale, plan.background)
         if own is not None:
             source.choosing, source.own = choosing, own
         return Input(
@@ -192,15 +202,17 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
 def _places(
     slide: Slide, plan: TilePlan, cutting: Cutting, choosing: Choosing
 ) -> list[tuple[int, int]]:
-    """Level-0 (x, y) of the tiles that are taken."""
-    places = [
-        (tile.x, tile.y)
-        for tile in cut_tiles(slide, plan, read=bool(cutting.filters))
-        if not (tile.problem or tile.bare)
-        and not (tile.image is not None and choosing.refused(tile.image))
-    ]
-    if not places:
-        raise SlideError(f"slide {slide.path} gives no tiles: {plan.reason or 'filters'}")
+    """Level-0 (x, y) of the tiles that are taken; those that cannot be read are reported later."""
+    places, problem = [], ""
+    readable = False
+    for tile in cut_tiles(slide, plan, read=bool(cutting.filters)):
+        if tile.bare or (tile.image is not None and choosing.refused(tile.image)):
+            continue
+        places.append((tile.x, tile.y))
+        problem, readable = tile.problem or problem, readable or not tile.problem
+    if not readable:
+        why = plan.reason or problem or "filters"
+        raise SlideError(f"slide {slide.path} gives no tiles: {why}")
     return places
 
 
@@ -285,7 +297,9 @@ def _tiles_input(
     samples = [dataset.sample(number) for number in numbers]
     places = [(sample.x, sample.y) for sample in samples]
     stored = dataset.image_size(numbers[0])
-    span = _span(places, stored, dataset.manifest.made_with.get("overlap"))
+    made_with = dataset.manifest.made_with
+    moved = made_with.get("edge") == "shift"
+    span = _span(places, stored, made_with.get("overlap"), moved=moved)
     extent = mpp = None
     if span is not None:
         far = max(y for _, y in places) + span[0], max(x for x, _ in places) + span[1]
@@ -295,13 +309,17 @@ def _tiles_input(
 
 
 def _span(
-    places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: object
+    places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: object, *, moved: bool
 ) -> tuple[float, float] | None:
-    """Level-0 pixels of a tile, told by how far neighbours are apart; None if few have any."""
+    """Level-0 pixels of a tile, by the distance of neighbours; None where few have any.
+
+    Args:
+        moved: the last row and column may have been moved back into the slide.
+    """
     if not isinstance(overlap, int) or not 0 <= overlap < size[0]:  # anybody may have written it
         overlap = 0
     steps = [np.diff(np.unique([place[axis] for place in places])) for axis in (0, 1)]
-    found = np.concatenate(steps)
+    found = np.concatenate([step[:-1] if moved else step for step in steps])
     if len(found) < _NEIGHBOURS or size[0] != size[1]:
         return None
     nearest = found[found <= found.min() + 1]  # places are rounded

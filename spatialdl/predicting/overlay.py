@@ -47,11 +47,15 @@ def save_overlay(
     drawn = dict(list(maps.items())[:MOST])
     panels = len(drawn) + (thumbnail is not None)
     figure, axes = _panels(panels, extent[0] / extent[1])
-    place = (0, extent[1], extent[0], 0)
+    place = grey = None
     if thumbnail is not None:
+        height, width = (thumbnail.scale * length for length in thumbnail.missing.shape)
+        place = (0, width, height, 0)  # its last pixels may end beyond the slide
+        grey = faint(thumbnail.image)
         axes[0].imshow(thumbnail.image, extent=place)
         axes[0].set_title("slide", fontsize=10)
-    grey = None if thumbnail is None else faint(thumbnail.image)
+        axes[0].set_xlim(0, extent[1])
+        axes[0].set_ylim(extent[0], 0)
     image = None
     for panel, (name, values) in zip(axes[panels - len(drawn) :], drawn.items(), strict=False):
         if grey is not None:

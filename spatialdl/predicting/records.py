@@ -18,6 +18,7 @@ import numpy.typing as npt
 from spatialdl.data import fields
 from spatialdl.data.saving import replacing
 from spatialdl.slides.batch.finding_slides import storable
+from spatialdl.slides.reading.paths import slide_files
 
 FOLDER = "records"
 """Its name in a run directory."""
@@ -84,11 +85,11 @@ class Record:
 
 
 def key_of(settings: Any, path: Path | None) -> str:
-    """A digest of settings, and of a file as far as its length and time tell."""
+    """A digest of settings, and of the files of a slide as far as lengths and times tell."""
     state = None
     if path is not None:
-        found = path.stat()
-        state = [str(path.resolve()), found.st_size, found.st_mtime_ns]
+        files = [(file, file.stat()) for file in slide_files(path)]
+        state = [v for file, at in files for v in (str(file.resolve()), at.st_size, at.st_mtime_ns)]
     return hashlib.sha256(json.dumps([settings, state], default=str).encode()).hexdigest()
 
 

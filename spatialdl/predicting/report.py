@@ -22,6 +22,11 @@ class Report:
     problem: str = ""
     failed: bool = False
 
+    @property
+    def status(self) -> str:
+        """ "processed", "damaged" where some tiles could not be read, or "failed"."""
+        return "failed" if self.problem else "damaged" if self.failed else "processed"
+
 
 def table(reports: Sequence[Report]) -> str:
     """A row a slide: tiles, the class with the largest mean probability, and that."""

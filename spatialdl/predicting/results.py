@@ -1,10 +1,12 @@
 """The maps of a slide, written: pyramidal TIFFs, pictures, GeoJSON.
 
-NAME-CLASS.tif              probability x 255 of a class over the whole slide
+NAME-CLASS.tif              1 + 254 x the probability of a class over the whole slide; 0 where
+                            nothing was predicted
 NAME-heatmap.png            the slide, and the probabilities over it
 NAME.geojson                tiles, or where which class is the most probable, and where activation
                             is strong, for QuPath
-NAME-CLASS-activation.tif   what each place gives to a class, from 0 to the most of the slide
+NAME-CLASS-activation.tif   the same of what each place gives to a class; 255 is the most of the
+                            slide
 NAME-activation.png
 """
 
@@ -42,6 +44,7 @@ from spatialdl.predicting.tables import ONE_CLASS
 from spatialdl.predicting.tile_map import TileMap
 from spatialdl.predicting.trained import Trained
 from spatialdl.slides.batch.finding_slides import storable
+from spatialdl.slides.finding.tissue import find_tissue
 from spatialdl.slides.pyramid import TILE, write_pyramid
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
@@ -116,7 +119,7 @@ class Maps:
         means = self._tiffs(found, found.scale, (0.0, 1.0), "", "probability")
         self._picture("heatmap", means, _scale(found, found.scale), "probability", (0.0, 1.0))
         one = self._trained.task in ONE_CLASS
-        features = tile_features(places, given.span, values, classes, one_class=one)
+        features = tile_features(places, given.span, given.extent, values, classes, one_class=one)
         if outcome.activation is not None:
             features = chain(features, self._save_activation(places, outcome.activation[kept]))
         if given.slide is not None:
@@ -202,14 +205,15 @@ class Maps:
                 means[number] = overview.means
                 continue
             name = self._trained.classes[number]
-            told = {"class": name, "what": what, "value_at_0": limits[0], "value_at_255": limits[1]}
+            said = {"class": name, "what": what, "value_at_1": limits[0], "value_at_255": limits[1]}
             write_pyramid(
                 self._named(f"-{self._file_names()[number]}{ending}.tif"),
                 (_as_bytes(band, limits) for band in overview.seen(bands)),
                 found.size,
                 mpp,
                 grey=True,
-                description=json.dumps(told),
+                empty=True,
+                description=json.dumps({**said, "not_examined": 0}),
             )
             means[number] = overview.means
         return means
@@ -273,13 +277,17 @@ def _scale(found: ClassMap, scale: float) -> float:
 
 
 def _as_bytes(band: npt.NDArray[Any], limits: tuple[float, float]) -> npt.NDArray[np.uint8]:
-    """0 to 255 between the limits; 0 where there is nothing."""
+    """1 to 255 between the limits; 0 where there is nothing."""
     shares = (np.nan_to_num(band, nan=limits[0]) - limits[0]) / (limits[1] - limits[0])
-    return np.asarray(np.rint(255 * shares.clip(0, 1)), np.uint8)
+    levels = 1 + np.rint(254 * shares.clip(0, 1))
+    return np.asarray(np.where(np.isnan(band), 0, levels), np.uint8)
 
 
 def _thumbnail(given: Input) -> Thumbnail:
+    """A picture of the slide, stretched if it is dark."""
     assert given.slide is not None
     source: Any = given.source
     with Slide(given.slide, source.mpp) as slide:
-        return slide.thumbnail(max(1.0, max(slide.size) / _PICTURE))
+        slide.background = source.background
+        found = slide.thumbnail(max(1.0, max(slide.size) / _PICTURE))
+        return found._replace(image=find_tissue(found).shown(found.image))

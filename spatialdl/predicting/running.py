@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,23 +82,27 @@ class Runner:
                 f"{given.name} has {given.source.channels} channels, the network was trained on "
                 f"{self._trained.channels}"
             )
+        normalisation = self._trained.normalisation
+        views = Views(given.source, given.size, self._trained.background, white=normalisation.scale)
+        self._trained.check_pixels(given.name, views.dtype)
         try:
             pipeline = self._network.pipeline(given.size)
         except CheckpointError:
             raise
         except ValueError as error:  # the same on all ranks
             raise SlideError(f"{given.name}: {error}") from error
-        source, told = given.source, given.whole and self._world.rank == 0
+        told = given.whole and self._world.rank == 0
         if told:
             rows, cols = given.size
             log.info("%s: an image of %d x %d is read and predicted", given.name, rows, cols)
-            source = ReadInBands(source, given.name)
+            views = replace(views, source=ReadInBands(given.source, given.name))
         feed = Feed(
             OmegaConf.create({"workers": 0, "prefetch": 2}),
-            Views(source, given.size, self._trained.background),
+            views,
             pipeline,
             batch_size=1 if given.whole else int(self._config.batch_size),
             masks=False,
+            normalisation=normalisation,
             dtype=self._network.precision.dtype,
         )
         stages = list(pipeline.stages.values())

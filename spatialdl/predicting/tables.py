@@ -14,22 +14,29 @@ import torch
 from spatialdl.data.saving import replacing
 from spatialdl.predicting.checks import need_pyarrow
 from spatialdl.predicting.records import Record
+from spatialdl.predicting.report import Report
 from spatialdl.training.tasks.aggregation import to_slides
 
 Columns = dict[str, Sequence[Any]]
 
 
 def save_tables(
-    folder: Path, records: Sequence[Record], classes: Sequence[str], task: str, kind: str
+    folder: Path,
+    records: Sequence[Record],
+    reports: Sequence[Report],
+    classes: Sequence[str],
+    task: str,
+    kind: str,
 ) -> list[Path]:
     """Write predictions.KIND and slides.KIND, each whole or not at all.
 
     Args:
-        records: of slides.
+        records: of slides that were predicted.
+        reports: of all slides, in order.
         kind: "csv" or "parquet".
     """
     tables = {"predictions": tile_columns(records, classes, task)}
-    tables["slides"] = slide_columns(records, classes, task)
+    tables["slides"] = slide_columns(records, reports, classes, task)
     paths = []
     for name, columns in tables.items():
         paths.append(folder / f"{name}.{kind}")
@@ -54,8 +61,25 @@ def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -
     return found | _told(_stacked(records, len(classes)), classes, task)
 
 
-def slide_columns(records: Sequence[Record], classes: Sequence[str], task: str) -> Columns:
-    """Of all slides: tiles, the class of most of them, and the means of what was predicted."""
+def slide_columns(
+    records: Sequence[Record], reports: Sequence[Report], classes: Sequence[str], task: str
+) -> Columns:
+    """Of all slides in the order of their reports: tiles, class of most of them, means, status.
+
+    A slide that failed has no tiles, empty cells, and the reason.
+    """
+    found = _predicted_columns(records, classes, task)
+    rows = dict(zip(found["slide"], zip(*found.values(), strict=True), strict=True))
+    nothing = (None,) * (len(found) - 2)
+    cells = [
+        (*rows.get(one.name, (one.name, 0, *nothing)), one.status, one.problem or one.remark)
+        for one in reports
+    ]
+    heads = [*found, "status", "reason"]
+    return {head: [row[k] for row in cells] for k, head in enumerate(heads)}
+
+
+def _predicted_columns(records: Sequence[Record], classes: Sequence[str], task: str) -> Columns:
     values = torch.from_numpy(_stacked(records, len(classes)))
     names = [record.name for record in records for _ in record.values]
     vote: Columns = {"vote": []} if task in ONE_CLASS else {}

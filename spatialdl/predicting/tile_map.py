@@ -37,14 +37,14 @@ class TileMap:
         self.scale = max(1.0, span[0] / max(_LEAST, values.shape[2]))
         self.size = ceil(extent[0] / self.scale), ceil(extent[1] / self.scale)
         self._values = values
-        self._rows = self._edges(places[:, 1], span[0], self.size[0])
-        self._cols = self._edges(places[:, 0], span[1], self.size[1])
+        self._rows = self._edges(places[:, 1], span[0])
+        self._cols = self._edges(places[:, 0], span[1])
 
-    def _edges(self, starts: npt.NDArray[Any], span: float, most: int) -> npt.NDArray[np.int64]:
+    def _edges(self, starts: npt.NDArray[Any], span: float) -> npt.NDArray[np.int64]:
         """(N, 2): the first pixel of each tile, and the one behind the last."""
         first = np.rint(starts / self.scale)
         last = np.maximum(np.rint((starts + span) / self.scale), first + 1)
-        return np.stack([first, last], 1).astype(np.int64).clip(0, most)
+        return np.stack([first, last], 1).astype(np.int64)
 
     def bands(self, column: int, rows: int) -> Iterator[npt.NDArray[np.float64]]:
         """The map of a class, some rows at a time, from top to bottom; NaN where there is none."""
@@ -65,6 +65,8 @@ class TileMap:
         (top, bottom), (left, right) = self._rows[number], self._cols[number]
         values = self._values[number, column]
         row0, row1 = max(first, top), min(last, bottom)
+        # a tile may end beyond the slide
+        col0, col1 = max(0, left), max(0, left, min(self.size[1], right))
         at_rows = (np.arange(row0, row1) - top) * values.shape[0] // (bottom - top)
-        at_cols = np.arange(right - left) * values.shape[1] // max(1, right - left)
-        return np.s_[row0 - first : row1 - first, left:right], values[np.ix_(at_rows, at_cols)]
+        at_cols = (np.arange(col0, col1) - left) * values.shape[1] // (right - left)
+        return np.s_[row0 - first : row1 - first, col0:col1], values[np.ix_(at_rows, at_cols)]

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data import fields
 from spatialdl.data.format import Manifest
+from spatialdl.data.normalisation import Normalisation
+from spatialdl.data.pixels import DTYPES
 from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.training.checkpoints.folder import CONTENT, candidates
 from spatialdl.training.checkpoints.reading import Checkpoint, first_whole, sha256
@@ -33,6 +36,7 @@ class Trained:
         classes: names of the classes or targets, one for each output.
         kind: "tiles" or "regions", where it was trained on shards.
         made_with: how these were cut from slides.
+        dtype: of the pixels that it was trained on; None if unknown.
     """
 
     path: Path
@@ -42,6 +46,7 @@ class Trained:
     classes: tuple[str, ...]
     kind: str | None = None
     made_with: Mapping[str, Any] = field(default_factory=dict)
+    dtype: np.dtype[Any] | None = None
 
     @property
     def task(self) -> str:
@@ -63,6 +68,26 @@ class Trained:
         value = self.config.data.background
         return None if value is None else float(value)
 
+    @property
+    def normalisation(self) -> Normalisation:
+        """Of its input; checkpoints that do not record it have the default."""
+        return Normalisation.from_config(self.config.data)
+
+    def check_pixels(self, name: str, dtype: np.dtype[Any]) -> None:
+        """Check that a scale that was given for the pixels of training holds for these.
+
+        Raises:
+            ValueError: they are of another type.
+        """
+        known, scale = self.dtype, self.normalisation.scale
+        if scale is None or known is None or dtype == known or dtype.kind == known.kind == "f":
+            return
+        raise ValueError(
+            f"{name} has pixels of {dtype}, the network was trained on {known} with data.scale="
+            f"{scale:g}: give images of {known}, or train again with data.scale=null, which "
+            "scales each type by its largest value"
+        )
+
 
 def find_trained(ckpt_path: str, world: Communicator) -> Trained:
     """The network of a checkpoint that is not damaged; all ranks must ask.
@@ -82,13 +107,29 @@ def find_trained(ckpt_path: str, world: Communicator) -> Trained:
         fields.table({"data": told}, "data")
         names = fields.texts({"classes": told.get("classes") or []}, "classes")[:classes]
         made_with = fields.table({"made_with": told.get("made_with") or {}}, "made_with")
+        dtype = _dtype(told.get("input") or {})
     except (*_UNREADABLE, OmegaConfBaseException) as error:
         raise CheckpointError(
             f"{path} does not say how its network is built ({fields.missing(error)}): name a "
             "checkpoint of spatialdl.train"
         ) from error
     names = [*names, *map(str, range(len(names), classes))]
-    return Trained(path, step, digest, config, tuple(names), told.get("kind"), made_with)
+    return Trained(path, step, digest, config, tuple(names), told.get("kind"), made_with, dtype)
+
+
+def _dtype(recorded: Mapping[str, Any]) -> np.dtype[Any] | None:
+    """Of the pixels of training, which older checkpoints do not record.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    name = fields.table({"input": recorded}, "input").get("dtype")
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {fields.shown(name)}, expected one of {', '.join(DTYPES)}")
+    found: np.dtype[Any] = np.dtype(name)
+    return found
 
 
 def _check_types(config: DictConfig) -> None:
@@ -107,6 +148,7 @@ def _check_types(config: DictConfig) -> None:
         fields.whole({"data.image_size": side}, "data.image_size", 1)
     if len(data["image_size"]) != 2:
         raise ValueError(f"data.image_size is {data['image_size']}")
+    Normalisation.from_config(data).check_channels(data["channels"])
     background = data["background"]
     if background is not None and type(background) not in (int, float):
         raise ValueError(f"data.background is {fields.shown(background)}")

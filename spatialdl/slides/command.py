@@ -17,6 +17,7 @@ from spatialdl.data.striping import Striping
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
+from spatialdl.slides.batch.duplicates import check_duplicates
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.keeping import PICTURES, holds_work, keep_failed, keep_others, names_in
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
@@ -26,7 +27,8 @@ from spatialdl.slides.batch.report import Report, save_reports, table, warnings,
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
 from spatialdl.slides.inspecting import inspect, verify
-from spatialdl.text import readable_bytes
+from spatialdl.slides.reading.paths import slide_bytes
+from spatialdl.text import counted, print_lines, readable_bytes
 
 _OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
 _TERMINATED = 143
@@ -68,7 +70,7 @@ def _look(tool: str, argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return _FAILED
-    print(found)
+    print_lines(str(found))
     return _OK if found else _FAILED
 
 
@@ -85,9 +87,12 @@ def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
     try:
         options = parsed(argv)
         slides = find_slides(options.slides, recursive=options.recursive)
-        labels = read_labels(options.labels, slides) if options.labels else {}
-        choosing = Choosing(options, slides, labelled=bool(labels))
+        slides, labels = _labelled(options, slides)
+        choosing = Choosing(options, slides)
+        labels = _with_classes(options, labels, choosing)
         batch = _batch(options, labels, choosing, native)
+        for line in check_duplicates(slides, labels, batch.before):
+            print(f"warning: {line}", file=sys.stderr)
         tasks = _tasks(slides, labels)
         if options.dry_run:
             return _count(batch, tasks, executor)
@@ -102,15 +107,61 @@ def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
+def _labelled(
+    options: argparse.Namespace, slides: list[Path]
+) -> tuple[list[Path], dict[Path, SlideLabel]]:
+    """The slides to be cut, and their labels if there are any."""
+    if options.labels is None:
+        if options.unlabelled == "skip":
+            raise ValueError("--unlabelled skip needs --labels, which names the slides to be cut")
+        return slides, {}
+    labels = read_labels(
+        options.labels,
+        slides,
+        unlabelled=options.unlabelled,
+        classes=options.annotations is None,
+    )
+    if not labels:
+        raise ValueError(f"{options.labels} has no line for any of the slides; give other slides")
+    left_out = [slide.name for slide in slides if slide not in labels]
+    if left_out:
+        count = counted(len(left_out), "slide")
+        print(f"remark: left out {count} without a label: {', '.join(left_out)}", file=sys.stderr)
+    return [slide for slide in slides if slide in labels], labels
+
+
+def _with_classes(
+    options: argparse.Namespace, labels: dict[Path, SlideLabel], choosing: Choosing
+) -> dict[Path, SlideLabel]:
+    """The labels, without classes where annotations have some.
+
+    Raises:
+        ValueError: neither annotations nor labels have classes.
+    """
+    if not choosing.classes:
+        empty = [slide.name for slide, label in labels.items() if not label.label]
+        if empty:
+            raise ValueError(
+                f"{options.labels} has an empty label for {', '.join(empty)}, and no region of "
+                f"--annotations {options.annotations} has a class; fill in either"
+            )
+        return labels
+    if any(label.label for label in labels.values()):
+        print(
+            f"remark: classes are those of the annotations ({', '.join(choosing.classes)}); "
+            f"{options.labels} gives the splits, its labels are not used",
+            file=sys.stderr,
+        )
+    return {slide: label._replace(label="") for slide, label in labels.items()}
+
+
 def _batch(
     options: argparse.Namespace,
     labels: Mapping[Path, SlideLabel],
     choosing: Choosing,
     native: bool,
 ) -> Batch:
-    classes = sorted({label.label for label in labels.values()})
-    if choosing.masked or not classes:
-        classes = choosing.classes
+    classes = choosing.classes or sorted({label.label for label in labels.values()})
     settings = settings_of(options, classes)
     target = options.out.resolve()
     before = None
@@ -122,7 +173,7 @@ def _batch(
 def _tasks(slides: Sequence[Path], labels: Mapping[Path, SlideLabel]) -> list[Task]:
     names = slide_names(slides)
     tasks = [
-        Task(slide, name, labels.get(slide), slide.stat().st_size) for slide, name in names.items()
+        Task(slide, name, labels.get(slide), slide_bytes(slide)) for slide, name in names.items()
     ]
     return sorted(tasks, key=lambda task: task.name)
 
@@ -135,7 +186,7 @@ def _count(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> in
     packed = " before compression" if batch.options.codec != "raw" else ""
     size = readable_bytes(run.bytes) + packed
     what = _what(batch, sum(new), sum(map(bool, new)))
-    print(f"would write {what}, {size}, to {batch.target}")
+    print_lines(f"would write {what}, {size}, to {batch.target}")
     return _exit_code(batch, reports)
 
 
@@ -179,7 +230,7 @@ def _into(
     names = sorted({*done, *kept, *(report.slide for report in others)})
     if batch.before and not (begun or run.finished) and names == names_in(batch.before):
         folder.discard()
-        print(f"nothing to do: {batch.target} has all that can be had")
+        print_lines(f"nothing to do: {batch.target} has all that can be had")
         return _exit_code(batch, reports)
     written = sum(report.written for report in [*reports, *others])
     if not written and holds_results(batch.target):
@@ -194,7 +245,7 @@ def _into(
     if not written:
         raise _EmptyError(f"{why_nothing(reports)}; pictures and {PAGE} are in {batch.target}")
     used = sum(report.written > 0 for report in together)
-    print(f"wrote {_what(batch, written, used)} to {batch.target}")
+    print_lines(f"wrote {_what(batch, written, used)} to {batch.target}")
     return _exit_code(batch, reports)
 
 
@@ -207,7 +258,7 @@ def _run(batch: Batch, tasks: Sequence[Task], executor: Executor | None, *, dry:
 
 def _reported(run: Run, tasks: Sequence[Task]) -> list[Report]:
     reports = [run.reports[task.name] for task in tasks]
-    print(table(reports))
+    print_lines(table(reports))
     for line in warnings(reports):
         print(f"warning: {line}", file=sys.stderr)
     return reports

@@ -1,6 +1,7 @@
 """Writing a pyramidal, tiled TIFF from bands of rows, in memory that does not grow.
 
-Colours are kept as JPEG, grey values without loss.
+Colours are kept as JPEG, grey values without loss. Grey values of 0 may stand for places without a
+value: of these the reduced levels have no part.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def write_pyramid(
     mpp: float | None,
     *,
     grey: bool = False,
+    empty: bool = False,
     description: str | None = None,
 ) -> None:
     """Write `path`: level 0 from `bands`, every further level half of the one before.
@@ -45,6 +47,7 @@ def write_pyramid(
         size: rows and columns of level 0.
         mpp: micrometres per pixel, kept as the resolution of the file; None where nobody knows.
         grey: whether there are grey values.
+        empty: whether those of 0 are places without a value.
         description: kept in the file, which openslide calls ``tiff.ImageDescription``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,7 @@ def write_pyramid(
         tempfile.TemporaryFile() as spool,
         tifffile.TiffWriter(temporary) as tiff,
     ):
-        levels = [_Level(spool) for _ in sizes[1:]]
+        levels = [_Level(spool, empty) for _ in sizes[1:]]
         given = _level0(bands, levels, size[0])
         for number, tiles in enumerate([given, *(level.tiles() for level in levels)]):
             _write_level(tiff, tiles, sizes[number], number, grey, mpp, description)
@@ -71,13 +74,14 @@ def level_sizes(size: tuple[int, int]) -> list[tuple[int, int]]:
 class _Level:
     """A reduced level in progress: rows still to be tiled, and tiles waiting for their turn."""
 
-    def __init__(self, spool: IO[bytes]) -> None:
-        self._spool = spool
+    def __init__(self, spool: IO[bytes], empty: bool) -> None:
+        self._spool, self._empty = spool, empty
         self._places: list[tuple[int, int]] = []
         self._rows: list[Bytes] = []
 
     def add(self, rows: Bytes, *, last: bool) -> Bytes | None:
-        """Take rows; returns those that are now tiled, for the next level."""
+        """Take rows of the finer level; returns those that are now tiled, for the next level."""
+        rows = _halved_values(rows) if self._empty else _halved(rows)
         self._rows.append(rows)
         held = sum(len(part) for part in self._rows)
         if not last and held % (2 * TILE):
@@ -110,7 +114,7 @@ def _reduce_into(levels: list[_Level], band: Bytes, *, last: bool) -> None:
     for level in levels:
         if rows is None:
             return
-        rows = level.add(_halved(rows), last=last)
+        rows = level.add(rows, last=last)
 
 
 def _halved(rows: Bytes) -> Bytes:
@@ -119,6 +123,14 @@ def _halved(rows: Bytes) -> Bytes:
     if even.size == 0:
         return even[:0, : rows.shape[1] // 2]
     return np.asarray(Image.fromarray(even).reduce(2))
+
+
+def _halved_values(rows: Bytes) -> Bytes:
+    """Means of those of 2 x 2 grey values that are not 0; 0 where all of them are."""
+    height, width = rows.shape[0] // 2, rows.shape[1] // 2
+    blocks = rows[: 2 * height, : 2 * width].reshape(height, 2, width, 2)
+    sums, counts = blocks.sum((1, 3), np.uint16), np.count_nonzero(blocks, (1, 3))
+    return np.asarray((sums + counts // 2) // np.maximum(counts, 1), np.uint8)
 
 
 def _encoded(rows: Bytes) -> Iterator[bytes]:

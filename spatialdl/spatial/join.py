@@ -60,7 +60,8 @@ def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) ->
             torch.cat,
             [first],
             "nothing can be put beside the tokens of an image, as a class token is; keep it in a "
-            "tensor of its own, or call full_tensor() before it",
+            "tensor of its own, or gather the image at the module before it: gather_before(model, "
+            '"patch_embed.norm") in a ViT of timm; python -m spatialdl.check names the module',
         )
     dims = split_dims(torch.cat, first)
     is_row = dim == dims[0]

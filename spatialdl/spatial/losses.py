@@ -19,7 +19,7 @@ from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.composite import inside
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.autocast import HALF
-from spatialdl.spatial.operands import lift, on_one_layout
+from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
 from spatialdl.spatial.span import split_dims, without_data, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
@@ -195,9 +195,21 @@ def _class_map(func: Function, logits: SpatialTensor, target: Tensor) -> Tensor:
     return to_tile(lifted)  # type: ignore[arg-type]
 
 
-def _check_classes(func: Function, input: Any, target: Any) -> None:
-    if not isinstance(input, SpatialTensor):
-        raise refusal(func, spatial_in([target]), "its target is split, but its input is not")
+def split_as_target(func: Function, input: Tensor, target: SpatialTensor) -> SpatialTensor:
+    """A full tensor of classes, the same on every rank of the grid, split as its target is.
+
+    Each rank takes its own box, and so does backward: the gradient of the full tensor is 0 beside
+    it, and the sum over the ranks is that of the loss, times their number as of any other tensor.
+
+    Args:
+        input: (N, C, H, W).
+        target: (N, H, W), or as `input`.
+    """
+    like = target if target.shape == input.shape else target.unsqueeze(1)
+    return own_box_of(func, input, like, input.shape)  # type: ignore[arg-type]
+
+
+def _check_classes(func: Function, input: SpatialTensor) -> None:
     if input.dim() < 2 or 1 in split_dims(input):
         raise refusal(func, [input], "it takes (N, C, H, W), the classes in the second dim")
 
@@ -212,15 +224,20 @@ def _weight_of_classes(target: Tensor, weight: Tensor | None, ignore_index: int)
 
 def _over_classes(
     func: Function,
-    input: SpatialTensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None,
     reduction: int,
     ignore_index: int,
     *options: Any,
 ) -> Tensor:
-    _check_classes(func, input, target)
+    if isinstance(input, SpatialTensor):
+        _check_classes(func, input)
     func(_plain(input), _plain(target), _plain(weight), reduction, ignore_index, *options)
+    if not isinstance(input, SpatialTensor):
+        if not isinstance(target, SpatialTensor):
+            raise refusal(func, spatial_in([weight]), "its weights of classes are split")
+        input = split_as_target(func, input, target)
     tile, classes = to_tile(input), _class_map(func, input, target)
     if reduction == _NONE:
         pixels = func(tile, classes, weight, _NONE, ignore_index, *options)
@@ -241,7 +258,7 @@ def _over_classes(
 
 @register_op(_nn.cross_entropy_loss)
 def cross_entropy_loss(
-    input: SpatialTensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     reduction: int = _MEAN,
@@ -255,7 +272,7 @@ def cross_entropy_loss(
 
 @register_op(_nn.nll_loss_nd)
 def nll_loss(
-    input: SpatialTensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     reduction: int = _MEAN,

@@ -199,6 +199,9 @@ def batch_norm(
     replicas = StatisticsOver.comm
     count = None if replicas else input.numel() // input.shape[1]
     comm = replicas or mesh.grid_comm
+    if comm.size == 1 and count != 1 and momentum is not None:  # PyTorch's own does the same
+        y = F.batch_norm(tile, running_mean, running_var, weight, bias, True, momentum, eps)
+        return without_dims(input, y, ())
     y = trained(tile, comm, count, running_mean, running_var, weight, bias, momentum, eps)
     return without_dims(input, y, ())
 

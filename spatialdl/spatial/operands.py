@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.composite import inside
+from spatialdl.spatial.agreed import leave_alone
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.table import any_other, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
@@ -21,7 +22,8 @@ from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layou
 @register_op(any_other)
 def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of `func` with all tensor operands lifted to one shape and layout."""
-    flat = tree_flatten((args, kwargs))[0]
+    is_flat = not kwargs and not any(isinstance(value, list | tuple | dict) for value in args)
+    flat = args if is_flat else tree_flatten((args, kwargs))[0]
     operands = [value for value in flat if isinstance(value, Tensor)]
     split = [value for value in operands if isinstance(value, SpatialTensor)]
     if not split or len(operands) == 1:
@@ -44,6 +46,7 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 @register_op(Tensor.backward)
 def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """A whole gradient of a split image is cut to the own box."""
+    leave_alone([self])
     if isinstance(self, SpatialTensor) and gradient is not None:
         gradient = lift(Tensor.backward, gradient, self, self.shape)
     run = inside(Tensor.backward)
@@ -61,6 +64,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _broadcast_shape(func: Any, split: list[SpatialTensor], operands: list[Tensor]) -> torch.Size:
+    if all(value.shape == operands[0].shape for value in operands):
+        return operands[0].shape  # PyTorch's function is slower than many operations
     try:
         return torch.Size(torch.broadcast_shapes(*(value.shape for value in operands)))  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -144,6 +149,8 @@ def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Siz
                 f"{tuple(target.shape)} and does not broadcast to one; call full_tensor() before "
                 "it, or teach it with spatialdl.register_op",
             )
+    if mesh.agreement is not None and 1 not in (value.shape[dims.rows], value.shape[dims.cols]):
+        mesh.agreement.operand(value)
     tile = cut(value, dims, layout.size[1:], (box.row0, box.row1), (box.col0, box.col1))
     return from_tile(tile.expand(dims.sizes(shape, *box.shape[1:])), layout, mesh, dims)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from spatialdl.comm.communicator import Communicator, Pending
-from spatialdl.comm.gradients import average, buckets
+from spatialdl.comm.broadcast import broadcast_state
+from spatialdl.comm.gradients import average
 from spatialdl.mesh import Mesh
-from spatialdl.waiting import noted
-
-BUCKET_BYTES = 8 * 2**20
+from spatialdl.spatial.agreed import note_averaged
+from spatialdl.spatial.averaging import Averaging
 
 
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -24,39 +25,50 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
     Args:
         model: the network, the same on every rank.
         mesh: the ranks: those of the grid and of all data replicas.
+
+    Raises:
+        ValueError: if ranks have different weights, which is looked at in the first steps, and
+            then now and then.
     """
+    if mesh.agreement is not None:
+        mesh.agreement.weights(model.parameters())
     average(model.parameters(), mesh.comm, mesh.size)
+    note_averaged(model.parameters())
 
 
 class SpatialParallel(nn.Module):
     """A network whose gradients are averaged over the ranks of a mesh, overlapped with backward.
 
-    After ``loss.backward()`` they are what `spatialdl.average_gradients` would have made of them.
-    Parameters travel in buckets, the last layers first, always in the same order on all ranks.
-    The state dict has the network's own names.
+    Weights and buffers become those of rank 0, on every rank. After ``loss.backward()`` gradients
+    are what `spatialdl.average_gradients` would have made of them, and so is what
+    ``torch.autograd.grad`` returns for parameters. Parameters travel in buckets, the last layers
+    first, always in the same order on all ranks; those that begin or cease to be trained are
+    noticed at the next forward.
+
+    The state dict has the network's own names, and what is pickled (``torch.save``) is the network
+    itself, to be wrapped again. ``copy.deepcopy`` gives a copy over the same ranks.
 
     Every rank must run backward the same number of times. Gradients that are accumulated over
     several backwards are averaged after each, which gives the same sum.
 
     Args:
-        module: the network, with the same weights on every rank.
-        mesh: the ranks.
+        module: the network, with the same parameters and buffers on every rank.
+        mesh: the ranks, all of which must wrap it.
+
+    Raises:
+        ValueError: if ranks have different networks, or one that has no weights yet.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         super().__init__()
         self.module = module
-        self._mesh = mesh
-        self._comm = mesh.comm.duplicate()
-        trained = [p for p in module.parameters() if p.requires_grad]
-        self._buckets = [_Bucket(part) for part in buckets(trained[::-1], BUCKET_BYTES)]
-        self._next = 0
-        self._running = False
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        broadcast_state(module, mesh.comm)
+        self._averaging = Averaging(mesh, mesh.comm.duplicate())
+        self._averaging.follow(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._averaging.follow(self.module)
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -68,63 +80,21 @@ class SpatialParallel(nn.Module):
         """Load into the network itself."""
         return self.module.load_state_dict(*args, **kwargs)
 
-    def _arrived(self, parameter: Tensor) -> None:
-        if not self._running:
-            self._running = True
-            for bucket in self._buckets:
-                bucket.missing = {id(p) for p in bucket.parameters}
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        for bucket in self._buckets:
-            bucket.missing.discard(id(parameter))
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._start_next()
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """As a part of another module: the names are those that `state_dict` gives there."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _start_next(self) -> None:
-        # in order, whichever bucket was ready first: ranks must not mix them up
-        self._buckets[self._next].start(self._comm)
-        self._next += 1
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpatialParallel:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._averaging.follow(copied.module)
+        return copied
 
-    def _finish(self) -> None:
-        """At the end of backward: send what had no gradient on this rank, wait for all."""
-        while self._next < len(self._buckets):
-            self._start_next()
-        for bucket in self._buckets:
-            noted("gradients", self._comm.world_ranks, bucket.finish, self._mesh.size)
-        self._next, self._running = 0, False
-
-
-class _Bucket:
-    """Parameters whose gradients travel together, with a flag each for whether there is one."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.missing: set[int] = set()
-        self._flat: Tensor | None = None
-        self._pending: Pending | None = None
-
-    def start(self, comm: Communicator) -> None:
-        like = self.parameters[0]
-        present = [parameter.grad is not None for parameter in self.parameters]
-        parts = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self.parameters
-        ]
-        flags = torch.tensor(present, dtype=like.dtype, device=like.device)
-        flat = comm.home(torch.cat([*parts, flags]).detach())
-        self._flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        self._pending = comm.start_all_reduce(self._flat)
-
-    @torch.no_grad()
-    def finish(self, ranks: int) -> None:
-        if self._pending is None or self._flat is None:
-            return
-        self._pending.wait()
-        sizes = [parameter.numel() for parameter in self.parameters]
-        *sums, flags = torch.split(self._flat, [*sizes, len(sizes)])
-        for parameter, total, present in zip(self.parameters, sums, flags, strict=True):
-            if present > 0:
-                mean = (total / ranks).view_as(parameter).to(parameter)
-                if parameter.grad is None:
-                    parameter.grad = mean
-                else:
-                    parameter.grad.copy_(mean)
-        self._pending = self._flat = None
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # the network itself, for which whoever loads it does not need this package
+        return operator.itemgetter(0), ((self.module,),)

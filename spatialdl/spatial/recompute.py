@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.tape import Tape
 from spatialdl.random.drawing import same_again
 from spatialdl.spatial import replicas
+from spatialdl.spatial.tensor import SpatialTensor
 
 WEIGHTS = 2
 """Convolutions or linear layers in a block; with one, all that it keeps is its input anyway."""
@@ -37,18 +40,84 @@ def recompute(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run = _Run([module for root in modules for module in root.modules()])
-    return checkpoint(
-        function,
-        *args,
+    roots = list(modules)
+    run = _Run([module for root in roots for module in root.modules()])
+    again = partial(
+        checkpoint,
         use_reentrant=False,
         context_fn=lambda: (run.tape.record(), _SecondRun(run)),
-        **kwargs,
     )
+    # around it, a checkpoint of the network's own: both of its runs must save the same tensors
+    nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if not roots or not (nested or _overwrites.get(roots[0], True)):
+        return again(function, *args, **kwargs)
+    inputs = _Inputs(args, kwargs)
+    devices = [torch.empty(0, device=one.device) for one in inputs.tensors]
+    result = again(inputs.runner(function), *devices)
+    _overwrites[roots[0]] = inputs.settle()
+    return result
+
+
+_overwrites: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether the first run of what begins with a module has written into its inputs."""
+
+
+class _Inputs:
+    """The inputs of a block that may write into them; the second run gets them as they were."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given = args, kwargs
+        self._again: Any = tree_map_only(Tensor, _copy, self._given)
+        self._are_copies = True
+        self.tensors = [one for one in tree_leaves(self._given) if isinstance(one, Tensor)]
+        self._versions = [_version(one) for one in self.tensors]
+
+    def runner(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which takes its inputs from here."""
+        first = [self._given]
+
+        def run(*devices: Tensor) -> Any:
+            args, kwargs = first.pop() if first else self._once_more()
+            return function(*args, **kwargs)
+
+        return run
+
+    def settle(self) -> bool:
+        """Keep either the inputs or the copies; after the first run.
+
+        Returns:
+            Whether the inputs have been written into.
+        """
+        overwritten = self._versions != [_version(one) for one in self.tensors]
+        if not overwritten:
+            self._again, self._are_copies = self._given, False
+        else:
+            self.tensors = []
+        del self._given
+        return overwritten
+
+    def _once_more(self) -> Any:
+        if self._are_copies:  # of copies, as it may run several times, and not of leaves
+            return tree_map_only(Tensor, torch.clone, self._again)
+        if self._versions != [_version(one) for one in self.tensors]:
+            raise RuntimeError(
+                "the input of a block that runs again in backward has been modified by an inplace "
+                "operation after it: clone() it there, or leave parallel.recompute out"
+            )
+        return self._again
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _version(x: Tensor) -> int:
+    return x._version + (x._tile._version if isinstance(x, SpatialTensor) else 0)
 
 
 class _Run:
-    """What the second run starts from: the tape of the first, random state and buffers before it.
+    """What the second run starts from: the tape of the first, and random state, buffers and
+    attributes of modules before it.
 
     All buffers: BatchNorm's running statistics change without their version being counted up.
     """
@@ -63,6 +132,7 @@ class _Run:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self.attributes = [(module, vars(module).copy()) for module in modules]
 
 
 class _SecondRun:
@@ -71,9 +141,16 @@ class _SecondRun:
     def __init__(self, run: _Run) -> None:
         self._buffers, self._replaying = run.buffers, run.tape.replay()
         self._random, self._replicas = run.random, run.replicas
+        self._attributes = run.attributes
         self._real: list[tuple[nn.Module, str, Tensor | None]] = []
+        self._real_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._versions: dict[int, int] = {}
 
     def __enter__(self) -> None:
+        self._real_attributes = [(module, vars(module).copy()) for module, _ in self._attributes]
+        for module, attributes in self._attributes:
+            _set_attributes(module, attributes)
+        self._versions = self._weight_versions()
         self._real = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         for module, name, start in self._buffers:
             module._buffers[name] = start.clone()
@@ -92,7 +169,30 @@ class _SecondRun:
         self._replaying.__exit__(kind, error, trace)
         for module, name, buffer in self._real:
             module._buffers[name] = buffer
-        self._real = []
+        for module, real in self._real_attributes:
+            _set_attributes(module, real)
+        self._real, self._real_attributes = [], []
+        now = self._weight_versions()  # of other ones, where FSDP2 has gathered them meanwhile
+        if any(now.get(weight, version) != version for weight, version in self._versions.items()):
+            names = sorted({type(module).__name__ for module, _ in self._attributes})
+            raise RuntimeError(
+                f"a forward that runs again in backward writes into a weight (of one of "
+                f"{', '.join(names)}): do that after the optimizer's step, or leave "
+                "parallel.recompute out"
+            )
+
+    def _weight_versions(self) -> dict[int, int]:
+        return {
+            id(weight): weight._version
+            for module, _ in self._attributes
+            for weight in module._parameters.values()
+            if weight is not None
+        }
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)
 
 
 # --- which parts of a network

@@ -127,7 +127,7 @@ def check_write(function: Any, target: Member) -> None:
 
 def check_lines(x: Member) -> None:
     """Refuse to read an image of which a selected row or column was written to: it is a copy."""
-    if any(line.was_written for line in x._family.lines):
+    if x._family.lines and any(line.was_written for line in x._family.lines):
         raise refusal(
             Tensor.__getitem__,
             [x],

@@ -48,6 +48,9 @@ class _OwnTile(torch.autograd.Function):
 def shard(image: Tensor, mesh: Mesh) -> SpatialTensor:
     """Split an image over the grid of a mesh; every rank keeps its own box.
 
+    Every rank of the grid must call it. In the first steps, and then now and then, their images are
+    compared.
+
     Args:
         image: (N, C, H, W), or (N, H, W) for maps of integers; the same on every rank of the
             grid. Needs no gradient unless you want one: then backward gives every rank the
@@ -55,15 +58,17 @@ def shard(image: Tensor, mesh: Mesh) -> SpatialTensor:
         mesh: the ranks.
 
     Raises:
-        ValueError: if the image has fewer rows or columns than the grid.
+        ValueError: if the image has fewer rows or columns than the grid, or ranks have other ones.
     """
+    if mesh.agreement is not None and not isinstance(image, SpatialTensor):
+        mesh.agreement.images(image)
     layout = _layout_for(image, tuple(image.shape[-2:]), mesh)
     tile = _Shard.apply(image, layout, mesh)  # type: ignore[no-untyped-call]
     return from_tile(tile, layout, mesh)
 
 
 def from_local(tile: Tensor, mesh: Mesh, size: tuple[int, int]) -> SpatialTensor:
-    """Make one split image of the tiles that the ranks hold.
+    """Make one split image of the tiles that the ranks hold; all of the grid must call it.
 
     Args:
         tile: (N, C, h, w) or (N, h, w): this rank's box ``mesh.box(size)``.
@@ -71,8 +76,11 @@ def from_local(tile: Tensor, mesh: Mesh, size: tuple[int, int]) -> SpatialTensor
         size: (H, W) of the whole image.
 
     Raises:
-        ValueError: if the tile has not the shape of this rank's box.
+        ValueError: if the tile has not the shape of this rank's box, or ranks bring tiles of
+            images that have other sizes, samples, channels or types.
     """
+    if mesh.agreement is not None and not isinstance(tile, SpatialTensor):
+        mesh.agreement.tiles(tile, size)
     layout = _layout_for(tile, (int(size[0]), int(size[1])), mesh)
     box = mesh.own_box(layout)
     if tuple(tile.shape[-2:]) != box.shape[1:]:

@@ -74,16 +74,25 @@ def _checked(
     function: Callable[..., Any], handler: Callable[..., Any], split: tuple[str, ...]
 ) -> Callable[..., Any]:
     signature = inspect.signature(handler)
+    kinds = {one.kind for one in signature.parameters.values()}
+    names = tuple(signature.parameters)
+    plain = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    needed = sum(one.default is inspect.Parameter.empty for one in signature.parameters.values())
 
-    @functools.wraps(handler)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def bound(args: Any, kwargs: Any) -> Iterable[tuple[str, Any]]:
+        """Arguments by name; the short way where they are positions alone."""
+        if plain and not kwargs and needed <= len(args) <= len(names):
+            return zip(names, args, strict=False)
         try:
-            bound = signature.bind(*args, **kwargs)
+            return signature.bind(*args, **kwargs).arguments.items()
         except TypeError as error:
             raise refusal(
                 function, spatial_in((args, kwargs)), f"with these arguments ({error})"
             ) from None
-        for name, value in bound.arguments.items():
+
+    @functools.wraps(handler)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name, value in bound(args, kwargs):
             if name not in split and isinstance(value, _HOLDERS) and spatial_in(value):
                 raise refusal(function, spatial_in(value), f"its {name} cannot be a split tensor")
         return handler(*args, **kwargs)
@@ -97,6 +106,8 @@ def is_spatial(value: object) -> TypeGuard[Split]:
 
 def spatial_in(values: Any) -> list[Split]:
     """All split tensors among nested arguments."""
+    if isinstance(values, torch.Tensor):
+        return [values] if is_spatial(values) else []
     return [value for value in tree_flatten(values)[0] if is_spatial(value)]
 
 

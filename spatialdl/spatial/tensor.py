@@ -13,20 +13,25 @@ PyTorch, and the user's model, see the global size; the tile is inside. Three wa
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_map
 
+from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh
+from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import IMAGE, SpatialDims, from_image, samples_of, to_image
 from spatialdl.spatial.sharing import Family, check_lines, check_write, lend, note_view, share
@@ -80,6 +85,12 @@ _PER_TILE = {
 }
 
 
+_NO_TRACE = (
+    "torch.jit.trace and torch.onnx.export record what one process does with plain tensors; give "
+    "them a plain image"
+)
+
+
 class _Called(threading.local):
     """The function that the user called, for the guard to name."""
 
@@ -104,11 +115,16 @@ class SpatialTensor(torch.Tensor):
     _tile: Tensor
     _family: Family
     _apart: bool
+    _inner: bool
+    _is_averaged: bool
     spatial_layout: Layout
     spatial_dims: SpatialDims
     mesh: Mesh
 
-    __slots__ = ("_apart", "_family", "_tile", "mesh", "spatial_dims", "spatial_layout")
+    __slots__ = (
+        *("_apart", "_family", "_inner", "_is_averaged", "_tile"),
+        *("mesh", "spatial_dims", "spatial_layout"),
+    )
 
     @staticmethod
     def __new__(
@@ -131,7 +147,7 @@ class SpatialTensor(torch.Tensor):
         )
         wrapper._tile = tile
         wrapper._family = Family()
-        wrapper._apart = False
+        wrapper._apart = wrapper._inner = wrapper._is_averaged = False
         wrapper.spatial_layout = layout
         wrapper.spatial_dims = dims
         wrapper.mesh = mesh
@@ -142,7 +158,8 @@ class SpatialTensor(torch.Tensor):
 
         A rank may have none: then h or w is 0.
         """
-        return to_tile(self)
+        tile: Tensor = watched(self, to_tile(self), compares=False)
+        return tile
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, of `shape`, the same on every rank.
@@ -153,7 +170,8 @@ class SpatialTensor(torch.Tensor):
         layout = self.spatial_layout
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)
         image = repartition(image_of(self), self.mesh.grid_comm, plan, name="full_tensor")
-        return from_image(image, self.spatial_dims, self._tile.shape)
+        whole: Tensor = watched(self, from_image(image, self.spatial_dims, self._tile.shape))
+        return whole
 
     def describe(self) -> str:
         """How it is split, for messages: ``2x1 over 70x93``."""
@@ -168,8 +186,10 @@ class SpatialTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> SpatialTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; call detach() first")
-        copied = self._like(self._tile.clone(), self.requires_grad)
+        copied = self._like(self._tile.clone())
+        copied._inner = self._inner
         memo[id(self)] = copied
+        copied.requires_grad_(self.requires_grad)
         return copied
 
     def _like(self, tile: Tensor, requires_grad: bool = False) -> SpatialTensor:
@@ -180,6 +200,11 @@ class SpatialTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._is_tracing():
+            raise refusal(func, spatial_in((args, kwargs or {})), _NO_TRACE)
+        # tracing is switched off only where it is on: that takes longer than some operations
+        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return _call_untraced(func, args, kwargs or {})
         return _call(func, args, kwargs or {})
 
     @classmethod
@@ -188,20 +213,25 @@ class SpatialTensor(torch.Tensor):
     ) -> Any:
         if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):
             func, args = aten.alias.default, args[:1]  # how autograd hands an input on
-        tags = func.tags
-        pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-        if pointwise or func in _PER_TILE:
+        if func in _PER_TILE or _is_pointwise(func):
             return _on_tiles(func, args, kwargs or {})
         raise refusal(_called.function or func, spatial_in((args, kwargs)))
 
 
-# torch.compile must not trace how tiles are exchanged: it runs the network around it as it is
-@_disable_dynamo
+@functools.cache
+def _is_pointwise(func: Any) -> bool:
+    tags = func.tags
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs and kwargs.get("requires_grad"):  # zeros_like: PyTorch would not ask about it
+        return _call(func, args, {**kwargs, "requires_grad": False}).requires_grad_()
     handler = HANDLERS.get(func) or inside(func)
     if handler is not None:
         args, kwargs = as_autocast(func, args, kwargs)
-        return handler(*args, **kwargs)
+        result = handler(*args, **kwargs)
+        return watched((args, kwargs), result) if Agreement.any_compares else result
     if len(args) + len(kwargs) > 1:
         args, kwargs = HANDLERS[any_other](func, args, kwargs)
     outermost, _called.function = _called.function, func
@@ -212,10 +242,19 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         _called.function = outermost
 
 
+# torch.compile must not trace how tiles are exchanged: it runs the network around it as it is
+_call_untraced = _disable_dynamo(_call)
+
+
 def _strides(size: tuple[int, ...], tile: Tensor) -> tuple[int, ...]:
     """Strides of a global tensor in the memory format of its tile."""
-    order = sorted(range(len(size)), key=lambda dim: (tile.stride(dim), -dim))
-    if tile.is_contiguous():
+    return _strides_of(size, tile.stride(), tile.is_contiguous())
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides_of(size: tuple[int, ...], of: tuple[int, ...], contiguous: bool) -> tuple[int, ...]:
+    order = sorted(range(len(size)), key=lambda dim: (of[dim], -dim))
+    if contiguous:
         order.sort(reverse=True)
     strides = [0] * len(size)
     step = 1
@@ -229,7 +268,8 @@ def _strides(size: tuple[int, ...], tile: Tensor) -> tuple[int, ...]:
 
 
 def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
-    flat = tree_flatten((args, kwargs))[0]
+    is_flat = not kwargs and not any(isinstance(value, list | tuple) for value in args)
+    flat = args if is_flat else tree_flatten((args, kwargs))[0]
     first = next(value for value in flat if isinstance(value, SpatialTensor))
     for value in flat:
         if isinstance(value, SpatialTensor):
@@ -240,8 +280,8 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
             raise refusal(func, [first], "it mixes split and whole tensors")
     if func._schema.is_mutable:
         check_write(_called.function or func, args[0])
-    tile_args, tile_kwargs = tree_map(
-        lambda value: value._tile if isinstance(value, SpatialTensor) else value, (args, kwargs)
+    tile_args, tile_kwargs = (
+        (tuple(map(_tile_of, args)), {}) if is_flat else tree_map(_tile_of, (args, kwargs))
     )
     result = func(*tile_args, **tile_kwargs)
     if func._schema.is_mutable:
@@ -249,12 +289,19 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
         # not notice that it was overwritten, and give a wrong gradient
         torch.autograd.graph.increment_version(args[0]._tile)
         return args[0]
-    split = tree_map(
-        lambda value: first._like(value) if isinstance(value, Tensor) else value, result
-    )
-    if first._apart and func in (aten.detach.default, aten.alias.default):
-        share(first, split)
+    if isinstance(result, Tensor):
+        split: Any = first._like(result)
+    else:
+        split = tree_map(lambda one: first._like(one) if isinstance(one, Tensor) else one, result)
+    if func in (aten.detach.default, aten.alias.default):
+        split._inner = first._inner or first.requires_grad
+        if first._apart:
+            share(first, split)
     return split
+
+
+def _tile_of(value: Any) -> Any:
+    return value._tile if isinstance(value, SpatialTensor) else value
 
 
 def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
@@ -350,6 +397,22 @@ def on_layout(x: SpatialTensor, layout: Layout) -> SpatialTensor:
     )
 
 
+@register_op(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def requires_grad_(self: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
+    """The gradient of a leaf is the true one, of the mean of the ranks' losses.
+
+    That of a tensor detached from what is differentiated stays the sum, as that of an activation:
+    whoever cuts a network in two hands it on to the first part's backward.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        self.requires_grad_(requires_grad)
+        if self.requires_grad and self.is_leaf and not (self._inner or self._is_averaged):
+            self._is_averaged = True
+            ranks = self.mesh.size
+            self.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
+    return self
+
+
 def _refuse(func: Any, advice: str) -> None:
     @register_op(func)
     def handler(*args: Any, **kwargs: Any) -> Any:
@@ -368,5 +431,11 @@ for _func in (
     Tensor.map_,
 ):
     _refuse(_func, "take to_local() for this rank's tile, full_tensor() for the whole")
+for _sampled in (F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d):
+    _refuse(
+        _sampled,
+        "each of its outputs may read pixels of any rank; call full_tensor() on the image, or "
+        "gather_before() for the module that samples",
+    )
 for _equal in (Tensor.equal, torch.equal):
     _refuse(_equal, "ranks would answer differently; compare what full_tensor() gives")

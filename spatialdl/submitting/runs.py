@@ -27,6 +27,7 @@ from spatialdl.starting import into, sources
 from spatialdl.submitting.resources import Options, resources
 from spatialdl.text import aligned, counted
 from spatialdl.training.checks import check_config
+from spatialdl.training.image_size import check_stored_size
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
@@ -176,7 +177,9 @@ def _run_of(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> Run:
 def _ranks_of(config: DictConfig) -> int:
     """Those that the layout has; one that is found inside the job has the user's number."""
     if config.parallel.name != "auto":
-        return check_config(config).world_size
+        placement = check_config(config)
+        check_stored_size(config.data, placement)
+        return placement.world_size
     world = config.parallel.world
     if not isinstance(world, int) or world < 1:
         raise ValueError("parallel=auto does not know for how many ranks: add parallel.world=...")

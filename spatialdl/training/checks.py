@@ -8,6 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.values import check_values
+from spatialdl.data.normalisation import Normalisation
 from spatialdl.placement import Placement
 from spatialdl.training.best import check_metric
 from spatialdl.training.checkpoints.folder import LATEST, candidates
@@ -47,6 +48,7 @@ def check_config(config: DictConfig) -> Placement:
     placement = placement_of(config.parallel)
     accumulate = _check_trainer(config)
     _check_metrics(config)
+    _check_input(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
     microbatches = schedule.microbatches // accumulate  # of one batch, as the user counts them
     local = max(placement.batch, default=1)
@@ -94,6 +96,12 @@ def _check_metrics(config: DictConfig) -> None:
     for key in ("checkpoint.best", "early_stopping.metric"):
         metric = OmegaConf.select(config.trainer, key)
         check_metric(metric, f"trainer.{key}", config.task.name, config.data.name == "shards")
+
+
+def _check_input(config: DictConfig) -> None:
+    normalisation, channels = Normalisation.from_config(config.data), config.data.channels
+    if isinstance(channels, int):
+        normalisation.check_channels(channels)
 
 
 def check_weights_file(name: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from spatialdl import waiting
 from spatialdl.data.batches import Batching, Slice
 from spatialdl.data.loader import Loader, to_input
+from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
@@ -30,7 +31,8 @@ class Feed:
         pipeline: says which boxes this rank needs.
         batch_size: samples that a step takes, over all ranks.
         masks: whether masks are the targets.
-        dtype: of the images that the network gets.
+        normalisation: of the images that the network gets.
+        dtype: of these images.
         channels_last: whether these lie so in memory.
         seed: of the order; None takes samples as they come.
         one_batch: whether every epoch is the first batch of the first one.
@@ -44,6 +46,7 @@ class Feed:
         *,
         batch_size: int,
         masks: bool,
+        normalisation: Normalisation,
         dtype: torch.dtype,
         channels_last: bool = False,
         seed: int | None = None,
@@ -51,6 +54,7 @@ class Feed:
     ) -> None:
         self._pipeline, self._size = pipeline, views.size
         self._dtype, self._device = dtype, pipeline.device
+        self._normalisation = normalisation
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         numbers = range(pipeline.schedule.microbatches)
         first = [pipeline.first(number) for number in numbers]
@@ -98,7 +102,7 @@ class Feed:
             samples, mesh = len(part.labels), self._pipeline.last(number)
             tile = target = None
             if part.tiles is not None:
-                tile = to_input(part.tiles, self._dtype, self._device)
+                tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
                 tile = tile.contiguous(memory_format=self._format)
             if mesh is not None and samples:
                 target = self._target(part, mesh)

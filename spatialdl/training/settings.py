@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.loader import check_workers
+from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
+from spatialdl.training.image_size import common_size
 
 log = logging.getLogger("spatialdl.data")
 
@@ -37,6 +39,7 @@ class Sources:
         names: of the classes or targets.
         background: what lies beyond a stored image; None is white.
         seed: of the augmentation.
+        normalisation: of the network's input.
     """
 
     train: ImageSource
@@ -48,23 +51,28 @@ class Sources:
     augmentation: Augmentation = field(default_factory=Augmentation)
     background: float | None = None
     seed: int = 0
+    normalisation: Normalisation = field(default_factory=Normalisation)
 
     @property
     def train_views(self) -> Views:
         """Training images as the network sees them, augmented."""
-        size, background = self.image_size, self.background
-        return Views(self.train, size, background, self.augmentation, self.seed)
+        size, background, white = self.image_size, self.background, self.normalisation.scale
+        return Views(self.train, size, background, self.augmentation, self.seed, white)
 
     @property
     def validation_views(self) -> Views | None:
         """The centres of validation images, as they are."""
         if self.validation is None:
             return None
-        return Views(self.validation, self.image_size, self.background)
+        white = self.normalisation.scale
+        return Views(self.validation, self.image_size, self.background, white=white)
 
     def described(self) -> dict[str, Any]:
-        """What later uses of the network want to know: its classes, and how slides were cut."""
-        found: dict[str, Any] = {"classes": list(self.names)}
+        """What uses of the trained network need: classes, input, and how slides were cut."""
+        found: dict[str, Any] = {
+            "classes": list(self.names),
+            "input": self.normalisation.described(self.channels, self.train_views.dtype),
+        }
         if isinstance(self.train, ShardDataset):
             found["kind"] = self.train.kind
             found["made_with"] = dict(self.train.manifest.made_with)
@@ -86,7 +94,16 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     sources = (_synthetic if data.name == "synthetic" else _shards)(data, seed, task)
     augmentation.check_channels(sources.channels)
     background = _background(data.background)
-    sources = replace(sources, augmentation=augmentation, background=background, seed=seed)
+    normalisation = Normalisation.from_config(data)
+    normalisation.check_channels(sources.channels)
+    sources = replace(
+        sources,
+        augmentation=augmentation,
+        background=background,
+        seed=seed,
+        normalisation=normalisation,
+    )
+    normalisation.check_pixels(sources.train_views.dtype)
     if background is not None:
         sources.train_views.check_background()
     return sources
@@ -104,15 +121,14 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     elif data.validation_split is not None:
         # as information, which only rank 0 prints
         log.info("%s has no split %s: nothing to validate on", path, data.validation_split)
-    for source in (train, validation):
-        if source is not None:
-            _check_samples(source, path, task)
+    both = [one for one in (train, validation) if one is not None]
+    for source in both:
+        _check_samples(source, path, task)
     size = _pair(data.image_size)
     if size is None:
-        size = _common_size(path, [one for one in (train, validation) if one is not None])
+        size = common_size(path, (one.image_size(k) for one in both for k in range(len(one))))
     names: list[str] = []
     if task in TARGETED:
-        both = [one for one in (train, validation) if one is not None]
         names = set_targets(Path(data.targets).expanduser(), both, path, task == "multilabel")
     classes = len(names or train.classes) if data.num_classes is None else int(data.num_classes)
     if names and classes != len(names):
@@ -176,17 +192,6 @@ def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
             f"{unlabelled} of {len(source)} samples of {path} have no label: write it again with "
             "--labels, or choose a split with labels by data.split"
         )
-
-
-def _common_size(path: Path, sources: Sequence[ShardDataset]) -> tuple[int, int]:
-    """That of all images."""
-    sizes = {one.image_size(sample) for one in sources for sample in range(len(one))}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"the images of {path} have {len(sizes)} different sizes, such as {sorted(sizes)[:3]}: "
-            "one batch needs one size, which data.image_size=[rows,columns] cuts or pads them to"
-        )
-    return sizes.pop()
 
 
 def _pair(size: object) -> tuple[int, int] | None:

@@ -115,7 +115,8 @@ class Trainer:
     def fit(self, run_dir: Path) -> None:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
         run_dir = self.world.bcast(run_dir)
-        table = start_table(self.pipeline, self.world, self.config, self.batch_size)
+        images = self.sources.normalisation.text(self.sources.train_views.dtype)
+        table = start_table(self.pipeline, self.world, self.config, self.batch_size, images)
         if self.config.comm.map:
             tell_ranks(self.pipeline, self.world)
         with ExitStack() as stack:
@@ -331,6 +332,7 @@ class Trainer:
             self.pipeline,
             batch_size=self.batch_size,
             masks=self.config.task.name == "segmentation",
+            normalisation=self.sources.normalisation,
             dtype=self.precision.dtype,
             channels_last=bool(self.config.trainer.channels_last),
             seed=seed,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spatialdl import init_mesh
+from spatialdl import gather_before, init_mesh
 from spatialdl.checking.dry_loss import dry_loss
 from spatialdl.mesh import Mesh
 from spatialdl.planning.costs import count
-from spatialdl.planning.layers import layers_of
+from spatialdl.planning.program import Program
 from spatialdl.training.tasks.losses import classification_loss, segmentation_loss
 
 SMALL = 50
@@ -73,8 +73,18 @@ def test_without_anything_to_learn_there_is_no_loss(alone):
 
 
 def test_on_a_grid_the_numerators_are_added_up():
-    layers = layers_of(nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU()), (3, 16, 12))[0]
-    whole, tiles = (count(layers, (2, 3, 16, 12), grid, segments=True) for grid in ((1, 1), (2, 1)))
+    program = Program(nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU()), (3, 16, 12))
+    whole, tiles = (
+        count(program, (2, 3, 16, 12), grid, segments=True) for grid in ((1, 1), (2, 1))
+    )
     assert whole.loss.forward_talks == []
     assert {talk.kind for talk in tiles.loss.forward_talks} == {"sum"}
-    assert 0 < tiles.loss.kept <= whole.loss.kept / 2 + 2 * SMALL
+    kept = [one.lives.held(2, 3, ()) for one in (tiles, whole)]
+    assert 0 < kept[0] <= kept[1] / 2 + 2 * SMALL
+
+
+def test_of_a_full_output_on_a_grid_each_rank_counts_its_own_box():
+    network = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU())
+    gather_before(network, "1")
+    full = count(Program(network, (3, 16, 12)), (2, 3, 16, 12), (2, 1), segments=True)
+    assert {talk.kind for talk in full.loss.forward_talks} == {"sum"}

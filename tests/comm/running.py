@@ -146,6 +146,8 @@ class Fails(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         info = launched()
+        if x.device.type == "meta":  # recorded, where state that changes is refused
+            return x
         self.left -= 1
         if self.left == 0 and info is not None and info.rank == self.rank:
             print(f"now it is {time.time()}", flush=True)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from spatialdl.comm import check
+from spatialdl.comm.check import Done
 from spatialdl.comm.world import as_communicator
 
 
@@ -38,6 +39,18 @@ def test_one_rank_agrees_with_itself(switched_on):
     check.agree(as_communicator(MPI.COMM_SELF), "conv2d forward")
 
 
-def test_switched_off_it_says_nothing(monkeypatch):
+def test_switched_off_one_rank_remembers_nothing(monkeypatch):
     monkeypatch.setattr(check._Switch, "on", False)
-    check.agree(None, "no communicator is asked")
+    before = check.done_last()
+    check.agree(as_communicator(MPI.COMM_SELF), "conv2d forward")
+    assert check.done_last() == before
+
+
+def test_where_ranks_have_parted_follows_from_what_they_did_last():
+    both = [Done("0-1/0", 7, "conv2d forward"), Done("0-1/1", 7, "gradients")]
+    ahead = [*both, Done("0-1/0", 8, "sum"), Done("0-1/0", 9, "conv2d forward")]
+    other = [*both, Done("0-1/0", 8, "batch_norm")]
+    assert check.where_they_parted({0: ahead, 1: both}) == ""
+    assert check.where_they_parted({}) == ""
+    said = check.where_they_parted({1: other, 0: ahead})
+    assert "rank 0 is at 'sum', rank 1 at 'batch_norm'" in said

@@ -108,6 +108,17 @@ def test_a_program_that_torchrun_starts_gets_its_ranks(start, tmp_path):
         assert "gloo" not in (tmp_path / f"threads-{rank}").read_text()
 
 
+NOT_INITIALISED = "import spatialdl; spatialdl.init_mesh((2, 1))"
+
+
+def test_a_program_that_has_not_initialised_torch_distributed_is_told_so(start, tmp_path):
+    (tmp_path / "program.py").write_text(NOT_INITIALISED)
+    done = start([sys.executable, *TORCHRUN, "program.py"], mpi=False)
+    assert done.returncode != 0
+    assert "call torch.distributed.init_process_group() first (dist.init" in done.stderr
+    assert "comm.transport" not in done.stderr
+
+
 def test_an_error_on_a_rank_of_torchrun_ends_all(start):
     train = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "data.image_size=[1,37]"]
     done = start([sys.executable, *TORCHRUN, *train], mpi=False)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.loader import Loader, sample_order, to_input
+from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.data.views import Views
 from tests.data.numbers import batching, contents, views
@@ -163,3 +164,27 @@ def test_pixels_are_scaled_by_their_type(dtype: str) -> None:
     wanted = (tiles.astype(float) / most - 0.5) / 0.25
     assert np.abs(made.numpy() - wanted.transpose(0, 3, 1, 2)).max() < 1e-12
     assert (tiles == before).all()  # they are the loader's own
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most", "given"),
+    [
+        ("uint8", 255, {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}),
+        ("uint16", 4095, {"scale": 4095}),
+        ("uint16", 65535, {"mean": (0.1, 0.2, 0.3), "std": (0.5,)}),
+        ("float32", 1, {"mean": (0.0,), "std": (1.0,)}),
+        ("float32", 3000, {"mean": (0.2,), "std": (0.1, 0.2, 0.3), "scale": 3000.0}),
+    ],
+)
+def test_statistics_of_each_channel(dtype, most, given):
+    tiles = np.random.default_rng(0).uniform(0, most, (2, 5, 4, 3)).astype(dtype)
+    before = tiles.copy()
+    normalisation = Normalisation(**given)
+    x = to_input(torch.from_numpy(tiles), torch.float64, torch.device("cpu"), normalisation)
+    mean, std = (np.array(one) for one in normalisation.by_channel(3))
+    wanted = (tiles.astype(np.float64) / most - mean) / std
+    assert x.is_contiguous()
+    assert np.abs(x.numpy() - wanted.transpose(0, 3, 1, 2)).max() < 1e-12
+    assert (tiles == before).all()
+    if given.get("std") == (1.0,):
+        assert (x.numpy().transpose(0, 2, 3, 1) == tiles).all()  # floats as they are

@@ -122,6 +122,26 @@ def test_a_background_of_ones_own():
     assert (whole(Views(Images([(2, 2)], "float32"), (4, 4), 0.5))[0] == 0.5).all()
 
 
+@pytest.mark.parametrize(("dtype", "white"), [("uint16", 4095), ("float32", 0.25), ("float64", 9)])
+def test_the_scale_of_pixels_is_white(dtype, white):
+    dark = Images([(3, 3)], dtype)
+    dark.images[0] = (dark.images[0].astype(np.float64) / dark.images[0].max() * white).astype(
+        dtype
+    )
+    padded = whole(Views(dark, (7, 6), white=white))
+    assert (padded[:2] == white).all()
+    with pytest.raises(ValueError, match=f"no value of {dtype} images: take 0 to {white:g}, or"):
+        whole(Views(dark, (7, 6), white + 1, white=white))
+    # colours change as they do in images whose white is that of their type
+    how = Augmentation(brightness=0.5, contrast=0.5, saturation=0.5, stain=0.1, blur=1.0)
+    light = Images([(3, 3)], "float64")
+    light.images[0] = dark.images[0].astype(np.float64) / white
+    for seed in range(5):
+        found = whole(Views(dark, (7, 6), augmentation=how, seed=seed, white=white)) / white
+        expected = whole(Views(light, (7, 6), augmentation=how, seed=seed))
+        assert np.abs(found - expected).max() < (2 / white if dtype == "uint16" else 1e-5)
+
+
 def test_only_what_lies_under_a_box_is_read():
     images = Images([(40, 50)])
     views = Views(images, (20, 20), augmentation=Augmentation("random", 0.5, True))

@@ -12,13 +12,14 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from spatialdl.comm import check
+from spatialdl.comm import agreement, check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world
 from tests.mpi.equality import meshes  # noqa: F401  (fixtures for all)
 from tests.mpi.groups import ends_process_group, over_gloo, over_mpi4py  # noqa: F401
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # modules that tests make when they are imported are the same on all ranks
 check.enable()
 TRANSPORT = os.environ.get("SPATIALDL_TRANSPORT", "mpi")
 WORLD = start_world(TRANSPORT)
@@ -52,6 +53,21 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
         print(report.longreprtext, file=sys.__stderr__, flush=True)
         MPI.COMM_WORLD.Abort(1)
     return report
+
+
+@pytest.fixture(autouse=True)
+def alike() -> None:
+    """Images and weights that tests draw are the same on all ranks."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def compares_where_that_is_tested(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tests draw images on each rank by itself."""
+    if "test_agreement" not in request.node.nodeid:
+        monkeypatch.setattr(agreement, "is_due", lambda number: False)
 
 
 @pytest.fixture

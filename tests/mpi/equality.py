@@ -44,7 +44,7 @@ def meshes(request: pytest.FixtureRequest) -> dict[tuple[int, int], Mesh]:
 
 
 def mean_over_ranks(grad: Tensor, mesh: Mesh) -> Tensor:
-    parameter = nn.Parameter(torch.empty_like(grad))
+    parameter = nn.Parameter(torch.zeros_like(grad))
     parameter.grad = grad.clone()
     holder = nn.Module()
     holder.parameter = parameter

@@ -191,6 +191,13 @@ GATHERED = [
     Case("sp+pp", "vgg", (50, 34), ((2, 1), (1, 1)), 1, 2, 4, ("classifier.1",), "classifier"),
     Case("sp+pp", "vgg", (50, 34), ((1, 2), (2, 1)), 1, 2, 4, ("features.4",), "classifier"),
     Case("dp+sp", "vgg", (50, 34), ((1, 2),), data=2, gather_before="classifier"),
+    # a class for every pixel: the output is full, its targets are split
+    Case("none", "unet", (37, 29), ((1, 1),), gather_before="head"),
+    Case("sp", "unet", (37, 29), ((2, 1),), microbatches=2, batch=5, gather_before="head"),
+    Case("sp", "unet", (37, 29), ((1, 2),), batch=3, gather_before="decoder.2", recompute=True),
+    Case("sp+pp", "unet", (37, 29), ((2, 1), (2, 1)), 1, 2, 3, ("upsample.1",), "decoder.2"),
+    Case("sp+lp", "unet", (37, 29), ((1, 2), (2, 1)), 1, 1, 3, ("head",), "decoder.2"),
+    Case("sp", "unet", (21, 19), ((2, 2),), batch=3, gather_before="head"),
 ]
 
 

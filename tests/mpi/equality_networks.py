@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet
 from spatialdl.random import scope
+from tests.mpi.sample_networks import SAMPLE_NETWORKS
+from tests.mpi.stateful_networks import STATEFUL
 
 
 class OddNet(nn.Sequential):
@@ -228,4 +230,6 @@ NETWORKS = {
     "resnet50": tame_resnet50,
     "resnet110_v2": lambda: resnet110_v2(num_classes=5),
     "odd": OddNet,
+    **STATEFUL,
+    **SAMPLE_NETWORKS,
 }

@@ -100,6 +100,7 @@ def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
     losses = []
     for step in range(STEPS):
         images, labels = images_and_labels(case, step, dtype)
+        model.train()
         optimizer.zero_grad()
         total = 0.0
         pieces = [piece for row in slices(case) for piece in row]

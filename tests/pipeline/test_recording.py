@@ -4,11 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
+from spatialdl.pipeline.balance import measured
 from spatialdl.pipeline.recording import CannotRecord, Forward, meta_copy
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of, run_step
+from tests.pipeline.cutting import run_stages, stages_of, trained
 
 NETWORKS = {
     "resnet18": lambda: resnet18(num_classes=4, width=4).double(),
@@ -250,3 +253,36 @@ def test_tied_weights_stay_tied_in_a_meta_copy():
     layer = nn.Linear(3, 3)
     shadow = meta_copy(nn.Sequential(layer, nn.ReLU(), layer))
     assert shadow[0].weight is shadow[2].weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.nn.utils.weight_norm,
+        torch.nn.utils.parametrizations.weight_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_layers_whose_weights_are_computed_are_cut_like_others(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).double()
+    change(model[0])
+    change(model[2])
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).double()
+    change(twin[0])
+    change(twin[2])
+    stages = stages_of(model, [2])
+    found, expected = trained(model, lambda x: run_stages(stages, x)), trained(twin, twin)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    measured(model, recorded(model), (2, 3, 9, 7), torch.device("cpu"))
+
+
+def test_lazy_modules_are_refused_until_they_have_a_shape():
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU())
+    with pytest.raises(ValueError, match=r"'0\.weight' of a lazy module: run it once on an image"):
+        recorded(model)
+    model(torch.zeros(1, 3, 9, 7))
+    assert names(recorded(model)) == ["0", "1"]

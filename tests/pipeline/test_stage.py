@@ -179,3 +179,47 @@ def test_blocks_run_again_by_themselves():
         *("AdaptiveAvgPool2d", "Flatten", "Linear"),
     ]
     assert list(stage.state_dict()) == list(resnet18(num_classes=2, width=2).state_dict())
+
+
+class Modes(nn.Module):
+    """Sets the modes of its layers, and what learns, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.one.eval()
+        self.two.requires_grad_(not mode)
+        return self
+
+    def eval(self):
+        super().eval()
+        self.two.train()
+        return self
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+class Holds(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return self.part(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_part_has_the_modes_that_the_whole_network_sets(inside):
+    model = Modes()
+    stages = parts_of(Holds(model) if inside else model, 1)
+    for stage in stages:
+        stage.train()
+    assert [model.one.training, model.two.training] == [False, True]
+    assert [model.one.weight.requires_grad, model.two.weight.requires_grad] == [True, False]
+    for stage in stages:
+        stage.eval()
+    assert [model.one.training, model.two.training] == [False, not inside]

@@ -9,8 +9,9 @@ from torch import nn
 from spatialdl.comm.dry import Talk
 from spatialdl.layout import Layout
 from spatialdl.models import resnet18, unet
+from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import between, count, largest_part
-from spatialdl.planning.layers import Layer, layers_of
+from spatialdl.planning.program import Program
 
 
 def small() -> nn.Sequential:
@@ -23,8 +24,8 @@ def small() -> nn.Sequential:
     )
 
 
-def chain(model: nn.Module, size: tuple[int, int] = (8, 8)) -> list[Layer]:
-    return layers_of(model, (3, *size))[0]
+def program(model: nn.Module, size: tuple[int, int] = (8, 8)) -> Program:
+    return Program(model, (3, *size))
 
 
 def flops(work, kind):
@@ -32,7 +33,7 @@ def flops(work, kind):
 
 
 def test_operations_are_those_of_arithmetic_by_hand():
-    conv, relu, _, _, linear = count(chain(small()), (2, 3, 10, 7)).layers
+    conv, relu, _, _, linear = count(program(small()), (2, 3, 10, 7)).layers
     of_conv = 2 * (2 * 8 * 10 * 7) * (3 * 3 * 3)
     assert flops(conv.forward, "conv") == of_conv
     assert flops(conv.backward, "conv_weight") == of_conv
@@ -47,42 +48,49 @@ def test_operations_are_those_of_arithmetic_by_hand():
 
 
 def test_memory_is_that_of_arithmetic_by_hand():
-    found = count(chain(small()), (2, 3, 10, 7), on_cpu=False)
-    conv, relu, pool, _, linear = found.layers
+    found = count(program(small()), (2, 3, 10, 7), on_cpu=False)
+    conv, relu, _, _, linear = found.layers
     values = 4 * 2 * 8 * 10 * 7
     assert found.input == 4 * 2 * 3 * 10 * 7
     # the convolution keeps its input and its weight, ReLU its output, pooling its input
-    assert (conv.output, conv.kept, conv.output_kept) == (values, 0, False)
-    assert (relu.output, relu.kept, relu.output_kept) == (values, values, True)
-    assert conv.forward_extra == relu.forward_extra == values
-    assert pool.kept == pool.output == 4 * 2 * 8
+    assert [found.values[Value(step)] for step in range(3)] == [values, values, 4 * 2 * 8]
+    kept = [found.lives.held(part, part + 1, ()) for part in range(4)]
+    assert kept == [0, values, 4 * 2 * 8, 0]
+    assert found.lives.held(0, 1, {conv.outputs[0].memory}) == values
+    peaks = [found.lives.forward_peak(part, part + 1) for part in range(2)]
+    assert peaks == [values, values]
     assert (conv.weights, linear.weights) == (4 * 8 * 3 * 3 * 3, 4 * (8 * 5 + 5))
-    # in the backward of ReLU there are its output and the gradients of its output and input, and
-    # the loss with a gradient of its own
-    assert relu.backward_extra == 3 * values + 2 * 4
-    assert conv.backward_extra == values + conv.weights + 2 * 4
+    # in the backward of ReLU there are its output and the gradient of its input
+    assert found.lives.backward_peaks(1, 2, (), (), False) == (2 * values, 2 * values)
+    assert found.lives.backward_peaks(0, 1, (), (), False) == (conv.weights, conv.weights)
+    assert relu.outputs[0].summed_in == 2
 
 
 def test_convolutions_on_a_cpu_take_memory_for_themselves():
-    plain = count(chain(small()), (2, 3, 10, 7), on_cpu=False).layers[0]
-    with_room = count(chain(small()), (2, 3, 10, 7), on_cpu=True).layers[0]
-    assert with_room.forward_extra == plain.forward_extra + plain.output
-    assert with_room.kept == plain.kept
+    plain, with_room = (
+        count(program(small()), (2, 3, 10, 7), on_cpu=on_cpu) for on_cpu in (False, True)
+    )
+    room = with_room.lives.forward_peak(0, 1) - plain.lives.forward_peak(0, 1)
+    assert room == plain.values[Value(0)]
+    assert with_room.lives.held(0, 5, ()) == plain.lives.held(0, 5, ())
 
 
 def test_on_a_cpu_memory_lies_in_the_heap_or_is_mapped_in_whole_pages():
     model = nn.Sequential(nn.Tanh(), nn.AdaptiveAvgPool2d((500, 500)), nn.Tanh())
     model.insert(0, nn.Conv2d(3, 1, 1))
     side = 1500  # 9,000,000 bytes: more than 4 pages of 2 MB; and 1,000,000
-    found = count(chain(model), (1, 3, side, side))
+    found = count(program(model), (1, 3, side, side))
     assert found.heap is not None
     assert found.mapped is not None
-    kept = [[one.kept for one in costs.layers] for costs in (found, found.heap, found.mapped)]
+    kept = [
+        [costs.lives.held(part, part + 1, ()) for part in range(4)]
+        for costs in (found, found.heap, found.mapped)
+    ]
     pages = 5 * 2 * 2**20
     assert kept[0] == [a + b for a, b in zip(*kept[1:], strict=True)]
     assert kept[2] == [0, pages, 0, 0]
     assert kept[1] == [0, 0, 0, 1_000_000]
-    assert found.layers[1].output == 9_000_000
+    assert found.values[Value(1)] == 9_000_000
 
 
 def really_kept(model, images, target):
@@ -108,8 +116,8 @@ def test_what_is_kept_is_what_autograd_saves(side):
     model = resnet18(num_classes=10, width=8)
     images = torch.randn(3, 3, side, side)
     kept, _ = really_kept(model, images, None)
-    found = count(chain(model), (3, 3, side, side))
-    assert sum(one.kept for one in found.layers) == kept
+    found = count(program(model), (3, 3, side, side))
+    assert found.lives.held(0, len(found.layers), ()) == kept
 
 
 def test_the_rank_with_the_largest_tile_and_most_neighbours_counts():
@@ -119,30 +127,32 @@ def test_the_rank_with_the_largest_tile_and_most_neighbours_counts():
 
 def test_what_is_said_on_a_grid():
     """A convolution's halo and its adjoint, and the sum of an average."""
-    conv, _, pool, _, _ = count(chain(small()), (2, 3, 12, 7), (3, 1)).layers
+    conv, _, pool, _, _ = count(program(small()), (2, 3, 12, 7), (3, 1)).layers
     row = 4 * 2 * 3 * 7
     assert conv.forward_talks == [Talk("exchange", 2, 2 * row)]
     assert conv.backward_talks == []  # images learn nothing
     assert [talk.kind for talk in pool.forward_talks] == ["sum"]
-    tiles = count(chain(small()), (2, 3, 12, 7), (3, 1))
-    whole = count(chain(small()), (2, 3, 12, 7))
+    tiles = count(program(small()), (2, 3, 12, 7), (3, 1))
+    whole = count(program(small()), (2, 3, 12, 7))
     assert tiles.input * 3 == whole.input
-    assert tiles.layers[1].kept * 3 == whole.layers[1].kept
+    assert tiles.lives.held(1, 2, ()) * 3 == whole.lives.held(1, 2, ())
 
 
 def test_other_numbers_of_samples_lie_on_a_line():
-    model = chain(unet(num_classes=3, width=4, depth=2), (24, 20))
+    model = program(unet(num_classes=3, width=4, depth=2), (24, 20))
     two, four, seven = (
         count(model, (n, 3, 24, 20), segments=True, on_cpu=False) for n in (2, 4, 7)
     )
-    assert between(two, four, 2.5) == seven
+    found = between(two, four, 2.5)
+    assert found == seven
+    assert list(found.lives.bytes) == list(seven.lives.bytes)
 
 
 def test_layers_that_cannot_work_on_a_grid_are_told():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-    found = count(chain(model), (1, 3, 8, 8), (2, 1))
+    found = count(program(model), (1, 3, 8, 8), (2, 1))
     assert [one.name for one in found.layers] == ["0", "1"]
     assert found.loss is None
     assert str(found.refused).startswith("2: linear")
     with pytest.raises(RuntimeError):
-        count(chain(model), (1, 3, 9, 9))
+        count(program(model), (1, 3, 9, 9))

@@ -53,6 +53,23 @@ def test_every_task_and_precision_would_run(overrides, capsys):
     assert ("note: memory is told for float32" in text) == ("accumulate" in overrides[-1])
 
 
+@pytest.mark.parametrize("layout", ["lp", "sp+pp"])
+def test_stages_of_a_network_that_is_no_chain_have_memory(layout, capsys):
+    network = ["model=unet", "model.depth=2", "task=segmentation"]
+    assert look(config(f"parallel={layout}", *network))
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("would not run" in line for line in lines)
+    rows = [line.split() for line in lines if line[:5].strip().isdigit() and "M" in line]
+    assert len(rows) == 2
+    assert all(float(row[-2]) > 0 for row in rows)
+    assert sum("GB each" in line for line in lines) == 2
+
+
+def test_the_memory_of_a_network_with_a_gathered_part_is_predicted(capsys):
+    assert look(config("parallel=sp+lp", "parallel.gather_before=[layer3]"))
+    assert "GB each" in capsys.readouterr().out
+
+
 def test_sizes_memory_and_halos(capsys):
     given = config(
         "parallel=sp+pp", "parallel.grid=[2,1]", "parallel.microbatches=3", "parallel.cut=[layer2]"
@@ -136,7 +153,8 @@ def test_every_error_is_named(overrides, sentences, capsys):
 def test_what_is_refused_is_told_with_its_line(capsys):
     target = "tests.checking.test_preflight.Refused"
     network = ["~model.width", "~model.num_classes", "~model.in_channels"]
-    assert not look(config("parallel=sp", f"model._target_={target}", *network))
+    words = f"model._target_={target}", "data.num_classes=3"
+    assert not look(config("parallel=sp", *words, *network))
     text = capsys.readouterr().out
     assert text.count("refused: ") == 4
     assert "refused: torch.Tensor.cumsum at " in text

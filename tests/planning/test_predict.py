@@ -9,8 +9,9 @@ import torch
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.placement import Placement
 from spatialdl.planning.cluster import cluster_of
+from spatialdl.planning.job import CannotWork
 from spatialdl.planning.predict import predict
-from spatialdl.planning.stage import CannotWork, stage_costs
+from spatialdl.planning.stage import stage_costs
 
 ONE = (1, 1)
 CONV = 2 * (8 * 16 * 12) * (8 * 3 * 3)
@@ -126,7 +127,7 @@ def test_ranks_that_share_cores_are_slower(job, figures):
 
 
 def test_too_many_stages_and_heads_on_a_grid_are_refused(job, paper):
-    with pytest.raises(CannotWork, match="12 stages of a network that can be cut into 11"):
+    with pytest.raises(CannotWork, match="cut into 12 stages: its forward has only 11"):
         stage_costs(job, paper, Placement(1, (ONE,) * 12), 1, "none")
     dense = torch.nn.Sequential(
         torch.nn.Conv2d(8, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 14 * 10, 3)

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
-import pytest
-from hydra import compose, initialize_config_module
+import functools
 
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from spatialdl.models import unet
+from spatialdl.planning.job import Job
 from spatialdl.planning.search import NothingFits, grids, layouts, search
+from spatialdl.planning.table import table
 from spatialdl.training.layouts import placement_of, schedule_of
 
 
@@ -77,3 +85,38 @@ def test_more_ranks_than_there_is_work_for_are_refused(job, paper, base):
     job.batch = 1
     with pytest.raises(NothingFits, match="no layout for 4099 ranks works"):
         search(job, paper, base, 4099, None, show=False)
+
+
+def test_layouts_with_stages_are_found_for_networks_that_are_no_chain(paper, base):
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    model = unet(num_classes=3, width=4, depth=2)
+    job = Job(model, (3, 32, 24), 4, optimizer, segments=True, on_cpu=False)
+    rows = search(job, paper, base, 2, None, show=False)
+    names = {row.layout.name for row in rows}
+    assert {"dp", "sp", "lp", "pp", "gems"} <= names
+    cut = next(row for row in rows if row.layout.name == "lp").prediction
+    whole = next(row for row in rows if row.layout.name == "dp").prediction
+    assert max(cut.memory) < 2 * max(whole.memory)
+    again = search(job, paper, base, 2, 0.6 * max(cut.memory), show=False)
+    assert any(row.prediction.recompute != "none" for row in again if "stages" in str(row.layout))
+
+
+class Handing(nn.Module):
+    """Its forward cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        return checkpoint(self.conv, x, use_reentrant=True).mean((2, 3))
+
+
+def test_networks_that_cannot_be_cut_have_other_layouts_and_the_table_says_why(paper, base):
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    job = Job(Handing(), (3, 8, 8), 4, optimizer, on_cpu=False)
+    rows = search(job, paper, base, 2, None, show=False)
+    assert {row.layout.name for row in rows} == {"dp", "sp"}
+    note = table(rows, job, paper, len(rows)).splitlines()[-1]
+    assert note.startswith("note: layouts with stages are left out: Handing cannot be cut into 2")
+    assert "hands a function or a module on" in note

@@ -11,11 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from spatialdl.checking.dry_loss import dry_loss
+from spatialdl.mesh import dry_mesh
+from spatialdl.models import unet
+from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.placed import enter
+from spatialdl.pipeline.recording import meta_copy
+from spatialdl.pipeline.shapes import HandoverShapes
+from spatialdl.pipeline.stage import OUTPUT
+from spatialdl.pipeline.steps import IMAGE
 from spatialdl.placement import Placement
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import Job
 from spatialdl.planning.ledger import Ledger
 from spatialdl.planning.stage import stage_costs
+from spatialdl.random import keyed
 
 ONE = (1, 1)
 PIXELS = 10 * 7
@@ -87,7 +97,7 @@ def test_peaks_of_stages(three, paper):
 def test_weights_of_later_layers_have_gradients_before(three, paper):
     """Most lives in the backward of tanh behind 16 channels: its output and two gradients."""
     (whole,) = stage_costs(three, paper, Placement(1, (ONE,)), 2, "none")
-    loss = 2 * 4  # and its gradient
+    loss = 2 * 4 + 4 * 4 * 5  # and its gradient, and the output, which is held meanwhile
     assert whole.first_backward_peak == maps(4) + 3 * maps(16) + loss + OWN[2]
     assert whole.backward_peak == maps(4) + 3 * maps(16) + loss + sum(OWN)
 
@@ -165,7 +175,7 @@ def test_there_may_be_as_many_stages_as_layers(paper):
 def test_blocks_that_run_again_leave_the_layers_of_stages_as_they_are(job, paper):
     found = stage_costs(job, paper, Placement(1, (ONE, ONE)), 2, "block")
     assert [one.layers for one in found] == list(pairwise(job.bounds((1, 1))))
-    assert len(job.costs(4, ONE, True).layers) < len(job.layers)
+    assert len(job.costs(4, ONE, True).layers) < len(job.program(True).names)
 
 
 def test_buffers_are_those_of_the_stage(paper):
@@ -183,6 +193,59 @@ def test_on_a_cpu_small_tensors_lie_in_the_heap(three, paper):
     assert heap == everything
     assert (mapped.held, mapped.input, mapped.weights) == (0, 0, 0)
     assert mapped.forward_peak == mapped.backward_peak == 0
+
+
+# --- a network that is no chain
+
+
+def really_alive_in(stage, number, passing, image, segments):
+    """Bytes that a stage holds, and most in forward and in backward, its weights aside."""
+    ledger, stage = Ledger(), meta_copy(stage).train()
+    for tensor in (*stage.parameters(), *stage.buffers()):
+        ledger.own(tensor)
+    images = torch.empty(4, *image, device="meta")
+    ledger.own(images)
+    with ledger.watch(), torch.device("meta"), keyed(0, 0, 0):
+        tiles = {IMAGE: images} if number == 0 else {}
+        grads = {}
+        for border, values in passing.items():
+            for value, part in values.items():
+                if border.taker == number:
+                    tiles[value] = torch.empty(part.shape, requires_grad=True)
+        given = stage({value: enter(tile) for value, tile in tiles.items()}, 4)
+        since = len(ledger.moments)
+        held = sum(one.bytes for one in ledger.memories if one.died is None)
+        if OUTPUT in given:
+            dry_loss(given[OUTPUT], segments, (4, *image), dry_mesh((1, 1))).backward()
+        else:
+            for border, values in passing.items():
+                for value, part in values.items():
+                    if border.giver == number:
+                        grads[value] = torch.empty(part.shape)
+            torch.autograd.backward([given[value] for value in grads], list(grads.values()))
+    alive = [
+        sum(m.bytes for m in ledger.memories if m.born <= t and (m.died is None or m.died > t))
+        for t in range(len(ledger.moments))
+    ]
+    return held, max(alive[:since]), max(alive[since:])
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_what_crosses_stages_is_held_as_it_really_is(paper, stages, recompute):
+    """A value that passes by a stage lives on the stages that make and take it alone."""
+    model, image = unet(num_classes=3, width=4, depth=2), (3, 32, 24)
+    job = Job(model, image, 4, sgd, segments=True, on_cpu=False)
+    placement = Placement(1, (ONE,) * stages)
+    found = stage_costs(job, paper, placement, 1, recompute)
+    cut_up = cut(meta_copy(model), placement.widths, None, image, recompute == "block")
+    passing = HandoverShapes(cut_up, placement, image, torch.float32).of(4)
+    assert any(border.taker > border.giver + 1 for border in passing) == (stages > 2)
+    for number, (one, stage) in enumerate(zip(found, cut_up, strict=True)):
+        held, forward, backward = really_alive_in(stage, number, passing, image, True)
+        assert (one.held, one.forward_peak) == (held, forward)
+        # or more: gradients of other stages, of which one arrives in parts
+        assert one.first_backward_peak == max(backward, held + one.arriving[1])
 
 
 # --- the loss

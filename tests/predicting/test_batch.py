@@ -11,7 +11,7 @@ import pytest
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardWriter
-from spatialdl.predicting.batch import run
+from spatialdl.predicting.batch import _in_keys, run
 from tests.predicting.runs import NETWORK, command, train, write_slide
 
 ASKED = ("level=0", "min_tissue=0.8", "maps=false")
@@ -122,3 +122,8 @@ def test_what_does_not_fit_the_network_or_the_data_is_refused(words, sentence, f
     config = command(f"ckpt_path={folder / 'run'}", f"slides={folder / 'a.tiff'}", *given)
     with pytest.raises(ValueError, match=sentence):
         run(config, tmp_path, Alone())
+
+
+def test_errors_of_the_tiling_command_name_keys():
+    said = _in_keys("smaller than a tile; ask for a smaller mpp, or --edge pad; lower --min-tissue")
+    assert said.endswith("a smaller mpp, or edge=pad; lower min_tissue=...")

@@ -57,6 +57,13 @@ def test_what_is_asked_for_goes_before_what_the_training_set_was():
     assert (found.wanted, found.overlap, found.min_tissue) == (Wanted(level=0), 0, 0.0)
 
 
+def test_edges_are_as_in_the_training_set_or_as_asked_for():
+    assert cutting("level=0", made_with={"edge": "pad"}).edge == "pad"
+    assert cutting("level=0", "edge=shift", made_with={"edge": "pad"}).edge == "shift"
+    assert cutting("level=0").edge == "drop"  # of sets of earlier versions, too
+    assert cutting("level=0", "whole=true", made_with={"edge": "pad"}).edge == "drop"
+
+
 def test_what_nobody_says_is_as_when_tiling():
     found = cutting("level=1")
     assert (found.tile_size, found.view) == (32, (32, 32))
@@ -82,7 +89,7 @@ def test_regions_and_maps_are_of_the_whole_tissue():
         *({"overlap": -1}, {"level": -1}, {"mpp": 0}, {"mpp": True}, {"slide_mpp": -0.5}),
         *({"mag": 0}, {"min_tissue": 1.5}, {"background": "green"}, {"background": []}),
         *({"stain_normalise": "washing"}, {"filter": ["pen"]}, {"filter": {"cats": 0.1}}),
-        {"filter": {"pen": 2}},
+        *({"filter": {"pen": 2}}, {"edge": "fold"}, {"edge": True}),
     ],
     ids=str,
 )
@@ -95,6 +102,7 @@ def test_what_cannot_be_of_training_images_is_refused(wrong):
 @pytest.mark.parametrize(
     ("words", "made_with", "sentence"),
     [
+        ("level=0 edge=fold", {}, "edge=fold must be one of drop, pad, shift"),
         ("", {"overlap": 32, "mpp": 1}, "overlap=32 must be less than a tile, 32"),
         ("stain_reference=a.png level=0", {}, "the stains of the training set were left as they"),
         ("", {"mpp": 1, "stain_normalise": "macenko", "stain_reference": True}, "name that image"),
@@ -119,7 +127,7 @@ def test_whatever_changes_the_images_changes_the_key(tmp_path):
     before = cutting(made_with=SAID)
     other = {
         **{"tile_size": 45, "view": (44, 44), "wanted": Wanted(0.8), "whole": True, "overlap": 5},
-        **{"min_tissue": 0.3, "background": "dark", "filters": {"pen": 0.2}},
+        **{"edge": "pad", "min_tissue": 0.3, "background": "dark", "filters": {"pen": 0.2}},
         **{"stain_normalise": "macenko", "stain_reference": str(image(tmp_path)), "slide_mpp": 1},
     }
     assert set(other) == {one.name for one in fields(Cutting)}

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.predicting.inputs import SlideImages, shard_inputs
+from spatialdl.errors import SlideError
+from spatialdl.predicting.cutting import Cutting
+from spatialdl.predicting.inputs import SlideImages, shard_inputs, slide_input
 from spatialdl.slides.reading.reader import Slide
-from tests.predicting.runs import write_slide
+from spatialdl.slides.reading.wanted import Wanted
+from tests.predicting.runs import picture, write_slide
+from tests.slides.tiled_tiffs import write_tiff
 
 
 @pytest.mark.parametrize("large", [2048, 64])
@@ -49,6 +55,9 @@ def test_tiles_of_shards_say_by_their_places_how_large_they_are(tmp_path):
     assert found.span == pytest.approx((32.8, 32.8), rel=0.03)
     assert found.mpp == pytest.approx(16 / 32.8, rel=0.03)
     assert found.places == grid
+    grid = [(x, y) for x in (0, 32, 64, 96, 101) for y in (0, 32, 64, 96, 123)]
+    (found,) = shard_inputs(shards(tmp_path / "c", grid, edge="shift"), (16, 16), maps=False)
+    assert (found.span, found.extent) == ((32.0, 32.0), (155, 133))
     lonely = [(0, 0), (320, 0), (32, 1000)]  # of which nobody can tell
     (found,) = shard_inputs(shards(tmp_path / "b", lonely), (16, 16), maps=False)
     assert found.span is None
@@ -61,3 +70,48 @@ def test_each_region_is_a_slide_of_its_own_where_maps_are_told(tmp_path):
     assert [one.name for one in found] == ["s_1", "s_2"]
     assert all(one.whole and one.size == one.extent == (16, 16) for one in found)
     assert found[1].source.read(0)[0, 0, 0] == 1
+
+
+@pytest.mark.parametrize("edge", ["drop", "pad", "shift"])
+def test_tiles_at_the_edges_of_slides(tmp_path, edge, caplog):
+    image = np.zeros((200, 150, 3), np.uint8)
+    image[60:, 40:, 2] = 150
+    image[180:] //= 2
+    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
+    cut = Cutting(64, (64, 64), Wanted(level=0), whole=False, min_tissue=0.04, edge=edge)
+    found = slide_input(tmp_path / "a.tiff", "a", replace(cut, background="dark"))
+    says = "a: 25% of its tissue is in no tile: " in caplog.text and "edge=pad or" in caplog.text
+    assert says == (edge == "drop")
+    last = {"drop": (64, 128), "pad": (128, 192), "shift": (86, 136)}[edge]
+    assert found.places[-1] == last
+    x, y = last
+    expected = np.zeros((64, 64, 3), np.uint8)  # as dark as the slide, beyond it
+    part = image[y : y + 64, x : x + 64]
+    expected[: len(part), : part.shape[1]] = part
+    assert np.array_equal(found.source.read(len(found.places) - 1), expected)
+    box = (3, 40, 5, 64)
+    assert np.array_equal(found.source.read(len(found.places) - 1, box), expected[3:40, 5:64])
+
+
+def test_tiles_that_cannot_be_read_are_kept_to_be_reported_unless_all_are(tmp_path):
+    cut = Cutting(32, (32, 32), Wanted(level=0), whole=False)
+    path = write_tiff(tmp_path / "a.tif", [picture(256, 256)], side=64)
+    sound = slide_input(path, "a", cut).places
+    with tifffile.TiffFile(path) as file:
+        places = list(zip(file.pages[0].dataoffsets, file.pages[0].databytecounts, strict=True))
+    content = bytearray(path.read_bytes())
+    for torn in (places[5:6], places):
+        for offset, count in torn:
+            content[offset : offset + count] = bytes(count)
+        path.write_bytes(content)
+        if torn == places:
+            with pytest.raises(SlideError, match="gives no tiles: cannot read slide"):
+                slide_input(path, "a", cut)
+        else:
+            found = slide_input(path, "a", cut)
+            assert set(found.places) == set(sound)
+            for number in range(len(found.places)):
+                found.source.read(number)
+            assert {found.places[number] for number in found.source.unreadable} == {
+                (x, y) for x in (64, 96) for y in (64, 96)
+            }

@@ -15,7 +15,7 @@ import torch
 from spatialdl.comm.alone import Alone
 from spatialdl.predicting.inputs import Input, SlideImages
 from spatialdl.predicting.pieces import Piece
-from spatialdl.predicting.results import Maps
+from spatialdl.predicting.results import Maps, _thumbnail
 from spatialdl.predicting.running import Outcome
 from tests.predicting.runs import known_network, write_slide
 
@@ -60,10 +60,10 @@ def test_maps_of_tiles_have_their_values_at_their_places(slide, tmp_path):
         expected = np.zeros((26, 24), np.uint8)  # a pixel is 8 of level 0
         for tile in kept:
             x, y = (place // 8 for place in PLACES[tile])
-            expected[y : y + 8, x : x + 8] = round(255 * VALUES[tile, number])
+            expected[y : y + 8, x : x + 8] = 1 + round(254 * VALUES[tile, number])
         assert (image == expected).all()
         assert told["class"] == name
-        assert (told["value_at_0"], told["value_at_255"]) == (0, 1)
+        assert (told["not_examined"], told["value_at_1"], told["value_at_255"]) == (0, 0, 1)
         with openslide.OpenSlide(tmp_path / f"a-{name}.tif") as found:
             assert float(found.properties["openslide.mpp-x"]) == pytest.approx(0.25 * 8)
     corners = [one["geometry"]["coordinates"][0][0] for one in features(tmp_path / "a.geojson")]
@@ -81,12 +81,12 @@ def test_maps_of_activation_lie_in_what_the_network_sees(tmp_path):
     most = float(values[kept].max())
     for number, name in enumerate(("no", "yes")):
         image, told = grey(tmp_path / f"a-{name}-activation.tif")
-        assert (told["value_at_0"], told["value_at_255"]) == (0, pytest.approx(most))
+        assert (told["value_at_1"], told["value_at_255"]) == (0, pytest.approx(most))
         expected = np.zeros((51, 47), np.uint8)  # a pixel is 4 of level 0
         for tile in kept:  # 32 rows and 16 columns of level 0 in the middle of 64 x 64
             x, y = (PLACES[tile][0] + 24) // 4, (PLACES[tile][1] + 16) // 4
             shares = (values[tile, number].astype(float) / most).clip(0)
-            expected[y : y + 8, x : x + 4] = np.rint(255 * shares)
+            expected[y : y + 8, x : x + 4] = 1 + np.rint(254 * shares)
         assert (image == expected).all()
 
 
@@ -109,8 +109,19 @@ def test_geojson_tells_where_activation_is_strong(slide, tmp_path):
 def test_activation_that_is_nowhere_above_0_is_black(slide, tmp_path):
     outcome = Outcome(torch.from_numpy(VALUES), range(4), activation=np.full((4, 2, 2, 2), -1.0))
     saved(tmp_path, tiles_of(slide), outcome)
-    assert (grey(tmp_path / "a-yes-activation.tif")[0] == 0).all()
+    assert set(grey(tmp_path / "a-yes-activation.tif")[0].flat) == {0, 1}
     assert len(features(tmp_path / "a.geojson")) == 4
+
+
+def test_a_probability_of_0_is_not_a_place_that_was_not_examined(tmp_path):
+    outcome = Outcome(torch.tensor([[0.0, 1.0]] * 4, dtype=torch.float64), range(4))
+    saved(tmp_path, tiles_of(None), outcome)
+    no, yes = (grey(tmp_path / f"a-{name}.tif")[0] for name in ("no", "yes"))
+    examined = np.zeros(no.shape, bool)
+    for x, y in PLACES:
+        examined[y // 8 : y // 8 + 8, x // 8 : x // 8 + 8] = True
+    assert (no == examined).all()
+    assert (yes == np.where(examined, 255, 0)).all()
 
 
 def region(slide: Path) -> tuple[Input, torch.Tensor]:
@@ -134,7 +145,7 @@ def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monk
     assert sorted(names) == ["a-heatmap.png", "a-yes.tif", "a.geojson"]
     image, _ = grey(tmp_path / "a-yes.tif")
     expected = np.zeros((102, 94), np.uint8)
-    expected[7:47, 15:65] = np.rint(255 * values[1].numpy())
+    expected[7:47, 15:65] = 1 + np.rint(254 * values[1].numpy())
     assert (image == expected).all()
     (found,) = features(tmp_path / "a.geojson")  # "no" is not drawn, but no part of "yes"
     ring = np.array(found["geometry"]["coordinates"][0])
@@ -151,7 +162,8 @@ def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
     files = [name for name in names if name.endswith(".tif")]
     assert len({name.casefold() for name in files}) == len(classes)
     found = {told["class"]: image.max() for image, told in map(grey, map(tmp_path.joinpath, files))}
-    assert found == {name: 15 * number for number, name in enumerate(classes)}
+    expected = {name: 1 + round(254 * number / 17) for number, name in enumerate(classes)}
+    assert found == expected
 
 
 def test_there_are_no_maps_where_nobody_knows_how_large_tiles_are(tmp_path):
@@ -159,3 +171,12 @@ def test_there_are_no_maps_where_nobody_knows_how_large_tiles_are(tmp_path):
     given = Input("a", images, (32, 32), PLACES, None, None, None)
     assert saved(tmp_path, given, Outcome(torch.from_numpy(VALUES), range(4))) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_of_a_dark_slide_is_stretched(tmp_path):
+    image = np.zeros((*EXTENT, 3), np.uint8)
+    image[50:150, 50:150, 2] = 60
+    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
+    found = _thumbnail(tiles_of(tmp_path / "a.tiff"))
+    assert found.image[100, 100].tolist() == [0, 0, 255]
+    assert found.image[20, 20].max() == 0

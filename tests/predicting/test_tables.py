@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from spatialdl.predicting.records import Record
+from spatialdl.predicting.report import Report
 from spatialdl.predicting.tables import save_tables, slide_columns, tile_columns
 
 
@@ -22,6 +23,7 @@ RECORDS = [
     record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)),
     record("b", (0.1, 0.9)),
 ]
+REPORTS = [Report("a", 3), Report("b", 1)]
 
 
 def test_a_row_a_tile_and_a_row_a_slide():
@@ -31,11 +33,27 @@ def test_a_row_a_tile_and_a_row_a_slide():
     assert (tiles["x"], tiles["y"]) == ([0, 2, 4, 0], [1, 3, 5, 1])
     assert (tiles["width"], tiles["height"]) == ([8.0] * 4, [16.0] * 4)
     assert tiles["probability_no"] == [0.2, 0.6, 0.55, 0.1]
-    slides = slide_columns(RECORDS, ["no", "yes"], "classification")
+    slides = slide_columns(RECORDS, REPORTS, ["no", "yes"], "classification")
     assert (slides["slide"], slides["tiles"]) == (["a", "b"], [3, 1])
     assert slides["predicted"] == ["yes", "yes"]
+    assert (slides["status"], slides["reason"]) == (["processed"] * 2, ["", ""])
     assert slides["vote"] == ["no", "yes"]
     assert np.allclose(slides["probability_yes"], [0.55, 0.9])
+
+
+def test_slides_that_failed_have_a_row():
+    reports = [
+        Report("x", problem="cannot open slide x", failed=True),
+        REPORTS[1],
+        Report("a", 3, remark="1 tile could not be read", failed=True),
+    ]
+    slides = slide_columns(RECORDS, reports, ["no", "yes"], "classification")
+    assert slides["slide"] == ["x", "b", "a"]
+    assert slides["tiles"] == [0, 1, 3]
+    assert slides["predicted"] == [None, "yes", "yes"]
+    assert slides["probability_no"][:2] == [None, 0.1]
+    assert slides["status"] == ["failed", "processed", "damaged"]
+    assert slides["reason"] == ["cannot open slide x", "", "1 tile could not be read"]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +65,12 @@ def test_a_row_a_tile_and_a_row_a_slide():
     ],
 )
 def test_columns_of_a_task(task, columns):
-    tiles, slides = (make(RECORDS, ["p", "q"], task) for make in (tile_columns, slide_columns))
+    tiles = tile_columns(RECORDS, ["p", "q"], task)
+    slides = slide_columns(RECORDS, REPORTS, ["p", "q"], task)
     assert list(tiles) == ["slide", "x", "y", "width", "height", *columns]
-    assert [one for one in slides if one != "vote"] == ["slide", "tiles", *columns]
+    assert [one for one in slides if one != "vote"] == [
+        *("slide", "tiles", *columns, "status", "reason")
+    ]
     assert ("vote" in slides) == (task == "segmentation")
     assert tiles[columns[-1]] == [0.8, 0.4, 0.45, 0.9]
     assert np.allclose(slides[columns[-1]], [0.55, 0.9])
@@ -61,7 +82,7 @@ def test_tables_without_a_slide_have_the_columns_of_those_with_slides(kind, task
     heads = []
     for name, records in (("none", []), ("some", RECORDS)):
         (tmp_path / name).mkdir()
-        paths = save_tables(tmp_path / name, records, ["no", "yes"], task, kind)
+        paths = save_tables(tmp_path / name, records, [], ["no", "yes"], task, kind)
         assert [path.name for path in paths] == [f"predictions.{kind}", f"slides.{kind}"]
         heads.append([list(read(path)) for path in paths])
     assert heads[0] == heads[1]
@@ -80,7 +101,7 @@ def test_numbers_and_names_come_back_as_they_were(kind, tmp_path):
     names = ['a, "b"\nc', "näme", "half \ud800"]  # the last is no Unicode
     values = np.random.default_rng(0).random((3, 2))
     records = [record(name, tuple(row)) for name, row in zip(names, values, strict=True)]
-    path, _ = save_tables(tmp_path, records, ["p", "ä,q"], "regression", kind)
+    path, _ = save_tables(tmp_path, records, [], ["p", "ä,q"], "regression", kind)
     found = read(path)
     assert found["slide"] == [*names[:2], r"half \ud800"]
     assert [float(value) for value in found["predicted_ä,q"]] == values[:, 1].tolist()
@@ -89,7 +110,7 @@ def test_numbers_and_names_come_back_as_they_were(kind, tmp_path):
 def test_tiles_of_which_nobody_knows_the_size_have_none(tmp_path):
     records = [record("a", (0.2, 0.8), span=None), record("b", (0.1, 0.9))]
     for kind, nothing in (("csv", ""), ("parquet", None)):
-        path, _ = save_tables(tmp_path, records, ["no", "yes"], "classification", kind)
+        path, _ = save_tables(tmp_path, records, [], ["no", "yes"], "classification", kind)
         found = read(path)
         assert found["width"][0] == found["height"][0] == nothing
         assert (float(found["width"][1]), float(found["height"][1])) == (8, 16)

@@ -62,3 +62,14 @@ def test_an_overview_has_the_means_of_what_is_known(monkeypatch):
                 assert overview.means[row, col] == pytest.approx(known.mean())
             else:
                 assert np.isnan(overview.means[row, col])
+
+
+def test_of_a_tile_that_ends_beyond_the_slide_its_inner_part_is_shown():
+    values = np.arange(128.0).reshape(2, 1, 8, 8)
+    found = TileMap(np.array([[32, 24], [-16, 0]]), (32.0, 32.0), (40, 52), values)
+    assert found.scale == 4
+    image = whole(found, 0)
+    assert image.shape == (10, 13)
+    assert np.array_equal(image[6:, 8:], values[0, 0, :4, :5])
+    assert np.array_equal(image[:8, :4], values[1, 0, :, 4:])
+    assert np.isfinite(image).sum() == 20 + 32

@@ -9,6 +9,7 @@ import pytest
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardWriter
+from spatialdl.data.normalisation import Normalisation
 from spatialdl.errors import CheckpointError
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.training.checkpoints.folder import CONTENT, SEAL, sealed
@@ -69,6 +70,50 @@ def test_settings_of_the_data(changed):
     )
     assert (found.background, found.image_size) == (0.0, (40, 24))
     assert (found.kind, dict(found.made_with)) == ("tiles", {"mpp": 0.5})
+
+
+def test_the_normalisation_of_its_input(run, changed):
+    found = find_trained(str(run), Alone())
+    assert found.normalisation == Normalisation()
+    assert found.dtype == np.uint8
+    given = {"mean": "imagenet", "std": "imagenet", "scale": 4095}
+    data = {"input": {"dtype": "uint16"}}
+    found = changed(**{f"config__data__{key}": value for key, value in given.items()}, data=data)
+    assert found.normalisation == Normalisation.from_config(given)
+    found.check_pixels("a", np.dtype("uint16"))
+    sentence = r"a has pixels of uint8, the network was trained on uint16 with data\.scale=4095: "
+    with pytest.raises(ValueError, match=sentence):
+        found.check_pixels("a", np.dtype("uint8"))
+
+
+def test_older_checkpoints_have_the_default_normalisation(run, changed):
+    (path,) = (run / "checkpoints").glob("step-*")
+    settings = json.loads((path / CONTENT).read_text())["config"]["data"]
+    older = {key: settings[key] for key in settings if key not in ("mean", "std", "scale")}
+    found = changed(config__data=older, data={"classes": ["a", "b", "c"]})
+    assert (found.normalisation, found.dtype) == (Normalisation(), None)
+    found.check_pixels("a", np.dtype("uint16"))
+
+
+def test_floats_of_any_width_are_scaled_alike(changed):
+    found = changed(config__data__scale=3000, data={"input": {"dtype": "float64"}})
+    found.check_pixels("a", np.dtype("float32"))
+    with pytest.raises(ValueError, match="a has pixels of uint8"):
+        found.check_pixels("a", np.dtype("uint8"))
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("mean", float("nan")), ("std", [0.2, 0.2]), ("std", 0), ("scale", "all"), ("mean", "clip")],
+)
+def test_a_normalisation_that_cannot_be_is_refused(changed, key, wrong):
+    with pytest.raises(CheckpointError, match=rf"does not say how .*data\.{key}"):
+        changed(**{f"config__data__{key}": wrong})
+
+
+def test_pixels_of_an_unknown_type_are_refused(changed):
+    with pytest.raises(CheckpointError, match="dtype is 'int7', expected one of uint8"):
+        changed(data={"input": {"dtype": "int7"}})
 
 
 def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_path):

@@ -229,7 +229,7 @@ def test_no_tile_at_all_is_an_error_and_leaves_reports_only(
 def test_a_resolution_may_be_given(tmp_path: Path, real: Path) -> None:
     slide = real / "bad" / "no-mpp.svs"
     assert run(slide, "--out", tmp_path / "set", *TILES, "--slide-mpp", 0.499) == 0
-    assert len(ShardDataset(tmp_path / "set")) == 32
+    assert len(ShardDataset(tmp_path / "set")) == 33
 
 
 def test_exactly_one_resolution_is_asked_for(
@@ -263,7 +263,7 @@ def test_magnification_and_level(tmp_path: Path, synthetic: dict[str, Path]) -> 
 def test_a_level_needs_no_resolution(tmp_path: Path, real: Path) -> None:
     slide, out = real / "bad" / "no-mpp.svs", tmp_path / "set"
     assert run(slide, "--out", out, "--tile-size", 256, "--level", 0) == 0
-    assert len(ShardDataset(out)) == 32
+    assert len(ShardDataset(out)) == 33
     with (out / "process_list.csv").open(newline="") as file:
         assert [row["mpp"] for row in csv.DictReader(file)] == [""]
     assert run(slide, "--out", out, "--tile-size", 256, "--level", 1, "--overwrite") == 1
@@ -332,6 +332,7 @@ def test_annotations_become_the_masks_of_whole_regions(
         text = json.dumps({"type": "FeatureCollection", "features": features})
         (drawn / f"{name}.geojson").write_text(text)
     out, slides = tmp_path / "set", synthetic["ring"].parent
+    labels.write_text("slide,label,split\nring,,train\nstrand.tiff,Strand,val\n")
     given = ("--whole", "--level", 0, "--stripes", 2, "--codec", codec)
     assert run(slides, "--out", out, *given, "--annotations", drawn, "--labels", labels) == 0
     data = ShardDataset(out)
@@ -354,3 +355,70 @@ def test_annotations_become_the_masks_of_whole_regions(
     (drawn / "strand.geojson").unlink()
     assert run(slides, "--out", without, *given, "--annotations", drawn) == 1
     assert len(ShardDataset(without)) == 1
+
+
+def test_slides_without_a_label_are_left_out(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label,split\nring,Ring,train\n")
+    words = [*synthetic.values(), "--out", tmp_path / "set", *TILES, "--unlabelled", "skip"]
+    assert run(*words, "--labels", labels, "--dry-run") == 0
+    assert "remark: left out 1 slide without a label: strand.tiff" in capsys.readouterr().err
+    assert run(*words, "--dry-run") == 2
+    assert "--unlabelled skip needs --labels" in capsys.readouterr().err
+    labels.write_text("slide,label,split\n")
+    assert run(*words, "--labels", labels, "--dry-run") == 2
+    assert "has no line for any of the slides" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["--dry-run", "--out", "set", *TILES]])
+def test_a_reader_that_closes_the_pipe_is_no_error(
+    tmp_path: Path, synthetic: dict[str, Path], words: list[str]
+) -> None:
+    slide = str(synthetic["ring"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spatialdl.slides.command", *words, slide],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+
+
+@pytest.mark.parametrize("edge", ["pad", "shift"])
+def test_tiles_at_the_edges_are_in_the_data_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edge: str
+) -> None:
+    image = np.full((300, 310, 3), 245, np.uint8)
+    image[100:, 100:] = (200, 90, 150)
+    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
+    given = (tmp_path / "a.tiff", "--tile-size", 128, "--level", 0, "--min-tissue", 0.1)
+    assert run(*given, "--out", tmp_path / "drop") == 0
+    said = capsys.readouterr()
+    assert "42% of its tissue is in no tile: " in said.err
+    assert said.out.splitlines()[0].split() == [
+        *("slide", "grid", "tissue", "outside,", "%", "unreadable", "written")
+    ]
+    out = tmp_path / "set"
+    assert run(*given, "--edge", edge, "--out", out) == 0
+    assert capsys.readouterr().err == ""
+    data, dropped = ShardDataset(out), ShardDataset(tmp_path / "drop")
+    assert data.manifest.made_with["edge"] == edge
+    places = [(data.sample(k).x, data.sample(k).y) for k in range(len(data))]
+    assert set(places) > {(dropped.sample(k).x, dropped.sample(k).y) for k in range(len(dropped))}
+    padded = np.full((400, 400, 3), 255, np.uint8)
+    padded[:300, :310] = image
+    for number, (x, y) in enumerate(places):
+        assert (data.read(number) == padded[y : y + 128, x : x + 128]).all()
+    assert places[-1] == {"pad": (256, 256), "shift": (182, 172)}[edge]
+    # other edges are other tiles: not into the same folder
+    assert run(*given, "--out", out) == 2
+    assert "holds a data set already" in capsys.readouterr().err
+    assert run(*given, "--edge", edge, "--out", out) == 0
+    assert "nothing to do" in capsys.readouterr().out

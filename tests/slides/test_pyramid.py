@@ -52,6 +52,21 @@ def test_grey_values_are_kept_as_they_are(tmp_path: Path) -> None:
     assert np.abs(small - image.reshape(515, 2, 350, 2).mean((1, 3))).max() <= 0.5
 
 
+def test_places_without_a_value_have_no_part_in_reduced_levels(tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(1, 256, (1030, 701), np.uint8)
+    image[400:, 333:] = 0
+    image[::3, ::2] = 0
+    path = tmp_path / "a.tif"
+    write_pyramid(path, bands(image, 512), image.shape, None, grey=True, empty=True)
+    with openslide.OpenSlide(path) as slide:
+        small = np.asarray(slide.read_region((0, 0), 1, (350, 515)).convert("L")).astype(float)
+    values = np.where(image[:, :700] > 0, image[:, :700], np.nan).reshape(515, 2, 350, 2)
+    known = np.isfinite(values).any((1, 3))
+    assert ((small > 0) == known).all()
+    counts = np.isfinite(values).sum((1, 3)).clip(1)
+    assert np.abs(small - np.nansum(values, (1, 3)) / counts)[known].max() <= 0.5
+
+
 def test_levels_halve_down_to_512() -> None:
     assert level_sizes((8192, 8192))[-1] == (512, 512)
     assert level_sizes((1025, 700)) == [(1025, 700), (512, 350)]

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from spatialdl import SpatialTensor
 from spatialdl.comm.launch import launched
-from spatialdl.data.loader import CENTRE, SPREAD
+from spatialdl.data.normalisation import Normalisation
 from tests.training.checkpoints import networks
+
+(MEAN,), (STD,) = Normalisation().mean, Normalisation().std
 
 SEEN = "SPATIALDL_SOAK_SEEN"
 """In the environment: where a rank writes them, but for its number."""
@@ -22,7 +24,7 @@ class Seen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not x.is_meta and SEEN in os.environ:
             tile = x.to_local() if isinstance(x, SpatialTensor) else x
-            numbers = ((tile[:, 2].detach() * SPREAD + CENTRE) * 255).flatten(1)
+            numbers = ((tile[:, 2].detach() * STD + MEAN) * 255).flatten(1)
             assert (numbers.amax(1) - numbers.amin(1) < 0.1).all(), "a tile of several samples"
             found = numbers.mean(1).round().int().tolist()
             os.write(_file(), f"{' '.join(map(str, found))}\n".encode())

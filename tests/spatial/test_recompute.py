@@ -162,9 +162,10 @@ def test_what_a_block_keeps_is_its_input():
     assert bytes_kept(model) < 0.3 * everything
 
 
-def test_an_input_that_is_overwritten_is_noticed():
+@pytest.mark.parametrize("modules", [[], [nn.Linear(2, 2)]])
+def test_an_input_that_is_overwritten_is_noticed(modules):
     x = torch.rand(3, requires_grad=True).exp()
-    y = recompute(torch.Tensor.sin, x, modules=[])
+    y = recompute(torch.Tensor.sin, x, modules=modules)
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -173,3 +174,57 @@ def test_an_input_that_is_overwritten_is_noticed():
 def test_layers_with_weights_are_counted():
     assert weight_layers(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm2d(3), nn.Conv2d(1, 1, 1))) == 2
     assert weight_layers(nn.LayerNorm(3)) == 0
+
+
+class Overwrites(nn.Module):
+    """Before its activation, which writes into what it is given; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.conv1, self.conv2 = nn.ReLU(True), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.act(x)
+        return x + self.conv2(self.conv1(x).tanh()).tanh() * self.calls
+
+
+class Pyramid(nn.Module):
+    """Uses what its blocks have written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Overwrites() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [x * 1]
+        for block in self.blocks:
+            maps.append(block(maps[-1]))
+        return torch.stack(maps)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_block_that_writes_into_its_input_runs_again_from_what_it_was(passes):
+    torch.manual_seed(0)
+    plain = Pyramid().double()
+    again = copy.deepcopy(plain)
+    assert recompute_blocks(again) == ["blocks.0", "blocks.1", "blocks.2"]
+    expected, found = train(plain, passes), train(again, passes)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    assert [block.calls for block in again.blocks] == [2, 2, 2]
+
+
+def test_a_block_that_writes_into_its_weights_is_refused():
+    class Clamps(Overwrites):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.conv1.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    model = nn.Sequential(Clamps(), Clamps())
+    recompute_blocks(model)
+    output = model(torch.rand(1, 3, 4, 4, requires_grad=True) * 1)
+    with pytest.raises(RuntimeError, match=r"writes into a weight .*Clamps"):
+        output.sum().backward()

@@ -41,14 +41,13 @@ def trainer(*overrides: str) -> Trainer:
         (["+model.kind=from"], "NaN in poison (Poison), forward, micro-batch 0"),
         (["+model.kind=backward"], "Inf in poison (BadGradient), backward, micro-batch 0"),
         (
-            ["+model.kind=backward", "parallel.recompute=stage", "+model.call=4"],
+            ["+model.kind=backward", "parallel.recompute=stage"],  # which counts a call once
             "Inf in poison (BadGradient), backward, micro-batch 0",
         ),
     ],
 )
 def test_a_run_stops_before_its_weights_are_spoilt(overrides, where, tmp_path, caplog):
-    call = [] if any("model.call" in one for one in overrides) else ["+model.call=2"]
-    run = trainer(*overrides, *call, OFTEN)
+    run = trainer(*overrides, "+model.call=2", OFTEN)
     with caplog.at_level(logging.INFO), pytest.raises(NotFinite) as found:
         run.fit(tmp_path)
     assert str(found.value) == f"step 3: {where}, {LAST}"

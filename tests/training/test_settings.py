@@ -45,6 +45,25 @@ def test_fewer_classes_than_the_labels_have_are_refused(tmp_path):
         open_sources(data, 0)
 
 
+def test_the_normalisation_fits_the_images(tmp_path):
+    data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, 1, "train")])
+    data.mean, data.std, data.scale = [0.1, 0.2, 0.3], 0.5, 200
+    sources = open_sources(data, 0)
+    assert sources.described()["input"] == {
+        **{"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3},
+        **{"scale": 200, "dtype": "uint8"},
+    }
+    assert sources.train_views.white == 200
+    data.mean = [0.1, 0.2]
+    with pytest.raises(
+        ValueError, match=r"data\.mean has 2 numbers, .* the images have 3 channels"
+    ):
+        open_sources(data, 0)
+    data.mean, data.scale = 0.5, 4095
+    with pytest.raises(ValueError, match=r"data\.scale=4095 is no value of uint8 images"):
+        open_sources(data, 0)
+
+
 def test_an_unknown_data_set_is_refused():
     data = config().data
     data.name = "imagenet"

@@ -33,7 +33,9 @@ def with_margin(box: Box, size: tuple[int, int], sigma: float) -> Box:
     )
 
 
-def blur(pixels: Pixels, box: Box, size: tuple[int, int], sigma: float) -> Pixels:
+def blur(
+    pixels: Pixels, box: Box, size: tuple[int, int], sigma: float, white: float | None = None
+) -> Pixels:
     """Blur a box.
 
     Args:
@@ -41,6 +43,7 @@ def blur(pixels: Pixels, box: Box, size: tuple[int, int], sigma: float) -> Pixel
         box: of the image, half-open.
         size: (H, W) of the image.
         sigma: standard deviation in pixels; 0 changes nothing.
+        white: the largest value of a pixel; None is that of the type.
 
     Returns:
         (rows, cols, channels) of `box`, of the same type. A pixel is the same for every box.
@@ -65,7 +68,7 @@ def blur(pixels: Pixels, box: Box, size: tuple[int, int], sigma: float) -> Pixel
         part = pixels[index[row : row + step + 2 * radius]].astype(weights.dtype)
         part = np.pad(part, ((0, 0), lacking[1], (0, 0)), mode="edge")
         part = _along(part.swapaxes(0, 1), weights).swapaxes(0, 1)
-        result[row : row + step] = to_type(_along(part, weights), pixels.dtype)
+        result[row : row + step] = to_type(_along(part, weights), pixels.dtype, white)
     return result
 
 

@@ -37,12 +37,12 @@ _STAINS /= np.linalg.norm(_STAINS, axis=1, keepdims=True)
 _ROWS_BYTES = 2**22  # of floats at a time
 
 
-def recolour(pixels: Pixels, draw: Draw) -> Pixels:
+def recolour(pixels: Pixels, draw: Draw, white: float | None = None) -> Pixels:
     """Stain, then hue, saturation, contrast and brightness as drawn; what leaves the range is cut.
 
     Args:
-        pixels: (rows, cols, channels) of integers from 0 to the most of their type, or of floats
-            from 0 to 1.
+        pixels: (rows, cols, channels), from 0 to `white`.
+        white: None takes the largest of an integer type, 1 for floats.
 
     Returns:
         A new array of the same type, or `pixels` if nothing was drawn.
@@ -51,7 +51,7 @@ def recolour(pixels: Pixels, draw: Draw) -> Pixels:
     if changes == (None, None) or pixels.size == 0:
         return pixels
     result = np.empty(pixels.shape, pixels.dtype)
-    scale = value_range(pixels.dtype)
+    scale = value_range(pixels.dtype) if white is None else white
     step = max(1, _ROWS_BYTES // max(1, 4 * pixels[0].size))
     for row in range(0, len(pixels), step):
         part = pixels[row : row + step].astype(working_type(pixels.dtype)) / scale
@@ -60,7 +60,7 @@ def recolour(pixels: Pixels, draw: Draw) -> Pixels:
             part = np.power(10, -_affine(density, *changes[0]), dtype=part.dtype)
         if changes[1] is not None:
             part = _affine(part, *changes[1])
-        result[row : row + step] = to_type(part * scale, pixels.dtype)
+        result[row : row + step] = to_type(part * scale, pixels.dtype, scale)
     return result
 
 
@@ -74,9 +74,9 @@ def working_type(dtype: np.dtype[Any]) -> type[np.floating]:
     return np.float64 if dtype.itemsize > 4 else np.float32
 
 
-def to_type(values: Pixels, dtype: np.dtype[Any]) -> Pixels:
-    """Floats as pixels of a type: cut to its range, integers rounded."""
-    values = np.clip(values, 0, value_range(dtype))
+def to_type(values: Pixels, dtype: np.dtype[Any], white: float | None = None) -> Pixels:
+    """Floats as pixels of a type: cut to 0 ... white (that of the type), integers rounded."""
+    values = np.clip(values, 0, value_range(dtype) if white is None else white)
     return (np.rint(values) if np.issubdtype(dtype, np.integer) else values).astype(dtype)
 
 

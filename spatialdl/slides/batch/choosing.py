@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.filters import FILTERS, parse_filters, refused_by
+from spatialdl.slides.cutting.grid import EDGES
 from spatialdl.slides.cutting.normalise import own_colours, reference_colours
 from spatialdl.slides.cutting.stains import METHODS, Colours, recoloured
 from spatialdl.slides.cutting.tiling import TilePlan
@@ -52,9 +53,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="NAME.geojson (QuPath) or NAME.xml (ASAP, Aperio) for each slide: tiles are taken "
-        "in these regions, and without --labels have their classes; with --whole, masks",
+        "in these regions and have their classes, with --whole masks do; --labels then gives the "
+        "splits only",
     )
     add("--overlap", type=int, default=0, metavar="N", help="pixels that neighbouring tiles share")
+    add(
+        "--edge",
+        choices=EDGES,
+        default="drop",
+        help="at the right and bottom of a slide, where no whole tile fits: drop: none; pad: one "
+        "filled up with the slide's background; shift: one that ends with the slide and overlaps "
+        "its neighbour (default drop)",
+    )
     add(
         "--filter",
         type=_filters,
@@ -84,11 +94,11 @@ class Choosing:
     Args:
         options: as `add_options` has them, and `tile_size`.
         slides: all slides; their annotations are looked at for their classes.
-        labelled: slides have labels, so that regions only say where tiles are.
 
     Attributes:
         classes: the classes of all regions, in order of their names; of masks "background", the
-            class of pixels in no region, comes first.
+            class of pixels in no region, comes first. Where regions have classes, samples have
+            these, not the labels of slides.
         masked: regions are masks, of whole regions, and do not say where there is tissue.
 
     Raises:
@@ -96,9 +106,7 @@ class Choosing:
             reference cannot be used.
     """
 
-    def __init__(
-        self, options: argparse.Namespace, slides: Sequence[Path], *, labelled: bool
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, slides: Sequence[Path]) -> None:
         self._options = options
         if not 0 <= options.overlap < options.tile_size:
             raise ValueError(
@@ -112,7 +120,6 @@ class Choosing:
             raise ValueError("--stain-reference is given without --stain-normalise; add a method")
         if options.stain_normalise:
             self._reference = reference_colours(options.stain_normalise, options.stain_reference)
-        self._labelled = labelled
         found: set[str] = set()
         if options.annotations is not None:
             for slide in tqdm(slides, "annotations", unit="slide", disable=None, leave=False):
@@ -120,10 +127,7 @@ class Choosing:
                     regions = read_annotations(find_annotations(options.annotations, slide))
                     found.update(region.label for region in regions if region.label)
         self.masked = options.whole and options.annotations is not None
-        if self.masked:
-            self.classes = class_list(found)
-        else:
-            self.classes = [] if labelled else sorted(found)
+        self.classes = class_list(found) if self.masked else sorted(found)
 
     def beside(self, slide: Path) -> list[Path]:
         """The files other than the slide that decide on its tiles.
@@ -162,8 +166,6 @@ class Choosing:
         regions = read_annotations(path)
         if counts_from_scanned_part(path):
             regions = [region.moved(slide.scanned_from) for region in regions]
-        if self._labelled and not self.masked:
-            regions = [Region(region.outline, region.holes) for region in regions]
         return regions
 
     def refused(self, image: Bytes) -> str | None:

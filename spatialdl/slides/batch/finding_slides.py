@@ -6,10 +6,17 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from spatialdl.slides.reading.opening import SLIDE_SUFFIXES
+from spatialdl.slides.reading.paths import (
+    SLIDE_SUFFIXES,
+    series_at,
+    slide_name,
+    slide_path,
+    slide_source,
+    slides_among,
+)
 
 _LONGEST_NAME = 240  # bytes; a file system takes 255, and files have names with more at the end
 
@@ -17,43 +24,68 @@ _LONGEST_NAME = 240  # bytes; a file system takes 255, and files have names with
 def find_slides(given: Sequence[Path], *, recursive: bool = False) -> list[Path]:
     """Files as given, folders by the slides in them, in order of their names.
 
+    A DICOM series is one slide, whichever of its files are given; see `reading.paths`.
+
     Args:
         given: files and folders.
         recursive: look in folders of folders, too.
 
     Raises:
-        ValueError: a path is missing, or a folder has no slides.
+        ValueError: a path is missing, a folder has no slides, or a series lies in two folders.
     """
     slides: list[Path] = []
     for path in given:
         if path.is_dir():
-            files = path.rglob("*") if recursive else path.iterdir()
-            inside = sorted(p for p in files if p.suffix.lower() in SLIDE_SUFFIXES and p.is_file())
+            inside = _slides_in(path, recursive)
             if not inside:
                 raise ValueError(
                     f"folder {path} has no slides in it ({' '.join(SLIDE_SUFFIXES)}); other images "
                     "are named themselves, folders in it are looked into with --recursive"
                 )
             slides.extend(inside)
-        elif not path.exists():
+        elif not path.exists() and series_at(path) is None:
             raise ValueError(f"cannot find slide {path}: there is no such file or folder")
         else:
-            slides.append(path)
+            slides.append(slide_path(path))
     seen: dict[Path, Path] = {}
     for slide in slides:
-        seen.setdefault(slide.resolve(), slide)
+        seen.setdefault(slide_source(slide), slide)
+    _check_folders(seen.values())
     return list(seen.values())
+
+
+def _slides_in(folder: Path, recursive: bool) -> list[Path]:
+    files: dict[Path, list[Path]] = {}
+    for path in folder.rglob("*") if recursive else folder.iterdir():
+        if path.is_file():
+            files.setdefault(path.parent, []).append(path)
+    return sorted(slide for where, some in files.items() for slide in slides_among(where, some))
+
+
+def _check_folders(slides: Iterable[Path]) -> None:
+    """Refuse a series whose files lie in several folders: of a slide OpenSlide reads one."""
+    folders: dict[str, Path] = {}
+    for slide in slides:
+        series = series_at(slide)
+        if series is None:
+            continue
+        folder = series.files[0].parent
+        if folders.setdefault(series.uid, folder) != folder:
+            raise ValueError(
+                f"DICOM series {series.uid} lies in {folders[series.uid]} and in {folder}; put all "
+                "its files into one folder, or give one of the two"
+            )
 
 
 def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
     """What slides are called in the data set: as short as tells them from each other.
 
-    The file name without suffix; with it, or with the folders above, where others have the same.
+    The file name without suffix, of a DICOM series its folder or UID; with the suffix, or with the
+    folders above, where others have the same.
     Bytes that are no UTF-8 are written out, and what is longer than a file system takes is
     shortened and ends with a digest.
     """
-    # a stem of dots alone would be a folder
-    names = {slide: slide.stem if slide.stem.strip(".") else slide.name for slide in slides}
+    names = {slide: slide_name(slide) for slide in slides}
     for depth in range(1, max(len(slide.resolve().parts) for slide in slides) + 1):
         for slide in _not_alone(names):
             names[slide] = "_".join(slide.resolve().parts[-depth:]).lstrip("/")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from spatialdl.data.format import sha256_of
 from spatialdl.slides.batch.labels import SlideLabel
+from spatialdl.slides.reading.paths import slide_bytes, slide_files
 from spatialdl.slides.reading.reader import Slide
 
-CUTTING_VERSION = 1
+CUTTING_VERSION = 2
 """To be raised when the same settings give other tiles than before."""
 
 _SAMPLES, _SAMPLE = 16, 2**20  # places of a large file that are looked at, and bytes of each
@@ -26,7 +27,7 @@ def slide_key(
 ) -> str:
     """A digest that is another one if the tiles may be others.
 
-    Slides are large: of the file its length and samples of its bytes count, and openslide's own
+    Slides are large: of each file its length and samples of its bytes count, and openslide's own
     hash, which covers the files beside it. Where the file lies, and when it was written, do not.
 
     Args:
@@ -38,7 +39,7 @@ def slide_key(
     """
     said = {
         "version": CUTTING_VERSION,
-        "slide": sampled_digest(slide.path),
+        "slide": slide_content(slide.path),
         "quickhash": slide.quickhash,
         "name": name,
         "label": label,
@@ -46,6 +47,12 @@ def slide_key(
         "beside": [sha256_of(path) for path in beside],
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def slide_content(path: Path) -> str:
+    """Length of the files of a slide, and a digest of samples of their bytes."""
+    digests = [sampled_digest(file) for file in slide_files(path)]
+    return f"{slide_bytes(path)}-{hashlib.sha256(' '.join(digests).encode()).hexdigest()}"
 
 
 def sampled_digest(path: Path) -> str:

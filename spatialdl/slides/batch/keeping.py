@@ -14,6 +14,7 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, Record
 from spatialdl.slides.batch.report import Report
+from spatialdl.slides.reading.paths import slide_files, slide_source
 
 PICTURES = "pictures"
 
@@ -42,7 +43,7 @@ def taken_over(
             if place == before and folder is not None:
                 record = moved_in(record, folder, place, name)
             return record
-        if place == before and record.key != key and record.source != str(path.resolve()):
+        if place == before and record.key != key and record.source not in slide_sources(path):
             raise SlideError(
                 f"the data set has another slide named {name}, from {record.source}; rename "
                 f"{path}, or write to another folder"
@@ -66,7 +67,7 @@ def keep_others(folder: Path, before: Path | None, given: Mapping[str, Path]) ->
     """
     if before is None:
         return []
-    sources = {str(path.resolve()) for path in given.values()}
+    sources = {source for path in given.values() for source in slide_sources(path)}
     reports = []
     for name in tqdm(names_in(before), "checking", unit="slide", disable=None, leave=False):
         if name in given:
@@ -105,13 +106,18 @@ def keep_failed(
         if before is None or record is None or not record.is_whole(before):
             continue
         moved_in(record, folder, before, name)
-        if record.source == str(Path(report.file).resolve()):
+        if record.source in slide_sources(Path(report.file)):
             report.written = record.report["written"]
             report.note += f"; its {report.written} samples of an earlier run are kept"
             kept[name] = None
         else:
             kept[name] = Report.from_json(record.report)
     return kept
+
+
+def slide_sources(path: Path) -> set[str]:
+    """What a record of a slide may have as its source: a series may have been several slides."""
+    return {str(slide_source(path)), *(str(file.resolve()) for file in slide_files(path))}
 
 
 def names_in(folder: Path) -> list[str]:

@@ -7,70 +7,83 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from spatialdl.slides.reading.paths import slide_addresses, slide_aliases, slide_name
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
+from spatialdl.text import counted
 
 COLUMNS = ("slide", "label", "split")
 SPLITS = ("train", "val", "test")
 
 
 class SlideLabel(NamedTuple):
-    """What the labels file says of a slide."""
+    """A row of the labels file."""
 
-    label: str
+    label: str  # empty where annotations give the classes
     split: str
     mpp: float | None = None  # of the slide's level 0, where the file has that column
 
 
-def read_labels(path: Path, slides: Sequence[Path]) -> dict[Path, SlideLabel]:
+def read_labels(
+    path: Path, slides: Sequence[Path], *, unlabelled: str = "error", classes: bool = True
+) -> dict[Path, SlideLabel]:
     """Read a CSV with the columns slide, label and split, and match it with the slides.
 
     A column mpp may say the micrometres per level-0 pixel of some slides or all.
 
     Args:
         path: the CSV; its `slide` is a file name, with or without the suffix, or the end of a
-            path where files in several folders have that name.
+            path where files in several folders have that name; for a DICOM series its folder, its
+            UID or one of its files.
         slides: the slides to be tiled.
+        classes: every slide needs a label; else the column may be empty or missing.
+        unlabelled: "skip" leaves slides without a line out of the result.
 
     Raises:
-        ValueError: the file is missing or malformed, or does not name every slide once.
+        ValueError: the file is missing or malformed, names a slide twice or one that is not
+            given, or has no line for a slide.
     """
     found: dict[Path, SlideLabel] = {}
     unknown: list[str] = []
-    for line, name, label in _rows(path):
-        slide = _match(name, slides, f"{path} line {line}")
+    index = _Index(slides)
+    for line, name, label in _rows(path, classes):
+        slide = index.find(name, f"{path} line {line}")
         if slide is None:
             unknown.append(name)
         elif slide in found:
             raise ValueError(f"{path} line {line}: slide {name!r} was named before; keep one line")
         else:
             found[slide] = label
+    without = [slide.name or slide_name(slide) for slide in slides if slide not in found]
     if unknown:
+        rest = f"; slides without a line: {', '.join(without)}" if without else ""
         raise ValueError(
-            f"{path} names {_some(unknown)}, which {_is(unknown)} among the slides given; "
-            f"slides given: {_some([slide.name for slide in slides])}"
+            f"{path} names {', '.join(unknown)}, which {_is(unknown)} among the slides given{rest}"
         )
-    without = [slide.name for slide in slides if slide not in found]
-    if without:
+    if without and unlabelled != "skip":
         raise ValueError(
-            f"{path} has no line for {_some(without)}; add a label for every slide, or tile "
-            "without --labels"
+            f"{path} has no line for {', '.join(without)}; add a line for each "
+            f"({counted(len(without), 'slide')}), or leave them out with --unlabelled skip"
         )
     return found
 
 
-def _rows(path: Path) -> list[tuple[int, str, SlideLabel]]:
+def _rows(path: Path, classes: bool) -> list[tuple[int, str, SlideLabel]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             header = [str(name).strip() for name in reader.fieldnames or []]
-            missing = [name for name in COLUMNS if name not in header]
+            needed = [name for name in COLUMNS if classes or name != "label"]
+            missing = [name for name in needed if name not in header]
             if missing:
                 raise ValueError(
                     f"{path} has no column {', '.join(missing)}; its first line is "
-                    f"{','.join(header)!r}, expected {','.join(COLUMNS)!r}"
+                    f"{','.join(header)!r}, expected {','.join(needed)!r}"
                 )
             reader.fieldnames = header
-            return [_row(f"{path} line {reader.line_num}", reader.line_num, row) for row in reader]
+            return [
+                _row(f"{path} line {reader.line_num}", reader.line_num, row, needed)
+                for row in reader
+            ]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a UTF-8 text file: {error}") from error
     except csv.Error as error:
@@ -80,11 +93,11 @@ def _rows(path: Path) -> list[tuple[int, str, SlideLabel]]:
 
 
 def _row(
-    where: str, line: int, row: dict[str | None, str | list[str] | None]
+    where: str, line: int, row: dict[str | None, str | list[str] | None], needed: Sequence[str]
 ) -> tuple[int, str, SlideLabel]:
-    slide, label, split = (str(row[name] or "").strip() for name in COLUMNS)
+    slide, label, split = (str(row.get(name) or "").strip() for name in COLUMNS)
     for column, value in zip(COLUMNS, (slide, label, split), strict=True):
-        if not value:
+        if column in needed and not value:
             raise ValueError(f"{where}: {column} is empty")
     if split not in SPLITS:
         raise ValueError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)}")
@@ -107,25 +120,37 @@ def _mpp(where: str, value: object) -> float | None:
     return mpp
 
 
-def _match(name: str, slides: Sequence[Path], where: str) -> Path | None:
-    parts = Path(name).parts
-    for matches in (
-        [slide for slide in slides if slide.resolve().parts[-len(parts) :] == parts],
-        [slide for slide in slides if slide.stem == name],
-    ):
+class _Index:
+    """Slides by what a table may call them: ends of their paths, then names without suffix."""
+
+    def __init__(self, slides: Sequence[Path]) -> None:
+        self._paths: dict[str, list[tuple[Path, Path]]] = {}
+        self._names: dict[str, list[Path]] = {}
+        for slide in slides:
+            for address in slide_addresses(slide):
+                self._paths.setdefault(address.name, []).append((address, slide))
+            for name in slide_aliases(slide):
+                self._names.setdefault(name, []).append(slide)
+
+    def find(self, name: str, where: str) -> Path | None:
+        """The slide of that name; None if there is none.
+
+        Raises:
+            ValueError: there are several.
+        """
+        parts = Path(name).parts
+        ends = [
+            slide
+            for address, slide in self._paths.get(Path(name).name, [])
+            if address.parts[-len(parts) :] == parts
+        ]
+        matches = list(dict.fromkeys(ends or self._names.get(name, [])))
         if len(matches) > 1:
             raise ValueError(
-                f"{where}: slide {name!r} may be {_some([str(slide) for slide in matches])}; "
+                f"{where}: slide {name!r} may be {', '.join(map(str, matches))}; "
                 "write it with its suffix, and its folder where that is not enough"
             )
-        if matches:
-            return matches[0]
-    return None
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+        return matches[0] if matches else None
 
 
 def _is(names: Sequence[str]) -> str:

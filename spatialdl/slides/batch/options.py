@@ -15,9 +15,20 @@ from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
 from spatialdl.text import size_in_bytes
 
 FORMATS = ("shards", "coords")
+UNLABELLED = ("error", "skip")
 SETTINGS = (
     *("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "shard_size", "format"),
-    *("background", "overlap", "filter", "stain_normalise", "whole", "stripes", "codec", "quality"),
+    *(
+        "background",
+        "overlap",
+        "edge",
+        "filter",
+        "stain_normalise",
+        "whole",
+        "stripes",
+        "codec",
+        "quality",
+    ),
 )
 """Options that decide on tiles and are not files."""
 
@@ -72,7 +83,13 @@ def _add_slides(made: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="CSV",
         help="columns slide,label,split (train, val, test), and mpp if wanted: micrometres per "
-        "level-0 pixel, before --slide-mpp",
+        "level-0 pixel, before --slide-mpp; label may be empty where --annotations have classes",
+    )
+    add(
+        "--unlabelled",
+        choices=UNLABELLED,
+        default="error",
+        help="slides without a line in --labels: error (default), or skip to leave them out",
     )
     add(
         "--min-tissue",
@@ -202,6 +219,14 @@ _CLASHES = (
     (("--whole", "--format coords"), "coordinates are of tiles"),
     (("--whole", "--overlap"), "there is one region a slide"),
     (("--whole", "--filter"), "filters drop tiles"),
+    (("--whole", "--edge pad"), "a region ends with its slide"),
+    (("--whole", "--edge shift"), "a region ends with its slide"),
+    (
+        ("--edge pad", "--format coords"),
+        "what is beyond a slide is black to other tools; take --edge shift",
+    ),
+    (("--edge pad", f"--codec {NATIVE}"), "the slides have no tiles beyond their edges"),
+    (("--edge shift", f"--codec {NATIVE}"), "moved tiles would begin within those of the slides"),
 )
 
 

@@ -27,7 +27,9 @@ _ALWAYS = ("written", "with_tissue", "in_grid")
 _HEADS = {
     "written": ("tiles", "written to the data set"),
     "with_tissue": ("tissue", "tiles with enough tissue"),
-    "in_grid": ("grid", "tiles that fit into the slide"),
+    "in_grid": ("grid", "tiles of the grid over the slide"),
+    "tissue_percent": ("tissue, %", "part of the slide that is tissue"),
+    "outside_percent": ("outside, %", "part of the tissue that is in no tile of the grid"),
     "unannotated": ("unannotated", "outside of the annotations"),
     **{name: (name, f"dropped by the filter {name}") for name in FILTERS},
     "unreadable": ("unreadable", "could not be read"),
@@ -138,7 +140,10 @@ def _rows(
 def _cell(name: str, value: float | None) -> _Cell:
     if value is None or (name == "seconds" and not value):
         return _Cell("", "")
-    shown = {"mpp": ".4g", "seconds": ",.1f"}
+    shown = {
+        "mpp": ".4g",
+        **dict.fromkeys(("seconds", "tissue_percent", "outside_percent"), ",.1f"),
+    }
     return _Cell(repr(value), format(value, shown.get(name, ",")))
 
 

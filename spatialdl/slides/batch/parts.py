@@ -53,7 +53,7 @@ class Cutting:
 
     def class_index(self, found: str | None) -> int | None:
         """Index of a class: that of the slide if it has one, else the one found there."""
-        label = self.label.label if self.label else found
+        label = (self.label.label if self.label else "") or found
         return None if label is None else self.classes.index(label)
 
     @property

@@ -26,7 +26,7 @@ def save_overview(
 
     Args:
         path: the picture to write.
-        thumbnail: of the slide; what could not be read is grey.
+        thumbnail: of the slide, stretched if that is dark; what could not be read is grey.
         tissue: its outline is drawn green.
         regions: annotated, their outlines and holes drawn purple.
 
@@ -37,7 +37,8 @@ def save_overview(
     longest = min(_LONGEST, max(_SHORTEST, height, width))
     zoom = longest / max(height, width)
     size = max(1, round(width * zoom)), max(1, round(height * zoom))
-    pixels = np.array(Image.fromarray(thumbnail.image).resize(size, Image.Resampling.BICUBIC))
+    image = Image.fromarray(tissue.shown(thumbnail.image))
+    pixels = np.array(image.resize(size, Image.Resampling.BICUBIC))
     pixels[_resized(thumbnail.missing, size)] = _MISSING
     mask = _resized(tissue.mask, size)
     thick = _thickness(size)
@@ -89,7 +90,7 @@ def save_picture(
 
 
 def _thickness(size: tuple[int, int]) -> int:
-    return max(2, max(size) // 600)
+    return max(2, max(size) // 400)  # seen in thumbnails, too
 
 
 def _resized(mask: npt.NDArray[np.bool_], size: tuple[int, int]) -> npt.NDArray[np.bool_]:

@@ -85,6 +85,7 @@ class Record:
         files: of the data set that the slide has to itself.
         region: where it is one whole region; bands are numbered by parts. None for tiles.
         report: what it gave, as `Report.to_json` has it.
+        content: of its files, see `slide_content`; empty in records of earlier versions.
     """
 
     key: str
@@ -94,6 +95,7 @@ class Record:
     files: list[ShardInfo]
     region: RegionSample | None
     report: dict[str, Any]
+    content: str = ""
 
     def save(self, folder: Path, name: str) -> None:
         """Write it to `folder/records/name.json`."""
@@ -116,6 +118,7 @@ class Record:
                     record.region = parse_region(raw["region"])
                 record.files = [_file_of(file) for file in raw["files"]]
                 record.key, record.source = fields.text(raw, "key"), fields.text(raw, "source")
+                fields.text(vars(record), "content")
                 record.split = None if raw["split"] is None else fields.text(raw, "split")
         except (TypeError, KeyError, ValueError, AttributeError):
             return None

@@ -16,7 +16,7 @@ from spatialdl.text import aligned, counted, fitted
 STATUSES = ("processed", "no tiles", "damaged", "failed")
 """Of a slide: tiles were written; none were; some could not be read; nothing could be done."""
 COUNTS = ("in_grid", "with_tissue", "unannotated", *FILTERS, "unreadable", "written")
-_LONGEST_NAME = 60  # columns of the console
+_LONGEST_NAME = 64  # columns of the console; UIDs have up to 64 characters
 _TYPES: dict[str, tuple[type, ...]] = {
     **{"int": (int,), "str": (str,), "bool": (bool,)},
     **{"float": (int, float), "float | None": (int, float, type(None))},
@@ -27,10 +27,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 class Report:
     """What one slide gave.
 
-    `in_grid` tiles fit into it, `with_tissue` of them have enough tissue; of those some are
+    It has `in_grid` tiles, `with_tissue` of them have enough tissue; of those some are
     `unannotated`, some dropped by filters (`black`, `white`, `pen`, `blur`: the first that
     refuses), some `unreadable`, and the others `written`. `note` says why there are none, or what
-    failed. `mpp` is micrometres per level-0 pixel as used, `remark` what is odd about them.
+    failed. `mpp` is micrometres per level-0 pixel as used, `remark` what is odd about the slide.
+    `tissue_percent` of it is tissue, `outside_percent` of that is in no tile of the grid.
     `file` is the slide as it was given, `slide` its name in the data set, `seconds` how long the
     work on it took.
     """
@@ -51,6 +52,8 @@ class Report:
     remark: str = ""
     file: str = ""
     seconds: float = 0.0
+    tissue_percent: float = 0.0
+    outside_percent: float = 0.0
 
     @property
     def dropped(self) -> int:
@@ -104,16 +107,21 @@ class Report:
 
 def table(reports: Sequence[Report]) -> str:
     """The reports as lines of text, a slide a line."""
-    heads = ["grid", "tissue", "unannotated", "dropped", "unreadable", "written"]
+    heads = ["grid", "tissue", "outside, %", "unannotated", "dropped", "unreadable", "written"]
     counts = [
-        (r.in_grid, r.with_tissue, r.unannotated, r.dropped, r.unreadable, r.written)
+        (
+            *(r.in_grid, r.with_tissue, round(r.outside_percent)),
+            *(r.unannotated, r.dropped, r.unreadable, r.written),
+        )
         for r in reports
     ]
     # columns that say something
     shown = [
         k
         for k, head in enumerate(heads)
-        if head[:2] not in ("un", "dr") or head == "unreadable" or any(row[k] for row in counts)
+        if head[:2] not in ("ou", "un", "dr")
+        or head == "unreadable"
+        or any(row[k] for row in counts)
     ]
     rows = [("slide", *(heads[k] for k in shown), "")]
     for r, row in zip(reports, counts, strict=True):
@@ -169,10 +177,11 @@ def save_reports(path: Path, reports: Sequence[Report]) -> None:
     """
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    head = ("slide_id", "slide", "status", "reason", *COUNTS, "mpp", "seconds", "remark", "file")
-    writer.writerow(head)
+    percents = ("tissue_percent", "outside_percent")
+    about = ("mpp", "seconds", "remark", "file")
+    writer.writerow(("slide_id", "slide", "status", "reason", *COUNTS, *percents, *about))
     for r in reports:
-        counts = (getattr(r, name) for name in COUNTS)
+        counts = (getattr(r, name) for name in (*COUNTS, *percents))
         name = PurePath(r.file).name or r.slide
         row = (name, r.slide, r.status, r.reason, *counts, r.mpp, f"{r.seconds:.2f}")
         writer.writerow((*row, r.remark, r.file))

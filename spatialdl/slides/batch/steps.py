@@ -13,14 +13,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
 from spatialdl.data.format import CHUNK, RegionSample, stored_bytes
 from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.coords import save_coords
-from spatialdl.slides.batch.identity import slide_key
+from spatialdl.slides.batch.identity import slide_content, slide_key
 from spatialdl.slides.batch.keeping import PICTURES, taken_over
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.parts import NATIVE, Cutting, Pieces, cut_part, load_seen
@@ -30,18 +27,20 @@ from spatialdl.slides.batch.record import PARTS, Part, Record, load_part
 from spatialdl.slides.batch.report import Report
 from spatialdl.slides.batch.tile_part import TilePart, native_grid
 from spatialdl.slides.cutting.stains import Colours
-from spatialdl.slides.cutting.tiling import TilePlan, plan_tiles
+from spatialdl.slides.cutting.tiling import TilePlan, outside_remark, plan_tiles
 from spatialdl.slides.cutting.whole import plan_whole
+from spatialdl.slides.reading.paths import slide_source
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.wanted import Wanted
 
 _OVERVIEW = "overview.bmp"  # read once more, so that it need not be small
+_ALL = 99.5  # percent of a slide that is tissue all over
 _PLACES, _PLACE = 4096, 16  # tiles in a part of which coordinates are noted, and bytes of these
 
 
 @dataclass(frozen=True)
 class Task:
-    """A slide to be cut: where it is, what it is called, what is known of it, and its length."""
+    """A slide to be cut: its path, name and label, and the length of its files."""
 
     path: Path
     name: str
@@ -130,11 +129,12 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
             Wanted(options.mpp, options.mag, options.level),
             options.min_tissue,
             overlap=options.overlap,
+            edge="drop" if options.whole else options.edge,
             finder=batch.choosing.finder(slide),
             regions=None if batch.choosing.masked else regions,
             beyond=options.codec != NATIVE,
         )
-        report = Report(task.name, file=str(task.path), mpp=slide.known_mpp, remark=slide.remark)
+        report = _begun(task, slide, plan, options)
         planned = Planned(key, report, slide.size, plan.part(0, 0))
         planned.own = batch.choosing.own_colours(slide, plan)
         (_plan_region if options.whole else _plan_tiles)(batch, task, slide, plan, planned)
@@ -145,6 +145,27 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
             planned.zoom = save_overview(overview, plan.thumbnail, plan.tissue, regions or ())
     report.seconds = time.monotonic() - started
     return planned
+
+
+def _begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace) -> Report:
+    """What is known of a slide and its tissue before its tiles are."""
+    tissue, outside = 100 * plan.tissue_part, 0.0 if options.whole else 100 * plan.outside
+    remarks = [slide.remark] if slide.remark else []
+    if tissue == 0 or tissue >= _ALL:
+        remarks.append(
+            f"{tissue:.0f}% of it is taken for tissue; if its picture shows otherwise, "
+            "--background or --mask-dir correct it"
+        )
+    if not options.whole and (remark := outside_remark(plan)):
+        remarks.append(remark)
+    return Report(
+        task.name,
+        file=str(task.path),
+        mpp=slide.known_mpp,
+        remark="; ".join(remarks),
+        tissue_percent=round(tissue, 2),
+        outside_percent=round(outside, 2),
+    )
 
 
 def _plan_tiles(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned: Planned) -> None:
@@ -178,8 +199,7 @@ def _plan_region(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned
     if options.codec == NATIVE:
         multiple = native_region(slide, whole).chunk[0]
     bands = bands_of(whole, options.stripes, options.shard_size, multiple)
-    # where there are masks, their classes are those of the data set
-    label = task.label.label if task.label and not batch.choosing.masked else None
+    label = (task.label.label if task.label else "") or None
     planned.region = RegionSample(
         id=planned.key[:12],
         height=whole.size[0],
@@ -242,12 +262,13 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
     report.seconds += time.monotonic() - started
     record = Record(
         planned.key,
-        str(task.path.resolve()),
+        str(slide_source(task.path)),
         task.label.split if task.label else None,
         parts,
         files,
         planned.region,
         report.to_json(),
+        slide_content(task.path),
     )
     record.save(folder, task.name)
     return report
@@ -293,13 +314,15 @@ def _save_preview(
     batch: Batch, task: Task, planned: Planned, parts: Sequence[Part], span: tuple[float, float]
 ) -> None:
     assert batch.folder is not None
+    assert planned.plan is not None
     preview = Preview(planned.size)
     if planned.own is None:  # as they are in the slide, so one look at all of it will do
         with _opened(batch, task) as slide:
             image = slide.thumbnail(preview.scale).image
         height, width = preview.pixels.shape[:2]
-        if image.shape != preview.pixels.shape:  # sizes are rounded
-            image = np.asarray(Image.fromarray(image).resize((width, height)))
+        image = planned.plan.tissue.shown(
+            image[:height, :width]
+        )  # without pixels that are mostly beyond the slide
         for part in parts:
             for x, y, _ in part.taken:
                 preview.reveal(image, x, y, *span)

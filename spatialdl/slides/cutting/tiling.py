@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.cutting.grid import SLACK, Edge, TileGrid, tile_starts
 from spatialdl.slides.finding.regions import Region, class_map, class_names
 from spatialdl.slides.finding.tissue import Tissue, find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.slides.reading.wanted import Wanted
 
-Edges = npt.NDArray[np.int64]
-
-_MASK_MPP = 8.0  # fine enough to see glands, coarse enough for one look
-_PIXELS_PER_TILE = 16  # of the thumbnail, so that a part of a tile can be told
-_LONGEST_THUMBNAIL = 4096
+# of the thumbnail, by the slide alone: the same tissue is found whatever the tiles
+_FINEST_MPP, _COARSEST_MPP = 1.0, 8.0  # micrometres per pixel: nuclei, glands
+_LONG_THUMBNAIL, _LONGEST_THUMBNAIL = 2048, 4096  # pixels along the longer side
 _FINER = 4  # than the thumbnail are regions drawn, if that is not larger than the longest one
-_SLACK = 0.01  # part of a tile that may lie beyond the edge (sizes are rounded)
+_MUCH = 0.05  # of the tissue, outside of the grid
+_BLACK, _DARK = (0, 0, 0), 50  # background of dark slides; brighter ones are of bright slides
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class TilePlan:
         scale: level-0 pixels per pixel of a tile.
         step: level-0 pixels that a tile spans, along one dim.
         stride: level-0 pixels from a tile to the next; less than `step` where they overlap.
-        grid: rows and columns of tiles that fit into the slide.
+        grid: rows and columns of tiles.
+        tissue_part: part of the slide that is tissue, 0 to 1.
+        outside: part of the tissue that lies outside of the grid.
         places: level-0 (x, y) of the top-left corners of the tiles that are kept.
         labels: for each of them the class of the region that it lies in, None without one.
         with_tissue: tiles with enough tissue.
@@ -41,6 +43,7 @@ class TilePlan:
         doubtful: those of them that lie where the thumbnail could not be read; they are looked
             at when they are cut.
         thumbnail, tissue: what the choice was made on.
+        background: colour of what lies beyond the slide.
         reason: why no tile is kept; empty if some are.
     """
 
@@ -50,6 +53,8 @@ class TilePlan:
     step: float
     stride: float
     grid: tuple[int, int]
+    tissue_part: float
+    outside: float
     places: list[tuple[int, int]]
     labels: list[str | None]
     with_tissue: int
@@ -57,11 +62,12 @@ class TilePlan:
     doubtful: frozenset[tuple[int, int]]
     thumbnail: Thumbnail
     tissue: Tissue
+    background: tuple[int, int, int]
     reason: str
 
     @property
     def in_grid(self) -> int:
-        """Tiles that fit into the slide."""
+        """Tiles of the grid."""
         return self.grid[0] * self.grid[1]
 
     def part(self, first: int, last: int) -> TilePlan:
@@ -85,15 +91,17 @@ def plan_tiles(
     min_tissue: float = 0.5,
     *,
     overlap: int = 0,
+    edge: Edge = "drop",
     finder: Callable[[Thumbnail], Tissue] = find_tissue,
     regions: Sequence[Region] | None = None,
     beyond: bool = True,
 ) -> TilePlan:
     """Choose the tiles of a slide.
 
-    Parts of a tile are told on the pixels of the thumbnail: 8 micrometres or a sixteenth of a
-    tile, whichever is finer; coarser where the thumbnail would have more than 4096 of them along
-    a side. Regions are drawn four times finer within the same limit.
+    Tissue is found on a thumbnail of about 2048 pixels along the longer side, each of 1 to 8
+    micrometres (coarser where there would be more than 4096 of them): it depends on the slide,
+    never on the tiles. Regions are drawn up to four times finer, within the same limit. Of a tile
+    that covers parts of pixels these parts count.
 
     Args:
         slide: an open slide.
@@ -101,6 +109,10 @@ def plan_tiles(
         wanted: resolution of the tiles; a number is micrometres per pixel.
         min_tissue: part of a tile that must be tissue, 0 (all tiles) to 1.
         overlap: rows and columns that neighbouring tiles share, in pixels of a tile.
+        edge: what follows on the last row and column of tiles that fit into the slide, where they
+            do not reach its edge. "drop": nothing. "pad": one more, which ends beyond the slide, in
+            its background. "shift": one more, which ends at the edge of the slide, so that it
+            overlaps its neighbour by more; slides smaller than a tile have none.
         finder: marks the tissue of a thumbnail.
         regions: where tiles may lie, if not everywhere. A tile has the class that covers most of
             it, if that is at least `min_tissue` of it; else it is not kept.
@@ -114,18 +126,20 @@ def plan_tiles(
     if not 0 <= overlap < tile_size:
         raise ValueError(f"overlap is {overlap}, expected 0 to {tile_size - 1}: less than a tile")
     scale = (wanted if isinstance(wanted, Wanted) else Wanted(mpp=wanted)).scale(slide)
-    height, width = slide.size
     step, stride = tile_size * scale, (tile_size - overlap) * scale
-    needed = step * (1 - _SLACK) if beyond else step
-    grid = _fitting(height, needed, stride), _fitting(width, needed, stride)
-    thumbnail = slide.thumbnail(_thumbnail_scale(slide, step))
-    tissue = finder(thumbnail)
-    tiles = _Tiles(grid, step / thumbnail.scale, stride / thumbnail.scale)
+    needed = step * (1 - SLACK) if beyond else step
+    rows, cols = (tile_starts(length, needed, (step, stride, scale), edge) for length in slide.size)
+    starts = rows, cols
+    thumbnail, tissue = _looked_at(slide, finder)
+    tiles = TileGrid(starts, step, slide.size).scaled(1 / thumbnail.scale)
+    grid = tiles.grid
+    tissue_part, outside = tiles.shares(tissue.mask)
     sure = tiles.fractions(tissue.mask)
-    possible = tiles.fractions(tissue.mask | tissue.unknown)
+    unknown = tissue.unknown.any()
+    possible = tiles.fractions(tissue.mask | tissue.unknown) if unknown else sure
     with_tissue = possible >= min_tissue
     kept, labels = with_tissue, np.full(grid, None)
-    reason = "" if with_tissue.any() else _why_none(slide, step, possible, min_tissue)
+    reason = "" if with_tissue.any() else _why_none(slide, step, possible, min_tissue, edge)
     if regions is not None:
         covered, labels = _covered(regions, tiles, thumbnail)
         kept = with_tissue & (covered >= min_tissue) & (covered > 0)
@@ -133,7 +147,7 @@ def plan_tiles(
             reason = _why_unannotated(regions, covered, min_tissue, int(with_tissue.sum()))
     places, doubtful = [], []
     for row, col in zip(*np.nonzero(kept), strict=True):
-        places.append((round(col * stride), round(row * stride)))
+        places.append((round(starts[1][col]), round(starts[0][row])))
         if sure[row, col] < min_tissue:
             doubtful.append(places[-1])
     return TilePlan(
@@ -143,6 +157,8 @@ def plan_tiles(
         step,
         stride,
         grid,
+        tissue_part,
+        outside,
         places,
         labels[kept].tolist(),
         int(with_tissue.sum()),
@@ -150,7 +166,18 @@ def plan_tiles(
         frozenset(doubtful),
         thumbnail,
         tissue,
+        slide.background,
         reason,
+    )
+
+
+def outside_remark(plan: TilePlan) -> str:
+    """That much of the tissue of a slide is in no tile; empty if little is."""
+    if plan.outside < _MUCH:
+        return ""
+    return (
+        f"{plan.outside:.0%} of its tissue is in no tile: at the right and bottom edges no whole "
+        "tile fits; --edge pad or --edge shift takes it, too"
     )
 
 
@@ -178,6 +205,7 @@ def cut_tiles(slide: Slide, plan: TilePlan, *, read: bool = True) -> Iterator[Cu
         read: false reads only those that have to be looked at to tell whether they have tissue.
     """
     size = (plan.tile_size, plan.tile_size)
+    slide.background = plan.background
     for (x, y), label in zip(plan.places, plan.labels, strict=True):
         doubtful = (x, y) in plan.doubtful
         if not (read or doubtful):
@@ -194,49 +222,28 @@ def cut_tiles(slide: Slide, plan: TilePlan, *, read: bool = True) -> Iterator[Cu
             yield CutTile(x, y, label, image)
 
 
-def _thumbnail_scale(slide: Slide, step: float) -> float:
-    scale = step / _PIXELS_PER_TILE
-    if slide.known_mpp is not None:
-        scale = min(_MASK_MPP / slide.known_mpp, scale)
-    return max(1.0, scale, max(slide.size) / _LONGEST_THUMBNAIL)
+def _looked_at(slide: Slide, finder: Callable[[Thumbnail], Tissue]) -> tuple[Thumbnail, Tissue]:
+    """A thumbnail and its tissue; a dark slide gets a dark background, if the file has none."""
+    thumbnail = slide.thumbnail(_thumbnail_scale(slide))
+    tissue = finder(thumbnail)
+    if tissue.dark and max(slide.background) > _DARK:
+        slide.background = _BLACK
+        if thumbnail.empty is not None:  # bright there, and brighter along the rims
+            thumbnail = slide.thumbnail(thumbnail.scale)
+            tissue = finder(thumbnail)
+    return thumbnail, tissue
 
 
-def _fitting(length: int, needed: float, stride: float) -> int:
-    """How many tiles fit into a length, where each needs so much of it."""
-    room = length - needed
-    return int(room / stride) + 1 if room >= 0 else 0
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """A grid of tiles on a thumbnail, whose pixels `step` and `stride` are."""
-
-    grid: tuple[int, int]
-    step: float
-    stride: float
-
-    def fractions(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """Part of each tile that is in the mask."""
-        total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
-        np.cumsum(mask, 0, out=total[1:, 1:])
-        np.cumsum(total, 1, out=total)
-        top, bottom = self._edges(0, mask.shape[0])
-        left, right = self._edges(1, mask.shape[1])
-        inside = total[np.ix_(bottom, right)] - total[np.ix_(top, right)]
-        inside += total[np.ix_(top, left)] - total[np.ix_(bottom, left)]
-        area = (bottom - top)[:, None] * (right - left)[None, :]
-        return np.asarray(inside / area, np.float64)
-
-    def _edges(self, dim: int, size: int) -> tuple[Edges, Edges]:
-        start = np.arange(self.grid[dim]) * self.stride
-        # a tile smaller than a pixel of the mask takes that of the pixel it begins in
-        first = np.minimum(np.rint(start).astype(np.int64), size - 1)
-        last = np.minimum(np.rint(start + self.step).astype(np.int64), size)
-        return first, np.maximum(last, first + 1)
+def _thumbnail_scale(slide: Slide) -> float:
+    longest, mpp = max(slide.size), slide.known_mpp
+    scale = longest / _LONG_THUMBNAIL
+    if mpp is not None:
+        scale = min(max(_FINEST_MPP / mpp, scale), _COARSEST_MPP / mpp)
+    return max(1.0, scale, longest / _LONGEST_THUMBNAIL)
 
 
 def _covered(
-    regions: Sequence[Region], tiles: _Tiles, thumbnail: Thumbnail
+    regions: Sequence[Region], tiles: TileGrid, thumbnail: Thumbnail
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.object_]]:
     """For each tile the part that is covered by the class that covers most of it, and its name."""
     names = class_names(regions)
@@ -244,7 +251,7 @@ def _covered(
     finer = max(1, min(_FINER, _LONGEST_THUMBNAIL // max(shape)))
     size = shape[0] * finer, shape[1] * finer
     classes = class_map(regions, size, thumbnail.scale / finer)
-    tiles = _Tiles(tiles.grid, tiles.step * finer, tiles.stride * finer)
+    tiles = tiles.scaled(finer)
     most, labels = np.zeros(tiles.grid), np.full(tiles.grid, None)
     for index, name in enumerate(names, 1):
         part = tiles.fractions(classes == index)
@@ -254,13 +261,18 @@ def _covered(
 
 
 def _why_none(
-    slide: Slide, step: float, fractions: npt.NDArray[np.float64], min_tissue: float
+    slide: Slide,
+    step: float,
+    fractions: npt.NDArray[np.float64],
+    min_tissue: float,
+    edge: Edge,
 ) -> str:
     if 0 in fractions.shape:
         height, width = slide.size
+        what = "cannot be moved into it" if edge == "shift" else "does not fit"
         return (
             f"smaller than a tile: it has {height} x {width} pixels, a tile spans {step:.0f} of "
-            "them; ask for smaller tiles or a smaller mpp"
+            f"them and {what}; ask for smaller tiles, a smaller mpp, or --edge pad"
         )
     best = float(fractions.max())
     if best == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,14 @@ def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
             f"mask {path} has {height} x {width} pixels, but slide {slide.path} {down} x {across}: "
             "they must be in one ratio; make the mask of the whole slide, not of a part"
         )
-    image = Image.fromarray(mask.astype(np.uint8) * 255)
-    small = np.asarray(image.resize((cols, rows), Image.Resampling.BOX))
+    # the last pixels of the thumbnail may end beyond the slide, and the mask ends with it
+    bottom, right = rows * thumbnail.scale * height / down, cols * thumbnail.scale * width / across
+    more = max(0, ceil(bottom - height)), max(0, ceil(right - width))
+    image = Image.fromarray(
+        np.pad(mask.astype(np.uint8) * 255, ((0, more[0]), (0, more[1])), "edge")
+    )
+    box = (0.0, 0.0, right, bottom)
+    small = np.asarray(image.resize((cols, rows), Image.Resampling.BOX, box))
     return Tissue(small >= 128, np.zeros((rows, cols), bool), 0.0)
 
 

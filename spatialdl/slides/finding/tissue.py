@@ -11,6 +11,7 @@ from scipy import ndimage
 from skimage.filters import threshold_otsu
 
 from spatialdl.slides.reading.reader import Thumbnail
+from spatialdl.slides.stretching import stretched
 
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -49,6 +50,10 @@ class Tissue(NamedTuple):
         """Part of an image of the same slide, uint8 (rows, cols, 3), that is tissue."""
         return float(_standing_out(*_channels(image), self.threshold, self.dark).mean())
 
+    def shown(self, image: Bytes) -> Bytes:
+        """An image of the same slide to look at: stretched to its tissue if the slide is dark."""
+        return stretched(image, image.max(-1) > self.threshold) if self.dark else image
+
 
 def find_tissue(thumbnail: Thumbnail, background: Background = "auto") -> Tissue:
     """Mark the tissue of a thumbnail.
@@ -62,7 +67,7 @@ def find_tissue(thumbnail: Thumbnail, background: Background = "auto") -> Tissue
         background: "bright" (stained tissue on glass), "dark" (fluorescence), or "auto": dark
             where more than half of the slide is dark and less than half of the rest is glass.
     """
-    seen = ~thumbnail.missing
+    seen = thumbnail.seen
     saturation, value = _channels(thumbnail.image)
     dark = background == "dark" or (
         background == "auto" and _is_dark(saturation[seen], value[seen])

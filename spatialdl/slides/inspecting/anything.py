@@ -13,13 +13,13 @@ from spatialdl.slides.inspecting.apart import describe_apart
 from spatialdl.slides.inspecting.dataset import describe_dataset
 from spatialdl.slides.inspecting.hdf5 import HDF5_START, hdf5_in_a_line
 from spatialdl.slides.inspecting.slide import HEADS, describe_slide, slide_in_a_line
-from spatialdl.slides.reading.opening import SLIDE_SUFFIXES
+from spatialdl.slides.reading.paths import SLIDE_SUFFIXES, series_at, slides_among
 from spatialdl.slides.reading.plain import PLAIN_SUFFIXES
 from spatialdl.text import aligned, fitted
 
 _HDF5_SUFFIXES = (".h5", ".hdf5")
 _CLAM = "coords/clam/patches"  # TRIDENT's files say the same
-_LONGEST_NAME = 60  # columns of the console
+_LONGEST_NAME = 64  # columns of the console; UIDs have up to 64 characters
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
@@ -36,6 +36,8 @@ def inspect(path: str | os.PathLike[str]) -> str:
     if path.is_dir():
         if (path / MANIFEST).exists():
             return describe_dataset(path)
+        if series_at(path) is not None:
+            return describe_slide(path)
         return _folder(path / _CLAM if (path / _CLAM).is_dir() else path)
     return describe_apart(path) if _is_hdf5(path) else describe_slide(path)
 
@@ -55,7 +57,8 @@ def _folder(path: Path) -> str:
         files = sorted(file for file in path.iterdir() if file.is_file())
     except OSError as error:
         raise ShardError(f"cannot look into folder {path}: {error.strerror}") from error
-    slides = [f for f in files if f.suffix.lower() in (*SLIDE_SUFFIXES, *PLAIN_SUFFIXES)]
+    plain = [file for file in files if file.suffix.lower() in PLAIN_SUFFIXES]
+    slides = sorted([*slides_among(path, files), *plain])
     stored = [f for f in files if f.suffix.lower() in _HDF5_SUFFIXES]
     if not slides and not stored:
         raise ShardError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.reading.paths import slide_bytes, slide_files
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.resolution import mpp_of, power_of
 from spatialdl.text import aligned, fitted, readable_bytes
@@ -72,7 +73,7 @@ def _format(slide: Slide) -> str:
 
 
 def _bytes(path: Path) -> int:
-    size = path.stat().st_size
+    size = slide_bytes(path)
     pixels = path.with_suffix("")
     if path.suffix.lower() == ".mrxs" and pixels.is_dir():
         size += sum(file.stat().st_size for file in pixels.iterdir() if file.is_file())
@@ -82,7 +83,8 @@ def _bytes(path: Path) -> int:
 def _file_size(path: Path) -> str:
     size = _bytes(path)
     exact = f" ({size:,} bytes)" if size >= 1000 else ""
-    return readable_bytes(size) + exact
+    files = len(slide_files(path))
+    return readable_bytes(size) + exact + (f" in {files} files" if files > 1 else "")
 
 
 def _millimetres(slide: Slide) -> str:

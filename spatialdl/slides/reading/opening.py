@@ -11,27 +11,27 @@ import numpy.typing as npt
 import openslide
 
 from spatialdl.errors import SlideError
+from spatialdl.slides.reading.dicom import is_dicom
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.openslide_file import OpenSlideFile
+from spatialdl.slides.reading.paths import series_at, slides_among
 from spatialdl.slides.reading.plain import is_plain, open_plain
 
 Bytes = npt.NDArray[np.uint8]
 
-SLIDE_SUFFIXES = (
-    *(".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".ndpis", ".scn", ".svs", ".svslide"),
-    *(".tif", ".tiff", ".vms", ".vmu", ".zvi"),
-)
-"""Of files that are slides, wherever they lie; PNG and JPEG images may be anything."""
 _LFS = b"version https://git-lfs"
+_NAMED = 3  # slides of a folder that a message names
 
 
 class Source(Protocol):
-    """An open file with pixels in it, whatever reads it."""
+    """An open file with pixels in it, whatever reads it; `remark` is what is odd about it."""
 
     size: tuple[int, int]
     downsamples: tuple[float, ...]
     properties: Mapping[str, str]
     background: tuple[int, int, int]
+    remark: str
+    is_patchy: bool
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
         """A box of a level over the background, uint8 (rows, cols, 3); see `OpenSlideFile`."""
@@ -50,23 +50,25 @@ def open_source(path: Path, native: bool = True) -> Source:
     """Open a slide or a plain image.
 
     Args:
-        path: the file.
+        path: the file, or a DICOM series: its folder, or FOLDER/UID.
         native: read tiles without openslide where that gives the same pixels.
 
     Raises:
         SlideError: it cannot be read; says why.
     """
-    if path.is_dir():
-        raise SlideError(f"cannot open slide {path}: it is a folder")
+    series = None if path.is_file() else series_at(path)
+    first = path if series is None else series.files[0]
+    if first.is_dir():
+        raise SlideError(f"cannot open slide {path}: it is a folder{_slides_in(path)}")
     try:
-        with path.open("rb") as file:
+        with first.open("rb") as file:
             start = file.read(512)
     except FileNotFoundError:
         raise SlideError(f"cannot open slide {path}: there is no such file") from None
     except OSError as error:
         raise SlideError(f"cannot open slide {path}: {error.strerror}") from error
     try:
-        return OpenSlideFile(path, native)
+        return OpenSlideFile(first, native, path)
     except openslide.OpenSlideUnsupportedFormatError as error:
         if is_plain(start):
             return open_plain(path, start)
@@ -78,6 +80,14 @@ def open_source(path: Path, native: bool = True) -> Source:
         ) from error
 
 
+def _slides_in(folder: Path) -> str:
+    slides = slides_among(folder, [path for path in folder.iterdir() if path.is_file()])
+    if not slides:
+        return " without slides"
+    more = f" and {len(slides) - _NAMED} more" if len(slides) > _NAMED else ""
+    return f"; give one of its slides: {', '.join(map(str, slides[:_NAMED]))}{more}"
+
+
 def _why_unsupported(path: Path, start: bytes) -> str:
     """The same error stands for several causes; tell them apart by how the file begins."""
     if not start:
@@ -86,6 +96,8 @@ def _why_unsupported(path: Path, start: bytes) -> str:
         return "it is a Git LFS pointer, not the slide; fetch it with `git lfs pull`"
     if b"\0" not in start and _is_text(start):
         return "it is a text file; give the slide itself"
+    if is_dicom(start):
+        return "it is a DICOM file, but not of a whole-slide image that openslide reads"
     return "openslide does not read this format; convert it to a tiled TIFF"
 
 

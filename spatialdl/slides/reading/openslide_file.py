@@ -28,16 +28,24 @@ class OpenSlideFile(Holder):
     read, on a few of them; see `spatialdl.slides.reading.native`.
 
     Args:
-        path: the slide.
+        path: the file.
         native: read tiles without openslide where that gives the same pixels.
+        slide: what messages call it; the file if None.
+
+    Attributes:
+        background: shown where the slide has no pixels.
+        is_patchy: whether some box that was read had such places.
 
     Raises:
         openslide.OpenSlideError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, native: bool = True) -> None:
+    remark = ""
+
+    def __init__(self, path: Path, native: bool = True, slide: Path | None = None) -> None:
         super().__init__()
         self._path = path
+        self._slide = slide or path
         self._handle: openslide.OpenSlide | None = None
         self._spoiled = False
         self._tiles: NativeTiles | None = None
@@ -48,6 +56,7 @@ class OpenSlideFile(Holder):
         self.downsamples = tuple(float(factor) for factor in handle.level_downsamples)
         self.properties: Mapping[str, str] = dict(handle.properties)
         self.background = _background(self.properties)
+        self.is_patchy = False
         self._levels = tile_levels(path, self.properties) if native else {}
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
@@ -99,7 +108,7 @@ class OpenSlideFile(Holder):
                 top, left = self._levels[level].corner(number)
                 x, y = (round(at * self.downsamples[level]) for at in (left, top))
                 raise SlideError(
-                    f"cannot read slide {self._path} at x={x}, y={y} (level {level}): {error}; "
+                    f"cannot read slide {self._slide} at x={x}, y={y} (level {level}): {error}; "
                     "the file is damaged there"
                 ) from error
 
@@ -158,9 +167,10 @@ class OpenSlideFile(Holder):
             if again:
                 return self._from_openslide(x, y, level, size, again=False)
             raise SlideError(
-                f"cannot read slide {self._path} at x={x}, y={y} (level {level}): {error}; "
+                f"cannot read slide {self._slide} at x={x}, y={y} (level {level}): {error}; "
                 "the file is damaged there"
             ) from error
+        self.is_patchy |= image.getchannel("A").getextrema() != (255, 255)
         return composited(image, self.background)
 
     def _opened(self) -> openslide.OpenSlide:

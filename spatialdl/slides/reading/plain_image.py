@@ -36,10 +36,11 @@ class Pixels(Protocol):
 
 
 class Header(NamedTuple):
-    """What is known of an image before its pixels are: rows and columns, and properties."""
+    """What is known of an image before its pixels are: rows and columns, properties, a remark."""
 
     size: tuple[int, int]
     properties: Mapping[str, str]
+    remark: str = ""
 
 
 class PlainImage(Holder):
@@ -52,22 +53,24 @@ class PlainImage(Holder):
     """
 
     downsamples: tuple[float, ...] = (1.0,)
-    background: tuple[int, int, int] = _WHITE
+    is_patchy = False  # a box has all its pixels
 
     def __init__(self, path: Path, header: Header, opener: Callable[[], Pixels]) -> None:
         super().__init__()
+        self.background: tuple[int, int, int] = _WHITE
         self.size = header.size
         self.properties = header.properties
+        self.remark = header.remark
         self._path = path
         self._opener = opener
         self._pixels: Pixels | None = None
         self._failed: SlideError | None = None
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
-        """A box of the image over white; see `OpenSlideFile.read`."""
+        """A box of the image, over white where it is transparent; see `OpenSlideFile.read`."""
         top, left = max(y, 0), max(x, 0)
         bottom, right = min(y + size[0], self.size[0]), min(x + size[1], self.size[1])
-        out = np.full((*size, 3), _WHITE, np.uint8)
+        out = np.full((*size, 3), self.background, np.uint8)
         if top >= bottom or left >= right:
             return out
         with self._lock:

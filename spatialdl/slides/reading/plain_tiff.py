@@ -11,6 +11,7 @@ import tifffile
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.plain_image import Header
+from spatialdl.slides.reading.tiff_check import missing_part, slide_problem
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -115,16 +116,21 @@ def header(path: Path) -> Header:
     """Size and resolution of a TIFF that `TiffPixels` can read.
 
     Raises:
-        SlideError: it is cut short, of a kind that is not read, or would take too much memory.
+        SlideError: it is cut short, of a kind that is not read, would take too much memory, or is
+            of a slide format, so that openslide should read it.
     """
     size = path.stat().st_size
+    again = "copy it again, or convert it to a tiled TIFF"
     try:
-        with tifffile.TiffFile(path) as tiff:
-            page = tiff.pages.first
-            why = _why_not(page)
-            if not why and _end(page) > size:
-                why = f"the TIFF is cut short ({size} of {_end(page)} bytes); copy it again"
-            found = Header((page.imagelength, page.imagewidth), _resolution(page))
+        why = missing_part(path)
+        if why:
+            why = f"the TIFF is cut short or damaged ({why}); {again}"
+        else:
+            with tifffile.TiffFile(path) as tiff:
+                page = tiff.pages.first
+                remark, is_slide = slide_problem(tiff)
+                why = f"{remark}; {again}" if is_slide else _why_not(page)
+                found = Header((page.imagelength, page.imagewidth), _resolution(page), remark)
     except Exception as error:  # tifffile raises many kinds for a damaged file
         raise SlideError(
             f"cannot open slide {path}: the TIFF is cut short or of a kind that openslide does "
@@ -166,11 +172,6 @@ def _mapped(page: tifffile.TiffPage) -> Bytes | None:
         return None
     shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
     return np.memmap(page.parent.filehandle.path, np.uint8, "r", page.dataoffsets[0], shape)
-
-
-def _end(page: tifffile.TiffPage) -> int:
-    """Where the pixels end in the file."""
-    return max(a + b for a, b in zip(page.dataoffsets, page.databytecounts, strict=True))
 
 
 def _palette(page: tifffile.TiffPage) -> Bytes:

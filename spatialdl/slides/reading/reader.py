@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from math import ceil, floor
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.opening import open_source
+from spatialdl.slides.reading.paths import slide_name
 from spatialdl.slides.reading.resolution import (
     MPP_AT_1X,
     PLAUSIBLE_MPP,
@@ -28,10 +30,13 @@ from spatialdl.slides.reading.resolution import (
 )
 
 Bytes = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 
 _AT_A_TIME = 2**25  # pixels read from a level at a time
 _REACH = 3  # of the filter, in pixels of the result
-_PATCH = 12  # pixels of a thumbnail that are given up together
+# pixels of a thumbnail and of level 0, the more, that are left out together
+_PATCH, _PATCH_OF_SLIDE = 12, 192
+_ROUNDING = 1e-6  # of a pixel
 _HALF = 0.5  # of a pixel: resampling that moves none by more over the whole region is none
 _FAILURES = 500  # after so many the rest of a thumbnail is not taken apart any more
 
@@ -40,12 +45,19 @@ class Thumbnail(NamedTuple):
     """A small picture of a slide.
 
     `image` is uint8 (rows, cols, 3), `missing` (rows, cols) is true where the file could not be
-    read, `scale` is level-0 pixels per pixel.
+    read, `scale` is level-0 pixels per pixel. `empty` (rows, cols) is true where the file has no
+    pixels, as between scanned parts; None where it has all.
     """
 
     image: Bytes
-    missing: npt.NDArray[np.bool_]
+    missing: Mask
     scale: float
+    empty: Mask | None = None
+
+    @property
+    def seen(self) -> Mask:
+        """Where it shows the slide."""
+        return ~self.missing if self.empty is None else ~(self.missing | self.empty)
 
 
 class Slide:
@@ -55,7 +67,8 @@ class Slide:
     openslide. Many slides may be open: those not read for long give their files back meanwhile.
 
     Args:
-        path: any format that openslide reads, or a plain TIFF, PNG or JPEG.
+        path: any format that openslide reads, or a plain TIFF, PNG or JPEG; of a DICOM series its
+            folder, one of its files, or FOLDER/UID.
         mpp: micrometres per level-0 pixel, in place of what the file says.
         native: false reads all that openslide can through openslide.
 
@@ -80,8 +93,8 @@ class Slide:
 
     @property
     def name(self) -> str:
-        """File name without its suffix."""
-        return self.path.stem
+        """File name without its suffix; of a DICOM series that of its folder, or its UID."""
+        return slide_name(self.path)
 
     @property
     def properties(self) -> Mapping[str, str]:
@@ -97,6 +110,15 @@ class Slide:
     def downsamples(self) -> tuple[float, ...]:
         """How many level-0 pixels a pixel of each level spans, along one dim."""
         return self._downsamples
+
+    @property
+    def background(self) -> tuple[int, int, int]:
+        """Colour of places without pixels: what the file says, else white; can be set."""
+        return self._source.background
+
+    @background.setter
+    def background(self, colour: tuple[int, int, int]) -> None:
+        self._source.background = colour
 
     @property
     def quickhash(self) -> str:
@@ -138,11 +160,12 @@ class Slide:
 
     @property
     def remark(self) -> str:
-        """What is odd about its resolution; empty if nothing is."""
+        """What is odd about the file and its resolution; empty if nothing is."""
         try:
-            return self._resolution().remark
+            resolution = self._resolution().remark
         except SlideError:
-            return ""
+            resolution = ""
+        return "; ".join(filter(None, (self._source.remark, resolution)))
 
     def level(self, scale: float) -> int:
         """The level that is read for `scale`: the coarsest that is at least as fine."""
@@ -274,13 +297,24 @@ class Slide:
         Raises:
             SlideError: the file is damaged there.
         """
+        return self._box(x, y, size, scale, box, partial(self._source.read, again=again))
+
+    def _box(
+        self,
+        x: int,
+        y: int,
+        size: tuple[int, int],
+        scale: float,
+        box: tuple[int, int, int, int],
+        read: Callable[[int, int, int, tuple[int, int]], Bytes],
+    ) -> Bytes:
         first, last, left, right = box
         level = self.level(scale)
         down = self._downsamples[level]
         factor, cols = scale / down, right - left
         if abs(factor - 1) * max(size) < _HALF:
             place = round(x + left * down), round(y + first * down)
-            return self._source.read(*place, level, (last - first, cols), again)
+            return read(*place, level, (last - first, cols))
         # some at a time: a slide without levels is not read into memory whole
         step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))
         col0, col1 = _reach(left, right, factor, size[1])
@@ -289,7 +323,7 @@ class Slide:
             count = min(step, last - row)
             row0, row1 = _reach(row, row + count, factor, size[0])
             place = round(x + col0 * down), round(y + row0 * down)
-            pixels = self._source.read(*place, level, (row1 - row0, col1 - col0), again)
+            pixels = read(*place, level, (row1 - row0, col1 - col0))
             across = left * factor - col0, right * factor - col0
             along = row * factor - row0, (row + count) * factor - row0
             inside = (across[0], along[0], across[1], along[1])
@@ -297,9 +331,27 @@ class Slide:
         return np.concatenate(parts)
 
     def thumbnail(self, scale: float) -> Thumbnail:
-        """The whole slide at `scale` level-0 pixels per pixel; parts may be missing in it."""
-        height, width = self.size
-        size = max(1, round(height / scale)), max(1, round(width / scale))
+        """The whole slide at `scale` level-0 pixels per pixel; parts may be missing in it.
+
+        Its last row and column may end beyond the slide; they show what is inside.
+        """
+        found = self._thumbnail(scale)
+        if not self._source.is_patchy:
+            return found
+        # what has no pixels follows the background
+        before = self.background
+        other = tuple(255 * (colour < 128) for colour in before)
+        try:
+            self.background = other[0], other[1], other[2]
+            changes = np.abs(self._thumbnail(scale).image.astype(np.int16) - found.image)
+        finally:
+            self.background = before
+        most = np.abs(np.subtract(other, before))
+        return found._replace(empty=(2 * changes > most).all(-1) & ~found.missing)
+
+    def _thumbnail(self, scale: float) -> Thumbnail:
+        rows, cols = (ceil(length / scale - _ROUNDING) for length in self.size)
+        size = rows, cols
         thumbnail = Thumbnail(np.empty((*size, 3), np.uint8), np.zeros(size, bool), scale)
         failures = 0
         boxes = [(0, size[0], 0, size[1])]
@@ -308,15 +360,26 @@ class Slide:
             place, part = np.s_[row0:row1, col0:col1], (row1 - row0, col1 - col0)
             x, y = round(col0 * scale), round(row0 * scale)
             try:
-                thumbnail.image[place] = self.read_scaled(x, y, part, scale, again=False)
+                whole = (0, part[0], 0, part[1])
+                thumbnail.image[place] = self._box(x, y, part, scale, whole, self._read_inside)
             except SlideError:
                 failures += 1
-                if max(part) > _PATCH and failures < _FAILURES:
+                if max(part) > max(_PATCH, _PATCH_OF_SLIDE / scale) and failures < _FAILURES:
                     boxes.extend(_quarters(box))
                     continue
                 thumbnail.image[place] = self._source.background
                 thumbnail.missing[place] = True
         return thumbnail
+
+    def _read_inside(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes:
+        """A box of a level; what lies beyond its last row and column repeats these."""
+        (height, width), down = self.level_size(level), self._downsamples[level]
+        rows, y = _inside(y, down, height, size[0])
+        cols, x = _inside(x, down, width, size[1])
+        pixels = self._source.read(x, y, level, (rows, cols), again=False)
+        if (rows, cols) == size:
+            return pixels
+        return np.pad(pixels, ((0, size[0] - rows), (0, size[1] - cols), (0, 0)), "edge")
 
     def close(self) -> None:
         """Close the file."""
@@ -346,6 +409,18 @@ def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]
     rows, cols = (row0, (row0 + row1) // 2, row1), (col0, (col0 + col1) // 2, col1)
     halves = [(*down, *across) for down in pairwise(rows) for across in pairwise(cols)]
     return [part for part in halves if part[0] < part[1] and part[2] < part[3]]
+
+
+def _inside(start: int, down: float, length: int, wanted: int) -> tuple[int, int]:
+    """Pixels of a level, of `length`, that there are from a level-0 place on; at least the last.
+
+    Returns:
+        How many, up to those wanted, and the place where they begin.
+    """
+    first = ceil(start / down - _ROUNDING)
+    if first < length:
+        return min(wanted, length - first), start
+    return 1, round((length - 1) * down)
 
 
 def _reach(first: int, last: int, factor: float, length: int) -> tuple[int, int]:

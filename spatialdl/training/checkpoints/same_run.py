@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.data.format import MANIFEST
+from spatialdl.data.normalisation import DEFAULTS, Normalisation
 from spatialdl.errors import CheckpointError
 from spatialdl.text import without_passwords
 from spatialdl.training.checkpoints.reading import sha256
@@ -29,7 +30,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
 
 
 def identity(config: DictConfig) -> dict[str, Any]:
-    """What decides which samples come when, their targets, and what is drawn for them."""
+    """What decides on the samples of each step: images, their values, and their targets."""
     data = config.data
     found = {
         "seed": int(config.seed),
@@ -38,6 +39,7 @@ def identity(config: DictConfig) -> dict[str, Any]:
         "data.image_size": list(data.image_size),
         "data.channels": int(data.channels),
         "data.num_classes": int(data.num_classes),
+        **_input(data, int(data.channels)),
         "data": str(data.name),
         "optimizer._target_": str(config.optimizer["_target_"]),
     }
@@ -50,6 +52,13 @@ def identity(config: DictConfig) -> dict[str, Any]:
     return found
 
 
+def _input(data: Mapping[str, Any], channels: int) -> dict[str, Any]:
+    """In numbers, so that a name and its numbers are the same."""
+    normalisation = Normalisation.from_config(data)
+    mean, std = normalisation.by_channel(channels)
+    return {"data.mean": mean, "data.std": std, "data.scale": normalisation.scale}
+
+
 def check_same(content: Mapping[str, Any], config: DictConfig) -> None:
     """Refuse a checkpoint of other samples or another optimizer; say what else is different.
 
@@ -57,6 +66,7 @@ def check_same(content: Mapping[str, Any], config: DictConfig) -> None:
         CheckpointError: naming what must be equal.
     """
     before, now = content["identity"], identity(config)
+    before = {**_input(DEFAULTS, before["data.channels"]), **before}
     different = [key for key in (*before, *now) if before.get(key) != now.get(key)]
     if different:
         key = different[0]
@@ -78,7 +88,8 @@ def check_same(content: Mapping[str, Any], config: DictConfig) -> None:
 
 
 def _both(content: Mapping[str, Any], config: DictConfig) -> tuple[Any, Any]:
-    return content["config"], settings_of(config)
+    before = content["config"]
+    return {**before, "data": {**DEFAULTS, **before["data"]}}, settings_of(config)
 
 
 def _changes(content: Mapping[str, Any], config: DictConfig) -> list[str]:

@@ -37,12 +37,13 @@ class Device(NamedTuple):
 
 
 def start_table(
-    pipeline: Pipeline, world: Communicator, config: DictConfig, batch: int
+    pipeline: Pipeline, world: Communicator, config: DictConfig, batch: int, images: str
 ) -> str | None:
     """The table, on rank 0; all ranks must call it.
 
     Args:
         batch: images of an optimizer step.
+        images: a line that says how pixels are normalised.
     """
     own = {stage: _held(pipeline, stage) for stage in pipeline.stages}
     everybody = world.gather((own, device_of_rank(pipeline.device)))
@@ -59,6 +60,7 @@ def start_table(
         *stage_lines(placement, pipeline.image_size[1:], stages, ratio),
         "",
         batch_line(batch, pipeline.schedule.microbatches, placement.data),
+        images,
         *device_lines([device for _, device in everybody]),
     ]
     return "\n".join(lines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import resource
+from collections.abc import Sequence
+from contextlib import suppress
 
 import hydra.utils
 import numpy as np
@@ -13,10 +15,12 @@ from torch import nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
+from spatialdl.configuring.own_keys import offered_keys, refused_key
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import Schedule
 from spatialdl.placement import Placement
 from spatialdl.training.network.freezing import freeze
+from spatialdl.training.network.head import check_head
 from spatialdl.training.network.weights import check_alike, load_weights
 from spatialdl.training.optimization.precision import Precision
 from spatialdl.training.settings import Sources
@@ -43,11 +47,15 @@ def seed_generators(seed: int) -> None:
 def instantiate(config: DictConfig) -> nn.Module:
     """The network that a configuration names.
 
+    Args:
+        config: of a run; what ``**kwargs`` of the network refuse of `offered_keys` is removed, so
+            that the same call builds it again.
+
     Raises:
         ValueError: if there is none, or it cannot be built so.
     """
     try:
-        model = hydra.utils.instantiate(config.model)
+        model = _called(config.model, offered_keys(config.model))
     except hydra.errors.InstantiationException as error:
         raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
     if not isinstance(model, nn.Module):
@@ -55,6 +63,28 @@ def instantiate(config: DictConfig) -> nn.Module:
             f"model={config.model._target_} gives a {type(model).__name__}, no network"
         )
     return model
+
+
+def _called(settings: DictConfig, offered: Sequence[str]) -> object:
+    """What the target returns, without the offered arguments that it refuses."""
+    try:
+        return hydra.utils.instantiate(settings)
+    except hydra.errors.InstantiationException as error:
+        refused = refused_key(error, offered)
+        if refused is None:
+            _remove(settings, offered)
+            if offered:  # it may say in other words that it does not know them
+                with suppress(hydra.errors.InstantiationException):
+                    return hydra.utils.instantiate(settings)
+            raise
+    _remove(settings, [refused])
+    return _called(settings, [key for key in offered if key != refused])
+
+
+def _remove(settings: DictConfig, keys: Sequence[str]) -> None:
+    with open_dict(settings):
+        for key in keys:
+            del settings[key]
 
 
 def make_network(config: DictConfig, sources: Sources, world: Communicator) -> nn.Module:
@@ -88,6 +118,7 @@ def make_pipeline(
         ValueError: if network, weights and layout do not fit together.
     """
     model = make_network(config, sources, world).to(precision.dtype)
+    check_head(model, task, sources)
     parallel = config.parallel
     if config.trainer.channels_last and not parallel.shard_state:  # FSDP2 refuses these
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -14,10 +14,13 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.format import UNLABELLED
+from spatialdl.data.image_source import ImageSource
+from spatialdl.data.shards import ShardDataset
+from spatialdl.data.targets import sample_numbers
 from spatialdl.data.views import Views
 from spatialdl.mesh import Mesh
 from spatialdl.placement import Placement
-from spatialdl.spatial.tensor import SpatialTensor, redistribute
+from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.pictures.heat_maps import HeatMaps, heated
 from spatialdl.training.pictures.thumbnails import (
     Patch,
@@ -27,7 +30,7 @@ from spatialdl.training.pictures.thumbnails import (
     thumbnail_size,
 )
 from spatialdl.training.tasks.extremes import errors_of, extremes
-from spatialdl.training.tasks.losses import own_pixels
+from spatialdl.training.tasks.losses import own_pixels, split_alike
 from spatialdl.training.tasks.predictions import Predictions
 
 Picture = npt.NDArray[np.uint8]
@@ -52,12 +55,14 @@ class Example(NamedTuple):
     """A sample.
 
     Attributes:
+        name: slide and level-0 corner, or the number of the sample as in ``predictions.csv``.
         title: what was right, and what was predicted.
         error: 0 for a perfect prediction.
         pictures: by what they show, RGB (rows, columns, 3).
     """
 
     sample: int
+    name: str
     title: str
     error: float
     pictures: dict[str, Picture]
@@ -101,9 +106,8 @@ class Gallery:
             return
         height, width = self._views.size
         box = (0, height, 0, width)
+        output, target = split_alike(output, target)
         if isinstance(output, SpatialTensor):
-            if isinstance(target, SpatialTensor):
-                target = redistribute(target, output.spatial_layout, output.mesh)
             own = mesh.own_box(output.spatial_layout)
             box = (own.row0, own.row1, own.col0, own.col1)
         elif mesh.part > 0:  # an equal copy
@@ -154,7 +158,8 @@ class Gallery:
                 if sample in heat:
                     name = _named(predictions.names, heat[sample].label)
                     pictures[f"heat map of {name}"] = heated(image, heat[sample].values)
-                found.append(Example(sample, _told(predictions, sample), error, pictures))
+                title, name = _told(predictions, sample), _name_of(self._views.source, sample)
+                found.append(Example(sample, name, title, error, pictures))
         return found
 
     def _example_of_map(
@@ -168,7 +173,8 @@ class Gallery:
             "truth": overlaid(image, truth),
             "predicted": overlaid(image, predicted),
         }
-        return Example(sample, f"{1 - error:.1%} of pixels right", error, pictures)
+        name = _name_of(self._views.source, sample)
+        return Example(sample, name, f"{1 - error:.1%} of pixels right", error, pictures)
 
 
 def overlaid(image: Picture, classes: npt.NDArray[Any]) -> Picture:
@@ -184,11 +190,20 @@ def labelled(example: Example) -> Picture:
     strip = np.concatenate(list(example.pictures.values()), axis=1)
     canvas = Image.new("RGB", (max(strip.shape[1], _WIDTH), strip.shape[0] + _LINE), "white")
     canvas.paste(Image.fromarray(strip), (0, _LINE))
-    text = f"sample {example.sample}: {example.title}"
+    text = f"{example.name}: {example.title}"
     ImageDraw.Draw(canvas).text(
         (2, 2), text.encode("latin-1", "replace").decode("latin-1"), "black"
     )
     return np.asarray(canvas)
+
+
+def _name_of(source: ImageSource, sample: int) -> str:
+    if not isinstance(source, ShardDataset):
+        return f"sample {sample}"
+    known = source.sample(sample)
+    if not known.slide:
+        return f"sample {sample_numbers(source)[sample]}"
+    return f"{known.slide}, x={known.x}, y={known.y}"
 
 
 def _small(mask: Tensor, box: tuple[int, int, int, int], size: tuple[int, int]) -> Patch:

@@ -16,11 +16,14 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.data.views import Views
 from spatialdl.layout import even_bounds
 from spatialdl.placement import Placement
+from spatialdl.slides.stretching import stretched
 
 Array = npt.NDArray[Any]
 
 SIDE = 320
 """Pixels of the longer side at most."""
+
+_DARK = 64  # what is less bright cannot be made out
 
 
 class Patch(NamedTuple):
@@ -126,7 +129,9 @@ def _own_box(
 
 
 def as_rgb(pixels: Array) -> npt.NDArray[np.uint8]:
-    """Channels as colours: one is grey, of more the first three; what exceeds 8 bits is stretched.
+    """Channels as colours: one is grey, of more the first three.
+
+    What is not of 8 bits is stretched, and so are dark images, as of fluorescence.
 
     Args:
         pixels: (rows, columns, channels), means.
@@ -135,4 +140,5 @@ def as_rgb(pixels: Array) -> npt.NDArray[np.uint8]:
     if not (1.0 < channels.max() <= 255.0 and channels.min() >= 0.0):
         low, high = np.nanpercentile(channels, (1, 99))
         channels = 255.0 * (channels - low) / (high - low if high > low else 1.0)
-    return np.asarray(np.nan_to_num(channels).round().clip(0, 255), np.uint8)
+    found = np.asarray(np.nan_to_num(channels).round().clip(0, 255), np.uint8)
+    return stretched(found) if np.percentile(found.max(-1), 99) < _DARK else found

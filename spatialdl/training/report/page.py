@@ -183,7 +183,7 @@ def _shown(example: Example) -> dict[str, Any]:
         data = _as_data(out.getvalue(), "jpeg")
         pictures.append({"name": name, "data": data, "rows": rows, "cols": cols})
     title, error = example.title, f"{example.error:.3f}"
-    return {"sample": example.sample, "title": title, "error": error, "pictures": pictures}
+    return {"name": example.name, "title": title, "error": error, "pictures": pictures}
 
 
 def _as_data(content: bytes, kind: str) -> str:

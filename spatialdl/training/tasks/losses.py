@@ -13,13 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
-from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.spatial.losses import split_as_target
+from spatialdl.spatial.tensor import SpatialTensor, redistribute
 
 Distance = Literal["mse", "l1", "huber"]
 
 
 def classification_loss(
-    output: Tensor, target: Tensor, weight: Tensor | None = None, label_smoothing: float = 0.0
+    output: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    classes: int | None = None,
 ) -> Tensor:
     """Cross entropy, the mean over the samples by the weights of their classes.
 
@@ -28,11 +33,12 @@ def classification_loss(
         target: (N,), labels, or (N, classes), the shares of mixed ones.
         weight: (classes,), at least 0.
         label_smoothing: share of every label that is spread over all classes.
+        classes: of the data; None takes any number that the labels do not exceed.
 
     Raises:
-        ValueError: if the network gives anything else, or has too few classes.
+        ValueError: if the network gives anything else, or another number of classes.
     """
-    check_classes(output, target, weight)
+    check_classes(output, target, weight, classes)
     output = wide(output)
     if target.is_floating_point():
         target = F.pad(target.to(output), (0, output.shape[1] - target.shape[1]))
@@ -112,6 +118,7 @@ def segmentation_loss(
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     dice: float = 0.0,
+    classes: int | None = None,
 ) -> Tensor:
     """Cross entropy, the mean over the pixels with a class, and `dice` times one less soft Dice.
 
@@ -121,14 +128,17 @@ def segmentation_loss(
 
     Args:
         output: (N, classes, H, W), what the network gives; may be split.
-        target: (N, H, W), the class of every pixel, or `UNLABELLED`; split if `output` is.
+        target: (N, H, W), the class of every pixel, or `UNLABELLED`; split if `output` is, and
+            it may be split where `output` is full.
         weight: (classes,), at least 0, in the cross entropy.
         label_smoothing: share of every label that is spread over all classes, likewise.
+        classes: of the data; None takes any number that the masks do not exceed.
 
     Raises:
-        ValueError: if the network gives anything else, or has too few classes.
+        ValueError: if the network gives anything else, or another number of classes.
     """
-    check_masks(output, target, weight)
+    check_masks(output, target, weight, classes)
+    output, target = split_alike(output, target)
     output = wide(output)
     total = F.cross_entropy(
         output,
@@ -140,8 +150,8 @@ def segmentation_loss(
     )
     if weight is None and not dice:
         return total / (target != UNLABELLED).sum().clamp(min=1)
-    classes = torch.arange(output.shape[1], device=output.device).view(1, -1, 1, 1)
-    is_class = (target.unsqueeze(1) == classes).to(output.dtype)
+    numbers = torch.arange(output.shape[1], device=output.device).view(1, -1, 1, 1)
+    is_class = (target.unsqueeze(1) == numbers).to(output.dtype)
     counts = is_class.sum((0, 2, 3))
     loss = _over(total, counts.sum() if weight is None else (counts * weight.to(counts)).sum())
     if not dice:
@@ -192,21 +202,40 @@ def as_columns(output: Tensor, target: Tensor) -> Tensor:
     return output.unsqueeze(1) if alone else output
 
 
-def check_classes(output: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
-    """Refuse what is no (N, classes) of enough classes."""
+def check_classes(
+    output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
+) -> None:
+    """Refuse what is no (N, classes); without `classes` the labels say how many there are."""
     if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(target):
         raise ValueError(
             f"the network gives {_shape(output)} for {len(target)} images: to classify, it must "
             f"give ({len(target)}, classes); a network that tells a class for every pixel trains "
             "with task=segmentation"
         )
+    if classes is not None:
+        _check_number(output, classes)
+    else:
+        _check_labels(output, target)
+    _check_weight(weight, output.shape[1], "class_weights")
+
+
+def _check_labels(output: Tensor, target: Tensor) -> None:
     highest = target.shape[1] - 1 if target.dim() == 2 else int(target.max())
     if highest >= output.shape[1]:
         raise ValueError(
             f"the network tells {output.shape[1]} classes apart, but there is a label {highest}: "
             "leave model.num_classes out, or set data.num_classes"
         )
-    _check_weight(weight, output.shape[1], "class_weights")
+
+
+def _check_number(output: Tensor, classes: int) -> None:
+    """Refuse outputs of another number of classes than the data has."""
+    outputs = output.shape[1]
+    if outputs != classes:
+        raise ValueError(
+            f"the network has {outputs} outputs for the {classes} classes of the data: set its "
+            f"argument for them, such as model.num_classes={classes}, or data.num_classes={outputs}"
+        )
 
 
 def check_columns(output: Tensor, target: Tensor, what: str) -> None:
@@ -219,8 +248,10 @@ def check_columns(output: Tensor, target: Tensor, what: str) -> None:
         )
 
 
-def check_masks(output: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
-    """Refuse what is no (N, classes, H, W) of enough classes."""
+def check_maps(
+    output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
+) -> None:
+    """Refuse what is no (N, classes, H, W), by its shape."""
     samples, *size = target.shape
     fits = isinstance(output, Tensor) and output.dim() == 4 and output.shape[0] == samples
     if not fits or tuple(output.shape[2:]) != tuple(size):
@@ -229,6 +260,16 @@ def check_masks(output: Tensor, target: Tensor, weight: Tensor | None = None) ->
             f"segment, it must give ({samples}, classes, {size[0]}, {size[1]}); a network that "
             "tells one class an image trains with task=classification"
         )
+    if classes is not None:
+        _check_number(output, classes)
+    _check_weight(weight, output.shape[1], "class_weights")
+
+
+def check_masks(
+    output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
+) -> None:
+    """Refuse what is no (N, classes, H, W) of enough classes for the masks."""
+    check_maps(output, target, weight, classes)
     labels = own_pixels(target)
     labels = labels[labels != UNLABELLED]
     highest = int(labels.max()) if labels.numel() else -1
@@ -238,7 +279,6 @@ def check_masks(output: Tensor, target: Tensor, weight: Tensor | None = None) ->
             f"{highest}: leave model.num_classes out, set data.num_classes, or mark pixels without "
             f"a class by {UNLABELLED}"
         )
-    _check_weight(weight, output.shape[1], "class_weights")
 
 
 def _check_weight(weight: Tensor | None, classes: int, key: str) -> None:
@@ -247,6 +287,23 @@ def _check_weight(weight: Tensor | None, classes: int, key: str) -> None:
             f"task.{key} has {len(weight)} weights, but the network tells {classes} classes apart: "
             "give one for each"
         )
+
+
+def split_alike(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A map and its masks on one layout, if the masks are split; all ranks of the grid call it.
+
+    Masks move to the layout of a split map. Of a full map, which every rank of the grid has after
+    `gather_before`, each rank takes the box of its masks.
+
+    Args:
+        output: (N, classes, H, W).
+        target: (N, H, W).
+    """
+    if not isinstance(target, SpatialTensor):
+        return output, target
+    if isinstance(output, SpatialTensor):
+        return output, redistribute(target, output.spatial_layout, output.mesh)
+    return split_as_target(F.cross_entropy, output, target), target
 
 
 def own_pixels(x: Tensor) -> Tensor:

@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
-from spatialdl.spatial.tensor import SpatialTensor, redistribute
-from spatialdl.training.tasks.losses import check_masks, dice_loss, own_pixels, segmentation_loss
+from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.training.tasks.losses import (
+    check_maps,
+    check_masks,
+    dice_loss,
+    own_pixels,
+    segmentation_loss,
+    split_alike,
+)
 from spatialdl.training.tasks.metrics import SHOW_UP_TO, Scores, from_pairs
 from spatialdl.training.tasks.own_loss import OwnLoss
 
@@ -45,9 +52,14 @@ class Segmentation:
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self._own is not None:
-            check_masks(output, target)
-            return self._own(output, target)
-        return segmentation_loss(output, target, self.weight, self.label_smoothing, self.dice)
+            check_masks(output, target, classes=self.classes)
+            return self._own(*split_alike(output, target))
+        return segmentation_loss(
+            output, target, self.weight, self.label_smoothing, self.dice, self.classes
+        )
+
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        check_maps(output, target, self.weight, self.classes)
 
     def weights(self, target: Tensor) -> Tensor | None:
         """None: `training.layouts.check_task` keeps samples of a slice together."""
@@ -59,10 +71,10 @@ class Segmentation:
         Args:
             part: this rank's part of the grid; of equal copies, that of part 0 counts.
         """
+        check_maps(output, target, self.weight)
+        output, target = split_alike(output, target)
         counts = isinstance(output, SpatialTensor) or part == 0
         samples = len(target) * (part == 0)
-        if isinstance(output, SpatialTensor) and isinstance(target, SpatialTensor):
-            target = redistribute(target, output.spatial_layout, output.mesh)
         own = self._own_of(output, target, counts=part == 0)
         output, target = own_pixels(output), own_pixels(target)
         if not counts or target.numel() == 0:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from spatialdl.data.image_source import ImageSource
 from spatialdl.training.tasks.losses import (
+    as_columns,
+    check_classes,
+    check_columns,
     classification_loss,
     classification_weights,
     known_labels,
@@ -39,6 +42,10 @@ class SampleTask(Protocol):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean over what has a label, the same on every rank of an image."""
+        ...
+
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        """Refuse an output that does not fit the targets, by its shape; targets may be meta."""
         ...
 
     def weights(self, target: Tensor) -> Tensor | None:
@@ -96,7 +103,7 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
         return Regression(settings.loss, delta, mixup)
     balanced = lambda: balanced_classes(train, classes)  # noqa: E731
     weight = given_weights(settings.class_weights, "class_weights", classes, balanced)
-    return Classification(weight, smoothing, mixup)
+    return Classification(weight, smoothing, mixup, classes)
 
 
 def _number(settings: DictConfig, key: str) -> float:
@@ -119,12 +126,20 @@ class Classification:
     name = "classification"
 
     def __init__(
-        self, weight: Tensor | None = None, label_smoothing: float = 0.0, mixup: float = 0.0
+        self,
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        classes: int | None = None,
     ) -> None:
         self.weight, self.label_smoothing, self.mixup = weight, label_smoothing, mixup
+        self.classes = classes
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return classification_loss(output, target, self.weight, self.label_smoothing)
+        return classification_loss(output, target, self.weight, self.label_smoothing, self.classes)
+
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        check_classes(output, target, self.weight, self.classes)
 
     def weights(self, target: Tensor) -> Tensor | None:
         return None if self.weight is None else classification_weights(target, self.weight)
@@ -149,6 +164,9 @@ class MultiLabel:
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return multilabel_loss(output, target, self.pos_weight, self.label_smoothing)
 
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        check_columns(output, target, "classes")
+
     def weights(self, target: Tensor) -> Tensor | None:
         return known_labels(target).sum(1)
 
@@ -170,6 +188,9 @@ class Regression:
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return regression_loss(output, target, self.distance, self.huber_delta)
 
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        check_columns(as_columns(output, target), target, "targets")
+
     def weights(self, target: Tensor) -> Tensor | None:
         return known_labels(target).sum(1)
 
@@ -188,7 +209,14 @@ class WithOwnLoss:
         self._task, self._loss = task, loss
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.check_output(output, target)
         return self._loss(output, target)
+
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        """Classes only: what else a loss of the user's may take is not known."""
+        is_of_classes = isinstance(output, Tensor) and output.dim() == 2
+        if isinstance(self._task, Classification) and is_of_classes:
+            self._task.check_output(output, target)
 
     def weights(self, target: Tensor) -> Tensor | None:
         """None: `training.layouts.check_task` keeps samples of a slice together."""

@@ -93,3 +93,21 @@ def test_messages_are_taken_where_mpi_lets_threads_talk(world: Communicator) -> 
     alarm = alarm_between(world)
     assert isinstance(alarm, ByMessages if talks else Unheard)
     assert alarm.reaches == talks
+
+
+def test_a_rank_that_has_ended_says_so_when_asked(over_mpi4py: object) -> None:
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("MPI takes calls from one thread only")
+    alarm = ByMessages()
+    others = [rank for rank in range(SIZE) if rank != RANK]
+    alarm.ask(others)  # before it ends
+    MPI.COMM_WORLD.Barrier()
+    assert (alarm.heard(), alarm.ended()) == ({}, set())
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        alarm.leave()  # returns when all have ended
+        return
+    while 0 not in alarm.ended():
+        alarm.heard()
+    alarm.ask([0])  # and afterwards
+    alarm.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_all_ranks_hear_of_both_sides(one: str, other: str, world: MPI.Intracomm
 
 
 def test_the_same_operation_on_images_of_other_sizes(world: MPI.Intracomm) -> None:
-    mesh = init_mesh((world.size, 1))
+    mesh = replace(init_mesh((world.size, 1)), agreement=None)  # which would notice before
     x = shard(torch.rand(1, 2, 12 if world.rank else 16, 8), mesh)
     with pytest.raises(CommMismatch, match="conv2d forward plan"):
         F.conv2d(x, KERNEL, padding=1)
@@ -60,6 +61,31 @@ def test_forward_and_backward_are_told_apart(world: MPI.Intracomm) -> None:
 
 def test_ranks_that_agree_hear_nothing(world: MPI.Intracomm) -> None:
     check.agree(world, "all alike")
+
+
+def test_without_it_the_last_communications_of_each_group_are_remembered(
+    world: MPI.Intracomm,
+) -> None:
+    check.enable(False)
+    try:
+        mesh = init_mesh((world.size, 1))
+        gradients = mesh.comm.duplicate()
+        for number in range(2 * check.KEPT):
+            check.agree(mesh.grid_comm, f"operation {number}")
+        check.agree(gradients, "gradients")
+        done = check.done_last()
+    finally:
+        check.enable()
+    if world.size == 1:
+        return
+    *operations, last = done[-check.KEPT - 1 :]
+    assert [(one.number, one.text) for one in operations] == [
+        (number + 1, f"operation {number}") for number in range(check.KEPT, 2 * check.KEPT)
+    ]
+    assert (last.number, last.text) == (1, "gradients")
+    assert len({one.group for one in done}) > 1
+    everywhere = world.allgather(done[-check.KEPT - 1 :])
+    assert all(one == everywhere[0] for one in everywhere)  # whatever each calls the groups
 
 
 def test_the_first_rank_that_differs_is_named(world: MPI.Intracomm) -> None:

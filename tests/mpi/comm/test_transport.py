@@ -56,6 +56,18 @@ def ranks(request: pytest.FixtureRequest) -> Communicator:
     return as_communicator(MPI.COMM_WORLD) if request.param == "mpi" else over_torch()
 
 
+def test_a_rank_may_send_to_itself(ranks: Communicator) -> None:
+    """As between two stages of one rank; in order, and expected before they are sent."""
+    first, second = torch.empty(2, 3), torch.empty(3, 2).T
+    arriving = [ranks.start_receive(one, ranks.rank, 7) for one in (first, second)]
+    sent = torch.arange(6.0).view(2, 3)
+    leaving = [ranks.start_send(sent, ranks.rank, 7), ranks.start_send(-sent, ranks.rank, 7)]
+    for one in (*arriving, *leaving):
+        one.wait()
+    assert torch.equal(first, sent)
+    assert torch.equal(second, -sent)
+
+
 def test_meshes_over_torch_leave_no_threads_behind() -> None:
     """A program that made some hundred meshes, one after the other, once ran out of threads."""
     ranks = over_torch()

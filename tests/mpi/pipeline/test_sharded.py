@@ -25,6 +25,8 @@ from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.placement import Placement
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.equality_cases import Case
+from tests.mpi.equality_runs import check_equality
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 RANKS = MPI.COMM_WORLD.size
@@ -171,6 +173,24 @@ def test_replicas_that_use_different_parameters_are_told(world):
         mine.tile.neg_()
     with pytest.raises(ValueError, match="4 parameters have gradients on some replicas only"):
         pipeline.train_step([mine], 0)
+
+
+HOOKED = [
+    Case("dp", "hooked", (17, 14), ((1, 1),), RANKS, 2, 4 * RANKS, shard=shard)
+    for shard in (True, False)
+]
+
+
+@pytest.mark.parametrize("case", HOOKED, ids=str)
+def test_gradient_hooks_of_parameters_are_called(case, world):
+    check_equality(case, world)
+
+
+def test_a_hook_on_an_accumulated_gradient_is_refused(world):
+    model = network()
+    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ValueError, match=r"'2.weight' has a hook of register_post_accumulate"):
+        pipeline_of(model, world)
 
 
 def test_parameters_of_several_types_are_refused(world):

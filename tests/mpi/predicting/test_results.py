@@ -45,7 +45,7 @@ def test_a_map_in_pieces_is_that_of_one_process(dim, tmp_path):
         return
     for number, name in ((0, "a"), (2, "c")):
         expected = np.zeros((750, 65), np.uint8)
-        expected[7:707, 15:56] = np.rint(255 * values[number].numpy())
+        expected[7:707, 15:56] = 1 + np.rint(254 * values[number].numpy())
         assert (tifffile.imread(run_dir / f"a-{name}.tif", level=0) == expected).all()
     features = json.loads((run_dir / "a.geojson").read_text())["features"]
     largest = max(features, key=lambda one: np.ptp(one["geometry"]["coordinates"][0], 0).prod())

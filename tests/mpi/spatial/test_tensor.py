@@ -296,11 +296,47 @@ def test_the_gradient_of_the_image_is_the_same_for_shard_and_from_local(mesh: Me
     torch.testing.assert_close(tile.grad, own(whole.grad, mesh))
 
 
-def test_a_split_leaf_has_a_split_gradient(mesh: Mesh) -> None:
-    leaf = shard(image(), mesh).requires_grad_()
-    (leaf * leaf).sum().backward()
-    assert isinstance(leaf.grad, SpatialTensor)
-    torch.testing.assert_close(leaf.grad.full_tensor() / mesh.size, 2 * image())
+def _set(x: SpatialTensor) -> SpatialTensor:
+    x.requires_grad = True
+    return x
+
+
+def _set_and_reset(x: SpatialTensor) -> SpatialTensor:
+    return x.requires_grad_().requires_grad_(False).requires_grad_()
+
+
+LEAVES: dict[str, Callable[[SpatialTensor], SpatialTensor]] = {
+    "requires_grad_()": lambda x: x.requires_grad_(),
+    "requires_grad = True": _set,
+    "set, unset and set": _set_and_reset,
+    "of a copy": lambda x: copy.deepcopy(x.requires_grad_()),
+    "of a detached image": lambda x: x.detach().requires_grad_(),
+    "a parameter": torch.nn.Parameter,
+    "zeros_like": lambda x: torch.zeros_like(x, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_gradient_of_a_split_leaf_is_that_of_one_process(name: str, mesh: Mesh) -> None:
+    split, plain = LEAVES[name](shard(image(), mesh)), LEAVES[name](image())
+    weight = torch.rand(3, 4, 3, 3, dtype=torch.float64, generator=torch.manual_seed(0))
+    for leaf in (split, plain):
+        (F.conv2d(leaf.sin(), weight).square().mean() + leaf.exp().sum()).backward()
+    assert isinstance(split.grad, SpatialTensor)
+    torch.testing.assert_close(split.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-13)
+    loss = F.conv2d(split.sin(), weight).square().mean() + split.exp().sum()
+    (grad,) = torch.autograd.grad(loss, split)
+    torch.testing.assert_close(grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_a_network_cut_in_two_by_hand_has_the_gradients_of_one_process(mesh: Mesh) -> None:
+    leaf, plain = (image().requires_grad_() for _ in range(2))
+    (plain.sin() * plain).square().mean().backward()
+    activation = shard(leaf, mesh).sin()
+    cut = activation.detach().requires_grad_()
+    (cut * shard(leaf, mesh)).square().mean().backward()
+    activation.backward(cut.grad)
+    torch.testing.assert_close(leaf.grad, plain.grad, rtol=1e-12, atol=1e-13)
 
 
 def test_full_tensor_is_differentiable(mesh: Mesh) -> None:
@@ -749,3 +785,18 @@ def test_any_box_of_any_image(seed: int, mesh: Mesh) -> None:
         assert np.isnan(built[row0:row1, col0:col1]).all()
         built[row0:row1, col0:col1] = tile[0, 0]
     assert (built == whole.numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x: F.grid_sample(x, torch.zeros(1, 4, 4, 2), align_corners=False), "may read pix"),
+        (lambda x: torch.jit.trace(torch.nn.Conv2d(3, 2, 1), x), "record what one process does"),
+    ],
+)
+def test_refusals_say_what_cannot_be_split(
+    call: Callable[[Tensor], object], sentence: str, meshes: dict
+) -> None:
+    for mesh in meshes.values():
+        with pytest.raises(UnsupportedSpatialOp, match=sentence):
+            call(shard(torch.ones(1, 3, 13, 11), mesh))

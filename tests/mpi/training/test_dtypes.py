@@ -19,11 +19,16 @@ from tests.fitting import fit
 WORLD = MPI.COMM_WORLD
 SIZE = 70, 51
 GRIDS = {2: "[2,1]", 3: "[3,1]", 4: "[2,2]"}
+NUMBERS = (
+    *("data.mean=[0.4,0.6]", "data.std=[0.3,0.2]", "data.scale=50000", "data.image_size=[75,49]"),
+    *("data.augment.brightness=0.2", "data.augment.blur=1.5", "data.augment.flip=0.5"),
+)
 CASES = [
-    ("uint16", 2, {"codec": "zstd"}),
-    pytest.param("float32", 1, {"kind": "regions", "stripes": 3}, marks=pytest.mark.slow),
+    ("uint16", 2, {"codec": "zstd"}, NUMBERS),
+    pytest.param("float32", 1, {"kind": "regions", "stripes": 3}, (), marks=pytest.mark.slow),
     pytest.param(
-        *("float32", 5, {"kind": "regions", "stripes": 2, "codec": "lz4"}), marks=pytest.mark.slow
+        *("float32", 5, {"kind": "regions", "stripes": 2, "codec": "lz4"}, ()),
+        marks=pytest.mark.slow,
     ),
 ]
 
@@ -37,14 +42,14 @@ def write(folder: Path, dtype: str, channels: int, how: dict) -> None:
             shards.add(image.astype(dtype), number % 2, "train")
 
 
-def losses(run_dir: Path, data: Path, channels: int, comm, *layout: str) -> list[float]:
+def losses(run_dir: Path, data: Path, channels: int, comm, *more: str) -> list[float]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
             [
                 *("model=resnet18", "model.width=4", "data=shards", f"data.path={data}"),
                 *("data.batch_size=2", "trainer.max_steps=2", "trainer.precision=float64"),
-                *("device=cpu", "comm.check=true", *layout),
+                *("device=cpu", "comm.check=true", *more),
             ],
         )
     trainer = Trainer(config, comm)
@@ -55,16 +60,20 @@ def losses(run_dir: Path, data: Path, channels: int, comm, *layout: str) -> list
     return json.loads((run_dir / "summary.json").read_text())["loss"]
 
 
-@pytest.mark.parametrize(("dtype", "channels", "how"), CASES, ids=str)
+@pytest.mark.parametrize(("dtype", "channels", "how", "keys"), CASES, ids=str)
 @pytest.mark.skipif(WORLD.size not in GRIDS, reason="2, 3 or 4 ranks")
-def test_split_images_of_other_types_train_as_whole_ones(tmp_path, dtype, channels, how) -> None:
+def test_split_images_of_other_types_train_as_whole_ones(
+    tmp_path, dtype, channels, how, keys
+) -> None:
     folder = Path(WORLD.bcast(str(tmp_path)))
     if WORLD.rank == 0:
         write(folder / "set", dtype, channels, how)
     WORLD.Barrier()
-    world, layout = MpiCommunicator(WORLD), ("parallel=sp", f"parallel.grid={GRIDS[WORLD.size]}")
-    ours = losses(tmp_path / "ours", folder / "set", channels, world, *layout)
+    world, grid = MpiCommunicator(WORLD), f"parallel.grid={GRIDS[WORLD.size]}"
+    ours = losses(tmp_path / "ours", folder / "set", channels, world, "parallel=sp", grid, *keys)
     if WORLD.rank == 0:
-        plain = losses(tmp_path / "plain", folder / "set", channels, Alone(), "parallel=none")
+        plain = losses(
+            tmp_path / "plain", folder / "set", channels, Alone(), "parallel=none", *keys
+        )
         assert ours == pytest.approx(plain, abs=1e-10)
         assert 0 < plain[0] < 5  # pixels are scaled

@@ -14,7 +14,7 @@ from spatialdl.slides.reading.reader import Slide
 
 def choosing(path: Path, *more: str) -> Choosing:
     given = [str(path), "--out", "set", "--tile-size", "64", "--mpp", "0.5", *more]
-    return Choosing(parsed(given), [path], labelled=False)
+    return Choosing(parsed(given), [path])
 
 
 def cutting(slide: Slide, *more: str, **changes: Any) -> Cutting:

@@ -56,7 +56,13 @@ def test_without_options_nothing_is_asked() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)
     assert vars(parser.parse_args([])) == {
-        **{"background": "auto", "mask_dir": None, "annotations": None, "overlap": 0},
+        **{
+            "background": "auto",
+            "mask_dir": None,
+            "annotations": None,
+            "overlap": 0,
+            "edge": "drop",
+        },
         **{"filter": {}, "stain_normalise": None, "stain_reference": None},
     }
 
@@ -138,11 +144,47 @@ def test_qupath_counts_from_the_scanned_part(
     assert [(data.sample(k).x, data.sample(k).y) for k in range(2)] == [(0, 0), (256, 0)]
 
 
-def test_with_labels_regions_only_say_where(
+def test_annotations_give_classes_and_labels_give_splits(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "drawn"
+    annotate(folder, "ring", polygon(0, 0, 1100, 1600, "stroma"))
+    annotate(folder, "strand", polygon(512, 512, 1536, 1024, "vessel"))
+    for name, text, remarked in (
+        ("empty", "slide,label,split\nring,,train\nstrand,,val\n", False),
+        ("missing", "slide,split\nring,train\nstrand,val\n", False),
+        ("filled", "slide,label,split\nring,x,train\nstrand,y,val\n", True),
+    ):
+        (tmp_path / "labels.csv").write_text(text)
+        more = ("--annotations", folder, "--labels", tmp_path / "labels.csv", "--min-tissue", 0.3)
+        assert run(tmp_path / name, synthetic["ring"].parent, *more) == 0
+        said = capsys.readouterr().err
+        assert ("remark: classes are those of the annotations (stroma, vessel)" in said) == remarked
+        data = ShardDataset(tmp_path / name)
+        assert data.classes == ["stroma", "vessel"]
+        samples = [data.sample(k) for k in range(len(data))]
+        assert {(s.slide, s.split, s.label) for s in samples} == {
+            ("ring", "train", 0),
+            ("strand", "val", 1),
+        }
+
+
+def test_without_any_class_an_empty_label_is_refused(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "drawn"
+    annotate(folder, "ring", polygon(0, 0, 1100, 1600, None))
+    (tmp_path / "labels.csv").write_text("slide,label,split\nring,,train\n")
+    more = ("--annotations", folder, "--labels", tmp_path / "labels.csv")
+    assert run(tmp_path / "set", synthetic["ring"], *more) == 2
+    assert "has an empty label for ring.tiff, and no region of" in capsys.readouterr().err
+
+
+def test_regions_without_classes_only_say_where(
     tmp_path: Path, synthetic: dict[str, Path], everywhere: Path
 ) -> None:
     folder, out = tmp_path / "drawn", tmp_path / "set"
-    annotate(folder, "ring", polygon(512, 512, 640, 1024, "a"), polygon(640, 512, 768, 1024, "b"))
+    annotate(folder, "ring", polygon(512, 512, 640, 1024, None), polygon(640, 512, 768, 1024, None))
     (tmp_path / "labels.csv").write_text("slide,label,split\nring,Ring,train\n")
     labels = ("--labels", tmp_path / "labels.csv", "--mask-dir", everywhere)
     assert run(out, synthetic["ring"], "--annotations", folder, *labels, "--min-tissue", 0.7) == 0

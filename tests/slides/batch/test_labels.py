@@ -51,6 +51,20 @@ def test_mistakes_are_named(tmp_path: Path, text: str, says: str) -> None:
     assert "labels.csv" in str(caught.value)
 
 
+def test_labels_may_be_empty_where_classes_come_from_elsewhere(tmp_path: Path) -> None:
+    for text in ("slide,label,split\na,,train\nb.1,x,val\n", "split,slide\ntrain,a\nval,b.1\n"):
+        found = read_labels(write(tmp_path, text), SLIDES, classes=False)
+        assert {path: label.split for path, label in found.items()} == {
+            SLIDES[0]: "train",
+            SLIDES[1]: "val",
+        }
+        assert found[SLIDES[0]].label == ""
+        with pytest.raises(ValueError, match="label"):
+            read_labels(write(tmp_path, text), SLIDES)
+    with pytest.raises(ValueError, match="has no column split"):
+        read_labels(write(tmp_path, "slide\na\n"), SLIDES, classes=False)
+
+
 def test_a_name_that_fits_two_slides_needs_its_suffix(tmp_path: Path) -> None:
     slides = [Path("a.svs"), Path("a.tiff")]
     head = "slide,label,split\n"
@@ -66,3 +80,13 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         read_labels(tmp_path / "labels.csv", SLIDES)
     with pytest.raises(ValueError, match="No such file"):
         read_labels(tmp_path / "none.csv", SLIDES)
+
+
+def test_every_slide_without_a_line_is_named(tmp_path: Path) -> None:
+    slides = [Path(f"{number:02}.svs") for number in range(30)]
+    path = write(tmp_path, "slide,label,split\n07,good,train\n")
+    with pytest.raises(ValueError, match="29 slides") as caught:
+        read_labels(path, slides)
+    assert all(slide.name in str(caught.value) for slide in slides if slide.stem != "07")
+    found = read_labels(path, slides, unlabelled="skip")
+    assert found == {slides[7]: SlideLabel("good", "train")}

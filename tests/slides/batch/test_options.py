@@ -39,6 +39,10 @@ def test_a_whole_region_has_tiles_to_tell_colours_of() -> None:
         ["--whole", "--format", "coords"],
         ["--whole", "--overlap", "8"],
         ["--whole", "--filter", "pen"],
+        ["--whole", "--edge", "shift"],
+        ["--edge", "pad", "--format", "coords"],
+        ["--edge", "pad", "--codec", "jpeg-native"],
+        ["--edge", "shift", "--codec", "jpeg-native"],
         ["--stripes", "2"],
     ],
 )

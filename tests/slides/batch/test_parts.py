@@ -92,6 +92,8 @@ def test_the_label_of_a_slide_goes_before_that_of_a_region(slide: Slide) -> None
     labelled = cutting(slide, classes=["x", "y"], label=SlideLabel("y", "val"))
     assert [labelled.class_index(name) for name in ("x", None)] == [1, 1]
     assert labelled.split == "val"
+    split = cutting(slide, classes=["x", "y"], label=SlideLabel("", "val"))
+    assert [split.class_index(name) for name in ("x", None)] == [0, None]
 
 
 def test_native_tiles_have_colours(tmp_path: Path, slide: Slide) -> None:

@@ -51,6 +51,14 @@ def test_columns_appear_when_they_say_something() -> None:
     ]
 
 
+def test_tissue_outside_of_the_grid_has_a_column() -> None:
+    small = Report("small", 4, 4, written=4, outside_percent=20.96)
+    assert table([GOOD, small]).splitlines()[::2] == [
+        "slide  grid  tissue  outside, %  unreadable  written",
+        "small     4       4          21           0        4  processed",
+    ]
+
+
 def test_a_slide_without_tiles_says_where_they_went() -> None:
     (line,) = warnings([GOOD, INKED])
     assert line == (
@@ -89,12 +97,14 @@ def test_long_names_do_not_break_columns() -> None:
     lines = table([Report(name, 1, 1, written=1) for name in names]).splitlines()
     assert len(lines) == len(names) + 1
     assert {width(line) for line in lines[1:]} == {
-        60 + len("  grid  tissue  unreadable  written  ") + len("processed")
+        64 + len("  grid  tissue  unreadable  written  ") + len("processed")
     }
 
 
 def test_reports_survive_json() -> None:
-    report = Report("é", 9, 8, 1, 2, 3, 4, 5, 6, 7, True, "no", 0.25, "odd", "/a/\udcff.svs", 1.5)
+    report = Report(
+        "é", 9, 8, 1, 2, 3, 4, 5, 6, 7, True, "no", 0.25, "odd", "/a/\udcff.svs", 1.5, 9.5
+    )
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
     known = GOOD.to_json()
     for other in ({**known, "new": 1}, {k: v for k, v in known.items() if k != "file"}, {}):
@@ -117,7 +127,13 @@ def test_reports_are_saved_as_csv(tmp_path: Path) -> None:
         **{"slide_id": "a, b.svs", "slide": "a, b", "status": "processed", "reason": ""},
         **{"in_grid": "100", "with_tissue": "40", "unannotated": "0", "black": "0", "white": "0"},
         **{"pen": "3", "blur": "0", "unreadable": "0", "written": "37", "mpp": "0.499"},
-        **{"seconds": "1.23", "remark": "", "file": "in/a, b.svs"},
+        **{
+            "tissue_percent": "0.0",
+            "outside_percent": "0.0",
+            "seconds": "1.23",
+            "remark": "",
+            "file": "in/a, b.svs",
+        },
     }
     assert (rows[1]["status"], rows[1]["reason"], rows[1]["mpp"]) == ("failed", BAD.note, "")
     assert rows[1]["slide_id"] == "bad"

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
+from PIL import Image
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.choosing import Choosing
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 def batch(folder: Path | None, path: Path, how: list[str], classes: tuple[str, ...] = ()) -> Batch:
     options = parsed([str(path), "--out", "set", *how])
     settings = settings_of(options, classes)
-    choosing = Choosing(options, [path], labelled=bool(classes))
+    choosing = Choosing(options, [path])
     return Batch(options, choosing, settings, [*classes], folder, Path("/data/set"), None)
 
 
@@ -171,3 +173,44 @@ def test_a_resolution_is_that_of_the_labels_else_of_the_option(small: Path) -> N
     assert plan_slide(asked, task(small / "a.tiff")).report.mpp == 0.25
     label = SlideLabel("x", "train", 0.2)
     assert plan_slide(asked, task(small / "a.tiff", label)).report.mpp == 0.2
+
+
+def test_what_is_odd_about_the_tissue_of_a_slide_is_remarked(tmp_path: Path) -> None:
+    def remark(colour: tuple[int, int, int], cols: slice, *more: str) -> str:
+        image = np.full((300, 300, 3), 245, np.uint8)
+        image[:, cols] = colour
+        Image.fromarray(image).save(tmp_path / "a.png")
+        path = tmp_path / "a.png"
+        how = ["--tile-size", "256", "--level", "0", "--min-tissue", "0", *more]
+        return plan_slide(batch(None, path, how), task(path)).report.remark
+
+    assert "100% of it is taken for tissue" in remark((200, 90, 150), slice(0, 300))
+    assert "0% of it is taken for tissue" in remark((245, 245, 245), slice(0, 300))
+    outside = remark((200, 90, 150), slice(200, 300), "--edge", "drop")
+    assert outside.startswith("52% of its tissue is in no tile")
+    assert "--edge pad or --edge shift" in outside
+    assert remark((200, 90, 150), slice(200, 300), "--edge", "pad") == ""
+    assert remark((200, 90, 150), slice(0, 150)) != ""  # its last rows
+
+
+def test_the_edge_is_part_of_what_a_slide_is_known_by(small: Path) -> None:
+    work = task(small / "a.tiff")
+    keys = {
+        plan_slide(batch(None, small, [*TILES, "--edge", edge]), work).key
+        for edge in ("drop", "pad", "shift")
+    }
+    assert len(keys) == 3
+
+
+def test_pictures_of_dark_slides_are_stretched(tmp_path: Path) -> None:
+    image = np.zeros((256, 256, 3), np.uint8)
+    image[64:192, 64:256, 2] = 40
+    image[100:150, 100:150, 2] = 60
+    Image.fromarray(image).save(tmp_path / "a.png")
+    how = ["--tile-size", "64", "--level", "0"]
+    done(batch(tmp_path, tmp_path / "a.png", how), task(tmp_path / "a.png"))
+    for name in ("a.stitched.jpg", "a.png"):
+        with Image.open(tmp_path / "pictures" / name) as picture:
+            middle = picture.getpixel((picture.width * 3 // 7, picture.height * 3 // 7))
+            assert middle[2] > 240, name
+            assert max(middle[:2]) < 40

@@ -7,14 +7,21 @@ from typing import Any
 import numpy as np
 import openslide
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import tifffile
+from PIL import Image
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.cutting.tiling import _fitting, _Tiles, cut_tiles, plan_tiles
+from spatialdl.slides.cutting.grid import EDGES
+from spatialdl.slides.cutting.tiling import (
+    TilePlan,
+    _thumbnail_scale,
+    cut_tiles,
+    plan_tiles,
+)
 from spatialdl.slides.finding.regions import Region
 from spatialdl.slides.finding.tissue import Tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
+from spatialdl.slides.reading.wanted import Wanted
 
 
 def test_tiles_are_those_of_openslide_at_their_places(synthetic: dict[str, Path]) -> None:
@@ -55,7 +62,7 @@ def test_native_tiles_of_a_real_slide(real: Path) -> None:
             plan = plan_tiles(slide, 256, mpp)
             assert plan.grid == (11, 8)
             tiles = list(cut_tiles(slide, plan))
-            assert len(tiles) == 32
+            assert len(tiles) == 33
             for tile in tiles:
                 region = raw.read_region((tile.x, tile.y), 0, (256, 256))
                 assert (tile.image == np.asarray(region.convert("RGB"))).all()
@@ -106,33 +113,6 @@ def test_a_damaged_slide_gives_what_can_be_read(real: Path) -> None:
     assert all("damaged" in tile.problem for tile in bad)
     # glass where the thumbnail was missing is found out
     assert len(good - whole) < 3
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.floats(0.3, 15), st.integers(0, 2**32 - 1))
-def test_fractions_are_means_over_tiles(rows: int, cols: int, step: float, seed: int) -> None:
-    mask = np.random.default_rng(seed).random((rows, cols)) < 0.5
-    grid = int(rows / step + 0.01), int(cols / step + 0.01)
-    fractions = _Tiles(grid, step, step).fractions(mask)
-    assert fractions.shape == grid
-    for i in range(grid[0]):
-        for j in range(grid[1]):
-            r0, c0 = min(round(i * step), rows - 1), min(round(j * step), cols - 1)
-            r1, c1 = min(round(i * step + step), rows), min(round(j * step + step), cols)
-            part = mask[r0 : max(r1, r0 + 1), c0 : max(c1, c0 + 1)]
-            assert fractions[i, j] == pytest.approx(part.mean())
-
-
-@given(st.integers(20, 900), st.integers(1, 64), st.integers(0, 63), st.floats(1, 5), st.booleans())
-def test_tiles_that_overlap_fit_as_often_as_they_can(
-    length: int, tile: int, overlap: int, scale: float, beyond: bool
-) -> None:
-    overlap = min(overlap, tile - 1)
-    step, stride = tile * scale, (tile - overlap) * scale
-    over = 0.01 * step if beyond else 0.0  # that a tile may lie beyond the edge
-    count = _fitting(length, step - over, stride)
-    if count:
-        assert (count - 1) * stride + step <= length + over + 1e-3 * step
-    assert count * stride + step > length + over - 1e-3 * step
 
 
 def test_tiles_may_have_to_be_whole(synthetic: dict[str, Path]) -> None:
@@ -227,3 +207,174 @@ def test_why_no_tile_is_kept_in_regions(synthetic: dict[str, Path]) -> None:
             plan = plan_tiles(slide, 256, 0.5, regions=regions)
             assert says in plan.reason
             assert (plan.places, plan.unannotated) == ([], plan.with_tissue)
+
+
+def stained_faintly(path: Path, side: int = 2048) -> Path:
+    """Pale tissue with nuclei in weak blue and some in brown, as antibodies stain it."""
+    random = np.random.default_rng(0)
+    image = np.full((side, side, 3), (241, 240, 242), np.int16)
+    rows, cols = np.mgrid[-10:11, -10:11]
+    disc = rows**2 + cols**2 < 81
+    for row, col in random.integers(side // 4, 3 * side // 4, (side, 2)):
+        place = image[row - 10 : row + 11, col - 10 : col + 11]
+        place[disc] = (190, 160, 130) if random.random() < 0.2 else (165, 175, 205)
+    image += random.integers(-3, 4, image.shape).astype(np.int16)
+    scanned = {"resolution": (40000, 40000), "resolutionunit": "CENTIMETER"}
+    pixels = np.clip(image, 0, 255).astype(np.uint8)
+    tifffile.imwrite(path, pixels, tile=(256, 256), photometric="rgb", **scanned)
+    return path
+
+
+def test_tissue_depends_on_the_slide_and_not_on_the_tiles(tmp_path: Path) -> None:
+    # a mask as coarse as the tiles found this tissue by small ones, and not by large ones
+    with Slide(stained_faintly(tmp_path / "a.tiff")) as slide:
+        plans = [plan_tiles(slide, side, Wanted(level=0), 0.001) for side in (32, 64, 256, 512)]
+        plans.append(plan_tiles(slide, 100, 1.3, 0.5, overlap=10))
+    masks = [plan.tissue.mask for plan in plans]
+    assert all((mask == masks[0]).all() for mask in masks)
+    assert 0.05 < masks[0].mean() < 0.3
+    parts = [np.sum([slide_part(plan, x, y) for x, y in plan.places]) for plan in plans[:4]]
+    assert parts == pytest.approx([1.0] * 4, abs=2e-3)
+
+
+def slide_part(plan: TilePlan, x: int, y: int) -> float:
+    """Part of the tissue of a slide that lies in a tile."""
+    scale, mask = plan.thumbnail.scale, plan.tissue.mask
+    first, last = int(y / scale), int((y + plan.step) / scale)
+    left, right = int(x / scale), int((x + plan.step) / scale)
+    return float(mask[first:last, left:right].sum() / mask.sum())
+
+
+def test_thumbnails_are_fine_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tifffile.imwrite(tmp_path / "a.tiff", np.zeros((64, 64, 3), np.uint8), tile=(64, 64))
+    for side, mpp, scale in [
+        (2000, None, 1),
+        (8192, None, 4),
+        (8192, 0.25, 4),
+        (4096, 0.25, 4),  # a micrometre
+        (20480, 0.5, 10),
+        (60000, 0.5, 16),  # 8 micrometres
+        (163840, 0.5, 40),  # 4096 pixels
+    ]:
+        with Slide(tmp_path / "a.tiff", mpp) as slide:
+            monkeypatch.setattr(slide, "_size", (side // 2, side))
+            assert _thumbnail_scale(slide) == pytest.approx(scale)
+
+
+def test_where_a_slide_has_no_pixels_there_is_no_tissue(tmp_path: Path) -> None:
+    path = tmp_path / "a.tiff"
+    image = np.zeros((1024, 1024, 3), np.uint8)
+    image[300:700, 300:700] = (10, 20, 120)
+
+    def tiles() -> Any:  # with none in the last row and column of them
+        for row in range(0, 1024, 256):
+            for col in range(0, 1024, 256):
+                yield image[row : row + 256, col : col + 256] if max(row, col) < 768 else None
+
+    scanned = {"resolution": (20000, 20000), "resolutionunit": "CENTIMETER"}
+    tifffile.imwrite(path, tiles(), shape=image.shape, dtype=np.uint8, tile=(256, 256), **scanned)
+    with Slide(path) as slide:
+        assert slide.background == (255, 255, 255)
+        plan = plan_tiles(slide, 128, 0.5, 0.1)
+        assert plan.tissue.dark
+        assert plan.tissue.mask.mean() == pytest.approx(0.16, abs=0.01)
+        assert max(max(place) for place in plan.places) == 640
+        assert plan.background == (0, 0, 0)
+        (tile,) = cut_tiles(slide, replace(plan, places=[(960, 960)], labels=[None]))
+        assert tile.image is not None
+        assert (tile.image == 0).all()  # not white
+
+
+def test_tiles_beyond_a_dark_slide_are_dark(tmp_path: Path) -> None:
+    scanned = {"resolution": (20000, 20000), "resolutionunit": "CENTIMETER"}
+    image = np.zeros((300, 300, 3), np.uint8)
+    image[100:200, 100:200, 2] = 150
+    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(128, 128), **scanned)
+    image[200:250, 100:200, 2] = 150
+    Image.fromarray(image).save(tmp_path / "a.png")
+    for name in ("a.tiff", "a.png"):
+        with Slide(tmp_path / name, 0.5) as slide:
+            plan = plan_tiles(slide, 302, 0.5, 0.0)
+            (tile,) = cut_tiles(slide, plan)
+            assert tile.image is not None
+            assert tile.image[300:].max() == tile.image[:, 300:].max() == 0
+
+
+@pytest.mark.parametrize("overlap", [0, 64])
+@pytest.mark.parametrize(("wanted", "down"), [(0.5, 1), (1.0, 2)])
+def test_edge_tiles_are_padded_or_moved(
+    synthetic: dict[str, Path], wanted: float, down: int, overlap: int
+) -> None:
+    with Slide(synthetic["ring"]) as slide, openslide.OpenSlide(synthetic["ring"]) as raw:
+        every, (height, width) = {}, slide.size
+        for edge in EDGES:
+            plan = plan_tiles(slide, 192, wanted, 0.0, overlap=overlap, edge=edge)
+            every[edge] = plan
+            assert plan.in_grid == len(plan.places)
+            for tile in [*cut_tiles(slide, plan)][-2:]:
+                region = raw.read_region((tile.x, tile.y), int(np.log2(down)), (192, 192))
+                canvas = Image.new("RGB", region.size, "white")
+                canvas.paste(region, mask=region.getchannel("A"))
+                assert (tile.image == np.asarray(canvas)).all()
+    step = 192 * down
+    drop, pad, shift = (set(every[edge].places) for edge in EDGES)
+    assert drop < pad
+    assert drop < shift
+    assert len(pad) == len(shift)
+    assert max(x for x, _ in shift) == width - step
+    assert max(y for _, y in shift) == height - step
+    for corner in (pad, shift):
+        covered = max(x for x, _ in corner) + step, max(y for _, y in corner) + step
+        assert covered[0] >= width
+        assert covered[1] >= height
+    assert every["pad"].outside == every["shift"].outside == 0
+
+
+def test_tissue_outside_of_the_grid_is_measured(tmp_path: Path) -> None:
+    image = np.full((300, 310, 3), 245, np.uint8)
+    image[100:300, 100:200] = (200, 90, 150)
+    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
+    found = {}
+    with Slide(tmp_path / "a.tiff") as slide:
+        for edge in EDGES:
+            found[edge] = plan_tiles(slide, 128, Wanted(level=0), 0.2, edge=edge)
+        assert found["drop"].tissue_part == pytest.approx(20000 / 93000, abs=0.01)
+        assert found["drop"].outside == pytest.approx(44 / 200, abs=0.01)
+        # of the tile's own pixels, those beyond the slide count as no tissue: 44 of 128 rows
+        assert found["drop"].places == [(0, 128), (128, 128)]
+        assert found["pad"].places == found["drop"].places
+        assert found["shift"].places == [(0, 128), (128, 128), (0, 172), (128, 172)]
+        low = plan_tiles(slide, 128, Wanted(level=0), 0.15, edge="pad")
+        assert (128, 256) in low.places
+        assert plan_tiles(slide, 512, Wanted(level=0), 0.1, edge="pad").places == []
+        large = plan_tiles(slide, 512, Wanted(level=0), 0.05, edge="pad")
+        assert (large.places, large.grid) == ([(0, 0)], (1, 1))
+        for edge in ("drop", "shift"):
+            none = plan_tiles(slide, 512, Wanted(level=0), 0.05, edge=edge)
+            assert none.places == []
+            assert "or --edge pad" in none.reason
+            assert none.outside == 1
+
+
+def test_regions_reach_into_edge_tiles(synthetic: dict[str, Path]) -> None:
+    with Slide(synthetic["ring"]) as slide:  # 1600 rows: 64 in the last row of tiles
+        regions = [box(0, 1500, 256, 1600, "a")]
+        for edge, places in (("drop", []), ("pad", []), ("shift", [(0, 1344)])):
+            plan = plan_tiles(slide, 256, 0.5, 0.39, regions=regions, finder=all_tissue, edge=edge)
+            assert plan.places == places
+        plan = plan_tiles(slide, 256, 0.5, 0.2, regions=regions, finder=all_tissue, edge="pad")
+        assert (0, 1536) in plan.places
+
+
+def test_a_dark_slide_is_padded_darkly(tmp_path: Path) -> None:
+    image = np.zeros((300, 300, 3), np.uint8)
+    image[100:300, 100:300, 2] = 150
+    image[250:, 250:] = 0
+    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
+    with Slide(tmp_path / "a.tiff") as slide:
+        plan = plan_tiles(slide, 256, Wanted(level=0), 0.0, edge="pad")
+        last = list(cut_tiles(slide, plan))[-1]
+    assert plan.tissue.dark
+    assert (last.x, last.y) == (256, 256)
+    assert last.image is not None
+    assert last.image.max() == 0

@@ -118,3 +118,31 @@ def test_a_region_of_a_coarser_level_begins_with_one_of_its_tiles(
         grid = slide.jpeg_grid(whole.scale)
         assert grid is not None
         assert grid.at(whole.x, whole.y, whole.size) is not None
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_dark_slides_of_all_sizes_have_the_tissue_that_is_in_them(
+    tmp_path: Path, levels: int
+) -> None:
+    """The last pixels of a thumbnail lie beyond the slide by a part that its size decides."""
+    random = np.random.default_rng(0)
+    drawn = random.integers(0, 4, (320, 320, 3), np.uint8)
+    drawn[100:200, 90:220] += 60
+    path, scanned = tmp_path / "a.tiff", {"resolution": (80000, 80000)}
+    scanned |= {"resolutionunit": "CENTIMETER", "tile": (64, 64), "photometric": "rgb"}
+    for more in range(9):
+        size = 300 + more, 310 + 5 * more % 9
+        image = drawn[: size[0], : size[1]]
+        with tifffile.TiffWriter(path) as file:
+            file.write(image, **scanned)
+            if levels == 2:
+                small = image[: size[0] // 2 * 2 : 2, : size[1] // 2 * 2 : 2]
+                file.write(small, subfiletype=1, **scanned)
+        with Slide(path) as slide:  # 0.125 micrometres: a pixel of the thumbnail has 8
+            plan = plan_tiles(slide, 64, Wanted(level=0))
+            assert plan.thumbnail.scale == 8
+            assert plan.thumbnail.missing.shape == tuple(-(-length // 8) for length in size)
+            whole = plan_whole(slide, plan)
+        assert plan.tissue.dark, size
+        assert whole is not None
+        assert (whole.x, whole.y, whole.size) == (88, 96, (104, 136)), size

@@ -42,6 +42,18 @@ def test_a_mask_of_any_size(tmp_path: Path, size: tuple[int, int]) -> None:
         assert not mask[:, 51:].any()
 
 
+def test_a_thumbnail_that_ends_beyond_the_slide_is_not_drawn_together(tmp_path: Path) -> None:
+    slide = cast(Slide, SimpleNamespace(path=Path("a.svs"), size=(989, 1990)))
+    fine = np.zeros((989, 1990), np.uint8)
+    fine[:, 1968:] = 1  # 12 columns of the last pixel but one
+    fine[971:] = 1  # less than a half of the last row but one
+    Image.fromarray(fine).save(tmp_path / "a.png")
+    mask = read_mask(tmp_path / "a.png", slide, SEEN).mask
+    assert mask[:, 98:].all()
+    assert not mask[:49, :98].any()
+    assert mask[49].all()
+
+
 def test_a_pixel_is_tissue_from_a_half(tmp_path: Path) -> None:
     fine = drawn((100, 200))
     fine[:2, :2] = ((0, 1), (0, 0))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -131,13 +132,28 @@ def test_a_thumbnail_goes_around_bad_places(real: Path) -> None:
     good = real / "CMU-1-Small-Region.svs"
     with Slide(real / "bad" / "corrupt-some-tiles.svs") as slide, Slide(good) as whole:
         thumbnail, right = slide.thumbnail(16.0), whole.thumbnail(16.0)
-    assert thumbnail.image.shape == (185, 139, 3)
+    assert thumbnail.image.shape == (186, 139, 3)
     assert not right.missing.any()
     assert 0.1 < thumbnail.missing.mean() < 0.5
     seen = ~thumbnail.missing
     difference = np.abs(thumbnail.image[seen].astype(int) - right.image[seen])
     assert difference.mean() < 5
     assert (thumbnail.image[thumbnail.missing] == 255).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0, 16.0, 5.3])
+def test_a_thumbnail_shows_the_slide_up_to_its_edge_and_nothing_else(
+    tmp_path: Path, scale: float
+) -> None:
+    for side in range(96, 113):
+        image = np.full((side, side + 5, 3), 7, np.uint8)
+        tifffile.imwrite(tmp_path / "a.tiff", image, tile=(32, 32), photometric="rgb")
+        with Slide(tmp_path / "a.tiff") as slide:
+            thumbnail = slide.thumbnail(scale)
+        shape = ceil(side / scale), ceil((side + 5) / scale)
+        assert thumbnail.image.shape == (*shape, 3)
+        assert (thumbnail.image == 7).all()
+        assert thumbnail.seen.all()
 
 
 def test_a_slide_that_reads_nowhere_is_missing_everywhere(real: Path) -> None:

@@ -40,6 +40,7 @@ def shards(tmp_path: Path) -> list[str]:
 
 
 SYNTHETIC = (
+    *("data.mean=0.4", "data.std=[0.25,0.25,0.2]", "data.scale=200"),
     *("seed=3", "task=multilabel", "data.batch_size=3", "data.image_size=[64,32]"),
     *("data.channels=1", "data.num_classes=4", "data.samples=33", "optimizer=adamw"),
 )
@@ -104,6 +105,24 @@ def test_changes_are_told_but_not_those_that_change_nothing(caplog):
     (record,) = caplog.records
     told = record.getMessage().partition(": ")[2]
     assert told == "optimizer.lr=0.5 (was 0.05), optimizer.maximize=True (was None)"
+
+
+def test_a_name_and_its_numbers_are_the_same_normalisation():
+    named = config("data.mean=imagenet", "data.std=imagenet")
+    mean, std = "data.mean=[0.485,0.456,0.406]", "data.std=[0.229,0.224,0.225]"
+    check_same(saved(named), config(mean, std))
+    check_same(saved(config("data.mean=[0.5,0.5,0.5]")), config())
+
+
+def test_a_checkpoint_without_the_normalisation_has_the_default(caplog):
+    before = saved(config())
+    for key in ("mean", "std", "scale"):
+        del before["identity"][f"data.{key}"], before["config"]["data"][key]
+    with caplog.at_level(logging.INFO):
+        check_same(before, config())
+    assert caplog.text == ""
+    with pytest.raises(CheckpointError, match=r"data\.std=\[0\.25, 0\.25, 0\.25\], this run has"):
+        check_same(before, config("data.mean=0.5", "data.std=0.3"))
 
 
 def test_no_password_is_kept():

@@ -27,7 +27,7 @@ def test_bytes_are_those_of_tensors(optimizer, states, precision, size):
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*TINY, *overrides, "trainer.freeze=['conv1.*']"])
     trainer = Trainer(config, Alone())
-    table = start_table(trainer.pipeline, trainer.world, config, trainer.batch_size)
+    table = start_table(trainer.pipeline, trainer.world, config, trainer.batch_size, "input: uint8")
     parameters = list(trainer.pipeline.parameters())
     weights = size * sum(p.numel() for p in parameters)
     learning = size * sum(p.numel() for p in parameters if p.requires_grad)
@@ -36,6 +36,7 @@ def test_bytes_are_those_of_tensors(optimizer, states, precision, size):
     assert learning < weights
     assert [cell.strip() for cell in row.split("  ") if cell.endswith("kB")][:3] == told
     assert table.splitlines()[0] == "layout: 1 replica x 1x1 = 1 rank"
+    assert "input: uint8" in table.splitlines()
 
 
 def test_a_line_a_stage():

@@ -53,7 +53,9 @@ class BadGradient(nn.Module):
         self.call, self.calls = call, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training
+        if not self.training or x.device.type == "meta":
+            return x + 0
+        self.calls += 1
         return _BadGradient.apply(x) if self.calls > self.call else x + 0
 
 

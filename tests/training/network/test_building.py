@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import functools
 import random
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
-from spatialdl.training.network.building import peak_memory_mb, seed_generators
+from spatialdl.configuring.own_keys import fit_model_keys
+from spatialdl.training.checkpoints.same_run import settings_of
+from spatialdl.training.network.building import instantiate, peak_memory_mb, seed_generators
+from tests.composing import composed
 
 
 def test_memory_is_told_in_megabytes():
@@ -20,3 +28,123 @@ def test_the_seed_is_that_of_all_generators_a_network_may_draw_by():
         drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
     assert drawn[0] == drawn[1]
     assert all(one != other for one, other in zip(drawn[1], drawn[2], strict=True))
+
+
+class Net(nn.Module):
+    """A network of a library's, strict about its arguments."""
+
+    def __init__(self, num_classes: int = 1000, in_chans: int = 3, width: int = 4) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(in_chans, width, 3), nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.conv(x).mean((2, 3)))
+
+
+def like_timm(model_name: str = "net", pretrained: bool = False, **kwargs: Any) -> Net:
+    return Net(**{key: value for key, value in kwargs.items() if value is not None})
+
+
+def like_torchvision(*, weights: object = None, progress: bool = True, **kwargs: Any) -> Net:
+    def strict(num_classes: int = 1000, zero_init: bool = False) -> Net:
+        return Net(num_classes)
+
+    return strict(**kwargs)
+
+
+def like_transformers(**kwargs: Any) -> Net:
+    return Net(kwargs.get("num_labels", 2), kwargs.get("num_channels", 3))
+
+
+def in_other_words(**kwargs: Any) -> Net:
+    if kwargs.keys() - {"width"}:
+        raise KeyError(f"no options {kwargs}")
+    return Net(**kwargs)
+
+
+def always_wrong(**kwargs: Any) -> Net:
+    raise RuntimeError("no such weights")
+
+
+def wrapped(*args: Any, **kwargs: Any) -> Net:
+    return Net(*args, **kwargs)
+
+
+pinned = functools.partial(like_timm, "other", width=6)
+
+
+def built(name: str, *words: str) -> tuple[nn.Module, DictConfig]:
+    """As a run builds it, and what a checkpoint records of it."""
+    overrides = [f"++model._target_={name}", *(f"++{word}" for word in words)]
+    more = ["data.num_classes=3", "data.channels=2"]
+    config = composed("train", " ".join([*overrides, *more]))
+    fit_model_keys(config, overrides)
+    return instantiate(config), OmegaConf.create(settings_of(config))
+
+
+def outputs(model: nn.Module, channels: int = 2) -> int:
+    return model(torch.rand(2, channels, 9, 9)).shape[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("Net", {"num_classes": 3, "in_chans": 2}),
+        ("like_timm", {"num_classes": 3, "in_chans": 2}),
+        ("wrapped", {"num_classes": 3, "in_chans": 2}),
+        ("pinned", {"num_classes": 3, "in_chans": 2}),
+    ],
+)
+def test_classes_and_channels_of_the_data_go_through_keywords(name, kept):
+    model, recorded = built(f"{__name__}.{name}")
+    assert outputs(model) == 3
+    assert recorded.model == {"_target_": f"{__name__}.{name}", **kept}
+    again = instantiate(recorded)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
+
+
+def test_what_a_network_does_not_take_is_left_out():
+    model, recorded = built(f"{__name__}.like_torchvision")
+    assert outputs(model, channels=3) == 3
+    assert set(recorded.model) == {"_target_", "num_classes"}
+    model, recorded = built(f"{__name__}.like_transformers", "model.num_channels=2")
+    assert outputs(model) == 3
+    model, recorded = built(f"{__name__}.in_other_words", "model.width=5")
+    assert outputs(model, channels=3) == 1000  # which check_head refuses
+    assert recorded.model == {"_target_": f"{__name__}.in_other_words", "width": 5}
+
+
+def test_a_network_with_an_argument_of_the_groups_keeps_its_own_default():
+    model, recorded = built(f"{__name__}.Net")
+    assert model.conv.out_channels == 4  # not the 64 of model=resnet18
+    assert "width" not in recorded.model
+    assert built(f"{__name__}.Net", "model.width=7")[0].conv.out_channels == 7
+
+
+def test_the_error_of_a_network_is_the_first():
+    with pytest.raises(ValueError, match=r"(?s)always_wrong cannot be built: .*no such weights"):
+        built(f"{__name__}.always_wrong")
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'depth'"):
+        built(f"{__name__}.like_timm", "model.depth=3")
+
+
+@pytest.mark.parametrize("words", [(), ("model.num_classes=5",)])
+def test_a_network_of_monai(words):
+    pytest.importorskip("monai")
+    sizes = ("model.spatial_dims=2", "model.n_input_channels=2", "model.conv1_t_size=3")
+    model, recorded = built("monai.networks.nets.resnet18", *sizes, *words)
+    assert model.fc.out_features == (5 if words else 3)
+    assert "in_channels" not in recorded.model
+
+
+def test_a_network_of_transformers():
+    pytest.importorskip("transformers")
+    name = "transformers.models.vit.ViTForImageClassification"
+    words = (
+        "model.config._target_=transformers.ViTConfig",
+        *(f"model.config.{key}=8" for key in ("hidden_size", "image_size", "intermediate_size")),
+        *("model.config.num_hidden_layers=1", "model.config.num_attention_heads=1"),
+        *("model.config.num_labels=3", "model.config.patch_size=4"),
+    )
+    assert built(name, *words)[0].classifier.out_features == 3

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 
 from spatialdl.comm.alone import Alone
+from spatialdl.data import ShardWriter
 from spatialdl.training.pictures import gallery
 from spatialdl.training.pictures.gallery import Example, labelled, overlaid
 from spatialdl.training.trainer import Trainer
@@ -15,9 +18,9 @@ TINY = [
 ]
 
 
-def looked_at(*overrides: str) -> tuple[Trainer, list[Example]]:
+def looked_at(*overrides: str, tiny: Sequence[str] = TINY) -> tuple[Trainer, list[Example]]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", [*TINY, *overrides])
+        config = compose("train", [*tiny, *overrides])
     ours = Trainer(config, Alone())
     assert ours.validation is not None
     feed = ours.validation_feed
@@ -76,7 +79,25 @@ def test_many_maps_are_looked_at_here_and_there(monkeypatch):
 
 def test_a_title_stands_above_the_pictures():
     pixels = np.full((10, 400, 3), 7, np.uint8)
-    picture = labelled(Example(3, "is a, told b ✓", 0.5, {"image": pixels, "truth": pixels}))
+    picture = labelled(
+        Example(3, "sample 3", "is a, told b ✓", 0.5, {"image": pixels, "truth": pixels})
+    )
     assert picture.shape == (26, 800, 3)
     assert (picture[16:] == 7).all()
     assert picture[:16].min() < 50
+
+
+def test_examples_are_named_by_slide_and_place(tmp_path):
+    with ShardWriter(tmp_path, classes=["a", "b"]) as writer:
+        for number in range(6):
+            image = np.full((40, 36, 3), 40 * number, np.uint8)
+            split = "train" if number == 0 else "val"
+            where = {"slide": "s é", "xy": (number * 7, 3)} if number != 5 else {}
+            writer.add(image, label=number % 2, split=split, **where)
+    tiny = [word for word in TINY if "validation_samples" not in word]
+    _, examples = looked_at("data=shards", f"data.path={tmp_path}", tiny=tiny)
+    found = {example.sample: example.name for example in examples}
+    expected = {number - 1: f"s é, x={number * 7}, y=3" for number in range(1, 5)}
+    assert found == {**expected, 4: "sample 5"}  # as in predictions.csv
+    _, drawn = looked_at()
+    assert all(example.name == f"sample {example.sample}" for example in drawn)

@@ -59,6 +59,14 @@ def test_numbers_of_any_range_become_colours():
     assert as_rgb(np.array([[[0.0], [0.5], [1.0]]]))[0, :, 0].tolist() == [0, 128, 255]
 
 
+def test_dark_images_are_stretched():
+    image = np.zeros((20, 20, 3))
+    image[5:10, :, 2] = 30
+    assert as_rgb(image)[7, 0].tolist() == [0, 0, 255]
+    image[5:10, :, 2] = 100  # bright enough
+    assert as_rgb(image)[7, 0].tolist() == [0, 0, 100]
+
+
 def test_a_patch_without_pixels_adds_nothing():
     empty = Patch(4, 3, np.zeros((0, 1), np.int32))
     assert joined([empty], (4, 4)).sum() == 0

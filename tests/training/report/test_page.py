@@ -48,7 +48,7 @@ def page(folder, **given) -> str:
 def test_a_whole_run(tmp_path):
     picture = np.random.default_rng(0).integers(0, 256, (320, 320, 3), np.uint8)
     pictures = {"image": picture, "truth": picture, "predicted": picture}
-    shown = [Example(n, f"is {n}", 0.5, pictures) for n in range(8)]
+    shown = [Example(n, f"slide {n}", f"is {n}", 0.5, pictures) for n in range(8)]
     text = page(
         tmp_path,
         steps=[step(1), step(2), step(3, 0.25)],

@@ -21,7 +21,12 @@ from tests.fitting import fit
 
 SIZE = 37, 45
 LAYOUTS = {
-    2: ["parallel=sp", "parallel=sp parallel.grid=[1,2] parallel.recompute=block", "parallel=dp"],
+    2: [
+        "parallel=sp",
+        "parallel=sp parallel.grid=[1,2] parallel.recompute=block",
+        "parallel=sp parallel.gather_before=decoder.1",
+        "parallel=dp",
+    ],
     3: ["parallel=sp parallel.grid=[3,1]"],
     4: ["parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.data=2"],
 }

@@ -47,7 +47,10 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    2: [Row("parallel=gems parallel.microbatches=2", 2, 4, "classes own_maps", ALL)],
+    2: [
+        Row("parallel=gems parallel.microbatches=2", 2, 4, "classes own_maps", ALL),
+        Row("parallel=sp parallel.gather_before=head", 1, 4, "maps", "own_maps"),
+    ],
     # batches of 4, and a last one of 2; 5 samples to validate on
     3: [Row("parallel=dp parallel.data=3", 3, 4, "classes maps", ALL)],
     4: [

@@ -1,0 +1,160 @@
+"""What ranks must have alike in a program of a user's own: images, labels, weights.
+
+It is compared in the first steps, and then now and then at growing intervals, over communicators
+of its own: most steps pay nothing, and wait for no device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from spatialdl.comm import check
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.digest import first_difference
+from spatialdl.errors import CommMismatch
+
+FIRST, WINDOW, LONGEST = 8, 4, 1024
+OF_WEIGHTS = 2**16
+"""Elements of a parameter that are looked at."""
+
+HOW_TO_SWITCH_OFF = "init_mesh(check=False) compares nothing"
+
+
+def is_due(number: int) -> bool:
+    """Whether the call of this number, from 1, compares.
+
+    The first 8, and 4 each from 16, 32, 64 ... on, at last every 1,024: programs that call twice a
+    step, with an image and a mask, so have both compared.
+    """
+    if number <= FIRST:
+        return True
+    interval = min(LONGEST, 1 << (number.bit_length() - 1))
+    return number % interval < WINDOW
+
+
+class Agreement:
+    """Comparisons between the ranks of a mesh; raises on all of them alike.
+
+    Args:
+        comm: all ranks, which have the same weights.
+        grid_comm: those that hold one image, and have the same images and labels.
+
+    Attributes:
+        compares: whether the current step is one of those that are compared.
+        any_compares: whether that of any mesh is.
+    """
+
+    any_compares: ClassVar[bool] = False
+
+    def __init__(self, comm: Communicator, grid_comm: Communicator) -> None:
+        self.rank = comm.rank
+        self._comm, self._grid_comm = comm.duplicate(), grid_comm.duplicate()
+        self._images = self._averages = 0
+        self._backward = -1
+        self.compares = False
+
+    def images(self, image: Tensor) -> None:
+        """At the beginning of a step: the whole image, which all ranks of the grid have.
+
+        Raises:
+            ValueError: if they have other ones.
+            CommMismatch: if they have done different things before.
+        """
+        if self._begins():
+            self._compare(
+                {"image": image},
+                "shard takes each rank's box of the image that it has: load, draw and augment the "
+                "same one on all ranks of a grid, or give from_local each rank's own tile",
+            )
+
+    def tiles(self, tile: Tensor, size: tuple[int, int]) -> None:
+        """At the beginning of a step: what the tiles of all ranks of the grid have in common.
+
+        Raises:
+            ValueError: if it differs.
+            CommMismatch: if they have done different things before.
+        """
+        if not self._begins():
+            return
+        own = f"{tile.dtype}, {tuple(tile.shape[:-2])} x {tuple(size)}".removeprefix("torch.")
+        for rank, other in enumerate(self._grid_comm.allgather(own)):
+            if other != own:
+                ranks = self._grid_comm.world_ranks
+                raise ValueError(
+                    f"ranks bring tiles of different images: {own} on rank "
+                    f"{ranks[self._grid_comm.rank]}, {other} on rank {ranks[rank]} (type, samples "
+                    "and channels x size of the whole image): bring tiles of the same image"
+                )
+
+    def operand(self, value: Tensor) -> None:
+        """A whole image beside a split one, such as labels.
+
+        Raises:
+            ValueError: if ranks of the grid have other ones.
+        """
+        if self.compares and self._grid_comm.size > 1:
+            self._compare(
+                {"tensor beside a split image": value},
+                "each rank takes its box of the tensor that it has: give all ranks of a grid the "
+                "same labels, weights of pixels and masks",
+            )
+
+    def gradient(self, grad: Tensor, compares: bool) -> None:
+        """The first gradient in a backward that reaches what all ranks of a grid have whole.
+
+        Raises:
+            ValueError: if it differs, hence the losses.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._backward:
+            return
+        self._backward = task
+        if compares and self._grid_comm.size > 1:
+            self._compare(
+                {"gradient of the loss": grad},
+                "the ranks of a grid have one output, but other losses: give all the same labels "
+                "and weights of the loss, and seed what draws random numbers after the last "
+                "operation on a split image, such as dropout, alike",
+            )
+
+    def weights(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Where gradients are averaged.
+
+        Raises:
+            ValueError: if ranks have other weights.
+        """
+        self._averages += 1
+        if not is_due(self._averages):
+            return
+        named = {f"parameter {number}": one for number, one in enumerate(parameters)}
+        difference = first_difference(self._comm, named, OF_WEIGHTS)
+        if difference:
+            raise ValueError(
+                f"ranks have different weights: {difference}; seed all ranks alike before the "
+                "network is built, or wrap it in SpatialParallel, which gives all the weights of "
+                f"rank 0; load and change weights on every rank ({HOW_TO_SWITCH_OFF})"
+            )
+
+    def _begins(self) -> bool:
+        """Whether this step is compared; other threads, which may be ahead, are left alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._images += 1
+        self.compares = Agreement.any_compares = is_due(self._images)
+        if not self.compares or self._grid_comm.size == 1:
+            return False
+        done = dict(enumerate(self._grid_comm.allgather(check.done_last())))
+        parted = check.where_they_parted(done)
+        if parted:
+            raise CommMismatch(f"{parted}; {check.how_to_switch_on()}")
+        return True
+
+    def _compare(self, named: dict[str, Tensor], advice: str) -> None:
+        difference = first_difference(self._grid_comm, named)
+        if difference:
+            raise ValueError(f"{difference}: {advice} ({HOW_TO_SWITCH_OFF})")

@@ -1,0 +1,256 @@
+"""Buffers that forward updates, over replicas as one process would have kept them.
+
+Averages that move along, counters, running statistics of layers of one's own: all that is not
+PyTorch's BatchNorm, which `pipeline.statistics` keeps. Every slice of a batch starts from the
+buffers of the step's beginning; each leaves them as ``factor * old + rest``, see `pipeline.affine`,
+and at the end of the step these updates are carried out in the order of the slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.reduce import sum_over_ranks
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.pipeline.affine import Followed
+
+REMEDY = (
+    "keep it in a plain moving average, or take a layout whose ranks have no samples of their own "
+    "(parallel=sp, lp or pp)"
+)
+UNSEEN = "writes into it by code that is not seen, or by another name"
+
+
+class _Place(NamedTuple):
+    """Where a buffer is."""
+
+    module: nn.Module
+    name: str
+    path: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.module._buffers[self.name]
+
+
+class _Update(NamedTuple):
+    """What a slice does with a buffer: ``factor * old + rest``."""
+
+    slice: int
+    factor: float
+    rest: Tensor
+
+
+class ForwardBuffers:
+    """Keeps what slices do with the buffers of a stage until `fold`.
+
+    Args:
+        stage: its buffers are watched.
+        comm: the ranks that have this stage.
+        apart: modules whose buffers are kept elsewhere.
+    """
+
+    def __init__(self, stage: nn.Module, comm: Communicator, apart: Collection[nn.Module]) -> None:
+        self._comm = comm
+        self._places = _places(stage, apart)
+        self._moving: list[_Place] | None = None  # until the first fold
+        self._updates: dict[str, list[_Update]] = {place.path: [] for place in self._places}
+
+    @contextmanager
+    def slice(self, number: int, counts: bool) -> Iterator[None]:
+        """What is called inside sees a slice of the batch.
+
+        Args:
+            number: of the slice, from 0 in the order of one process.
+            counts: of the ranks that share the slice, exactly one says yes.
+
+        Raises:
+            UnsupportedSpatialOp: if a buffer is updated in a way of which is not known what several
+                slices come to.
+        """
+        moving = self._places if self._moving is None else self._moving
+        old = [place.tensor for place in moving]
+        before = [_state(place.tensor) for place in self._places]
+        if not moving:
+            yield
+        else:
+            clones = {id(one): one.clone() for one in old if one is not None}  # some are shared
+            fresh = [clones.get(id(one)) for one in old]
+            followed = Followed([one for one in fresh if one is not None])
+            try:
+                # swapped, not overwritten: autograd has kept the old ones for the slices before
+                for place, one in zip(moving, fresh, strict=True):
+                    place.module._buffers[place.name] = one
+                with followed:
+                    yield
+                self._keep(moving, old, fresh, followed, number, counts)
+            finally:
+                for place, one in zip(moving, old, strict=True):
+                    place.module._buffers[place.name] = one
+        for place, state in zip(self._places, before, strict=True):
+            if _state(place.tensor) != state:
+                known = place in moving
+                raise _refusal(place, UNSEEN if known else "it did not in the first step")
+
+    def _keep(
+        self,
+        moving: list[_Place],
+        old: list[Tensor | None],
+        fresh: list[Tensor | None],
+        followed: Followed,
+        number: int,
+        counts: bool,
+    ) -> None:
+        known = [place for place, one in zip(moving, fresh, strict=True) if one is not None]
+        for place, before, one in zip(moving, old, fresh, strict=True):
+            now = place.tensor
+            if one is None and now is None:
+                continue
+            if one is None or now is None or before is None or now.shape != one.shape:
+                raise _refusal(place, "changes its shape")
+            part = followed.part(now)
+            seen = now is not one or (part is not None and part.written)
+            unseen = part is not None and part.version != now._version
+            first = self._moving is None
+            if not seen and not unseen and not (first and not _equal(now, before)):
+                continue
+            use = followed.uses.get(known.index(place))
+            if use is not None:
+                raise _refusal(place, f"uses its old value in '{use}'")
+            if unseen or not seen:
+                raise _refusal(place, UNSEEN)
+            if part is not None and known[part.buffer] is not place:
+                raise _refusal(place, f"fills it from '{known[part.buffer].path}'")
+            if counts:
+                factor = 0.0 if part is None else part.factor
+                rest = now.detach().double() - factor * before.double()
+                self._updates[place.path].append(_Update(number, factor, rest))
+
+    @torch.no_grad()
+    def fold(self, slices: int) -> None:
+        """Carry out the updates of all slices of the batch; all ranks must call it."""
+        places = self._places if self._moving is None else self._moving
+        if not places:
+            return
+        own = torch.zeros(2, len(places), slices, dtype=torch.float64)
+        own[1] = 1.0
+        for row, place in enumerate(places):
+            for update in self._updates[place.path]:
+                own[0, row, update.slice] += 1
+                own[1, row, update.slice] *= update.factor
+        own[1] -= 1.0  # of ranks that have nothing of a slice nothing is added
+        table = sum_over_ranks(self._comm, own, "updates of buffers")
+        updated, factors = (table[0].sum(1) > 0).tolist(), table[1] + 1.0
+        if self._moving is None:
+            self._moving = [
+                place
+                for place, moves in zip(places, updated, strict=True)
+                if moves or isinstance(place.module, _NormBase)  # may be frozen for a while
+            ]
+        rows = [row for row, moves in enumerate(updated) if moves]
+        if not rows:
+            return
+        parts = [self._own_part(places[row], factors[row]) for row in rows]
+        total = sum_over_ranks(self._comm, torch.cat(parts), "buffers that forward updates")
+        sums = torch.split(total, [len(part) for part in parts])
+        for row, rest in zip(rows, sums, strict=True):
+            _set(places[row], float(factors[row].prod()), rest)
+
+    def _own_part(self, place: _Place, factors: Tensor) -> Tensor:
+        """What this rank's slices add to a buffer."""
+        updates, self._updates[place.path] = self._updates[place.path], []
+        buffer = place.tensor
+        total = torch.zeros(0 if buffer is None else buffer.numel(), dtype=torch.float64)
+        own: dict[int, Tensor] = {}
+        for number, factor, rest in updates:  # of one slice in forward, then in backward
+            own[number] = rest if number not in own else factor * own[number] + rest
+        for number, rest in own.items():
+            total += float(factors[number + 1 :].prod()) * rest.cpu().reshape(-1)
+        return total
+
+
+class BuffersInOrder:
+    """Buffers of a stage whose micro-batches are all of this rank: forwards update them in order.
+
+    What runs again in backward, after the forwards of later micro-batches, would not.
+
+    Args:
+        stage: its buffers are watched.
+        apart: modules whose buffers are kept elsewhere.
+    """
+
+    def __init__(self, stage: nn.Module, apart: Collection[nn.Module]) -> None:
+        self._places = _places(stage, apart)
+        self._forward: set[int] = set()
+
+    @contextmanager
+    def slice(self, number: int, counts: bool) -> Iterator[None]:
+        """Around the forward of a micro-batch, then around its backward.
+
+        Raises:
+            UnsupportedSpatialOp: if backward changes a buffer.
+        """
+        if number not in self._forward or not self._places:
+            self._forward.add(number)
+            yield
+            return
+        buffers = [place.tensor for place in self._places]
+        states = [_state(one) for one in buffers]
+        with Followed([one for one in buffers if one is not None]) as followed:
+            yield
+        for place, state in zip(self._places, states, strict=True):
+            tensor = place.tensor
+            part = None if tensor is None else followed.part(tensor)
+            if _state(tensor) != state or (part is not None and part.written):
+                raise UnsupportedSpatialOp(
+                    f"the forward of {type(place.module).__name__} updates its buffer "
+                    f"'{place.path}' once more in backward, where torch.utils.checkpoint runs it "
+                    "again; later micro-batches have updated it by then, other than in one "
+                    "process: take parallel.microbatches=1, or parallel.recompute=block instead "
+                    "of the checkpoint"
+                )
+
+    def fold(self, slices: int) -> None:
+        """A step ends."""
+        self._forward.clear()
+
+
+def _places(stage: nn.Module, apart: Collection[nn.Module]) -> list[_Place]:
+    found = []
+    for path, module in stage.named_modules():
+        if module not in apart:
+            found += [
+                _Place(module, name, f"{path}.{name}" if path else name) for name in module._buffers
+            ]
+    return found
+
+
+def _state(tensor: Tensor | None) -> tuple[int, int]:
+    return id(tensor), 0 if tensor is None else tensor._version
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _set(place: _Place, factor: float, rest: Tensor) -> None:
+    buffer = place.tensor
+    if buffer is not None:
+        value = factor * buffer.double() + rest.to(buffer.device).view_as(buffer)
+        buffer.copy_(value if buffer.is_floating_point() else value.round())
+
+
+def _refusal(place: _Place, what: str) -> UnsupportedSpatialOp:
+    kind = type(place.module).__name__
+    return UnsupportedSpatialOp(
+        f"the forward of {kind} updates its buffer '{place.path}', but {what}: what several "
+        "replicas, copies or ranks that divide a batch come to is then not that of one process; "
+        f"{REMEDY}"
+    )

@@ -1,0 +1,322 @@
+"""Whether what a stage computes for a sample depends on the other samples of its batch.
+
+Where the samples of a micro-batch are divided over ranks, BatchNorm is put together from all of
+them. Any other statistic over samples would silently be that of a rank's samples. No list of
+operations is complete, so the stage is run: with three samples, with two of these, and with these
+at other places beside one that is not a number, which spreads to all that depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.handover import HandoverShape
+from spatialdl.composite import inside
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.pipeline.autocast import autocast
+from spatialdl.pipeline.modes import start_training
+from spatialdl.pipeline.placed import PlacedStage
+from spatialdl.pipeline.shapes import HandoverShapes
+from spatialdl.pipeline.stage import run_stage
+from spatialdl.pipeline.steps import Value
+from spatialdl.random import keyed
+from spatialdl.random.plain import PLAIN
+from spatialdl.spatial.tensor import SpatialTensor
+
+ALL, FEWER = 3, 2
+"""Samples of the runs, for each rank that has some; of the third run, the first are strangers."""
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+class _Seen(NamedTuple):
+    """Tensors at one moment of a forward.
+
+    Attributes:
+        where: in words.
+        tensors: this rank's parts of them.
+    """
+
+    where: str
+    tensors: list[Tensor]
+
+
+def check_samples_apart(
+    stages: Sequence[PlacedStage],
+    shapes: HandoverShapes,
+    image: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    mixed: torch.dtype | None,
+    comm: Communicator,
+    reason: str,
+) -> None:
+    """Refuse stages that mix samples; all ranks must call it, without steps under way.
+
+    Args:
+        stages: those of this rank of which ranks share micro-batches.
+        shapes: of what they are given.
+        image: global (channels, H, W).
+        dtype: of the images.
+        mixed: the type to which autocast casts, if it does.
+        comm: all ranks.
+        reason: why samples must be apart.
+
+    Raises:
+        UnsupportedSpatialOp: on all ranks, with the place.
+    """
+    found = ""
+    for placed in stages:
+        probe = _Probe(placed, shapes, image, dtype, device, mixed)
+        found = found or probe.mixing()  # all ranks of a stage run it
+    places = [place for place in comm.allgather(found) if place]
+    if places:
+        raise UnsupportedSpatialOp(
+            f"{reason}, but this network computes something over the samples of a batch other than "
+            f"by BatchNorm: found after {places[0]}; ranks would each compute it over their own "
+            "samples"
+        )
+
+
+class _Probe:
+    """A stage that is run for samples of random numbers; see `check_samples_apart`."""
+
+    def __init__(
+        self,
+        placed: PlacedStage,
+        shapes: HandoverShapes,
+        image: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        mixed: torch.dtype | None,
+    ) -> None:
+        self._placed, self._device, self._mixed = placed, device, mixed
+        self._each = placed.mesh.batch
+        self._parts = {
+            n: placed.arriving(shapes.of(n * self._each), (n * self._each, *image), dtype)
+            for n in (ALL, FEWER)
+        }
+
+    def mixing(self) -> str:
+        """Where samples are mixed, in words; empty if each is apart from the others."""
+        tiles = {value: self._tile(value, part) for value, part in self._parts[ALL].items()}
+        dims = {
+            value: _sample_dim(tile.shape, self._shape(self._parts[FEWER][value]))
+            for value, tile in tiles.items()
+        }
+        some = {value: _part(tile, dims[value], 0) for value, tile in tiles.items()}
+        strangers = [_moved(tiles, dims, fill) for fill in (float("nan"), 3.0)]
+
+        def moved(follow: bool) -> list[_Seen]:
+            try:
+                return self._run(ALL, strangers[0], follow)
+            except Exception:  # a forward may refuse what is not a number
+                return self._run(ALL, strangers[1], follow)
+
+        found = ""
+        for follow in (False, True):  # the place, only if there is one
+            runs = self._run(ALL, tiles, follow), self._run(FEWER, some, follow), moved(follow)
+            seen = zip(*runs, strict=False)
+            found = next((one.where for one, *others in seen if not _apart(one, *others)), found)
+            if not found:
+                break
+        return found
+
+    def _shape(self, part: HandoverShape) -> tuple[int, ...]:
+        """Of what this rank gets; where ranks divide the samples, of all of them."""
+        if part.receiver is None or self._placed.mesh.grid == (1, 1):
+            return part.shape
+        return part.local_shape(part.receiver, self._placed.position.part)
+
+    def _tile(self, value: Value, part: HandoverShape) -> Tensor:
+        """What is not cut is the same on all ranks."""
+        shape = self._shape(part)
+        seed = 1 + (shape != part.shape) * (1 + self._placed.position.part)
+        draw = torch.Generator().manual_seed(seed)
+        if not part.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=part.dtype, device=self._device)
+        return torch.randn(shape, generator=draw).to(self._device, part.dtype)
+
+    @torch.no_grad()
+    def _run(self, number: int, tiles: dict[Value, Tensor], follow: bool) -> list[_Seen]:
+        """What the stage gives and leaves in its buffers; before it, what its modules see."""
+        stage, seen = self._placed.module, list[_Seen]()
+        values = {
+            value: self._placed.as_input(tiles[value].clone(), part.receiver)
+            for value, part in self._parts[number].items()
+        }
+        calm = autocast(self._device, self._mixed), keyed(0, 0), _Calm()
+        with _as_it_was(stage), _followed(stage, seen if follow else None), ExitStack() as stack:
+            for context in calm:
+                stack.enter_context(context)
+            start_training(stage)
+            outputs = run_stage(stage, values, number * self._each)
+            seen.append(_Seen("its last module", _local(outputs)))
+            for name, buffer in stage.named_buffers():
+                seen.append(_Seen(f"'{name}', a buffer", [buffer]))
+        return seen
+
+
+def _moved(
+    tiles: dict[Value, Tensor], dims: dict[Value, int | None], fill: float
+) -> dict[Value, Tensor]:
+    """The first samples in the places of the last, behind a stranger."""
+    found = dict(tiles)
+    for value, dim in dims.items():
+        tile = tiles[value]
+        if dim is not None and tile.is_floating_point():
+            own = _part(tile, dim, 0)
+            rows = tile.shape[dim] - own.shape[dim]
+            found[value] = torch.cat([torch.full_like(tile.narrow(dim, 0, rows), fill), own], dim)
+    return found
+
+
+@contextmanager
+def _as_it_was(stage: nn.Module) -> Iterator[None]:
+    """Buffers, modes and numbers in attributes are the same afterwards."""
+    attributes = [(module, dict(vars(module))) for module in stage.modules()]
+    buffers = [(module, dict(module._buffers)) for module in stage.modules()]
+    for module, own in buffers:
+        module._buffers.update(
+            {name: None if one is None else one.clone() for name, one in own.items()}
+        )
+    try:
+        yield
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for module, own in buffers:
+            module._buffers.clear()
+            module._buffers.update(own)
+
+
+@contextmanager
+def _followed(stage: nn.Module, seen: list[_Seen] | None) -> Iterator[None]:
+    """Note what modules take and give."""
+    handles = []
+
+    def watch(path: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+
+        def before(module: nn.Module, args: Any) -> None:
+            if seen is not None:
+                seen.append(_Seen(f"what comes before '{path}' ({kind})", _local(args)))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if seen is not None:
+                seen.append(_Seen(f"'{path}' ({kind})", _local(output)))
+
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after))
+
+    for path, module in stage.named_modules() if seen is not None else ():
+        if path:
+            watch(path, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _local(result: Any) -> list[Tensor]:
+    tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    return [(x._tile if isinstance(x, SpatialTensor) else x).detach().clone() for x in tensors]
+
+
+def _sample_dim(whole: Sequence[int], some: Sequence[int]) -> int | None:
+    """The dim along which the samples lie one after the other; None if it has none."""
+    differing = [
+        dim
+        for dim, (n, m) in enumerate(zip(whole, some, strict=True))
+        if n != m and n * FEWER == m * ALL
+    ]
+    return differing[0] if len(differing) == 1 else None
+
+
+def _part(tensor: Tensor, dim: int | None, first: int) -> Tensor:
+    """Two thirds, that is `FEWER` of its samples; all of what has none."""
+    if dim is None:
+        return tensor
+    rows = tensor.shape[dim] // ALL
+    return tensor.narrow(dim, first * rows, FEWER * rows)
+
+
+def _apart(whole: _Seen, some: _Seen, moved: _Seen) -> bool:
+    """Whether the two samples come out the same, whatever is beside them."""
+    if not len(whole.tensors) == len(some.tensors) == len(moved.tensors):
+        return False
+    return all(map(_equal, whole.tensors, some.tensors, moved.tensors))
+
+
+def _equal(whole: Tensor, some: Tensor, moved: Tensor) -> bool:
+    if whole.dim() != some.dim() or whole.shape != moved.shape:
+        return False
+    dim = _sample_dim(whole.shape, some.shape)
+    if dim is not None:
+        whole, moved = _part(whole, dim, 0), _part(moved, dim, ALL - FEWER)
+    if whole.shape != some.shape:
+        return False
+    if not whole.is_floating_point():
+        return torch.equal(whole, some) and torch.equal(whole, moved)
+    scale = float(whole.nan_to_num(0, 0, 0).abs().max()) if whole.numel() else 0.0
+    tolerance = _TOLERANCES.get(whole.dtype, 5e-2) * scale
+    return all(
+        torch.allclose(whole, other, rtol=0, atol=tolerance, equal_nan=True)
+        for other in (some, moved)
+    )
+
+
+class _Calm(TorchFunctionMode):
+    """Without what samples share by design or chance: BatchNorm, dropout, random numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is F.batch_norm and _trains(args, kwargs):
+            return _normalised(*args, **kwargs)
+        if func is torch.batch_norm and args[5]:
+            return _normalised(args[0], None, None, args[1], args[2])
+        if func in PLAIN and "dropout" in name:
+            return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0]))
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *(0.0,) * (len(args) > 4), *args[5:]), dict(kwargs)
+            kwargs.pop("dropout_p", None)
+            return func(*args, **kwargs)
+        if func in PLAIN and "rrelu" not in name:
+            return func(*args, **kwargs).fill_(0.5)
+        composite = inside(func) if getattr(func, "__module__", "") == F.__name__ else None
+        is_split = any(issubclass(kind, SpatialTensor) for kind in types)
+        return (
+            self._inside(composite, args, kwargs)
+            if composite and not is_split
+            else func(*args, **kwargs)
+        )
+
+    def _inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self:  # what it calls may draw
+            return function(*args, **kwargs)
+
+
+def _trains(args: Any, kwargs: Any) -> bool:
+    return bool(args[5] if len(args) > 5 else kwargs.get("training", False))
+
+
+def _normalised(
+    x: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *args: Any, **_: Any
+) -> Tensor:
+    """Of a size like what BatchNorm gives, by a sample's own values."""
+    y = x / (x.abs().mean(tuple(range(1, x.dim())), keepdim=True) + 1e-3)
+    per_channel = (1, -1, *(1,) * (x.dim() - 2))
+    y = y if weight is None else y * weight.view(per_channel)
+    return y if bias is None else y + bias.view(per_channel)

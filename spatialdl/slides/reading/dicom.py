@@ -1,0 +1,91 @@
+"""DICOM series: the files of a folder that are one slide together, a file per level or picture.
+
+OpenSlide opens a series by any of its files and looks for the others in the same folder.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+_SUFFIX, _START = ".dcm", b"DICM"  # the latter after a preamble
+_PREAMBLE = 128
+_SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"  # VL Whole Slide Microscopy Image Storage
+_CLASS, _SERIES = 0x00080016, 0x0020000E  # tags; all that matters comes before pixels
+_UID = re.compile(r"[0-9][0-9.]{0,63}")
+_KNOWN = 2**16  # headers that are kept
+
+
+class Series(NamedTuple):
+    """A series: its SeriesInstanceUID, its files in order, and whether it is a slide.
+
+    A folder may also hold annotations or other images as DICOM; these are no slides.
+    """
+
+    uid: str
+    files: tuple[Path, ...]
+    is_slide: bool
+
+
+def is_uid(name: str) -> bool:
+    """Whether a name may be the UID of a series."""
+    return _UID.fullmatch(name) is not None
+
+
+def may_be_dicom(path: Path) -> bool:
+    """Whether a file may be DICOM by its name: *.dcm, without suffix, or a UID."""
+    return path.suffix.lower() == _SUFFIX or not path.suffix or path.suffix[1:].isdecimal()
+
+
+def is_dicom(start: bytes) -> bool:
+    """Whether a file that begins so is DICOM."""
+    return start.startswith(_START, _PREAMBLE)
+
+
+def grouped(files: Iterable[Path]) -> list[Series]:
+    """The DICOM files among those of one folder, by series, in order of their UIDs."""
+    found: dict[str, list[tuple[Path, str]]] = {}
+    for path in sorted(files):
+        if (header := _header(path)) is not None:
+            found.setdefault(header[0], []).append((path, header[1]))
+    return [
+        Series(
+            uid,
+            tuple(path for path, _ in members),
+            any(kind == _SLIDE_CLASS for _, kind in members),
+        )
+        for uid, members in sorted(found.items())
+    ]
+
+
+def _header(path: Path) -> tuple[str, str] | None:
+    """UID of the series of a file, and SOP class; None if it is not readable as DICOM."""
+    if not may_be_dicom(path):
+        return None
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return _known_header(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(_KNOWN)
+def _known_header(path: Path, size: int, changed_ns: int) -> tuple[str, str] | None:
+    from pydicom.filereader import read_partial  # most batches have no DICOM files
+
+    try:
+        with path.open("rb") as file, warnings.catch_warnings(action="ignore"):
+            if not is_dicom(file.read(_PREAMBLE + len(_START))):
+                return None
+            file.seek(0)
+            found = read_partial(
+                file, lambda tag, vr, length: tag > _SERIES, specific_tags=[_CLASS, _SERIES]
+            )
+            kind, uid = (str(found[tag].value) for tag in (_CLASS, _SERIES))
+    except Exception:  # pydicom raises many kinds for a damaged file; OpenSlide says what is wrong
+        return None
+    return (uid, kind) if is_uid(uid) else None

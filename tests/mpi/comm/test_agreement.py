@@ -1,0 +1,252 @@
+"""Ranks that have other images, labels or weights are refused, all of the grid alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from spatialdl import (
+    CommMismatch,
+    Mesh,
+    SpatialParallel,
+    average_gradients,
+    from_local,
+    init_mesh,
+    shard,
+)
+from spatialdl.comm import check
+from spatialdl.comm.agreement import FIRST, is_due
+from spatialdl.comm.digest import digest, first_difference
+from spatialdl.spatial import agreed
+
+pytestmark = pytest.mark.world(2, 3, 4)
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+LAST = RANK == SIZE - 1
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return init_mesh((SIZE, 1))
+
+
+def image(seed: int = 0, *shape: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(shape or (2, 3, 16, 12), generator=draw, dtype=torch.float64)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    return nn.Sequential(*layers).double()
+
+
+def changed(pixels: Tensor) -> Tensor:
+    copy = pixels.clone()
+    copy[0, 0, 3, 3] += 1
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda: image(seed=1), "other values"),
+        (lambda: changed(image()), "other values"),
+        (lambda: image().flip(-1), "other values"),
+        (lambda: image(0, 2, 3, 20, 12), r"\(2, 3, 20, 12\)"),
+        (lambda: image(0, 1, 3, 16, 12), r"\(1, 3, 16, 12\)"),
+        (lambda: image().float(), "float32"),
+        (lambda: torch.ones(2, 3, 16, 12).long(), "int64"),
+    ],
+)
+def test_other_images_are_refused(other: Callable[[], Tensor], said: str, mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=rf"image .*{said}.*the same one on all ranks of a grid"):
+        shard(other() if LAST else image(), mesh)
+
+
+def test_masks_differ_in_one_pixel(mesh: Mesh) -> None:
+    mask = torch.zeros(2, 16, 12, dtype=torch.uint8)
+    mask[1, 5, 5] = LAST
+    with pytest.raises(ValueError, match=r"image .* has other values on rank"):
+        shard(mask, mesh)
+
+
+def test_tiles_of_other_images_are_refused(mesh: Mesh) -> None:
+    size = (20, 12) if LAST else (16, 12)
+    row0, row1, col0, col1 = mesh.box(size)
+    tile = image(RANK, 2, 3, row1 - row0, col1 - col0)
+    with pytest.raises(ValueError, match=r"tiles of different images: float64, \(2, 3\) x \(\d+"):
+        from_local(tile, mesh, size)
+    samples = 1 if LAST else 2
+    row0, row1, col0, col1 = mesh.box((16, 12))
+    with pytest.raises(ValueError, match="tiles of different images"):
+        from_local(image(0, samples, 3, row1 - row0, col1 - col0), mesh, (16, 12))
+
+
+def test_tiles_and_replicas_have_images_of_their_own(mesh: Mesh) -> None:
+    row0, row1, col0, col1 = mesh.box((16, 12))
+    from_local(image(RANK, 2, 3, row1 - row0, col1 - col0), mesh, (16, 12))
+    replicas = init_mesh((1, 1), data=SIZE)
+    model = network()
+    loss = F.cross_entropy(model(shard(image(RANK), replicas)), torch.tensor([0, RANK % 3]))
+    loss.backward()
+    average_gradients(model, replicas)
+
+
+def test_other_labels_are_refused(mesh: Mesh) -> None:
+    labels = torch.tensor([0, 2 if LAST else 1])
+    loss = F.cross_entropy(network()(shard(image(), mesh)), labels)
+    with pytest.raises(ValueError, match="other losses: give all the same labels"):
+        loss.backward()
+
+
+def test_other_labels_after_a_gathered_image_are_refused(mesh: Mesh) -> None:
+    x = shard(image(), mesh) * nn.Parameter(torch.ones((), dtype=torch.float64))
+    with pytest.raises(ValueError, match="other losses: give all the same labels"):
+        F.mse_loss(x.full_tensor(), image(seed=int(LAST))).backward()
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_other_labels_of_pixels_are_refused(classes: bool, mesh: Mesh) -> None:
+    labels = torch.zeros(2, 16, 12, dtype=torch.int64)
+    labels[0, 0, 0] = LAST
+    target = labels if classes else labels.double().unsqueeze(1).expand(2, 3, 16, 12)
+    loss = F.cross_entropy if classes else F.mse_loss
+    with pytest.raises(ValueError, match="same labels, weights of pixels and masks"):
+        loss(shard(image(), mesh), target)
+
+
+def test_other_weights_are_refused(mesh: Mesh) -> None:
+    model = network()
+    labels = torch.tensor([0, 1])
+    F.cross_entropy(model(shard(image(), mesh)), labels).backward()
+    average_gradients(model, mesh)
+    with torch.no_grad():
+        model[0].bias[0] += LAST
+    with pytest.raises(ValueError, match=r"different weights: parameter 1 .* other values on rank"):
+        average_gradients(model, mesh)
+    wrapped = SpatialParallel(network(seed=RANK), mesh)
+    with torch.no_grad():
+        wrapped.module[4].bias[0] += LAST  # after it has made them alike
+    loss = wrapped(shard(image(), mesh)).sum()
+    with pytest.raises(ValueError, match=r"different weights|other losses"):
+        loss.backward()
+
+
+class Squeezed(nn.Module):
+    """Whole tensors on the way, of which the gradients are parts, and a loss of a rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        x = x * self.gate(F.adaptive_avg_pool2d(x, 1)).sigmoid()
+        return (x - x.mean((2, 3), keepdim=True)).relu()
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "pixels": lambda x: x.square().mean(),
+    "pooled": lambda x: F.adaptive_avg_pool2d(x, 1).square().sum(),
+    "both": lambda x: x.square().mean() + x.mean((2, 3)).exp().sum(),
+    "of the own tile": lambda x: x.to_local().square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "a split gradient"])
+def test_what_ranks_may_have_of_their_own_is_not_refused(name: str, mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    model = Squeezed().double()
+    output = model(shard(image(), mesh))
+    if name == "a split gradient":
+        output.backward(torch.ones_like(output))
+    else:
+        LOSSES[name](output).backward()
+    average_gradients(model, mesh)
+
+
+def test_rounding_is_not_refused(mesh: Mesh) -> None:
+    shard(image() * (1 + 1e-9 * RANK), mesh)
+
+
+def test_ranks_that_have_parted_unnoticed_are_named(mesh: Mesh) -> None:
+    check.enable(False)
+    try:
+        x = shard(image(), mesh)
+        check.agree(mesh.grid_comm, "an exchange" if LAST else "a sum")
+        with pytest.raises(CommMismatch, match=r"ranks do different things: .*an exchange"):
+            shard(image(), mesh)
+        assert x.shape == (2, 3, 16, 12)
+    finally:
+        check.enable()
+        check._groups.clear()
+
+
+def test_it_can_be_switched_off() -> None:
+    mesh = init_mesh((SIZE, 1), check=False)
+    check.enable()
+    shard(image(seed=RANK), mesh)
+
+
+def test_most_steps_are_not_compared(mesh: Mesh) -> None:
+    due = [number for number in range(1, 10_000) if is_due(number)]
+    assert due[:FIRST] == list(range(1, FIRST + 1))
+    assert len(due) < 80
+    assert max(later - number for number, later in pairwise(due)) <= 1024
+    for _ in range(FIRST + 4):
+        x = shard(image(), mesh)
+    assert mesh.agreement is not None
+    assert not mesh.agreement.compares
+    shard(image(seed=RANK), mesh)  # until it is due again
+    assert x.shape == (2, 3, 16, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.complex128])
+def test_a_digest_depends_on_places_and_not_on_memory(dtype: torch.dtype) -> None:
+    values = (image(0, 1, 3, 50, 41).abs() * 9 % 2).round().to(dtype)
+    assert digest(values) == digest(values.contiguous(memory_format=torch.channels_last))
+    assert digest(values) != digest(values.flip(-1))
+    assert digest(values) != digest(values.transpose(-1, -2))
+    assert digest(values, most=100) == digest(values.clone(), most=100)
+    assert digest(values[:, :0]) == 0
+
+
+def test_a_difference_is_named() -> None:
+    comm = init_mesh((SIZE, 1)).comm
+    named = {"a": image(), "b": image(seed=1) if LAST else image(), "c": image()}
+    assert first_difference(comm, {"a": image()}) is None
+    said = first_difference(comm, named)
+    assert said == f"b (float64 (2, 3, 16, 12)) has other values on rank {SIZE - 1} than on rank 0"
+
+
+@pytest.fixture
+def warns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(agreed._Noted, "has_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("how", ["forgotten", "averaged", "wrapped", "not split"])
+def test_a_step_on_gradients_that_were_never_averaged_warns(
+    how: str, mesh: Mesh, warns: None
+) -> None:
+    model = network()
+    used = SpatialParallel(model, mesh) if how == "wrapped" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = image() if how == "not split" else shard(image(), mesh)
+    used(x).sum().backward()
+    if how == "averaged":
+        average_gradients(model, mesh)
+    if how == "forgotten" and RANK == 0:
+        with pytest.raises(UserWarning, match=r"SGD steps on .* call spatialdl\.average_gradients"):
+            optimizer.step()
+        return
+    optimizer.step()

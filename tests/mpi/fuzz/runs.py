@@ -1,0 +1,175 @@
+"""A case as the training command runs it, on all ranks, and its comparison with one process."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from torch import Tensor
+
+from spatialdl import shard
+from spatialdl.comm.communicator import Communicator
+from spatialdl.configuring.own_keys import fit_model_keys, rewritten
+from spatialdl.data.writer import ShardWriter
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.schedule import make_schedule, repeated
+from spatialdl.placement import Placement
+from spatialdl.training.checkpoints.content import copies
+from spatialdl.training.checks import check_config
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
+from tests.mpi.fuzz.cases import CLASSES, Case
+from tests.mpi.fuzz.networks import network
+from tests.mpi.fuzz.reference import (
+    STEPS,
+    Data,
+    Outcome,
+    batches,
+    freeze,
+    loss_of,
+    optimizer_of,
+    slices,
+    state_of,
+)
+
+TOLERANCE = 1e-10
+METRICS = ("loss", "accuracy")
+ALWAYS = [
+    *("model._target_=tests.mpi.fuzz.networks.network", "data=shards", "data.workers=0"),
+    *("trainer.precision=float64", f"trainer.max_steps={STEPS}", "device=cpu"),
+    *("trainer.report=false", "trainer.checkpoint.keep=0", "comm.check=false"),
+    f"trainer.validate_every={STEPS}",
+]
+
+
+def write(folder: Path, case: Case, data: Data) -> list[str]:
+    """The data set of a case on disk, as the command reads it."""
+    name = case.task["name"]
+    classes = [f"class{number}" for number in range(CLASSES)]
+    halves = (
+        ("train", data.images, data.targets),
+        ("val", data.validation_images, data.validation_targets),
+    )
+    rows = []
+    with ShardWriter(folder / "set", classes if name != "regression" else ()) as writer:
+        for split, images, targets in halves:
+            for image, target in zip(images, targets, strict=True):
+                label = int(target) if name == "classification" else None
+                mask = target if name == "segmentation" else None
+                writer.add(image, label, split, mask=mask)
+                rows.append(target)
+    words = [f"data.path={folder / 'set'}"]
+    if name in ("multilabel", "regression"):
+        file = folder / "targets.csv"
+        with file.open("w", newline="") as lines:
+            table = csv.writer(lines)
+            table.writerow(["sample", *classes])
+            for number, row in enumerate(rows):
+                table.writerow([number, *("" if np.isnan(x) else x for x in row)])
+        words.append(f"data.targets={file}")
+    return words
+
+
+def composed(case: Case, words: list[str]) -> DictConfig:
+    """The configuration, as the command makes it."""
+    arguments = [
+        rewritten(word)
+        for word in (
+            *(*ALWAYS, *words, *case.overrides(), f"data.batch_size={case.batch}"),
+            *(f"model.seed={case.seed}", f"model.kind={case.network}", f"model.head={case.head}"),
+            f"model.leave_out=[{','.join(case.leave_out)}]",
+        )
+    ]
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose("train", arguments)
+    check_config(config)
+    fit_model_keys(config, arguments)
+    return config
+
+
+def trained(case: Case, world: Communicator, folder: Path, data: Data) -> Outcome:
+    """Train as the command does; every rank calls it."""
+    config = None
+    if world.rank == 0:  # alone, as composing takes longer than training
+        config = composed(case, write(folder, case, data))
+    config = world.bcast(config)
+    trainer = Trainer(config, world)
+    fit(trainer, folder / "run")
+    own = copies(trainer.pipeline, trainer.update, world.rank)
+    files = [tensors for one in world.allgather(own) for tensors in one.values()]
+    state: dict[str, Tensor] = {name: value for one in files for name, value in one.items()}
+    run = Path(world.bcast(folder)) / "run"
+    with (run / "metrics.csv").open(newline="") as lines:
+        losses = [float(row["loss"]) for row in csv.DictReader(lines)]
+    with (run / "validation.csv").open(newline="") as lines:
+        *_, metrics = csv.DictReader(lines)
+    return Outcome(losses, state, {key: float(metrics[key]) for key in METRICS if key in metrics})
+
+
+def driven(case: Case, world: Communicator, data: Data) -> Outcome:
+    """The same by a loop of the user's own over a `Pipeline`, without a validation."""
+    parallel, labelled = case.parallel, case.task["name"] in ("classification",)
+    spatial, stages = parallel["spatial_stages"], parallel["stages"]
+    grid, local, variant = tuple(parallel["grid"]), parallel["local_dp"], parallel["gems.variant"]
+    placement = Placement(
+        *(parallel["data"], (grid,) * spatial + ((1, 1),) * (stages - spatial)),
+        *(parallel["interleave"], variant != "none"),
+        (1,) * spatial + (local,) * (stages - spatial) if local > 1 else (),
+    )
+    name = parallel["schedule"] if variant == "none" else variant
+    schedule = make_schedule(name, placement, parallel["microbatches"], parallel["gems.times"])
+    model = network(CLASSES, 3, case.seed, case.network, case.head, case.leave_out).double()
+    freeze(model, case.trainer["freeze"])
+
+    def counts(target: Tensor) -> Tensor | None:
+        weights = torch.tensor(case.task.get("class_weights", [1.0] * CLASSES))
+        return weights.double()[target] if labelled else (~target.isnan()).sum(1)
+
+    pipeline = Pipeline(
+        *(model, placement, repeated(schedule, case.trainer["accumulate"]), world, loss_of(case)),
+        (3, *case.size),
+        recompute=parallel["recompute"],
+        sync_batchnorm=parallel["sync_batchnorm"],
+        sample_weights=counts,
+    )
+    optimizer = optimizer_of(case, pipeline)
+    losses = []
+    for step, (images, targets) in enumerate(batches(case, data, 0.0)):
+        microbatches = []
+        for number, row in enumerate(slices(case, len(images))):
+            start, stop = row[pipeline.replica]
+            first, last = pipeline.first(number), pipeline.last(number)
+            tile = shard(images[start:stop], first).to_local() if first and stop > start else None
+            target = targets[start:stop] if last else None
+            share = (stop - start) / len(images)
+            microbatches.append(Microbatch(stop - start, share, tile, target))
+        losses.append(world.allreduce(pipeline.train_step(microbatches, step)))
+        if case.trainer["clip_norm"]:
+            pipeline.gradients.clip(case.trainer["clip_norm"])
+        optimizer.step()
+    own = {
+        name: value
+        for stage in pipeline.stages.values()
+        for name, value in state_of(stage, optimizer).items()
+    }
+    state = {name: value for one in world.allgather(own) for name, value in one.items()}
+    return Outcome(losses, state, {})
+
+
+def differences(ours: Outcome, plain: Outcome) -> dict[str, float]:
+    """By how much numbers differ, by name; of what one of the two has alone infinite."""
+    found = {}
+    if ours.state.keys() != plain.state.keys():
+        found |= {name: float("inf") for name in ours.state.keys() ^ plain.state.keys()}
+    for number, (one, two) in enumerate(zip(ours.losses, plain.losses, strict=True)):
+        found[f"loss of step {number + 1}"] = abs(one - two)
+    for name in ours.state.keys() & plain.state.keys():
+        found[name] = float((ours.state[name].double() - plain.state[name].double()).abs().max())
+    for name, value in plain.metrics.items():
+        found[f"metric {name}"] = abs(ours.metrics[name] - value)
+    return found

@@ -1,0 +1,169 @@
+"""A forward that changes a parameter is refused where it would not be what one process does."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, weight_norm
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.placement import Placement
+
+pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
+
+
+class Data(nn.Conv2d):
+    """Changes no value at first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class Clamped(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class Shrinking(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+        return super().forward(x)
+
+
+class Swapped(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.detach() * 0.99
+        return super().forward(x)
+
+
+class Unseen(nn.Conv2d):
+    """By what PyTorch knows nothing about."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.detach().numpy()[:] *= 0.99
+        return super().forward(x)
+
+
+class Late(nn.Conv2d):
+    """Not in the first step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().mean() > 0.5:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class Hooked(nn.Conv2d):
+    """By a hook of its own."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.register_forward_pre_hook(shrink)
+
+
+def shrink(module: nn.Module, args: object) -> None:
+    module.weight.data.mul_(0.99)  # type: ignore[union-attr, operator]
+
+
+def network(kind: type[nn.Conv2d]) -> nn.Module:
+    layers = nn.Conv2d(3, 4, 3), nn.Tanh(), kind(4, 4, 3), nn.Flatten(), nn.Linear(4 * 4 * 4, 5)
+    return nn.Sequential(*layers).double()
+
+
+def train(model: nn.Module, world: Communicator, layout: str, steps: int = 3) -> None:
+    """Two micro-batches a step; from the third step on images are other ones."""
+    row, column = ((1, 1),) * world.size, (world.size, 1)
+    placement = {
+        "gems": Placement(1, row, mirrored=True),
+        "local_dp": Placement(1, ((1, 1), (1, 1)), batch=(1, world.size - 1)),
+        "sp": Placement(1, (column,)),
+        "pp": Placement(1, row),
+    }.get(layout, Placement(world.size, ((1, 1),)))
+    pipeline = Pipeline(
+        model,
+        placement,
+        make_schedule("mast" if layout == "gems" else "gpipe", placement, 2),
+        world,
+        F.cross_entropy,
+        (3, 8, 8),
+        ["2"] if layout == "local_dp" else None,
+        gather_before="3" if layout == "sp" else (),
+        shard_state=layout == "shard",
+    )
+    trained = [*pipeline.parameters()] or [nn.Parameter(torch.empty(0))]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
+    samples = 0 if layout == "uneven" and pipeline.replica > 0 else 2
+    for step in range(steps):
+        images = torch.full((samples, 3, 8, 8), 100.0 * (step > 1)).double()
+        batch = []
+        for number in range(2):
+            first, last = pipeline.first(number), pipeline.last(number)
+            r0, r1, c0, c1 = first.box((8, 8)) if first else (0, 0, 0, 0)
+            tile = images[..., r0:r1, c0:c1] if first else None
+            target = torch.zeros(samples, dtype=torch.long) if last else None
+            batch.append(Microbatch(samples, 0.5 / placement.data, tile, target))
+        pipeline.train_step(batch, step)
+        optimizer.step()
+
+
+REFUSED = r"the forward changes the parameter '2\.weight'"
+WRITING = [
+    ("uneven", Unseen),  # in other layouts PyTorch refuses it, or the network is not cut
+    *product(("uneven", "shard", "gems"), (Data, Clamped, Shrinking, Swapped, Hooked)),
+    # others are refused before training, as samples that depend on each other
+    *product(["local_dp"] * (MPI.COMM_WORLD.size > 2), (Data, Clamped)),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), WRITING)
+def test_a_forward_that_changes_a_parameter_is_refused_on_all_ranks(
+    layout: str, kind: type[nn.Conv2d], world: Communicator
+) -> None:
+    with pytest.raises(UnsupportedSpatialOp, match=REFUSED):
+        train(network(kind), world, layout, steps=1)
+
+
+@pytest.mark.parametrize("layout", ["dp", "shard"])
+def test_one_that_begins_later_is_refused_by_its_version(layout: str, world: Communicator) -> None:
+    train(network(Late), world, layout, steps=2)
+    with pytest.raises(UnsupportedSpatialOp, match=REFUSED):
+        train(network(Late), world, layout)
+
+
+@pytest.mark.parametrize("layout", ["sp", "pp"])
+def test_ranks_without_samples_of_their_own_may(layout: str, world: Communicator) -> None:
+    train(network(Shrinking), world, layout)
+
+
+@pytest.mark.parametrize("layout", ["uneven", "shard", "gems"])
+def test_weights_that_are_computed_in_forward_are_no_change(
+    layout: str, world: Communicator
+) -> None:
+    model = network(nn.Conv2d)
+    parametrizations.spectral_norm(model[0])
+    parametrizations.weight_norm(model[2])
+    train(model, world, layout)
+
+
+@pytest.mark.parametrize("normed", [prune, weight_norm])
+def test_weights_that_hooks_compute_are_no_change(normed: object, world: Communicator) -> None:
+    model = network(nn.Conv2d)
+    if normed is prune:
+        prune.l1_unstructured(model[2], "weight", 0.5)
+    else:
+        weight_norm(model[2])
+    train(model, world, "uneven")

@@ -1,0 +1,274 @@
+"""Python state that forwards change, in stages: exact in one of them, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.recording import Forward
+from tests.pipeline.cutting import SIZE, check_cut, places_of, run_stages, stages_of, trained
+
+CALLS = 0
+
+
+class Part(nn.Module):
+    """A part with a layer of its own; `function` is its forward."""
+
+    def __init__(self, function, **attributes) -> None:
+        super().__init__()
+        self.function, self.conv = function, nn.Conv2d(4, 4, 3, padding=1)
+        self.register_buffer("ema", torch.zeros(()))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Network(nn.Module):
+    """A stem, the part, a head; `function` comes before the head."""
+
+    def __init__(self, part: nn.Module, function=lambda self, x: x) -> None:
+        super().__init__()
+        self.function, self.part = function, part
+        self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.head = nn.Conv2d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).tanh()
+        return self.head(self.function(self, self.part(x)).tanh())
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.steps = [0]
+
+    def step(self) -> float:
+        self.steps[0] += 1
+        return 0.9 ** self.steps[0]
+
+
+class Inner(nn.Module):
+    """A block, called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def counts(self, x):
+    self.calls += 1
+    return x + self.conv(x) * min(1.0, self.calls / 10)
+
+
+def now_and_then(self, x):
+    self.calls += 1
+    return self.conv(x) if self.calls % 5 == 0 else self.conv(x) + x
+
+
+def scheduled(self, x):
+    return self.conv(x) * self.schedule.step()
+
+
+def remembers(self, x):
+    self.sizes.append(len(x))
+    return self.conv(x) * (sum(self.sizes) / 10)
+
+
+def rebinds(self, x):
+    self.ema = 0.9 * self.ema + 0.1 * x.detach().mean()
+    return self.conv(x) * (1 + self.ema)
+
+
+def cached(self, x):
+    if self.table is None or len(self.table) != len(x):
+        self.table = torch.linspace(0, 1, len(x), dtype=x.dtype).view(-1, 1, 1, 1)
+    return self.conv(x) + self.table
+
+
+def sets_a_block(self, x):
+    self.calls += 1
+    self.blocks[0].scale = 1 / self.calls
+    return self.blocks[0](self.conv(x))
+
+
+def sets_a_mode(self, x):
+    self.norm.eval()
+    return self.norm(self.conv(x))
+
+
+KEPT = {
+    "counts": lambda: Part(counts, calls=0),
+    "now_and_then": lambda: Part(now_and_then, calls=0),
+    "scheduled": lambda: Part(scheduled, schedule=Schedule()),
+    "remembers": lambda: Part(remembers, sizes=[]),
+    "rebinds": lambda: Part(rebinds),
+    "cached": lambda: Part(cached, table=None),
+    "sets_a_block": lambda: Part(sets_a_block, calls=0, blocks=nn.ModuleList([Inner()])),
+    "sets_a_mode": lambda: Part(sets_a_mode, norm=nn.BatchNorm2d(4)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_part_whose_state_changes_is_called_as_a_whole(name):
+    torch.manual_seed(0)
+    model = Network(KEPT[name]()).double()
+    free, _ = places_of(model)
+    assert "part" in stages_of(copy.deepcopy(model), free)[3].paths
+    check_cut(copy.deepcopy(model), *free)
+    check_cut(copy.deepcopy(model), free[2])
+
+
+def sizes(self, x):
+    """What is set before it is read is not state."""
+    self.height, self.width = x.shape[-2:]
+    self.last = x.detach()
+    return self.conv(x).flatten(2).unflatten(2, (self.height, self.width))
+
+
+def warns_once(self, x):
+    if not self.warned:
+        self.warned = True
+    return self.conv(x).tanh()
+
+
+@pytest.mark.parametrize(
+    "part", [lambda: Part(sizes, height=None), lambda: Part(warns_once, warned=False)]
+)
+def test_what_is_no_state_may_be_cut(part):
+    torch.manual_seed(0)
+    model = Network(part()).double()
+    free, kept_together = places_of(model)
+    stages = stages_of(copy.deepcopy(model), free)
+    assert "part.conv" in [path for stage in stages for path in stage.paths]
+    assert not kept_together
+    check_cut(model, *free)
+
+
+def of_class(self, x):
+    type(self).calls += 1
+    return x
+
+
+def of_module(self, x):
+    global CALLS  # noqa: PLW0603, that is what is looked for
+    CALLS += 1
+    return x * (CALLS > 100)
+
+
+def of_closure():
+    calls = 0
+
+    class Counts(Network):
+        def forward(self, x):
+            nonlocal calls
+            calls += 1
+            return super().forward(x) * (calls > 100)
+
+    return Counts(nn.Tanh())
+
+
+def counts_itself(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return x / self.calls
+
+
+def counts_a_part(self, x):
+    self.part.calls += 1
+    return x
+
+
+class Counted(Network):
+    calls = 0
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: Network(Part(counts, calls=0), counts_itself), "changes the attribute 'calls'"),
+        (lambda: Network(Part(counts, calls=0), counts_a_part), r"the attribute 'part\.calls'"),
+        (lambda: Counted(nn.Tanh(), of_class), r"'Counted\.calls', which changes from run to run"),
+        (lambda: Network(nn.Tanh(), of_module), r"'tests\.pipeline\.test_attributes\.CALLS', wh"),
+        (of_closure, r"Counts\.forward', which changes from run to run"),
+        (lambda: Network(nn.Tanh(), lambda s, x: x * random.random()), "numbers by Python's rand"),
+        (lambda: Network(nn.Tanh(), lambda s, x: x * np.random.rand()), "numbers by NumPy's rand"),
+        (lambda: Network(nn.Tanh(), lambda s, x: x * time.perf_counter()), "something else each"),
+    ],
+)
+def test_state_that_no_stage_can_keep_is_refused_by_name(model, reason):
+    before = random.getstate()
+    with pytest.raises(ValueError, match=reason):
+        cut(model(), [1, 1], image_size=SIZE)
+    assert random.getstate() == before
+
+
+def test_an_object_that_two_blocks_share_keeps_them_together():
+    schedule = Schedule()
+    blocks = [Part(scheduled, schedule=schedule), Part(scheduled, schedule=schedule)]
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](self.conv(x)).tanh())
+
+    model = Network(Part(forward, blocks=nn.ModuleList(blocks))).double()
+    free, _ = places_of(model)
+    assert "part" in stages_of(copy.deepcopy(model), free)[3].paths
+    check_cut(model, *free)
+    with pytest.raises(ValueError, match=r"changes the attribute '0\.schedule'"):
+        cut(nn.Sequential(*blocks), [1, 1], image_size=(4, 9, 7))
+
+
+@pytest.mark.parametrize("name", ["counts", "scheduled", "remembers"])
+def test_ranks_with_samples_of_their_own_cannot_count(name):
+    with pytest.raises(ValueError, match=r"Network changes part\.\w+ each time, which replicas"):
+        cut(Network(KEPT[name]()), [1], image_size=SIZE, divided=True)
+
+
+@pytest.mark.parametrize("part", [Part(sizes, height=None), Part(warns_once, warned=False)])
+def test_what_is_no_state_may_be_divided(part):
+    model = Network(part)
+    assert cut(model, [1], image_size=SIZE, divided=True) == [model]
+
+
+def test_numbers_that_a_part_returns_must_stay_the_same():
+    def forward(self, x):
+        x, factor = self.inner(x)
+        return x * factor
+
+    def inner(self, x):
+        self.calls += 1
+        return self.conv(x), min(1.0, self.calls / 10)
+
+    part = Part(forward, inner=Part(inner, calls=0))
+    with pytest.raises(ValueError, match=r"something else each time it runs, at 'part\.inner'"):
+        cut(Network(part), [1, 1], image_size=SIZE)
+
+
+def test_attributes_that_are_set_from_outside_are_followed():
+    torch.manual_seed(0)
+    model = Network(Part(lambda self, x: self.conv(x) * self.factor, factor=1.0)).double()
+    whole = copy.deepcopy(model)
+    stages = stages_of(model, [2, 4])
+    x = torch.randn(2, *SIZE, dtype=torch.float64)
+    for factor in (1.0, 0.5, 0.25):
+        model.part.factor = whole.part.factor = factor
+        for stage in stages:
+            stage.train()
+        assert torch.equal(run_stages(stages, x), whole(x))
+
+
+def test_recording_leaves_classes_and_attributes_as_they_are():
+    model = Network(KEPT["counts"]()).double()
+    Forward(model, SIZE).of(2, training=True)
+    assert type(model.part) is Part
+    assert model.part.calls == 0
+    trained(model, model, 1)

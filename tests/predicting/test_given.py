@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spatialdl.predicting.given import given_slides
+from spatialdl.predicting.records import key_of
+from tests.slides.dicom_series import uid, write_series
+from tests.slides.tiled_tiffs import picture
+
+A, B = uid("a"), uid("b")
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Path:
+    """Two folders, one with a series and one with two."""
+    write_series(tmp_path / "one", picture(200, 150), A)
+    for series in (B, uid("c")):
+        write_series(tmp_path / "two", picture(200, 150), series, 1, name=series + "{}.dcm")
+    return tmp_path
+
+
+def test_series_are_given_by_folders_uids_files_and_patterns(cases: Path) -> None:
+    one, two = cases / "one", cases / "two"
+    for given in (one, one / A, [one, one / "level-1.dcm"], one / "*.dcm", cases / "on*"):
+        found = given_slides([*map(str, given)] if isinstance(given, list) else str(given))
+        assert [path.resolve() for path in found] in ([one], [one / A])
+    assert given_slides(str(two / B)) == [two / B]
+    assert len(given_slides(str(cases / "*"))) == 3
+    with pytest.raises(ValueError, match="matches no file or folder"):
+        given_slides(str(two / uid("d")))
+
+
+def test_a_series_is_predicted_anew_when_one_of_its_files_changes(cases: Path) -> None:
+    before = key_of([], cases / "one")
+    assert key_of([], cases / "one") == before == key_of([], cases / "one" / A)
+    write_series(cases / "one", 255 - picture(200, 150), A, name="level-{}.dcm")
+    assert key_of([], cases / "one") != before
