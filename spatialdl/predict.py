@@ -19,7 +19,7 @@ from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
-from spatialdl.predicting.checks import check_config
+from spatialdl.predicting.checks import check_config, names_own_network
 from spatialdl.predicting.given import given_slides
 from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
@@ -71,6 +71,10 @@ def _hydra_main(config: DictConfig) -> None:
         if config.slides is not None:
             given_slides(config.slides)  # mistakes are told before minutes go into starting ranks
         if placement.world_size > 1:
+            if names_own_network(str(config.ckpt_path)):
+                from spatialdl.predicting.network import check_own_network
+
+                check_own_network(config)
             log.info("%s: starting %s", run_dir, placement.describe())
             arguments = [*sources(), *job.overrides.task, *into(run_dir)]
             code = start_ranks(placement.world_size, "spatialdl.predict", arguments)

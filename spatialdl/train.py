@@ -27,7 +27,7 @@ from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
-from spatialdl.configuring.own_keys import fit_model_keys, rewritten
+from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
 from spatialdl.early_signals import let_end
 from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from spatialdl.placement import Placement
 
 log = logging.getLogger("spatialdl.train")
-
-OURS = "spatialdl.models"
 
 
 def main() -> None:
@@ -126,16 +124,18 @@ def check_own_network(config: DictConfig, overrides: Sequence[str]) -> None:
     """Build a network of the user's own once before ranks start, where its errors are seen.
 
     Raises:
-        ValueError: if it cannot be built.
+        ValueError: if it cannot be built, or the weights to begin with do not fit.
     """
-    if config.model["_target_"].startswith(f"{OURS}."):
+    if not is_own_network(config.model["_target_"]):
         return
-    from spatialdl.training.network.building import build_model
+    from spatialdl.comm.alone import Alone
+    from spatialdl.training.network.building import make_network
     from spatialdl.training.settings import open_sources
 
     config = config.copy()
     fit_model_keys(config, overrides)
-    build_model(config, open_sources(config.data, int(config.seed), config.task.name))
+    data = open_sources(config.data, int(config.seed), config.task.name)
+    make_network(config, data, Alone())
 
 
 def _take_back(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +19,13 @@ import openslide
 import pytest
 import tifffile
 from PIL import Image
+from torch import nn
 
 from spatialdl import predict
 from spatialdl.data import ShardWriter
 from spatialdl.predicting.given import given_slides
 from spatialdl.training.run_lock import held
+from tests.mpi.training import small
 from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
 from tests.slides.tiled_tiffs import write_tiff
 
@@ -87,7 +90,7 @@ def here(case, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["predict", *words, *HERE])
+        monkeypatch.setattr(sys, "argv", ["predict", *HERE, *words])
         code = 0
         try:
             predict.main()
@@ -121,6 +124,48 @@ def test_slides_are_predicted_as_the_training_set_was_cut(case, here):
         assert min(picture.size) > 300
     _check_resuming(case, here)
     _check_refusal(case, here)
+
+
+def no_weights(num_classes: int, in_channels: int) -> nn.Module:
+    raise FileNotFoundError("no weights at /nowhere")
+
+
+def of_more_arguments(num_classes: int, in_channels: int, depth: int) -> nn.Module:
+    raise AssertionError("cannot be called without depth")
+
+
+def of_other_shapes(num_classes: int, in_channels: int) -> nn.Module:
+    return nn.Sequential(OrderedDict(conv1=nn.Conv2d(in_channels, 5, 5, bias=False)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            no_weights,
+            "error: model=tests.mpi.training.small.small cannot be built: .*no weights at",
+        ),
+        (of_more_arguments, "cannot be built: .*missing 1 required positional argument: 'depth'"),
+        (of_other_shapes, "another network: its 'conv1.weight' is 4x3x5x5, .* is 5x3x5x5"),
+    ],
+)
+def test_errors_of_an_own_network_are_found_before_ranks_start(changed, said, here, monkeypatch):
+    started = []
+    monkeypatch.setattr(predict, "start_ranks", lambda *words: started.append(words) or 0)
+    words = ("ckpt_path=run", "slides=b.tif", "hydra.run.dir=not_there", "parallel=sp")
+    assert here(*words)[0] == 0
+    assert len(started) == 1
+    monkeypatch.setattr(small, "small", changed)
+    code, errors = here(*words)
+    assert (code, len(started)) == (1, 1)
+    assert re.search(f"(?s){said}", errors)
+
+
+def test_an_own_network_without_trust_is_refused_before_ranks_start(here, monkeypatch):
+    monkeypatch.setattr(predict, "start_ranks", None)
+    code, errors = here("ckpt_path=run", "slides=b.tif", "parallel=sp", "trust=[]")
+    assert code == 1
+    assert "add trust=[tests.mpi.training.small.small]" in errors
 
 
 def _check_refusal(case: Case, here: Callable[..., tuple[int, str]]) -> None:

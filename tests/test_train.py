@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from spatialdl import train
@@ -40,6 +42,8 @@ import torch
 class Network(torch.nn.Module):
     def __init__(self, num_classes, depth=2): ...
 def keyword_only(*, depth=2): ...
+def linear(num_classes):
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, num_classes))
 def broken(num_classes): raise KeyError("no such thing")
 """
 
@@ -108,6 +112,15 @@ def test_errors_of_an_own_network_come_before_ranks_start(inside, layout):
     assert (code, calls) == (1, [])
     assert errors.startswith("error: model=networks.broken cannot be built: ")
     assert "no such thing" in errors
+
+
+def test_weights_that_do_not_fit_an_own_network_are_refused_before_ranks_start(inside, tmp_path):
+    torch.save({"0.weight": torch.zeros(7, 7)}, tmp_path / "other.pt")
+    words = ("parallel=sp", "model._target_=networks.linear", "weights=other.pt")
+    code, errors, calls = inside(*words)
+    assert (code, calls) == (1, [])
+    assert re.search(r"^error: .*other\.pt", errors)
+    assert "7x7" in errors
 
 
 def test_one_rank_trains_in_this_process(inside, tmp_path):

@@ -10,6 +10,7 @@ from torch import Tensor
 from spatialdl import trace
 from spatialdl.comm import check, dry
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.tape import once
 from spatialdl.waiting import noted
 
@@ -67,7 +68,7 @@ class _SumOverRanks(torch.autograd.Function):
         return sum_over_ranks(comm, values, name)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return sum_over_ranks(ctx.comm, grad, f"{ctx.name} backward"), None, None
 
@@ -108,7 +109,7 @@ class _GatherOverRanks(torch.autograd.Function):
         return gather_over_ranks(comm, values, name)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         total = sum_over_ranks(ctx.comm, grad, f"{ctx.name} backward")
         return total[ctx.comm.rank], None, None

@@ -14,6 +14,7 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Held
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.layout import Box
 
@@ -105,7 +106,7 @@ class _Repartition(torch.autograd.Function):
         return move(comm, plan, tile, fill, name)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return move_back(ctx.comm, ctx.plan, grad, ctx.name), None, None, None, None
 

@@ -20,6 +20,13 @@ FROM_DATA = {
 }
 """What the data say of a network, and how networks call it."""
 
+_PRODUCT = "spatialdl.models."
+
+
+def is_own_network(target: str) -> bool:
+    """Whether ``model._target_`` is the user's, and not one of this package."""
+    return not target.startswith(_PRODUCT)
+
 
 def rewritten(argument: str) -> str:
     """Let what is the user's own have keys that the group's file does not know; short forms."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.limit import check_timeout
+from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.configuring.values import check_values
 from spatialdl.placement import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
-from spatialdl.training.checkpoints.folder import LATEST, candidates
+from spatialdl.training.checkpoints.folder import CONTENT, LATEST, candidates
 from spatialdl.training.checks import BACKENDS, BALANCES, DEVICES, PRECISIONS, TRANSPORTS
 from spatialdl.training.layouts import placement_of, schedule_of
 
@@ -52,6 +54,15 @@ def check_config(config: DictConfig) -> Placement:
         check_whole(placement, schedule.microbatches)
     check_values(config)
     return placement
+
+
+def names_own_network(ckpt_path: str) -> bool:
+    """Whether a checkpoint says that its network is the user's own; False if it is damaged."""
+    try:
+        content = json.loads((candidates(ckpt_path, Path())[0] / CONTENT).read_text("utf-8"))
+        return is_own_network(content["config"]["model"]["_target_"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def check_whole(placement: Placement, microbatches: int) -> None:

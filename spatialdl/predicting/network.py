@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
+from spatialdl.configuring.own_keys import is_own_network
+from spatialdl.errors import CheckpointError
 from spatialdl.node_order import placed_by_nodes
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.predicting.trained import Trained
+from spatialdl.predicting.trained import Trained, trained_in
 from spatialdl.predicting.trust import check_targets
-from spatialdl.training.checkpoints.content import restore_network
+from spatialdl.training.checkpoints.content import check_network, restore_network
+from spatialdl.training.checkpoints.folder import candidates
 from spatialdl.training.checkpoints.reading import Checkpoint
 from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.layouts import check_image, placement_of, schedule_of
@@ -41,7 +46,7 @@ class Network:
     """
 
     def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
-        check_targets(OmegaConf.to_container(trained.config.model), list(config.trust))
+        check_trust(trained, config)
         settings = trained.config.trainer
         set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
         self._trained, self._config, self._world = trained, config, world
@@ -70,9 +75,7 @@ class Network:
     def _made(self, size: tuple[int, int]) -> Pipeline:
         parallel, trained = self._config.parallel, self._trained
         with Checkpoint(trained.path) as source:
-            most = _FEWEST + _MORE * source.elements()
-        with no_more_weights(most):
-            model = instantiate(trained.config).to(self.precision.dtype)
+            model = built(trained, source).to(self.precision.dtype)
         image = (trained.channels, *size)
         self._check_takes(model, size)
         pipeline = Pipeline(
@@ -114,6 +117,45 @@ class Network:
                 f"{type(model).__name__} does not take images of {size[0]}x{size[1]} ({said}); it "
                 f"was trained on {rows}x{cols}: take tile_size={rows}"
             ) from error
+
+
+def check_own_network(config: DictConfig) -> None:
+    """Build a network of the user's own once before ranks start, where its errors are seen.
+
+    Args:
+        config: of the command.
+
+    Raises:
+        ValueError: it cannot be built.
+        CheckpointError: the command does not trust its code, or its weights are others.
+    """
+    try:
+        trained = trained_in(candidates(str(config.ckpt_path), Path())[0])
+    except CheckpointError:  # damaged: ranks may take the one before it
+        return
+    if is_own_network(str(trained.config.model["_target_"])):
+        check_trust(trained, config)
+        with Checkpoint(trained.path) as source:
+            check_network([built(trained, source)], source, Alone())
+
+
+def check_trust(trained: Trained, config: DictConfig) -> None:
+    """Refuse a network of code that the command does not trust.
+
+    Raises:
+        CheckpointError: naming the code.
+    """
+    check_targets(OmegaConf.to_container(trained.config.model), list(config.trust))
+
+
+def built(trained: Trained, source: Checkpoint) -> nn.Module:
+    """The network of an open checkpoint, without its weights.
+
+    Raises:
+        ValueError: it cannot be built, or is far larger than the checkpoint.
+    """
+    with no_more_weights(_FEWEST + _MORE * source.elements()):
+        return instantiate(trained.config)
 
 
 @contextmanager

@@ -95,7 +95,15 @@ def find_trained(ckpt_path: str, world: Communicator) -> Trained:
     Raises:
         CheckpointError: if there is none, or it does not say how the network is built.
     """
-    path = first_whole(candidates(ckpt_path, Path()), world)
+    return trained_in(first_whole(candidates(ckpt_path, Path()), world))
+
+
+def trained_in(path: Path) -> Trained:
+    """The network of a checkpoint, of which the tensors are not looked at.
+
+    Raises:
+        CheckpointError: if it does not say how the network is built.
+    """
     with Checkpoint(path) as checkpoint:
         content = checkpoint.content
     digest = sha256(path / CONTENT)  # which has those of its other files

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
@@ -149,7 +150,7 @@ class _AdaptiveAverage(torch.autograd.Function):
         return (total / counts).to(tile.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         moved, (height, width) = ctx.moved, ctx.extent
         touched = move(
@@ -239,7 +240,7 @@ class _AdaptiveMax(torch.autograd.Function):
         return best
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         touched = move(ctx.mesh.grid_comm, ctx.moved.plan, grad, 0.0, "adaptive_max_pool2d")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Held
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.layout import Box, Layout, Window
@@ -180,7 +181,7 @@ class _TileConvolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, weight, *strips = ctx.saved_tensors
         conv, geometry, plan = ctx.conv, ctx.geometry, ctx.plan

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.spatial.span import (
     Span,
@@ -64,7 +65,7 @@ class _Extreme(torch.autograd.Function):
         return best
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, best = ctx.saved_tensors
         span, comm = ctx.span, ctx.span.mesh.grid_comm
@@ -161,7 +162,7 @@ class _Picked(torch.autograd.Function):
         return sum_over_ranks(span.mesh.grid_comm, span.placed(part), "max")
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (chosen,) = ctx.saved_tensors
         span = ctx.span

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition
 from spatialdl.layout import Layout, Window, needed_boxes
@@ -90,7 +91,7 @@ class _Fold(torch.autograd.Function):
         return move_back(mesh.grid_comm, plan, windows, "fold")
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         windows = move(ctx.mesh.grid_comm, ctx.plan, grad, 0.0, "fold")
         if windows.numel() > 0:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.autocast import in_float32
@@ -70,7 +71,7 @@ class _GroupNorm(torch.autograd.Function):
         return y.view(tile.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, weight, mean, variance = ctx.saved_tensors
         samples, channels = tile.shape[:2]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import moments_over
 from spatialdl.spatial.span import Span, span_of, without_data, without_dims
@@ -29,7 +30,7 @@ class _Standardised(torch.autograd.Function):
         return ((tile - mean) * scale).to(tile.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, mean, scale = ctx.saved_tensors
         span = ctx.span

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.span import Span, reduction, span_of, without_dims
@@ -61,7 +62,7 @@ class _Moments(torch.autograd.Function):
         return mean.to(result), deviation.to(result)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, grad_deviation: Tensor) -> tuple[Tensor | None, ...]:
         tile, mean = ctx.saved_tensors
         span = ctx.span

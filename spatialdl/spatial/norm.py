@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.spatial.autocast import HALF
@@ -90,7 +91,7 @@ class _BatchNorm(torch.autograd.Function):
         return normalised(tile, weight, bias, mean, variance, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, weight, mean, variance = ctx.saved_tensors
         grad_weight, grad_bias = gradient_sums(grad, tile, mean, variance, ctx.eps)

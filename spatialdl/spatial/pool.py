@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.repartition import empty_for, move, move_back
 from spatialdl.layout import Box, Window
 from spatialdl.mesh import Mesh
@@ -89,7 +90,7 @@ class _MaxPool(torch.autograd.Function):
         return pooled  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
         window = torch.empty_like(ctx.like, device=grad.device)  # only its shape counts
@@ -212,7 +213,7 @@ class _AveragePool(torch.autograd.Function):
         return torch.div(total, divisor, rounding_mode=rounding).to(tile.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         window = torch.empty_like(ctx.like, device=grad.device)  # only its shape counts
         divisor = ctx.divisor

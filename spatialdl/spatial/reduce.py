@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.extremes import extreme
@@ -157,7 +158,7 @@ class _LogSumExp(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, total = ctx.saved_tensors
         span = ctx.span

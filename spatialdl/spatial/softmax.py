@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.reduce import log_sum_exp
 from spatialdl.spatial.span import Span, dims_of, span_of, without_data, without_dims
@@ -29,7 +30,7 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
         span = ctx.span

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import move, view_of
 from spatialdl.layout import Layout
@@ -23,7 +24,7 @@ class _Shard(torch.autograd.Function):
         return view_of(image, layout.whole, mesh.own_box(layout)).clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout, mesh = ctx.layout, ctx.mesh
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), mesh.part)
@@ -40,7 +41,7 @@ class _OwnTile(torch.autograd.Function):
         return tile.view_as(tile)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad / ctx.ranks, None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.comm.agreement import Agreement
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.composite import inside
@@ -88,6 +90,12 @@ _PER_TILE = {
 _NO_TRACE = (
     "torch.jit.trace and torch.onnx.export record what one process does with plain tensors; give "
     "them a plain image"
+)
+
+
+_NO_SCRIPT = (
+    "TorchScript runs operations that know nothing of tiles; give the image to the module as it "
+    "was before torch.jit.script or torch.jit.trace"
 )
 
 
@@ -215,7 +223,12 @@ class SpatialTensor(torch.Tensor):
             func, args = aten.alias.default, args[:1]  # how autograd hands an input on
         if func in _PER_TILE or _is_pointwise(func):
             return _on_tiles(func, args, kwargs or {})
-        raise refusal(_called.function or func, spatial_in((args, kwargs)))
+        if _called.function is not None or torch._C._current_graph_task_id() != -1:
+            raise refusal(_called.function or func, spatial_in((args, kwargs)))
+        error = refusal(func, spatial_in((args, kwargs)), _NO_SCRIPT)
+        # the interpreter of a scripted function raises an error without these words
+        warnings.warn(str(error), stacklevel=2)
+        raise error
 
 
 @functools.cache
@@ -232,6 +245,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = as_autocast(func, args, kwargs)
         result = handler(*args, **kwargs)
         return watched((args, kwargs), result) if Agreement.any_compares else result
+    if isinstance(func, torch.ScriptMethod):
+        raise refusal(f"{func.name} of a scripted module", spatial_in((args, kwargs)), _NO_SCRIPT)
     if len(args) + len(kwargs) > 1:
         args, kwargs = HANDLERS[any_other](func, args, kwargs)
     outermost, _called.function = _called.function, func
@@ -321,7 +336,7 @@ class _ToTile(torch.autograd.Function):
         return x._tile.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> SpatialTensor:
         return SpatialTensor(grad, ctx.layout, ctx.mesh, ctx.dims)
 
@@ -334,7 +349,7 @@ class _FromTile(torch.autograd.Function):
         return SpatialTensor(tile.detach(), layout, mesh, dims)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not isinstance(grad, SpatialTensor):
             raise UnsupportedSpatialOp(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import (
     copy_kept,
@@ -94,7 +95,7 @@ class _WindowFunction(torch.autograd.Function):
         return _outputs(function, window, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
         _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from spatialdl.comm import agreement, check
+from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world
 from tests.mpi.equality import meshes  # noqa: F401  (fixtures for all)
@@ -59,15 +59,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
 def alike() -> None:
     """Images and weights that tests draw are the same on all ranks."""
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def compares_where_that_is_tested(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many tests draw images on each rank by itself."""
-    if "test_agreement" not in request.node.nodeid:
-        monkeypatch.setattr(agreement, "is_due", lambda number: False)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ average of a parameter over the steps is `average/PARAMETER`.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -127,7 +127,7 @@ def restore(pipeline: Pipeline, update: Update, source: Source, world: Communica
     Raises:
         CheckpointError: if the network or the optimizer is another one; nothing was changed then.
     """
-    _check_network(pipeline, source, world)
+    check_network(pipeline.stages.values(), source, world)
     _restore_network(pipeline, source)
     for stage, module in pipeline.stages.items():
         for name, value in _averages(module, update):
@@ -147,12 +147,21 @@ def restore_network(
     Raises:
         CheckpointError: if the network is another one; nothing was changed then.
     """
-    _check_network(pipeline, source, world)
+    check_network(pipeline.stages.values(), source, world)
     _restore_network(pipeline, source, AVERAGE if averaged else "")
 
 
-def _check_network(pipeline: Pipeline, source: Source, world: Communicator) -> None:
-    wrong = [_unlike(pipeline, source), *_left_over(pipeline, source, world)]
+def check_network(modules: Iterable[nn.Module], source: Source, world: Communicator) -> None:
+    """Compare names and shapes of a network with a checkpoint; all ranks must call it.
+
+    Args:
+        modules: what this rank has of the network.
+
+    Raises:
+        CheckpointError: if the network is another one.
+    """
+    own = list(modules)
+    wrong = [_unlike(own, source), *_left_over(own, source, world)]
     found = [text for text in world.allgather(next(filter(None, wrong), None)) if text]
     if found:
         raise CheckpointError(found[0])
@@ -169,8 +178,8 @@ def _or_weight(source: Source, name: str) -> str:
     return name if source.shape(name) is not None else name.removeprefix(AVERAGE)
 
 
-def _unlike(pipeline: Pipeline, source: Source) -> str | None:
-    for module in pipeline.stages.values():
+def _unlike(modules: Iterable[nn.Module], source: Source) -> str | None:
+    for module in modules:
         for name, value in _state(module):
             there = source.shape(name)
             if there is None:
@@ -187,8 +196,8 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-def _left_over(pipeline: Pipeline, source: Source, world: Communicator) -> Iterator[str]:
-    own = [name for module in pipeline.stages.values() for name in module.state_dict()]
+def _left_over(modules: Iterable[nn.Module], source: Source, world: Communicator) -> Iterator[str]:
+    own = [name for module in modules for name in module.state_dict()]
     everybody = {name for names in world.allgather(own) for name in names}
     for name in source.names(""):
         if not name.startswith((STATE, NUMBER, AVERAGE)) and name not in everybody:

@@ -792,6 +792,8 @@ def test_any_box_of_any_image(seed: int, mesh: Mesh) -> None:
     [
         (lambda x: F.grid_sample(x, torch.zeros(1, 4, 4, 2), align_corners=False), "may read pix"),
         (lambda x: torch.jit.trace(torch.nn.Conv2d(3, 2, 1), x), "record what one process does"),
+        (torch.jit.script(nn.Conv2d(3, 2, 1)), "^forward of a scripted.*13x11.*before torch.jit"),
+        (torch.jit.trace(nn.Conv2d(3, 2, 1), torch.ones(1, 3, 5, 5)), "^forward of a scripted"),
     ],
 )
 def test_refusals_say_what_cannot_be_split(
@@ -800,3 +802,23 @@ def test_refusals_say_what_cannot_be_split(
     for mesh in meshes.values():
         with pytest.raises(UnsupportedSpatialOp, match=sentence):
             call(shard(torch.ones(1, 3, 13, 11), mesh))
+
+
+@torch.jit.script
+def swish(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+@torch.jit.script
+def softmax_of_rows(x: Tensor) -> Tensor:
+    return x.softmax(2)
+
+
+def test_scripted_functions_are_exact_or_warn_with_the_reason(mesh: Mesh) -> None:
+    x = shard(image(), mesh)
+    assert torch.equal(swish(x).full_tensor(), swish(image()))
+    with (
+        pytest.warns(UserWarning, match=r"softmax.*split.*before torch.jit.script"),
+        pytest.raises(RuntimeError, match="TorchScript"),
+    ):
+        softmax_of_rows(x)
