@@ -52,7 +52,7 @@ class Sharing:
         self._is_divided = _copies(placement, max(placement.batch, default=1)) > 1
         self._parameters: list[ForwardParameters] = []
         self._data, self._over_replicas = placement.data, over_replicas and placement.data > 1
-        self._replica, self._mesh = placed[0].position.replica, placed[0].mesh
+        self._replica = placed[0].position.replica
         self._kept: dict[int, list[_Keeper]] = {}
         self._alone: set[int] = set()  # stages whose slices are all of this rank
         self._spectral: list[SpectralNorms] = []
@@ -66,6 +66,9 @@ class Sharing:
                 self._kept[stage] = [statistics, BuffersInOrder(module, statistics.modules)]
                 self._alone.add(stage)
         self._samples: list[dict[int, int]] = []
+        # all ranks ask or none, whichever of them have spectral norms
+        spectral = placement.data > 1 and any(comm.allgather(bool(self._spectral)))
+        self._asks = self._over_replicas or spectral
 
     def _keepers(self, stage: nn.Module, comm: Communicator) -> list[_Keeper]:
         statistics, spectral = SliceStatistics(stage, comm), SpectralNorms(stage, comm)
@@ -75,14 +78,12 @@ class Sharing:
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Agree on the ranks that share each micro-batch of a step."""
-        table = [[one.samples] for one in microbatches]
-        replicas: Sequence[int] = [self._replica]
-        if self._over_replicas or self._spectral:
-            own = torch.tensor([one.samples for one in microbatches])
-            everybody = gather_over_ranks(self._mesh.comm, own, "samples of micro-batches")
-            table = everybody[:: self._mesh.size // self._mesh.data].T.tolist()
-            replicas = range(self._data)
-        of_replicas = [dict(zip(replicas, row, strict=True)) for row in table]
+        rows = {self._replica: [one.samples for one in microbatches]}
+        if self._asks:
+            own = torch.tensor([self._replica, *rows[self._replica]])
+            everybody = gather_over_ranks(self._comm, own, "samples of micro-batches").tolist()
+            rows = {replica: row for replica, *row in sorted(everybody)}
+        of_replicas = [{r: row[n] for r, row in rows.items()} for n in range(len(microbatches))]
         self._samples = [
             {r: n for r, n in row.items() if n > 0 and (self._over_replicas or r == self._replica)}
             for row in of_replicas

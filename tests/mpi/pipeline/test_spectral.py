@@ -21,6 +21,8 @@ CASES = [
     Case("dp+pp", "spectral", SIZE, ((1, 1),) * 2, 2, 2, 8, shard=True),
     Case("dp+pp", "spectral", SIZE, ((1, 1),) * 2, 2, 2, 6, sync=True, recompute="stage"),
     Case("dp+sp", "spectral", SIZE, ((1, 2),), 2, 2, 8),
+    # norms in the second stage only: ranks of the first one have none, or those of the other copy
+    Case("sp+gems", "spectral", SIZE, ((1, 2), (1, 1)), 1, 2, 5, ("1",), schedule="mast"),
 ]
 
 
