@@ -169,6 +169,13 @@ def check_task(task: DictConfig, placement: Placement) -> None:
             f"task=segmentation does not go with parallel.local_dp={max(placement.batch)}, as the "
             "mean over pixels with a class is that of a whole micro-batch: leave local_dp out"
         )
+    weights = task.get("class_weights")
+    if isinstance(weights, ListConfig) and 0 in weights and task.label_smoothing:
+        raise ValueError(
+            f"task.class_weights={list(weights)} with task.label_smoothing={task.label_smoothing} "
+            f"does not go with parallel.local_dp={max(placement.batch)}: a rank whose samples "
+            "weigh 0 still has a share of their smoothed labels: leave one of the three out"
+        )
 
 
 def check_image(size: tuple[int, int], placement: Placement) -> None:

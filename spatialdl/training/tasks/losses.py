@@ -175,9 +175,10 @@ def dice_loss(overlap: Tensor, told: Tensor, counts: Tensor) -> Tensor:
 
 
 def _over(total: Tensor, weight: Tensor) -> Tensor:
-    """Their quotient; 0 where nothing weighs anything, as the total is 0 too."""
+    """Their quotient; 0 where nothing weighs anything, though smoothed labels cost something."""
     weight = weight.to(total)
-    return total / torch.where(weight > 0, weight, torch.ones_like(weight))
+    counts = weight > 0
+    return total * counts / torch.where(counts, weight, torch.ones_like(weight))
 
 
 def wide(output: Tensor) -> Tensor:

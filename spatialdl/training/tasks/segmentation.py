@@ -134,7 +134,7 @@ class Segmentation:
         weight = counts.sum() if self.weight is None else (counts * self.weight).sum()
         if self._own is not None:
             weight = given[1]
-        loss = given[0] / weight if weight > 0 else given[0]
+        loss = given[0] / weight if weight > 0 else torch.zeros(())
         if self.dice:
             overlap, told = given[2 + cells :].view(2, -1)
             loss = loss + self.dice * dice_loss(overlap, told, counts)

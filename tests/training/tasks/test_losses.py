@@ -70,9 +70,16 @@ def test_mixed_labels_are_the_mixed_losses():
     close(classification_loss(output, shares, WEIGHT), apart.sum() / weights.sum().double())
 
 
-def test_samples_of_no_weight_cost_nothing():
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_samples_of_no_weight_cost_nothing(smoothing):
+    weight = torch.tensor([0.0, 1, 1, 1])
     output, target = labelled()
-    assert classification_loss(output, torch.zeros_like(target), torch.tensor([0.0, 1, 1, 1])) == 0
+    assert classification_loss(output, torch.zeros_like(target), weight, smoothing) == 0
+    maps = torch.randn(2, 4, 3, 3, requires_grad=True)
+    loss = segmentation_loss(maps, torch.zeros(2, 3, 3, dtype=torch.int64), weight, smoothing)
+    loss.backward()
+    assert loss == 0
+    assert maps.grad.abs().max() == 0
 
 
 def test_unknown_labels_count_nowhere():
