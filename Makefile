@@ -35,12 +35,13 @@ test-mpi: $(READY)
 	$(RUN) 1200 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
 
 	# what talks between stages and replicas, on a number of ranks that divides nothing
-	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/comm tests/mpi/pipeline tests/mpi/training
+	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training
 
 	# other numbers of ranks: stages of one rank beside stages of many
 	set -e; for ranks in 1 2 5 8; do \
 	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
-	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py; \
+	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
 	done
 
 # on a Slurm of several nodes on this machine, where one can be started

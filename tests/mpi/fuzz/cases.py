@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 CLASSES = 3
 GRIDS = ((4, 1), (1, 4), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
-SIZES = ((31, 15), (37, 29), (24, 33), (16, 16))
+SIZES = ((31, 15), (37, 29), (24, 33), (16, 16), (7, 13), (11, 5))
 
 
 def _divides_samples(parallel: dict[str, Any]) -> bool:
@@ -20,6 +20,7 @@ LEFT_OUT: dict[str, Callable[[dict[str, Any]], bool]] = {
     # refused by name
     "Views": lambda parallel: parallel["spatial_stages"] > 0,
     "Averages": lambda parallel: parallel["sync_batchnorm"] or parallel["local_dp"] > 1,
+    "inplace": lambda parallel: "gather_before" in parallel,
     "Clamped": lambda parallel: parallel["recompute"] != "none" or _divides_samples(parallel),
 }
 
@@ -28,7 +29,8 @@ class Case(NamedTuple):
     """What a run does beside its network and data.
 
     Attributes:
-        parallel, trainer, task, optimizer: keys of the configuration, by group.
+        batch: samples of a batch; a step takes ``trainer.accumulate`` of these.
+        parallel, trainer, task, optimizer, comm: keys of the configuration, by group.
     """
 
     seed: int
@@ -40,6 +42,8 @@ class Case(NamedTuple):
     trainer: dict[str, Any]
     task: dict[str, Any]
     optimizer: dict[str, Any]
+    comm: dict[str, Any]
+    steps: int
 
     @property
     def microbatches(self) -> int:
@@ -58,11 +62,12 @@ class Case(NamedTuple):
     def by_hand(self) -> bool:
         """Whether a loop over a `Pipeline` trains, and not the command's trainer."""
         is_plain = self.head == "labels" and not self.parallel["shard_state"]
+        is_plain = is_plain and self.trainer["ema"] is None and self.comm["backend"] is None
         return self.seed % 4 == 3 and is_plain
 
     @property
     def leave_out(self) -> list[str]:
-        """Blocks that this layout does not take."""
+        """Blocks and connections that this layout does not take."""
         return [name for name, is_left_out in LEFT_OUT.items() if is_left_out(self.parallel)]
 
     @property
@@ -75,6 +80,7 @@ class Case(NamedTuple):
             "trainer": self.trainer,
             "task": {k: v for k, v in self.task.items() if k != "name"},
             "optimizer": {k: v for k, v in self.optimizer.items() if k != "name"},
+            "comm": self.comm,
         }
         words = [f"task={self.task['name']}", f"optimizer={self.optimizer['name']}"]
         for group, keys in groups.items():
@@ -86,7 +92,7 @@ class Case(NamedTuple):
             (
                 f"seed {self.seed}{', by hand' * self.by_hand}: {self.network}",
                 f"{self.size[0]}x{self.size[1]}",
-                f"batch {self.batch} of {self.samples}",
+                f"batch {self.batch} of {self.samples}, {self.steps} steps",
                 *(word.removeprefix("++") for word in self.overrides()),
             )
         )
@@ -105,9 +111,14 @@ def drawn(seed: int, ranks: int) -> Case:
     rng = random.Random(f"{seed} on {ranks}")
     parallel = layout(rng, ranks)
     kind = rng.choice(("chain", "graph", "graph"))
+    if parallel["spatial_stages"] and rng.random() < 0.2:
+        block = rng.randint(0, 3)  # there are as many at least
+        parallel["gather_before"] = f"blocks.{block}" if kind == "graph" else str(block + 2)
     trainer: dict[str, Any] = {
-        "accumulate": rng.choice((1, 1, 2)),
+        "accumulate": rng.choice((1, 1, 2, 3)),
         "clip_norm": rng.choice((None, None, 0.5)),
+        "ema": rng.choice((None, None, 0.8)),
+        "channels_last": rng.random() < 0.2,
         "freeze": rng.choice(([], ["stem.*"])) if kind == "graph" else [],
     }
     task = drawn_task(rng, parallel)
@@ -123,13 +134,15 @@ def drawn(seed: int, ranks: int) -> Case:
             {"name": "sgd", "lr": 0.05, "nesterov": True},
             {"name": "adamw", "lr": 0.01},
             {"name": "lars", "lr": 1.0, "trust": 0.01},
+            {"name": "lamb", "lr": 0.01},
         )
     )
-    if parallel["shard_state"] and optimizer["name"] == "lars":
+    if parallel["shard_state"] and optimizer["name"] in ("lars", "lamb"):
         optimizer = {"name": "adamw", "lr": 0.01}
+    comm = {"backend": rng.choice((None, None, None, "gloo", "mpi4py"))}
     return Case(
         *(seed, kind, rng.choice(SIZES), batch, samples),
-        *(parallel, trainer, task, optimizer),
+        *(parallel, trainer, task, optimizer, comm, rng.choice((2, 3, 3, 5))),
     )
 
 
@@ -186,6 +199,7 @@ def _layout(rng: random.Random) -> dict[str, Any] | None:
         "recompute": rng.choice(("none", "none", "block", "stage")),
         "sync_batchnorm": data > 1 and rng.random() < 0.25,
         "shard_state": shard,
+        "balance": rng.choice(("time", "time", "memory")),
     }
 
 
@@ -193,18 +207,37 @@ def drawn_task(rng: random.Random, parallel: dict[str, Any]) -> dict[str, Any]:
     choices: list[dict[str, Any]] = [
         {"name": "classification"},
         {"name": "classification", "class_weights": [0.3, 1.0, 2.5], "label_smoothing": 0.1},
+        {"name": "classification", "class_weights": [0.0, 1.0, 2.5]},
         {"name": "multilabel", "pos_weight": [0.5, 1.0, 2.0]},
         {"name": "regression", "loss": "huber", "huber_delta": 0.3},
         {"name": "regression", "loss": "mse"},
     ]
     if parallel["local_dp"] == 1:
         choices += [
+            {"name": "classification", "class_weights": [0.0, 1.0, 2.5], "label_smoothing": 0.1},
             {"name": "classification", "loss._target_": FOCAL, "loss.gamma": 2.0},
             {"name": "segmentation", "class_weights": [0.3, 1.0, 2.5]},
             {"name": "segmentation", "class_weights": [0.3, 1.0, 2.5], "dice": 0.5},
             {"name": "segmentation"},
+            {"name": "classification", "loss._target_": f"{LOSSES}.summed"},
+            {"name": "segmentation", "loss._target_": f"{LOSSES}.squared"},
+            {"name": "segmentation", "class_weights": [0.0, 1.0, 2.5], "label_smoothing": 0.1},
         ]
     return rng.choice(choices)
 
 
 FOCAL = "tests.mpi.training.small.focal"
+LOSSES = "tests.mpi.fuzz.networks"
+
+PLAIN = Case(
+    *(1, "graph", (24, 33), 5, 10),
+    {
+        **{"grid": [2, 1], "data": 2, "stages": 1, "spatial_stages": 1, "local_dp": 1},
+        **{"interleave": 1, "schedule": "gpipe", "gems.variant": "none", "gems.times": 1},
+        **{"microbatches": 2, "recompute": "none", "sync_batchnorm": False},
+        **{"shard_state": False, "balance": "time"},
+    },
+    {"accumulate": 1, "clip_norm": None, "ema": None, "channels_last": False, "freeze": []},
+    *({"name": "classification"}, {"name": "sgd", "lr": 0.05}, {"backend": None}, 2),
+)
+"""On four ranks nothing but data and spatial parallelism."""

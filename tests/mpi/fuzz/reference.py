@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -21,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tests.mpi.fuzz.cases import CLASSES, Case
 from tests.mpi.fuzz.networks import network
 
-STEPS = 3
 UNKNOWN = 255
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,7 +45,10 @@ class Outcome(NamedTuple):
 
 
 def data_of(case: Case) -> Data:
-    """Random images with targets; some pixels have no class, and some targets are unknown."""
+    """Random images with targets; some pixels have no class, and some targets are unknown.
+
+    One sample in seven has nothing that is known.
+    """
     draw = np.random.default_rng(case.seed)
 
     def images(count: int) -> np.ndarray:
@@ -58,12 +61,13 @@ def data_of(case: Case) -> Data:
         if name == "segmentation":
             masks = draw.integers(0, CLASSES, (count, *case.size)).astype(np.uint8)
             masks[draw.random(masks.shape) < 0.1] = UNKNOWN
+            masks[draw.random(count) < 1 / 7] = UNKNOWN
             return masks
         found = draw.random((count, CLASSES)).round(3)
         if name == "multilabel":
             found = found.round()
         unknown = draw.random(found.shape) < 0.1
-        unknown[:, 0] = False
+        unknown[draw.random(count) < 1 / 7] = True
         found[unknown] = np.nan
         return found
 
@@ -72,14 +76,27 @@ def data_of(case: Case) -> Data:
 
 
 def loss_of(case: Case) -> Loss:
-    """The mean over what has a label of a slice."""
+    """The mean over what has a label of a slice; 0 where nothing has, or counts."""
+    function = _loss_of(case)
+
+    def or_zero(output: Tensor, target: Tensor) -> Tensor:
+        loss = function(output, target)
+        return loss if loss.isfinite() else 0.0 * output.sum()
+
+    return or_zero
+
+
+def _loss_of(case: Case) -> Loss:
     task = case.task
     weight = None
     if task.get("class_weights"):
         weight = torch.tensor(task["class_weights"], dtype=torch.float64)
 
     def segmentation(output: Tensor, target: Tensor) -> Tensor:
-        loss = F.cross_entropy(output, target, weight, ignore_index=UNKNOWN)
+        smoothing = task.get("label_smoothing", 0.0)
+        loss = F.cross_entropy(
+            output, target, weight, ignore_index=UNKNOWN, label_smoothing=smoothing
+        )
         if not task.get("dice"):
             return loss
         known = (target != UNKNOWN).unsqueeze(1)
@@ -109,8 +126,8 @@ def loss_of(case: Case) -> Loss:
         return F.cross_entropy(output, target, weight, label_smoothing=smoothing)
 
     if "loss._target_" in task:
-        function = resolve_name(task["loss._target_"])
-        return lambda output, target: function(output, target, gamma=task["loss.gamma"])
+        function, gamma = resolve_name(task["loss._target_"]), task.get("loss.gamma")
+        return function if gamma is None else partial(function, gamma=gamma)
     known = (segmentation, multilabel, regression, classification)
     return {one.__name__: one for one in known}[task["name"]]
 
@@ -121,6 +138,7 @@ def alone(case: Case, data: Data, noise: float = 0.0) -> Outcome:
     at_rest = freeze(model, case.trainer["freeze"])
     optimizer = optimizer_of(case, model)
     loss_function = loss_of(case)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses: list[float] = []
     for images, targets in batches(case, data, noise):
         model.train()
@@ -151,10 +169,20 @@ def alone(case: Case, data: Data, noise: float = 0.0) -> Outcome:
             nn.utils.clip_grad_norm_(model.parameters(), case.trainer["clip_norm"])
         optimizer.step()
         losses.append(total)
+        for name, parameter in model.named_parameters() if case.trainer["ema"] else ():
+            kept = case.trainer["ema"] * averages[name]
+            averages[name] = kept + (1 - case.trainer["ema"]) * parameter.detach()
     if case.by_hand:
         return Outcome(losses, state_of(model, optimizer), {})
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if case.trainer["ema"]:
+        model.load_state_dict(averages, strict=False)
     metrics = metrics_of(case, model, data, noise)
-    return Outcome(losses, state_of(model, optimizer), metrics)
+    state = state_of(model, optimizer)
+    if case.trainer["ema"]:  # also what validation writes into weights stays with the averages
+        averages = {name: p.detach() for name, p in model.named_parameters()}
+        state |= own | {f"average/{name}": value for name, value in averages.items()}
+    return Outcome(losses, state, metrics)
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
@@ -171,10 +199,10 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
 def batches(case: Case, data: Data, noise: float) -> Iterator[tuple[Tensor, Tensor]]:
     """Of all steps, in the order that a seed gives the samples of each epoch."""
     steps, epoch = 0, 0
-    while steps < STEPS:
+    while steps < case.steps:
         order = np.random.default_rng([0, epoch]).permutation(case.samples)
         for start in range(0, case.samples, case.step):
-            if steps == STEPS:
+            if steps == case.steps:
                 return
             some = order[start : start + case.step]
             yield pixels(data.images[some], noise), as_target(case, data.targets[some])
@@ -225,19 +253,43 @@ class Lars(torch.optim.Optimizer):
                 p.sub_(buffer)
 
 
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2020."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                rate, decay, state = group["lr"], group["weight_decay"], self.state[p]
+                count = state["step"] = state.get("step", torch.zeros(())) + 1
+                for key, beta, value in (("", 0.9, p.grad), ("_sq", 0.999, p.grad**2)):
+                    kept = state.get(f"exp_avg{key}", torch.zeros_like(p))
+                    state[f"exp_avg{key}"] = beta * kept + (1 - beta) * value
+                mean = state["exp_avg"] / (1 - 0.9 ** float(count))
+                root = (state["exp_avg_sq"] / (1 - 0.999 ** float(count))).sqrt()
+                step = mean / (root + 1e-6) + decay * p
+                if decay and min(p.norm(), step.norm()) > 0:
+                    rate *= p.norm() / step.norm()
+                p.sub_(rate * step)
+
+
 def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """Norms and biases do not decay."""
     learns = [p for p in model.parameters() if p.requires_grad]
     settings = dict(case.optimizer)
     name = settings.pop("name")
-    decay = {"sgd": 1e-4, "adamw": 0.01, "lars": 1e-4}[name]
+    decay = {"sgd": 1e-4, "adamw": 0.01, "lars": 1e-4, "lamb": 0.01}[name]
     groups = [
         {"params": [p for p in learns if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in learns if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if name == "sgd":
         return torch.optim.SGD(groups, momentum=0.9, **settings)
-    return torch.optim.AdamW(groups, **settings) if name == "adamw" else Lars(groups, settings)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, **settings)
+    return (Lars if name == "lars" else Lamb)(groups, settings)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

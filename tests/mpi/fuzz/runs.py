@@ -26,7 +26,6 @@ from tests.fitting import fit
 from tests.mpi.fuzz.cases import CLASSES, Case
 from tests.mpi.fuzz.networks import network
 from tests.mpi.fuzz.reference import (
-    STEPS,
     Data,
     Outcome,
     batches,
@@ -41,9 +40,8 @@ TOLERANCE = 1e-10
 METRICS = ("loss", "accuracy")
 ALWAYS = [
     *("model._target_=tests.mpi.fuzz.networks.network", "data=shards", "data.workers=0"),
-    *("trainer.precision=float64", f"trainer.max_steps={STEPS}", "device=cpu"),
-    *("trainer.report=false", "trainer.checkpoint.keep=0", "comm.check=false"),
-    f"trainer.validate_every={STEPS}",
+    *("trainer.precision=float64", "device=cpu", "trainer.report=false"),
+    *("trainer.checkpoint.keep=0", "comm.check=false"),
 ]
 
 
@@ -83,6 +81,7 @@ def composed(case: Case, words: list[str]) -> DictConfig:
             *(*ALWAYS, *words, *case.overrides(), f"data.batch_size={case.batch}"),
             *(f"model.seed={case.seed}", f"model.kind={case.network}", f"model.head={case.head}"),
             f"model.leave_out=[{','.join(case.leave_out)}]",
+            *(f"trainer.max_steps={case.steps}", f"trainer.validate_every={case.steps}"),
         )
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
@@ -133,6 +132,8 @@ def driven(case: Case, world: Communicator, data: Data) -> Outcome:
     pipeline = Pipeline(
         *(model, placement, repeated(schedule, case.trainer["accumulate"]), world, loss_of(case)),
         (3, *case.size),
+        balance=parallel["balance"],
+        gather_before=parallel.get("gather_before", ()),
         recompute=parallel["recompute"],
         sync_batchnorm=parallel["sync_batchnorm"],
         sample_weights=counts,

@@ -36,6 +36,12 @@ def test_tallies_of_parts_add_up_to_that_of_the_whole(task):
     assert found["loss"] == pytest.approx(task.loss(output, target).item(), abs=1e-13)
 
 
+def test_pixels_of_no_weight_cost_nothing():
+    task = Segmentation(4, torch.tensor([0.0, 1.0, 1.0, 1.0]), 0.1)
+    output, target = masks(3, 9, 7)
+    assert task.metrics(task.tally(output, target * 0, 0).tolist())["loss"] == 0
+
+
 def test_copies_on_other_parts_do_not_count():
     assert Segmentation(4).tally(*masks(3, 9, 7), part=1).abs().max() == 0
 
