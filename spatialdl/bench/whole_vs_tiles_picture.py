@@ -63,7 +63,7 @@ def _draw_accuracy(panel: Any, result: dict[str, Any]) -> None:
     panel.set_ylim(0, 104)
     panel.set_xlabel("epoch")
     panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.set_title(f"slides told right, % ({result['options']['seeds']} seeds)")
+    panel.set_title(f"slide accuracy, % ({result['options']['seeds']} seeds)")
     panel.legend(frameon=False, loc="lower right")
     panel.spines[["top", "right"]].set_visible(False)
 

@@ -62,7 +62,9 @@ def test_a_report_that_cannot_be_written_ends_no_run(stops, tmp_path, caplog):
 def test_examples_and_the_timeline_are_in_tensorboard(tmp_path):
     Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
     pixels = np.full((10, 400, 3), 7, np.uint8)
-    shown = Example(3, "sample 3", "is a, told b", 0.5, {"image": pixels, "heat map of b": pixels})
+    shown = Example(
+        3, "sample 3", "true a, predicted b", 0.5, {"image": pixels, "heat map of b": pixels}
+    )
     with reporter(tmp_path, "trainer.trace=true") as ours:
         ours.step(step=3, loss=1.0, memory_mb=9.0, halo=0.5, **STEP)
         ours.show(3, [shown])

@@ -25,8 +25,8 @@ _LONGEST_NAME = 64  # columns of the console; UIDs have up to 64 characters
 def inspect(path: str | os.PathLike[str]) -> str:
     """Say what is in a slide, a data set folder, one of its shards, a file of coordinates.
 
-    Of a folder of slides, or of HDF5 files, it says a line for each; of those that cannot be
-    read it is the reason.
+    Of a folder of slides, of folders of one DICOM series each, or of HDF5 files, it says a line
+    for each; of those that cannot be read it is the reason.
 
     Raises:
         SlideError: there is no such file, or it cannot be read as a slide.
@@ -54,16 +54,20 @@ def _is_hdf5(path: Path) -> bool:
 
 def _folder(path: Path) -> str:
     try:
-        files = sorted(file for file in path.iterdir() if file.is_file())
+        inside = sorted(path.iterdir())
     except OSError as error:
         raise ShardError(f"cannot look into folder {path}: {error.strerror}") from error
+    files = [one for one in inside if one.is_file()]
+    folders = [one for one in inside if one.is_dir()]
+    series = [folder for folder in folders if series_at(folder) is not None]
     plain = [file for file in files if file.suffix.lower() in PLAIN_SUFFIXES]
-    slides = sorted([*slides_among(path, files), *plain])
+    slides = sorted([*slides_among(path, files), *plain, *series])
     stored = [f for f in files if f.suffix.lower() in _HDF5_SUFFIXES]
     if not slides and not stored:
+        other = f"one of the folders in it, such as {folders[0].name}" if folders else "another"
         raise ShardError(
-            f"folder {path} has no {MANIFEST}, no slides ({' '.join(SLIDE_SUFFIXES)}) and no HDF5 "
-            "files in it; give another"
+            f"folder {path} has no {MANIFEST}, no slides ({' '.join(SLIDE_SUFFIXES)}), no folders "
+            f"of one DICOM series and no HDF5 files in it; give {other}"
         )
     rows: list[tuple[str, ...]] = [HEADS]
     notes = [""]

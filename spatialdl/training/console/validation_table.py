@@ -102,8 +102,8 @@ def confusion_rows(found: Mapping[str, Any], names: Sequence[str]) -> list[list[
         return []
     columns = len(pairs[0])
     if columns > len(pairs) and not any(sum(row[len(pairs) :]) for row in pairs):
-        columns = len(pairs)  # nothing was told to be no class at all
-    head = ["is \\ told to be", *(_class(n, names) for n in range(columns))]
+        columns = len(pairs)  # no sample was predicted to be of none
+    head = ["true \\ predicted", *(_class(n, names) for n in range(columns))]
     rows = [[f"{count:,}" for count in row[:columns]] for row in pairs]
     return [head, *([_class(n, names), *row] for n, row in enumerate(rows))]
 

@@ -1,4 +1,4 @@
-"""Validation samples to look at: those that were told worst and best, with what was predicted."""
+"""Validation samples to look at: worst and best predicted, with truth and prediction."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Example(NamedTuple):
 
 
 class _MapPart(NamedTuple):
-    """What a rank has of a sample's masks, and pixels told right and known."""
+    """What a rank has of a sample's masks, and its pixels predicted right and known."""
 
     sample: int
     predicted: Patch
@@ -112,10 +112,10 @@ class Gallery:
             box = (own.row0, own.row1, own.col0, own.col1)
         elif mesh.part > 0:  # an equal copy
             return
-        told, truth = own_pixels(output)[wanted], own_pixels(target)[wanted]
+        scores, truth = own_pixels(output)[wanted], own_pixels(target)[wanted]
         if not truth.numel():
             return
-        predicted = told.argmax(1)
+        predicted = scores.argmax(1)
         right, known = predicted == truth, truth != UNLABELLED
         for place, number in enumerate(wanted):
             self._maps.append(
@@ -158,7 +158,7 @@ class Gallery:
                 if sample in heat:
                     name = _named(predictions.names, heat[sample].label)
                     pictures[f"heat map of {name}"] = heated(image, heat[sample].values)
-                title, name = _told(predictions, sample), _name_of(self._views.source, sample)
+                title, name = _title(predictions, sample), _name_of(self._views.source, sample)
                 found.append(Example(sample, name, title, error, pictures))
         return found
 
@@ -211,7 +211,7 @@ def _small(mask: Tensor, box: tuple[int, int, int, int], size: tuple[int, int]) 
 
 
 def _by_map(parts: Sequence[_MapPart]) -> list[tuple[int, float]]:
-    """Samples, and the share of their pixels that was told wrong."""
+    """Samples, and the share of their pixels that was predicted wrong."""
     right: dict[int, int] = {}
     known: dict[int, int] = {}
     for part in parts:
@@ -234,15 +234,17 @@ def _named(names: Sequence[str], number: int) -> str:
     return names[number] if number < len(names) else str(number)
 
 
-def _told(predictions: Predictions, sample: int) -> str:
+def _title(predictions: Predictions, sample: int) -> str:
     row, named = predictions.values[sample], partial(_named, predictions.names)
     label = predictions.labels[sample]
     if predictions.task.name == "classification":
         best = int(row.argmax())
-        return f"is {named(int(label))}, told {named(best)} ({row[best]:.0%})"
+        return f"true {named(int(label))}, predicted {named(best)} ({row[best]:.0%})"
     if predictions.task.name == "multilabel":
         there = [named(n) for n, one in enumerate(label.tolist()) if one > 0.5]
-        told = [f"{named(n)} ({row[n]:.0%})" for n in range(len(row)) if row[n] >= 0.5]
-        return f"is {', '.join(there) or 'nothing'}, told {', '.join(told) or 'nothing'}"
+        predicted = [f"{named(n)} ({row[n]:.0%})" for n in range(len(row)) if row[n] >= 0.5]
+        return f"true {', '.join(there) or 'none'}, predicted {', '.join(predicted) or 'none'}"
     pairs = zip(label.tolist(), row.tolist(), strict=True)
-    return ", ".join(f"{named(n)}: is {a:.3g}, told {b:.3g}" for n, (a, b) in enumerate(pairs))
+    return ", ".join(
+        f"{named(n)}: true {a:.3g}, predicted {b:.3g}" for n, (a, b) in enumerate(pairs)
+    )

@@ -1,4 +1,4 @@
-"""Where in the samples told worst and best the class lies that they were told to be."""
+"""Where the predicted class lies in the worst and best predicted samples."""
 
 from __future__ import annotations
 

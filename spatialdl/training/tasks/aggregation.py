@@ -16,7 +16,7 @@ class SlidePredictions(NamedTuple):
         slides: S names.
         tiles: int64 (S,), how many.
         means: float64 (S, columns), mean probabilities or values.
-        votes: int64 (S,), the class that most tiles were told to be; of equally many the one with
+        votes: int64 (S,), the class predicted for most tiles; of equally many the one with
             the larger mean.
         labels: (S,) or (S, columns), that of the tiles.
         agree: bool (S,), whether all tiles of the slide have that label.

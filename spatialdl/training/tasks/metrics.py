@@ -67,7 +67,7 @@ def from_pairs(pairs: Tensor) -> Scores:
     """What follows from a confusion matrix; Dice is F1.
 
     Args:
-        pairs: float64 (classes, classes or more), how often a class was told to be another;
+        pairs: float64 (classes, classes or more), by true and predicted class;
             columns beyond the classes are wrong for all.
     """
     right, wanted = pairs.diagonal(), pairs.sum(1)
@@ -98,7 +98,7 @@ def multilabel_scores(probabilities: Tensor, labels: Tensor) -> Scores:
         told, wanted = probabilities[column, number], labels[column, number] > 0.5
         pairs.append(_binary_pairs(told, wanted))
         areas.append(_auroc(told, wanted))
-    counts = torch.stack(pairs).double()  # (classes, absent or present, told to be)
+    counts = torch.stack(pairs).double()  # (classes, absent or present, predicted)
     right = counts[:, 0, 0].sum() + counts[:, 1, 1].sum()
     f1 = _quotients(2 * counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1))
     balanced = [from_pairs(one)["balanced_accuracy"] for one in counts]

@@ -3,10 +3,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.slides.inspecting import inspect
+from tests.slides.dicom_series import uid, write_annotation, write_series
 
 
 def test_a_folder_of_slides_has_a_line_for_each(tmp_path: Path, synthetic: dict[str, Path]) -> None:
@@ -31,6 +33,20 @@ def test_a_folder_of_real_slides(real: Path) -> None:
     assert "does not say its micrometres" in lines["no-mpp.svs"]
     assert "cut short" in lines["truncated-half.svs"]
     assert not any(str(real) in line for line in lines.values())
+
+
+def test_a_folder_of_folders_of_series_has_a_line_for_each(tmp_path: Path) -> None:
+    image = np.full((300, 200, 3), 180, np.uint8)
+    for name in ("case2", "case1"):
+        write_series(tmp_path / "slides" / name, image, uid(name), levels=2)
+    write_annotation(tmp_path / "slides" / "drawn.dcm", uid("case1"))
+    _, *lines = inspect(tmp_path / "slides").splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["case1", "dicom", "300", "200"],
+        ["case2", "dicom", "300", "200"],
+    ]
+    with pytest.raises(ShardError, match="give one of the folders in it, such as slides"):
+        inspect(tmp_path)
 
 
 def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:

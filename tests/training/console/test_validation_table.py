@@ -26,9 +26,9 @@ def test_metrics_beside_those_before():
         ["tumour", "-", "75.0", "%"],
     ]
     assert lines[-3:] == [
-        "  is \\ told to be  benign  tumour",
-        "  benign            1,000       2",
-        "  tumour                3       4",
+        "  true \\ predicted  benign  tumour",
+        "  benign             1,000       2",
+        "  tumour                 3       4",
     ]
 
 

@@ -37,7 +37,7 @@ def test_the_worst_and_the_best_of_labels():
     assert [one.error for one in examples] == [errors[one.sample] for one in examples]
     first = examples[0]
     best = int(values[first.sample].argmax())
-    assert first.title.startswith(f"is {labels[first.sample]}, told {best} (")
+    assert first.title.startswith(f"true {labels[first.sample]}, predicted {best} (")
     for one in examples:
         np.testing.assert_array_equal(
             one.pictures["image"], ours.sources.validation.read(one.sample)
@@ -50,7 +50,7 @@ def test_other_tasks_have_examples(task):
     assert len(examples) == 8
     errors = [one.error for one in examples]
     assert errors == sorted(errors, reverse=True)
-    assert all("told" in one.title for one in examples)
+    assert all("predicted" in one.title for one in examples)
 
 
 def test_masks_lie_over_their_images():
@@ -80,7 +80,7 @@ def test_many_maps_are_looked_at_here_and_there(monkeypatch):
 def test_a_title_stands_above_the_pictures():
     pixels = np.full((10, 400, 3), 7, np.uint8)
     picture = labelled(
-        Example(3, "sample 3", "is a, told b ✓", 0.5, {"image": pixels, "truth": pixels})
+        Example(3, "sample 3", "true a, predicted b ✓", 0.5, {"image": pixels, "truth": pixels})
     )
     assert picture.shape == (26, 800, 3)
     assert (picture[16:] == 7).all()
