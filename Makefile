@@ -36,7 +36,8 @@ test-mpi: $(READY)
 
 	# what talks between stages and replicas, on a number of ranks that divides nothing
 	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
-	    tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training
+	    tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training \
+	    --ignore tests/mpi/training/test_staging.py  # of nodes and their files, on four ranks above
 
 	# other numbers of ranks: stages of one rank beside stages of many
 	set -e; for ranks in 1 2 5 8; do \

@@ -69,7 +69,7 @@ class Case(NamedTuple):
             return False
         ranks, most = self.placement.world_size, MOST_RANKS[self.network]
         is_plain = self.schedule == "gpipe" and not self.recompute
-        return ranks > most or (most == 2 and not is_plain)
+        return ranks > most or (ranks == most and not is_plain)
 
     @property
     def segments(self) -> bool:

@@ -98,7 +98,14 @@ def curve(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.world(3, 4)
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        # of three ranks the order is not its own inverse, which shows the most
+        pytest.param("mpi", marks=[] if SIZE == 3 else pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_are_those_of_ranks_in_order(transport, tmp_path, caplog):
     world = over(transport)
     *_, names, order = DEALT[SIZE]

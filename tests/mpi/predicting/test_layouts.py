@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +97,11 @@ def whole_map(comm: Any, given: Input, outcome: Outcome) -> Any:
     return np.stack([np.concatenate(list(found.bands(column, 16))) for column in range(3)])
 
 
+@cache
+def map_of_one_process(case: Case, words: str) -> Outcome:
+    return predict(case, Alone(), f"parallel=none {words}")[1]
+
+
 @pytest.mark.parametrize("layout", REGIONS)
 def test_a_map_has_no_seams(layout, maps):
     words = "activation=false slide_mpp=0.5 mpp=0.73"  # between the levels of the slide
@@ -107,7 +113,7 @@ def test_a_map_has_no_seams(layout, maps):
     if WORLD.rank:
         return
     assert any(length % 2 for length in given.size)
-    _, plain = predict(maps, Alone(), f"parallel=none {words}")
+    plain = map_of_one_process(maps, words)
     expected = whole_map(Alone(), given, plain)
     assert expected.shape == (3, *given.size)
     assert np.abs(found - expected).max() < TOLERANCE
