@@ -30,6 +30,7 @@ from spatialdl.spatial import (  # noqa: F401  (they register)
     softmax,
     transposed,
     views,
+    whole,
 )
 from spatialdl.spatial.tensor import SpatialTensor, register_op
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
-from spatialdl.layout import Bounds, Box
+from spatialdl.layout import Bounds, Box, Layout
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.operands import lift
 from spatialdl.spatial.reindex import DimMap, Segment, one_sample, reindex, split_dims
@@ -139,6 +139,8 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
     if all(e.item is not None and _is_all(e.item, input.shape[e.dim]) for e in entries):
         return input
     row_item, col_item = _on_split_dims(input, entries)
+    if input.mesh.grid_comm.size == 1:
+        return _of_whole(input, entries, row_item, col_item)
     if isinstance(row_item, int) or isinstance(col_item, int):
         return _line(input, entries, row_item, col_item)
     layout = input.spatial_layout
@@ -149,6 +151,21 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
         return sliced
     dims = _result_dims(entries, input.spatial_dims)
     return from_tile(to_tile(sliced)[local], sliced.spatial_layout, sliced.mesh, dims)
+
+
+def _of_whole(
+    x: SpatialTensor, entries: Sequence[_Entry], row_item: Item, col_item: Item
+) -> Tensor:
+    """A view of the one tile that there is."""
+    part: Tensor = to_tile(x)[tuple(e.item for e in entries)]
+    if not (isinstance(row_item, slice) and isinstance(col_item, slice)):
+        return part
+    old = x.spatial_layout
+    height, width = (
+        len(range(n)[s]) for n, s in zip(old.size[1:], (row_item, col_item), strict=True)
+    )
+    layout = Layout(old.batch, (0, height), (0, width))
+    return from_tile(part, layout, x.mesh, _result_dims(entries, x.spatial_dims))
 
 
 def _local(entries: Sequence[_Entry], dims: SpatialDims) -> tuple[Item, ...]:

@@ -174,10 +174,19 @@ def checked(function: Call, handler: Call) -> Call:
         if not isinstance(x, SpatialTensor) or any(isinstance(o, Tensor) for o in others):
             split = [o for o in (x, *others) if isinstance(o, SpatialTensor)]
             raise refusal(function, split, "only its input may be a tensor")
-        expected = function(without_data(x), *args[1:], **kwargs)
+        try:
+            expected = _expected(function, x.shape, x.dtype, args[1:], tuple(kwargs.items()))
+        except TypeError:  # dims in a list, or what PyTorch refuses
+            expected = function(without_data(x), *args[1:], **kwargs)
         return _shaped(handler(function, x, *args[1:], **kwargs), expected)
 
     return call
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _expected(function: Call, shape: torch.Size, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """What `function` gives for a tensor of `shape`, on the meta device, where this is slow."""
+    return function(torch.empty(shape, dtype=dtype, device="meta"), *args, **dict(kwargs))
 
 
 def without_data(x: Tensor) -> Tensor:

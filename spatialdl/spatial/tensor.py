@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -122,17 +123,12 @@ class SpatialTensor(torch.Tensor):
 
     _tile: Tensor
     _family: Family
-    _apart: bool
-    _inner: bool
-    _is_averaged: bool
+    _apart = _inner = _is_averaged = False
     spatial_layout: Layout
     spatial_dims: SpatialDims
     mesh: Mesh
-
-    __slots__ = (
-        *("_apart", "_family", "_inner", "_is_averaged", "_tile"),
-        *("mesh", "spatial_dims", "spatial_layout"),
-    )
+    of_one_rank: ClassVar[Callable[[Tensor, Layout, Mesh, SpatialDims], SpatialTensor]]
+    """Makes the split tensor of a grid of one rank: see `whole`."""
 
     @staticmethod
     def __new__(
@@ -144,6 +140,9 @@ class SpatialTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> SpatialTensor:
         layout = layout.of_samples(samples_of(tile.shape, dims))
+        if _is_whole(tile, mesh):
+            leaf = tile.detach().requires_grad_(requires_grad)
+            return SpatialTensor.of_one_rank(leaf, layout, mesh, dims)
         size = dims.sizes(tile.shape, layout.rows[-1], layout.cols[-1])
         wrapper: SpatialTensor = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -155,7 +154,6 @@ class SpatialTensor(torch.Tensor):
         )
         wrapper._tile = tile
         wrapper._family = Family()
-        wrapper._apart = wrapper._inner = wrapper._is_averaged = False
         wrapper.spatial_layout = layout
         wrapper.spatial_dims = dims
         wrapper.mesh = mesh
@@ -261,6 +259,11 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 _call_untraced = _disable_dynamo(_call)
 
 
+def _is_whole(tile: Tensor, mesh: Mesh) -> bool:
+    """Whether a split tensor need be no more than its tile; a fake tensor, for one, stays one."""
+    return mesh.grid_comm.size == 1 and type(tile) is Tensor
+
+
 def _strides(size: tuple[int, ...], tile: Tensor) -> tuple[int, ...]:
     """Strides of a global tensor in the memory format of its tile."""
     return _strides_of(size, tile.stride(), tile.is_contiguous())
@@ -361,6 +364,9 @@ class _FromTile(torch.autograd.Function):
 
 def to_tile(x: SpatialTensor) -> Tensor:
     """The tile of `x`, for local work that autograd differentiates."""
+    if x.mesh.grid_comm.size == 1 and type(x) is not SpatialTensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.as_subclass(Tensor)
     check_lines(x)
     lend(x)
     tile: Tensor = _ToTile.apply(x)  # type: ignore[no-untyped-call]
@@ -374,6 +380,9 @@ def from_tile(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims = IMAG
         tile: this rank's box of `layout`; the sizes of its other dims are the global ones.
         dims: which of its dims hold rows and columns.
     """
+    if _is_whole(tile, mesh):
+        layout = layout.of_samples(samples_of(tile.shape, dims))
+        return SpatialTensor.of_one_rank(tile, layout, mesh, dims)
     x: SpatialTensor = _FromTile.apply(tile, layout, mesh, dims)  # type: ignore[no-untyped-call]
     note_view(x)
     return x

@@ -47,7 +47,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
     report = yield
-    if report.failed:
+    if report.failed and MPI.COMM_WORLD.size > 1:
         # the others may wait for this rank in a collective, for ever
         print(f"\nrank {MPI.COMM_WORLD.rank} failed in {item.nodeid}", file=sys.__stderr__)
         print(report.longreprtext, file=sys.__stderr__, flush=True)

@@ -43,6 +43,11 @@ def meshes(request: pytest.FixtureRequest) -> dict[tuple[int, int], Mesh]:
     return {grid: mesh for grid, mesh in found.items() if grid != left_out}
 
 
+def several_ranks(meshes: dict[tuple[int, int], Mesh]) -> list[Mesh]:
+    """Those where a tile is not the whole image, which PyTorch treats as any other."""
+    return [mesh for mesh in meshes.values() if mesh.size > 1]
+
+
 def mean_over_ranks(grad: Tensor, mesh: Mesh) -> Tensor:
     parameter = nn.Parameter(torch.zeros_like(grad))
     parameter.grad = grad.clone()

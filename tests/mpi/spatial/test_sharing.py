@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import Operation, parameter
+from tests.mpi.equality import Operation, parameter, several_ranks
 
 VIEWS: dict[str, Operation] = {
     "permute": lambda x: x.permute(0, 2, 3, 1),
@@ -34,7 +34,7 @@ def test_a_leaf_is_not_written_to_without_autograd_while_a_view_is_alive(
 ) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         written_between(torch.rand(2, 3, 6, 5, requires_grad=True), VIEWS[name])
-    for mesh in meshes.values():
+    for mesh in several_ranks(meshes):
         x = shard(torch.rand(2, 3, 6, 5), mesh).requires_grad_()
         with pytest.raises(UnsupportedSpatialOp, match="of which this one is a view"):
             written_between(x, VIEWS[name])
@@ -56,7 +56,7 @@ def test_a_view_that_lies_elsewhere_is_not_written_to_when_nobody_has_it_but_its
 ) -> None:
     """Its pixels have moved to other ranks: what is written would not reach the image."""
     with torch.no_grad():
-        for mesh in meshes.values():
+        for mesh in several_ranks(meshes):
             image = shard(parameter(random.Random(2), 2, 3, 12, 12), mesh)
             part = image[:, :, :5, :4].permute(0, 2, 3, 1)  # of a view that is gone
             with pytest.raises(UnsupportedSpatialOp, match="of which this one is a view"):

@@ -1,0 +1,219 @@
+"""Split tensors of a grid of one rank, whose tile is the whole tensor.
+
+Nothing is exchanged there, so such a tensor is the tile itself with a layout attached: operations
+and their gradients run as on any tensor of PyTorch, without a wrapper around it. All that must be
+known of an operation is whether its result is split on larger grids, and along which dims: random
+numbers, for one, are drawn for split tensors in another way than for plain ones.
+
+Functions without a handler are pointwise on larger grids, or refused there. Those with a handler go
+through it, unless a rule here says what becomes of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from spatialdl.comm.agreement import Agreement
+from spatialdl.composite import inside
+from spatialdl.layout import Layout
+from spatialdl.mesh import Mesh
+from spatialdl.spatial.dims import IMAGE, SpatialDims, samples_of
+from spatialdl.spatial.norm import StatisticsOver
+from spatialdl.spatial.table import HANDLERS, refusal, spatial_in
+from spatialdl.spatial.tensor import SpatialTensor
+
+Function = Callable[..., Any]
+Rule = Callable[[Function, Any, Any], Any]
+_RULES: dict[Function, Rule] = {}
+
+
+class WholeTensor(SpatialTensor):
+    """A `SpatialTensor` of a grid of one rank: its own tile, differentiated by PyTorch alone."""
+
+    __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl  # type: ignore[assignment]
+
+    @property
+    def _tile(self) -> Tensor:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = _RULES.get(func)
+        if rule is None and func not in HANDLERS and inside(func) is None:
+            rule = as_plain
+        if rule is None or torch._C._is_tracing() or (Agreement.any_compares and func in HANDLERS):
+            return super().__torch_function__(func, types, args, kwargs)
+        return rule(func, args, kwargs or {})
+
+
+def of_one_rank(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims) -> WholeTensor:
+    """`tile`, which is plain, as a split tensor; it becomes one itself, and shares its graph."""
+    tile.__class__ = WholeTensor
+    whole: WholeTensor = tile  # type: ignore[assignment]
+    whole.mesh, whole.spatial_layout, whole.spatial_dims = mesh, layout, dims
+    return whole
+
+
+SpatialTensor.of_one_rank = staticmethod(of_one_rank)
+
+
+@lru_cache(maxsize=4096)
+def _layout_of(samples: int, height: int, width: int) -> Layout:
+    return Layout.even((samples, height, width), (1, 1))
+
+
+def _split_as(result: Tensor, like: SpatialTensor) -> WholeTensor:
+    """`result`, of the rows and columns of `like`, as a split tensor."""
+    layout, dims = like.spatial_layout, like.spatial_dims
+    return of_one_rank(result, layout.of_samples(samples_of(result.shape, dims)), like.mesh, dims)
+
+
+def _fits(like: SpatialTensor, result: Tensor) -> bool:
+    """Whether rows and columns are in `result` where they are in `like`."""
+    if result.dim() < like.dim():
+        return False
+    rows, cols = like.spatial_dims.rows, like.spatial_dims.cols
+    return result.shape[rows] == like.shape[rows] and result.shape[cols] == like.shape[cols]
+
+
+# --- rules
+
+
+@cache
+def _draws(func: Function) -> bool:
+    """Whether it draws random numbers, which without a handler depend on the layout."""
+    packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, name) for name in packet.overloads()]  # type: ignore[no-untyped-call]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def as_plain(func: Function, args: Any, kwargs: Any) -> Any:
+    """Run a function as PyTorch does; what has the rows and columns of an operand is split."""
+    if _draws(func):
+        raise refusal(func, spatial_in((args, kwargs)))
+    if kwargs.get("requires_grad"):
+        return as_plain(func, args, {**kwargs, "requires_grad": False}).requires_grad_()
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        if type(result) is Tensor:
+            return _as_operands(func, result, args, kwargs)
+        if isinstance(result, tuple | list):
+            for one in result:
+                if type(one) is Tensor:
+                    _as_operands(func, one, args, kwargs)
+    return result
+
+
+def _as_operands(func: Function, result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    first = args[0] if args else None
+    if type(first) is WholeTensor and first.shape == result.shape:
+        return of_one_rank(result, first.spatial_layout, first.mesh, first.spatial_dims)
+    operands = tree_leaves((args, kwargs))
+    is_given = any(result is one for one in operands)
+    if is_given and (result is kwargs.get("out") or func.__name__.endswith("_")):
+        return result  # a plain tensor that was written to
+    for like in operands:
+        if type(like) is WholeTensor and _fits(like, result):
+            return _split_as(result.view_as(result) if is_given else result, like)
+    return result
+
+
+def _on_image(func: Function, args: Any, kwargs: Any) -> Any:
+    """Run an operation on images (N, C, H, W) as PyTorch does; the handler has the messages."""
+    x = args[0] if args else kwargs.get("input")
+    # statistics that data replicas share are the handler's too
+    if type(x) is WholeTensor and x.spatial_dims == IMAGE and StatisticsOver.comm is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            y = _tried(func, args, kwargs) if x.dim() == 4 else None
+            if y is not None:
+                samples, _, height, width = y.shape
+                return of_one_rank(y, _layout_of(samples, height, width), x.mesh, IMAGE)
+    return SpatialTensor.__torch_function__(func, (), args, kwargs)
+
+
+def _tried(func: Function, args: Any, kwargs: Any) -> Tensor | None:
+    try:
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _detached(func: Function, args: Any, kwargs: Any) -> Any:
+    y, x = as_plain(func, args, kwargs), args[0]
+    y._inner = x._inner or x.requires_grad
+    return y
+
+
+def _not_split(func: Function, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _gradient(func: Function, args: Any, kwargs: Any) -> Any:
+    grad = _not_split(func, args, kwargs)
+    return None if grad is None else _seen_as(grad, args[0])
+
+
+def _gradients(func: Function, args: Any, kwargs: Any) -> Any:
+    """Of ``torch.autograd.grad``: gradients of split tensors are split."""
+    grads = SpatialTensor.__torch_function__(func, (), args, kwargs)
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return tuple(
+        _seen_as(grad, x) if type(x) is WholeTensor and grad is not None else grad
+        for grad, x in zip(grads, inputs, strict=True)
+    )
+
+
+def _seen_as(grad: Tensor, x: SpatialTensor) -> Tensor:
+    """A gradient, which PyTorch's own operations hand on as a plain tensor, split as `x` is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _split_as(grad.as_subclass(Tensor), x)
+
+
+def _hooked(func: Function, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    return _not_split(func, (x, lambda grad: hook(_seen_as(grad, x))), kwargs)
+
+
+def _refused(func: Function, args: Any, kwargs: Any) -> Any:
+    raise refusal(func, spatial_in((args, kwargs)), "it would move rows and columns in place")
+
+
+def _getter(name: str) -> Function:
+    """What is called to read a property of a tensor."""
+    return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
+
+
+def _register(rule: Rule, *functions: Function) -> None:
+    _RULES.update(dict.fromkeys(functions, rule))
+
+
+_register(
+    as_plain,  # all of which keep the shape
+    *(F.relu, F.silu, F.sigmoid, F.tanh, F.hardswish, F.hardsigmoid, F.relu6, F.leaky_relu),
+    *(F.elu, F.selu, F.mish, F.hardtanh, F.layer_norm),
+    *(F.softmax, torch.softmax, Tensor.softmax),
+    *(F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+)
+_register(_on_image, torch.conv2d, F.batch_norm, torch.batch_norm, F.group_norm, F.instance_norm)
+_register(_detached, Tensor.detach, torch.detach, _getter("data"))
+_register(_not_split, _getter("_base"))
+_register(_gradient, _getter("grad"))
+_register(_gradients, torch.autograd.grad)
+_register(_hooked, Tensor.register_hook)
+_register(
+    _refused,
+    *(Tensor.unsqueeze_, Tensor.squeeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_),
+    *(Tensor.swapdims_, Tensor.resize_, Tensor.resize_as_, Tensor.set_, Tensor.as_strided_),
+)
