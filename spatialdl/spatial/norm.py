@@ -7,6 +7,7 @@ float64 (Chan, Golub, LeVeque 1979), never as raw sums of squares, which in floa
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -47,16 +48,24 @@ def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: st
     mean, variance = _tile_moments(tile)
     own = tile.numel() // max(tile.shape[1], 1)
     if comm.size == 1:
-        return Moments(own if count is None else count, mean, variance)
-    message = torch.cat([mean.new_full((1,), own), mean, variance])
+        return Moments(own if count is None else count, mean.double(), variance.double())
+    pixels = constant(float(own), 1, torch.float64, tile.device)
+    message = torch.cat([pixels, mean, variance])  # in the widest of their types
     gathered = gather_over_ranks(comm, message, f"{name} statistics")
-    channels = tile.shape[1]
-    counts, means, variances = torch.split(gathered, [1, channels, channels], dim=1)
+    counts, statistics, channels = gathered[:, 0], gathered[:, 1:], tile.shape[1]
     if count is None:
         count = own * comm.size if tile.is_meta else int(counts.sum())
-    mean = (counts * means).sum(0) / count
-    variance = (counts * (variances + (means - mean).square())).sum(0) / count
-    return Moments(count, mean, variance)
+    shares = counts / count
+    mean, variance = torch.mv(statistics.t(), shares).chunk(2)
+    deviations = statistics[:, :channels] - mean
+    return Moments(count, mean, torch.addmv(variance, deviations.square_().t(), shares))
+
+
+@lru_cache(maxsize=1024)
+def constant(value: float, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(size,) of one value, which nobody writes to; made once, as these are small operations."""
+    with torch.inference_mode(False):
+        return torch.full((size,), value, dtype=dtype, device=device)
 
 
 def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +78,7 @@ def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
     else:
         dims = tuple(d for d in range(tile.dim()) if d != 1)
         variance, mean = torch.var_mean(wide, dims, correction=0)
-    return mean.double(), variance.double()
+    return mean, variance
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -86,7 +95,7 @@ class _BatchNorm(torch.autograd.Function):
         comm: Communicator,
     ) -> Tensor:
         ctx.comm, ctx.eps, ctx.count = comm, eps, moments.pixels
-        mean, variance = moments.of(tile)
+        _, mean, variance = moments
         ctx.save_for_backward(tile, weight, mean, variance)
         return normalised(tile, weight, bias, mean, variance, eps)
 
@@ -99,9 +108,9 @@ class _BatchNorm(torch.autograd.Function):
         grad_tile = None
         if needs_tile:
             sums = torch.cat([grad_bias, grad_weight]).double()
-            totals = sum_over_ranks(ctx.comm, sums, "batch_norm backward") / ctx.count
+            totals = sum_over_ranks(ctx.comm, sums, "batch_norm backward").div_(ctx.count)
             if weight is not None:
-                totals = totals * weight.repeat(2)
+                totals.view(2, -1).mul_(weight)
             grad_tile = gradient_of_tile(grad, tile, weight, mean, variance, ctx.eps, totals)
         return (
             grad_tile,
@@ -134,8 +143,8 @@ def gradient_sums(
     """Sums of ``grad * (x - mean) / std`` and of ``grad`` over this tile, per channel."""
     if tile.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    none = mean.new_empty(0)
-    ones = torch.ones_like(mean)
+    none = constant(0.0, 0, mean.dtype, mean.device)
+    ones = constant(1.0, len(mean), mean.dtype, mean.device)
     _, grad_weight, grad_bias = aten.native_batch_norm_backward(
         grad, tile, ones, mean, variance, none, none, False, eps, [False, True, True]
     )
@@ -159,12 +168,10 @@ def gradient_of_tile(
     """
     if tile.numel() == 0:
         return torch.empty_like(tile)
-    mean_grad, mean_projection = totals.to(mean.dtype).chunk(2)
-    scale = (variance + eps).rsqrt()
+    scale = (variance + eps).rsqrt_()
     # in two passes: -scale * (mean_projection * normalised x + mean_grad), then + scale * grad
-    result = torch.batch_norm(
-        tile, -scale * mean_projection, -scale * mean_grad, mean, variance, False, 0.0, eps, False
-    )
+    by_mean, by_projection = totals.to(mean.dtype).view(2, -1).mul(scale.neg()).unbind()
+    result = torch.batch_norm(tile, by_projection, by_mean, mean, variance, False, 0.0, eps, False)
     if weight is not None:
         scale = scale * weight
     return result.addcmul_(grad, scale.to(grad.dtype).view(-1, *[1] * (tile.dim() - 2)))
@@ -246,6 +253,7 @@ def trained(
                 "batch_norm needs more than one value per channel to train, got one with "
                 f"{tile.shape[1]} channels"
             )
+        moments = Moments(moments.pixels, *moments.of(tile))
         once = moments._replace(pixels=moments.pixels // copies)
         update_running(once, running_mean, running_var, momentum)
     y: Tensor = _BatchNorm.apply(tile, weight, bias, moments, eps, comm)  # type: ignore[no-untyped-call]
@@ -271,7 +279,10 @@ def update_running(
     moments: Moments, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> None:
     """Move running statistics towards those of this batch; the variance is the unbiased one."""
-    unbiased = moments.variance * (moments.pixels / (moments.pixels - 1))
-    for running, value in ((running_mean, moments.mean), (running_var, unbiased)):
+    unbiased = momentum * moments.pixels / (moments.pixels - 1)
+    for running, value, factor in (
+        (running_mean, moments.mean, momentum),
+        (running_var, moments.variance, unbiased),
+    ):
         if running is not None:
-            running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+            running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=factor)
