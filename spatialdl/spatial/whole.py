@@ -99,6 +99,8 @@ def _draws(func: Function) -> bool:
 
 def as_plain(func: Function, args: Any, kwargs: Any) -> Any:
     """Run a function as PyTorch does; what has the rows and columns of an operand is split."""
+    if isinstance(func, torch.ScriptMethod):  # of whose result nothing is known
+        return SpatialTensor.__torch_function__(func, (), args, kwargs)
     if _draws(func):
         raise refusal(func, spatial_in((args, kwargs)))
     if kwargs.get("requires_grad"):
@@ -120,7 +122,7 @@ def _as_operands(func: Function, result: Tensor, args: Any, kwargs: Any) -> Tens
         return of_one_rank(result, first.spatial_layout, first.mesh, first.spatial_dims)
     operands = tree_leaves((args, kwargs))
     is_given = any(result is one for one in operands)
-    if is_given and (result is kwargs.get("out") or func.__name__.endswith("_")):
+    if is_given and (result is kwargs.get("out") or getattr(func, "__name__", "").endswith("_")):
         return result  # a plain tensor that was written to
     for like in operands:
         if type(like) is WholeTensor and _fits(like, result):

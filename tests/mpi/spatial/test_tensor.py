@@ -838,6 +838,9 @@ def softmax_of_rows(x: Tensor) -> Tensor:
 
 def test_scripted_functions_are_exact_or_warn_with_the_reason(mesh: Mesh) -> None:
     x = shard(image(), mesh)
+    if mesh.size == 1:  # the interpreter does not know that it is given more than a plain tensor
+        assert torch.equal(swish(x), swish(image()))
+        return
     assert torch.equal(swish(x).full_tensor(), swish(image()))
     with (
         pytest.warns(UserWarning, match=r"softmax.*split.*before torch.jit.script"),
