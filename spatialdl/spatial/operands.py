@@ -126,13 +126,15 @@ def _on_layout_of(
     dims = value.spatial_dims
     if value.shape[dims.rows] == 1 or value.shape[dims.cols] == 1:
         return value.full_tensor()  # one row or one column: small
-    raise refusal(
-        func,
-        [target],
-        f"another split image of shape {tuple(value.shape)}{value.spatial_dims.describe()} meets "
-        f"one of shape {tuple(target.shape)}; permute it so that rows and columns are at the same "
-        "dims",
-    )
+    what = f"another split tensor of shape {tuple(value.shape)}"
+    if dims.describe() == target.spatial_dims.describe():
+        advice = f"{what} is split {value.describe()}; call full_tensor() on it"
+    else:
+        advice = (
+            f"{what}{dims.describe()} meets one of shape {tuple(target.shape)}; permute it so that "
+            "rows and columns are at the same dims"
+        )
+    raise refusal(func, [target], advice)
 
 
 def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> SpatialTensor:

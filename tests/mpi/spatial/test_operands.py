@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
-from spatialdl import SpatialTensor, shard
+from spatialdl import SpatialTensor, UnsupportedSpatialOp, shard
 from tests.mpi.equality import close, parameter
 
 Pair = Callable[[Tensor, Tensor], Tensor]
@@ -53,3 +54,22 @@ def test_one_split_row_or_column_beside_a_split_image(dim: int, meshes: dict) ->
             (expected * image).sum().backward()
             for one, other in zip(ours, plain, strict=True):
                 close(one.grad, other.grad, f"gradient on {mesh.grid} ")
+
+
+def test_what_is_split_within_windows_says_to_gather_it(meshes: dict) -> None:
+    """Queries of a small map beside windows of a large one, as networks of global queries do."""
+    small, large = (torch.randn(1, 2, side, side, dtype=torch.float64) for side in (7, 28))
+
+    def added(x: Tensor, queries: Tensor, gathers: bool) -> Tensor:
+        windows = queries.permute(0, 2, 3, 1).repeat_interleave(16, 0).view(1, 4, 4, 7, 7, 2)
+        image = windows.permute(0, 1, 3, 2, 4, 5).reshape(1, 28, 28, 2)
+        return x.permute(0, 2, 3, 1) + (image.full_tensor() if gathers else image)
+
+    for mesh in meshes.values():
+        x, queries = shard(large, mesh), shard(small, mesh)
+        with pytest.raises(
+            UnsupportedSpatialOp, match=r"^add .* over 28x28.* 7x7.*call full_tensor"
+        ):
+            added(x, queries, gathers=False)
+        ours = added(x, queries, gathers=True).full_tensor()
+        assert torch.equal(ours, added(large, small, gathers=False))
