@@ -13,13 +13,14 @@ from spatialdl.pipeline.balance import Costs, Weigh, balance, estimated
 from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.pipeline.steps import Joint, Recording, Step
+from spatialdl.spatial.gather import Names, module_names
 from spatialdl.spatial.recompute import recompute_blocks
 
 
 def cut(
     model: nn.Module,
     widths: Sequence[int],
-    names: Sequence[str] | None = None,
+    names: Names = None,
     image_size: tuple[int, ...] = (3, 224, 224),
     recompute: bool = False,
     weigh: Weigh = estimated,
@@ -85,7 +86,7 @@ def cut_bounds(
     model: nn.Module,
     recording: Recording,
     widths: Sequence[int],
-    names: Sequence[str] | None,
+    names: Names,
     costs: Callable[[], Costs],
 ) -> list[int]:
     """The steps with which the stages begin, and the end.
@@ -100,8 +101,8 @@ def cut_bounds(
     """
     _check_steps(model, recording, len(widths))
     joints = joints_of(model, recording)
-    if names:
-        bounds = named_bounds(recording, names, len(widths))
+    if named := module_names(names):
+        bounds = named_bounds(recording, named, len(widths))
     else:
         places = free_places(joints, len(recording.steps))
         if len(places) < len(widths):
@@ -240,7 +241,6 @@ def named_bounds(recording: Recording, names: Sequence[str], stages: int) -> lis
     Raises:
         ValueError: if the network does not call modules of these names, or not in this order.
     """
-    names = [names] if isinstance(names, str) else [str(name) for name in names]
     if len(names) != stages - 1:
         raise ValueError(
             f"parallel.cut names {len(names)} places ({', '.join(names)}), but {stages} stages "

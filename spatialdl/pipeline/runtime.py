@@ -35,6 +35,7 @@ from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.placement import Placement
 from spatialdl.random import keyed
+from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.later import LaterGradients
 from spatialdl.spatial.recompute import blocks_of
@@ -85,11 +86,11 @@ class Pipeline:
         comm: Communicator | MPI.Intracomm,
         criterion: Criterion,
         image_size: tuple[int, int, int],
-        names: Sequence[str] | None = None,
+        names: Names = None,
         device: torch.device | None = None,
         *,
         balance: Literal["time", "measured", "memory"] = "time",
-        gather_before: str | Sequence[str] = (),
+        gather_before: Names = None,
         recompute: Literal["none", "block", "stage"] = "none",
         sync_batchnorm: bool = False,
         seed: int = 0,

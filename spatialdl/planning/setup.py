@@ -94,7 +94,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
     dtype = planned_type(config)
     sources = open_sources(config.data, int(config.seed), config.task.name)
     model = build_model(config, sources).to(dtype)
-    gather_before(model, config.parallel.gather_before or ())
+    gather_before(model, config.parallel.gather_before)
     batch = int(config.data.batch_size)
     return Job(
         model=model,

@@ -88,7 +88,7 @@ class Network:
             parallel.cut,
             self._device,
             balance=parallel.balance,
-            gather_before=parallel.gather_before or (),
+            gather_before=parallel.gather_before,
             mixed=self.precision.mixed,
         )
         if self._config.comm.map:

@@ -11,8 +11,17 @@ from torch.utils._pytree import tree_map
 
 from spatialdl.spatial.tensor import SpatialTensor
 
+Names = str | int | Iterable[str | int] | None
 
-def gather_before(model: nn.Module, name: str | Iterable[str]) -> None:
+
+def module_names(given: Names) -> list[str]:
+    """Names of modules as a configuration gives them, to which those of a chain are numbers."""
+    if given is None:
+        return []
+    return [str(one) for one in ([given] if isinstance(given, str | int) else given)]
+
+
+def gather_before(model: nn.Module, name: Names) -> None:
     """Give a module whole images, the same on every rank, instead of split ones.
 
     For heads that flatten a map, as that of VGG does: from there on every rank holds, and computes,
@@ -20,13 +29,13 @@ def gather_before(model: nn.Module, name: str | Iterable[str]) -> None:
 
     Args:
         model: the network.
-        name: of the module, as in ``model.named_modules()``; or several names.
+        name: of the module, as in ``model.named_modules()``; or several names, or none.
 
     Raises:
         ValueError: if there is no such module; names those that are meant, perhaps.
     """
-    for one in [name] if isinstance(name, str) else name:
-        _first_called(_named(model, str(one))).register_forward_pre_hook(
+    for one in module_names(name):
+        _first_called(_named(model, one)).register_forward_pre_hook(
             _gather, prepend=True, with_kwargs=True
         )
 

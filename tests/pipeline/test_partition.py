@@ -127,7 +127,7 @@ def test_names_out_of_order_are_refused():
 
 def test_places_may_be_numbers_or_one_name():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    for names in ([2], "2", ["2"]):
+    for names in (2, [2], "2", ["2"]):
         assert [stage.paths for stage in cut(model, (1, 1), names)] == [["0", "1"], ["2"]]
 
 

@@ -132,7 +132,7 @@ def make_pipeline(
         parallel.cut,
         device,
         balance=parallel.balance,
-        gather_before=parallel.gather_before or (),
+        gather_before=parallel.gather_before,
         recompute=parallel.recompute,
         sync_batchnorm=bool(parallel.sync_batchnorm),
         seed=int(config.seed),

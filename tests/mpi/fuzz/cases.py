@@ -111,9 +111,6 @@ def drawn(seed: int, ranks: int) -> Case:
     rng = random.Random(f"{seed} on {ranks}")
     parallel = layout(rng, ranks)
     kind = rng.choice(("chain", "graph", "graph"))
-    if parallel["spatial_stages"] and rng.random() < 0.2:
-        block = rng.randint(0, 3)  # there are as many at least
-        parallel["gather_before"] = f"blocks.{block}" if kind == "graph" else str(block + 2)
     trainer: dict[str, Any] = {
         "accumulate": rng.choice((1, 1, 2, 3)),
         "clip_norm": rng.choice((None, None, 0.5)),
@@ -122,6 +119,10 @@ def drawn(seed: int, ranks: int) -> Case:
         "freeze": rng.choice(([], ["stem.*"])) if kind == "graph" else [],
     }
     task = drawn_task(rng, parallel)
+    if parallel["spatial_stages"] and rng.random() < 0.2:
+        block = rng.randint(0, 3)  # there are as many at least
+        is_chain = kind == "chain" and task["name"] != "segmentation"
+        parallel["gather_before"] = str(block + 2) if is_chain else f"blocks.{block}"
     local = parallel["local_dp"]
     least = parallel["microbatches"] * parallel["data"] * local
     batch = least + rng.choice((0, 0, 1, 2, 3, least))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 
 import numpy as np
@@ -99,9 +100,13 @@ def trained(case: Case, world: Communicator, folder: Path, data: Data) -> Outcom
     config = world.bcast(config)
     trainer = Trainer(config, world)
     fit(trainer, folder / "run")
-    own = copies(trainer.pipeline, trainer.update, world.rank)
-    files = [tensors for one in world.allgather(own) for tensors in one.values()]
-    state: dict[str, Tensor] = {name: value for one in files for name, value in one.items()}
+    if case.parallel["shard_state"]:  # of which a rank alone knows nothing
+        own = copies(trainer.pipeline, trainer.update, world.rank).values()
+        state: dict[str, Tensor] = {name: value for one in own for name, value in one.items()}
+    else:
+        state = held(trainer.pipeline, trainer.update.optimizer)
+        averages = trainer.update.average.state_dict() if trainer.update.average else {}
+        state |= {f"average/{name}": value for name, value in averages.items()}
     run = Path(world.bcast(folder)) / "run"
     with (run / "metrics.csv").open(newline="") as lines:
         losses = [float(row["loss"]) for row in csv.DictReader(lines)]
@@ -153,24 +158,34 @@ def driven(case: Case, world: Communicator, data: Data) -> Outcome:
         if case.trainer["clip_norm"]:
             pipeline.gradients.clip(case.trainer["clip_norm"])
         optimizer.step()
-    own = {
-        name: value
-        for stage in pipeline.stages.values()
-        for name, value in state_of(stage, optimizer).items()
+    return Outcome(losses, held(pipeline, optimizer), {})
+
+
+def held(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights, buffers and optimizer state of the stages of this rank."""
+    stages = [state_of(stage, optimizer) for stage in pipeline.stages.values()]
+    return {name: value for one in stages for name, value in one.items()}
+
+
+def differences(ours: Outcome, plain: Outcome | None, world: Communicator) -> dict[str, float]:
+    """By how much numbers of any rank differ, by name; of what one side has alone infinite.
+
+    Args:
+        ours: with the state that this rank holds.
+        plain: on rank 0.
+    """
+    plain = world.bcast(plain)
+    found = {
+        name: float((value.double() - plain.state[name].double()).abs().max())
+        for name, value in ours.state.items()
+        if name in plain.state
     }
-    state = {name: value for one in world.allgather(own) for name, value in one.items()}
-    return Outcome(losses, state, {})
-
-
-def differences(ours: Outcome, plain: Outcome) -> dict[str, float]:
-    """By how much numbers differ, by name; of what one of the two has alone infinite."""
-    found = {}
-    if ours.state.keys() != plain.state.keys():
-        found |= {name: float("inf") for name in ours.state.keys() ^ plain.state.keys()}
     for number, (one, two) in enumerate(zip(ours.losses, plain.losses, strict=True)):
         found[f"loss of step {number + 1}"] = abs(one - two)
-    for name in ours.state.keys() & plain.state.keys():
-        found[name] = float((ours.state[name].double() - plain.state[name].double()).abs().max())
     for name, value in plain.metrics.items():
         found[f"metric {name}"] = abs(ours.metrics[name] - value)
-    return found
+    worst: dict[str, float] = {}
+    for one in world.allgather({**dict.fromkeys(ours.state, math.inf), **found}):
+        for name, by in one.items():  # NaN is as far as can be
+            worst[name] = max(worst.get(name, 0.0), by if by >= 0 else math.inf)
+    return {**dict.fromkeys(plain.state, math.inf), **worst}

@@ -77,5 +77,5 @@ def differing(
     folder = Path(world.bcast(tmp_path_factory.mktemp("fuzz") if world.rank == 0 else None))
     data = data_of(case)
     ours = driven(case, world, data) if case.by_hand else trained(case, world, folder, data)
-    found = differences(ours, alone(case, data)) if world.rank == 0 else {}
-    return {name: by for name, by in world.bcast(found).items() if not by <= TOLERANCE}
+    found = differences(ours, alone(case, data) if world.rank == 0 else None, world)
+    return {name: by for name, by in found.items() if not by <= TOLERANCE}
