@@ -22,6 +22,8 @@ from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layou
 @register_op(any_other)
 def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of `func` with all tensor operands lifted to one shape and layout."""
+    if len(args) == 2 and not kwargs and _are_alike(*args):
+        return args, kwargs
     is_flat = not kwargs and not any(isinstance(value, list | tuple | dict) for value in args)
     flat = args if is_flat else tree_flatten((args, kwargs))[0]
     operands = [value for value in flat if isinstance(value, Tensor)]
@@ -41,6 +43,12 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return value if left_alone else lift(func, value, target, shape)
 
     return tree_map(lifted, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _are_alike(x: Any, y: Any) -> bool:
+    """Whether two operands are split tensors of one shape and layout, as most are."""
+    both = type(x) is SpatialTensor and type(y) is SpatialTensor
+    return both and x._tile.shape == y._tile.shape and aligned(x, y)
 
 
 @register_op(Tensor.backward)

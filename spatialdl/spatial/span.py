@@ -126,6 +126,8 @@ def _split_positions(layout: Layout, box: Box, dims: SpatialDims, dim: int) -> T
 
 def without_dims(x: SpatialTensor, tile: Tensor, removed: tuple[int, ...]) -> SpatialTensor:
     """`tile` as the split tensor that `x` becomes when dims that are not split are removed."""
+    if not removed:
+        return from_tile(tile, x.spatial_layout, x.mesh, x.spatial_dims)
     rows, cols = (d % x.dim() for d in (x.spatial_dims.rows, x.spatial_dims.cols))
     dims = x.spatial_dims._replace(
         rows=rows - x.dim() + sum(d > rows for d in removed),

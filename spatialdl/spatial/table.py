@@ -75,14 +75,18 @@ def _checked(
 ) -> Callable[..., Any]:
     signature = inspect.signature(handler)
     kinds = {one.kind for one in signature.parameters.values()}
-    names = tuple(signature.parameters)
+    names, known = tuple(signature.parameters), signature.parameters.keys()
     plain = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     needed = sum(one.default is inspect.Parameter.empty for one in signature.parameters.values())
 
     def bound(args: Any, kwargs: Any) -> Iterable[tuple[str, Any]]:
         """Arguments by name; the short way where they are positions alone."""
-        if plain and not kwargs and needed <= len(args) <= len(names):
-            return zip(names, args, strict=False)
+        if plain and len(args) <= len(names):
+            by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+            # as many as were given: none twice
+            fits = len(by_name) == len(args) + len(kwargs) and by_name.keys() <= known
+            if fits and all(name in by_name for name in names[len(args) : needed]):
+                return by_name.items()
         try:
             return signature.bind(*args, **kwargs).arguments.items()
         except TypeError as error:

@@ -159,6 +159,10 @@ class SpatialTensor(torch.Tensor):
         wrapper.mesh = mesh
         return wrapper
 
+    def dim(self) -> int:
+        """The number of dims; asked for at every operation, so without a detour."""
+        return self._tile.dim()
+
     def to_local(self) -> Tensor:
         """This rank's tile: (N, C, h, w) of a (N, C, H, W); differentiable.
 
@@ -292,17 +296,18 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     for value in flat:
         if isinstance(value, SpatialTensor):
             check_lines(value)
-            if not aligned(value, first):
+            if value is not first and not aligned(value, first):
                 raise refusal(func, [first, value], "its operands are split differently")
         elif isinstance(value, Tensor) and value.dim() > 0:
             raise refusal(func, [first], "it mixes split and whole tensors")
-    if func._schema.is_mutable:
+    is_mutable = func._schema.is_mutable
+    if is_mutable:
         check_write(_called.function or func, args[0])
     tile_args, tile_kwargs = (
         (tuple(map(_tile_of, args)), {}) if is_flat else tree_map(_tile_of, (args, kwargs))
     )
     result = func(*tile_args, **tile_kwargs)
-    if func._schema.is_mutable:
+    if is_mutable:
         # below autograd nobody counts: without this a convolution that has kept the tile would
         # not notice that it was overwritten, and give a wrong gradient
         torch.autograd.graph.increment_version(args[0]._tile)

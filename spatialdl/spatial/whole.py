@@ -44,6 +44,10 @@ class WholeTensor(SpatialTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
 
+    def dim(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.dim(self)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(func)
