@@ -1,15 +1,20 @@
-"""Boxes and layouts: which rank owns which rectangle of the global image.
+"""Boxes and layouts: which rank owns which part of the global image.
 
 Pure arithmetic on integers, no torch and no MPI. Every rank computes the boxes of all ranks from
-the global sizes alone, so that nobody ever has to ask who owns what.
+the global sizes alone, so that nobody ever has to ask who owns what. An image has one to three
+spatial dims: a signal, an image, a volume.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, product
+from typing import Any
+
+Interval = tuple[int, int]
+"""Half-open: [start, stop)."""
 
 Bounds = tuple[int, ...]
 """Part i of a dim is ``[bounds[i], bounds[i + 1])``; first is 0, last is the size."""
@@ -18,42 +23,38 @@ LOPSIDED = 1.25
 """A layout whose largest part exceeds the even one by more than this factor is rebalanced."""
 
 
-class Box(NamedTuple):
-    """A half-open rectangle of a global image: samples, rows, columns.
+class Box(tuple[Interval, ...]):
+    """A part of a global image: an interval of samples, then one of each spatial dim.
 
     A box that an operation *needs* may reach outside the image (padding).
     """
 
-    batch0: int
-    batch1: int
-    row0: int
-    row1: int
-    col0: int
-    col1: int
+    __slots__ = ()
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Samples, rows, columns; never negative."""
-        return (
-            max(0, self.batch1 - self.batch0),
-            max(0, self.row1 - self.row0),
-            max(0, self.col1 - self.col0),
-        )
+    def shape(self) -> tuple[int, ...]:
+        """Samples, then the sizes of the spatial dims; never negative."""
+        return tuple(max(0, stop - start) for start, stop in self)
+
+    @property
+    def spatial(self) -> tuple[Interval, ...]:
+        """The intervals of the spatial dims."""
+        return self[1:]
 
     @property
     def is_empty(self) -> bool:
-        return self.batch1 <= self.batch0 or self.row1 <= self.row0 or self.col1 <= self.col0
+        return any(stop <= start for start, stop in self)
 
     def intersect(self, other: Box) -> Box:
         """The common part, which may be empty."""
         return Box(
-            max(self.batch0, other.batch0),
-            min(self.batch1, other.batch1),
-            max(self.row0, other.row0),
-            min(self.row1, other.row1),
-            max(self.col0, other.col0),
-            min(self.col1, other.col1),
+            (max(start, first), min(stop, last))
+            for (start, stop), (first, last) in zip(self, other, strict=True)
         )
+
+    def but(self, dim: int, interval: Interval) -> Box:
+        """The same box with another interval of `dim`, which 0 is for samples."""
+        return Box((*self[:dim], interval, *self[dim + 1 :]))
 
     def without(self, part: Box) -> tuple[Box, ...]:
         """What is left of this box when `part` is cut out of it, in boxes that do not overlap."""
@@ -62,23 +63,29 @@ class Box(NamedTuple):
             return () if self.is_empty else (self,)
         left: list[Box] = []
         rest = self
-        for start, stop in (("batch0", "batch1"), ("row0", "row1"), ("col0", "col1")):
-            first, last = getattr(part, start), getattr(part, stop)
-            left.append(rest._replace(**{stop: first}))
-            left.append(rest._replace(**{start: last}))
-            rest = rest._replace(**{start: first, stop: last})
+        for dim, ((start, stop), (first, last)) in enumerate(zip(self, part, strict=True)):
+            left.append(rest.but(dim, (start, first)))
+            left.append(rest.but(dim, (last, stop)))
+            rest = rest.but(dim, (first, last))
         return tuple(box for box in left if not box.is_empty)
 
-    def slices_in(self, outer: Box) -> tuple[slice, slice, slice]:
-        """Where this box lies in a tensor that holds `outer`: (batch, rows, columns)."""
-        return (
-            slice(self.batch0 - outer.batch0, self.batch1 - outer.batch0),
-            slice(self.row0 - outer.row0, self.row1 - outer.row0),
-            slice(self.col0 - outer.col0, self.col1 - outer.col0),
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies in a tensor that holds `outer`: a slice of each of its dims."""
+        return tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(self, outer, strict=True)
         )
 
 
-EMPTY_BOX = Box(0, 0, 0, 0, 0, 0)
+def last_slices(slices: Iterable[slice]) -> tuple[Any, ...]:
+    """An index of a tensor or array: these slices of its last dims, all of the others."""
+    return (..., *slices)
+
+
+@lru_cache
+def empty_box(spatial_dims: int) -> Box:
+    """A box of nothing, of an image with so many spatial dims."""
+    return Box(((0, 0),) * (1 + spatial_dims))
 
 
 def even_bounds(size: int, parts: int) -> Bounds:
@@ -117,86 +124,100 @@ def _largest(bounds: Bounds) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """A global image cut along samples, rows and columns; parts in row-major order."""
+    """A global image cut along samples and spatial dims; parts in row-major order.
+
+    Attributes:
+        batch: where samples are cut.
+        cuts: where the spatial dims are cut, one after the other.
+    """
 
     batch: Bounds
-    rows: Bounds
-    cols: Bounds
+    cuts: tuple[Bounds, ...]
 
     @classmethod
-    def even(cls, size: tuple[int, int, int], grid: tuple[int, int]) -> Layout:
-        """The default layout: samples whole, rows and columns cut evenly over `grid`."""
-        samples, height, width = size
-        return cls((0, samples), even_bounds(height, grid[0]), even_bounds(width, grid[1]))
+    def even(cls, samples: int, size: Sequence[int], grid: Sequence[int]) -> Layout:
+        """The default layout: samples whole, each spatial dim cut evenly as `grid` says."""
+        return cls((0, samples), tuple(map(even_bounds, size, grid)))
 
     @classmethod
-    def by_sample(cls, size: tuple[int, int, int], parts: int) -> Layout:
+    def by_sample(cls, samples: int, size: Sequence[int], parts: int) -> Layout:
         """Whole images, the samples cut evenly over `parts`."""
-        samples, height, width = size
-        return cls(even_bounds(samples, parts), (0, height), (0, width))
+        return cls(even_bounds(samples, parts), tuple((0, extent) for extent in size))
 
     @property
-    def size(self) -> tuple[int, int, int]:
-        """Global samples, rows, columns."""
-        return self.batch[-1], self.rows[-1], self.cols[-1]
+    def samples(self) -> int:
+        """Global samples."""
+        return self.batch[-1]
+
+    @cached_property
+    def size(self) -> tuple[int, ...]:
+        """Global sizes of the spatial dims."""
+        return tuple(bounds[-1] for bounds in self.cuts)
 
     @property
-    def grid(self) -> tuple[int, int]:
-        return len(self.rows) - 1, len(self.cols) - 1
+    def grid(self) -> tuple[int, ...]:
+        """Parts of each spatial dim."""
+        return tuple(len(bounds) - 1 for bounds in self.cuts)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The box of every part, in the order of the ranks."""
-        return tuple(
-            Box(*samples, *rows, *cols)
-            for samples in pairwise(self.batch)
-            for rows in pairwise(self.rows)
-            for cols in pairwise(self.cols)
-        )
+        return tuple(map(Box, product(*map(tuple, map(pairwise, (self.batch, *self.cuts))))))
 
     def of_samples(self, samples: int) -> Layout:
-        """The same cut of rows and columns for another number of samples."""
+        """The same cut of the spatial dims for another number of samples."""
         if self.batch == (0, samples):
             return self
         return _of_samples(self, samples)
 
     @property
     def whole(self) -> Box:
-        samples, height, width = self.size
-        return Box(0, samples, 0, height, 0, width)
+        return Box((0, bounds[-1]) for bounds in (self.batch, *self.cuts))
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.batch, self.rows, self.cols))
+        return hash((self.batch, self.cuts))
 
     def __hash__(self) -> int:  # layouts are keys on every call of every operation
         return self._hash
 
-    def strided(self, stride: tuple[int, int], size: tuple[int, int]) -> Layout:
-        """The layout of the output (rows, columns = `size`) of an operation with `stride`."""
-        return Layout(
-            self.batch,
-            strided_bounds(self.rows, stride[0], size[0]),
-            strided_bounds(self.cols, stride[1], size[1]),
-        )
+    def part_at(self, part: int) -> tuple[int, ...]:
+        """Where in the grid a part lies."""
+        place = []
+        for parts in reversed(self.grid):
+            part, last = divmod(part, parts)
+            place.append(last)
+        return tuple(reversed(place))
 
-    def scaled(self, scale: tuple[int, int], size: tuple[int, int]) -> Layout:
-        """The layout of the output (rows, columns = `size`) of an operation that enlarges."""
-        return Layout(
-            self.batch,
-            scaled_bounds(self.rows, scale[0], size[0]),
-            scaled_bounds(self.cols, scale[1], size[1]),
-        )
+    def strided(self, stride: Sequence[int], size: Sequence[int]) -> Layout:
+        """The layout of the output (spatial dims of `size`) of an operation with `stride`."""
+        return Layout(self.batch, tuple(map(strided_bounds, self.cuts, stride, size)))
+
+    def scaled(self, scale: Sequence[int], size: Sequence[int]) -> Layout:
+        """The layout of the output (spatial dims of `size`) of an operation that enlarges."""
+        return Layout(self.batch, tuple(map(scaled_bounds, self.cuts, scale, size)))
 
     def describe(self) -> str:
         """Short text for messages: ``2x1 over 70x93``."""
-        rows, cols = self.grid
-        return f"{rows}x{cols} over {self.size[1]}x{self.size[2]}"
+        return f"{by(self.grid)} over {by(self.size)}"
+
+
+_NAMES = {1: ("positions",), 2: ("rows", "columns"), 3: ("slices", "rows", "columns")}
+
+
+def spatial_names(count: int) -> tuple[str, ...]:
+    """What the spatial dims of a signal, an image or a volume are called, for messages."""
+    return _NAMES[count]
+
+
+def by(sizes: Sequence[int]) -> str:
+    """Sizes as text: ``70x93``."""
+    return "x".join(map(str, sizes))
 
 
 @lru_cache(maxsize=4096)
 def _of_samples(layout: Layout, samples: int) -> Layout:
-    return Layout((0, samples), layout.rows, layout.cols)
+    return Layout((0, samples), layout.cuts)
 
 
 @dataclass(frozen=True)
@@ -243,32 +264,27 @@ class Window:
 
 
 @lru_cache(maxsize=4096)
-def needed_boxes(output: Layout, rows: Window, cols: Window) -> tuple[Box, ...]:
+def needed_boxes(output: Layout, windows: tuple[Window, ...]) -> tuple[Box, ...]:
     """The input box that each part of `output` needs; empty where it has no output."""
     return tuple(
-        EMPTY_BOX
+        empty_box(len(windows))
         if box.is_empty
-        else Box(
-            box.batch0,
-            box.batch1,
-            *rows.needs(box.row0, box.row1),
-            *cols.needs(box.col0, box.col1),
-        )
+        else Box((box[0], *(w.needs(*own) for w, own in zip(windows, box.spatial, strict=True))))
         for box in output.boxes
     )
 
 
 @lru_cache(maxsize=4096)
-def transposed_boxes(layout: Layout, output: Layout, rows: Window, cols: Window) -> tuple[Box, ...]:
+def transposed_boxes(
+    layout: Layout, output: Layout, windows: tuple[Window, ...]
+) -> tuple[Box, ...]:
     """The box of an image on `layout` that each part of `output`, its transposed, needs.
 
     Empty where a part has no output, or none of its outputs reads a pixel.
     """
-    _, height, width = layout.size
     boxes = []
     for box in output.boxes:
-        row0, row1 = rows.transposed_needs(box.row0, box.row1, height)
-        col0, col1 = cols.transposed_needs(box.col0, box.col1, width)
-        need = Box(box.batch0, box.batch1, row0, row1, col0, col1)
-        boxes.append(EMPTY_BOX if need.is_empty else need)
+        each = zip(windows, box.spatial, layout.size, strict=True)
+        need = Box((box[0], *(window.transposed_needs(*own, size) for window, own, size in each)))
+        boxes.append(empty_box(len(windows)) if need.is_empty else need)
     return tuple(boxes)

@@ -1,8 +1,10 @@
-"""Ranks as axes: data, stage, grid rows, grid columns."""
+"""Ranks as axes: data, stage, and the spatial axes of the grid."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.agreement import Agreement
@@ -19,7 +21,7 @@ from spatialdl.comm.protection import (
 )
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
-from spatialdl.layout import Box, Layout
+from spatialdl.layout import Box, Layout, spatial_names
 from spatialdl.node_order import placed_by_nodes
 from spatialdl.placement import Placement, Position
 
@@ -32,17 +34,17 @@ class Mesh:
     """The ranks that hold one image (and its data replicas), as this rank sees them.
 
     Attributes:
-        grid: (rows, columns) into which an image is cut.
+        grid: into how many parts each spatial dim of an image is cut, one to three numbers.
         data: data replicas.
-        part: this rank's part of the layout, row by row.
+        part: this rank's part of the layout, in row-major order.
         replica: this rank's data replica.
-        comm: all ``data * rows * columns`` ranks, replica by replica.
+        comm: all ``data * prod(grid)`` ranks, replica by replica.
         grid_comm: the ranks of this replica, in the order of the layout's parts.
         batch: ranks of a replica that divide its samples instead of its images.
         agreement: compares what ranks must have alike; None where nothing is compared.
     """
 
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     data: int
     part: int
     replica: int
@@ -56,31 +58,45 @@ class Mesh:
         return self
 
     @property
+    def parts(self) -> int:
+        """Into how many tiles an image is cut."""
+        return prod(self.grid)
+
+    @property
     def size(self) -> int:
         """All ranks of the mesh."""
-        return self.data * self.grid[0] * self.grid[1] * self.batch
+        return self.data * self.parts * self.batch
 
-    def layout(self, size: tuple[int, int, int]) -> Layout:
-        """The default layout of images of `size` (samples, rows, columns) on this mesh."""
-        return Layout.even(size, self.grid)
+    def layout(self, samples: int, size: Sequence[int]) -> Layout:
+        """The default layout on this mesh of images whose spatial dims have `size`."""
+        return Layout.even(samples, size, self.grid)
 
     def own_box(self, layout: Layout) -> Box:
         """This rank's box of a layout."""
         return layout.boxes[self.part]
 
-    def box(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
-        """This rank's half-open box (row0, row1, col0, col1) of an image of `size` (H, W).
+    def box(self, size: Sequence[int]) -> tuple[int, ...]:
+        """This rank's half-open box of an image: (row0, row1, col0, col1) of one of size (H, W).
+
+        Of a volume (d0, d1, row0, row1, col0, col1), of a signal (start, stop).
 
         Args:
-            size: rows and columns of the whole image, in pixels; where there are fewer than parts
-                of the grid, some boxes are empty.
+            size: of the spatial dims of the whole image, in pixels, one for each number of the
+                grid; where there are fewer than parts, some boxes are empty.
+
+        Raises:
+            ValueError: if there are more sizes, or fewer, than numbers of the grid.
         """
-        own = self.own_box(self.layout((1, *size)))
-        return own.row0, own.row1, own.col0, own.col1
+        if len(size) != len(self.grid):
+            raise ValueError(
+                f"mesh.box takes a size for each spatial dim: the grid is {self.grid}, got {size}"
+            )
+        own = self.own_box(self.layout(1, size))
+        return tuple(bound for interval in own.spatial for bound in interval)
 
 
 def init_mesh(
-    grid: tuple[int, int] = (1, 1),
+    grid: Sequence[int] = (1, 1),
     data: int = 1,
     comm: Communicator | MPI.Intracomm | None = None,
     timeout: Timeout = "default",
@@ -96,7 +112,8 @@ def init_mesh(
     waits longer than `timeout`, all say where they are. Of one rank nothing is ended.
 
     Args:
-        grid: (rows, columns) into which an image is cut.
+        grid: into how many parts each spatial dim is cut: one number for signals, two (rows,
+            columns) for images, three for volumes.
         data: number of data replicas.
         comm: the ranks; by default ``MPI.COMM_WORLD``, or all ranks of torch.distributed where
             the program has initialised that and no MPI launcher has started it.
@@ -110,15 +127,17 @@ def init_mesh(
             ``SPATIALDL_COMM_CHECK=1`` in the environment.
 
     Raises:
-        ValueError: if ``data * rows * columns`` is not the number of ranks, ranks call it with
+        ValueError: if ``data * prod(grid)`` is not the number of ranks, ranks call it with
             different arguments, or MPI does not see those that were started together.
     """
     if timeout != "default":
         check_timeout(timeout, by_command=False)
-    if not isinstance(grid, tuple | list) or len(grid) != 2:
-        raise ValueError(f"a grid is (rows, columns), got {grid!r}")
-    rows, cols = grid
-    placement = Placement(data, ((rows, cols),))
+    if not isinstance(grid, tuple | list) or not 1 <= len(grid) <= 3:
+        raise ValueError(
+            f"a grid is one to three numbers, as (rows, columns) for images, got {grid!r}"
+        )
+    grid = tuple(grid)
+    placement = Placement(data, (grid,))
     if comm is None:
         limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
     world = all_ranks() if comm is None else as_communicator(comm)
@@ -126,11 +145,11 @@ def init_mesh(
         check_mpi_world(world.size)
     if placement.world_size != world.size:
         raise ValueError(
-            f"the mesh needs {placement.describe()} (data {data} x rows {rows} x columns {cols}), "
+            f"the mesh needs {placement.describe()} (data {data} x {_spelt_out(grid)}), "
             f"but this world has {world.size}: start it with `mpiexec -n {placement.world_size}` "
             "or change grid or data"
         )
-    arguments = {"grid": (rows, cols), "data": data, "timeout": timeout, "check": check}
+    arguments = {"grid": grid, "data": data, "timeout": timeout, "check": check}
     check_same_arguments(world, "init_mesh", arguments)
     protect(world, timeout, check)
     if comm is None:
@@ -139,6 +158,12 @@ def init_mesh(
     if mesh.size > 1 and check is not False:
         mesh = replace(mesh, agreement=Agreement(mesh.comm, mesh.grid_comm))
     return mesh
+
+
+def _spelt_out(grid: tuple[int, ...]) -> str:
+    """``rows 2 x columns 3``."""
+    names = spatial_names(len(grid))
+    return " x ".join(f"{name} {parts}" for name, parts in zip(names, grid, strict=True))
 
 
 def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> Mesh:
@@ -160,11 +185,11 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
     )
 
 
-def dry_mesh(grid: tuple[int, int], part: int = 0) -> Mesh:
+def dry_mesh(grid: tuple[int, ...], part: int = 0) -> Mesh:
     """A mesh on which nobody talks, to find out shapes and layouts on the ``meta`` device.
 
     Args:
         part: as which rank.
     """
-    comm = Dry(part, grid[0] * grid[1])
+    comm = Dry(part, prod(grid))
     return Mesh(grid, 1, part, 0, comm, comm)

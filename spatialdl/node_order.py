@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from math import prod
 from typing import NamedTuple
 
 from spatialdl.placement import Placement
@@ -112,10 +113,14 @@ def cost(placement: Placement, labels: Sequence[int]) -> Cost:
     return Cost(len(across), halos, handovers, distance)
 
 
-def _halos(grid: tuple[int, int], labels: Sequence[int]) -> int:
-    rows, cols = grid
-    right = sum(labels[p] != labels[p + 1] for p in range(rows * cols) if (p + 1) % cols)
-    return right + sum(a != b for a, b in zip(labels, labels[cols:], strict=False))
+def _halos(grid: tuple[int, ...], labels: Sequence[int]) -> int:
+    """Neighbours in the grid, along any dim, that are on different nodes."""
+    across, step = 0, 1
+    for parts in reversed(grid):
+        pairs = enumerate(zip(labels, labels[step:], strict=False))
+        across += sum(a != b for place, (a, b) in pairs if place // step % parts < parts - 1)
+        step *= parts
+    return across
 
 
 # --- labellings
@@ -167,21 +172,27 @@ def _in_blocks(placement: Placement, piece: range, labels: Sequence[int]) -> lis
     """The nodes of a group; one that lies on equal parts of several, in blocks of its grid."""
     own = [labels[place] for place in piece]
     stage = _stage_of(placement, piece)
-    rows, cols = placement.grids[stage]
+    grid = placement.grids[stage]
     shares = Counter(own)
     share = len(own) // len(shares)
     if placement.batch_parts(stage) > 1 or len(shares) == 1 or set(shares.values()) != {share}:
         return own
     nodes, found = list(shares), own
-    for high in range(1, share + 1):
-        wide = share // high
-        if high * wide == share and rows % high == 0 and cols % wide == 0:
-            across = cols // wide
-            blocks = [
-                nodes[p // cols // high * across + p % cols // wide] for p in range(rows * cols)
-            ]
-            found = min(found, blocks, key=lambda labels: _halos((rows, cols), labels))
+    divisors = ([n for n in range(1, parts + 1) if parts % n == 0] for parts in grid)
+    for block in product(*divisors):
+        if prod(block) == share:
+            blocks = [nodes[number] for number in _blocks(grid, block)]
+            found = min(found, blocks, key=lambda labels: _halos(grid, labels))
     return found
+
+
+def _blocks(grid: tuple[int, ...], block: tuple[int, ...]) -> Iterator[int]:
+    """For each part of a grid, in row-major order, in which block of parts it lies."""
+    for place in product(*map(range, grid)):
+        number = 0
+        for at, parts, size in zip(place, grid, block, strict=True):
+            number = number * (parts // size) + at // size
+        yield number
 
 
 def _stage_of(placement: Placement, piece: range) -> int:

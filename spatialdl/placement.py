@@ -8,6 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from spatialdl.layout import by
+
 
 class Position(NamedTuple):
     """What a rank holds: a part of the grid of a stage, of a data replica, of a copy."""
@@ -22,13 +24,13 @@ class Position(NamedTuple):
 class Placement:
     """Which ranks hold which stages.
 
-    Places are numbered replica by replica, within it stage by stage, within it the grid row by
-    row, so that ranks that talk most are neighbours. Each rank has the place of its number, unless
-    there is an order, see `node_order`.
+    Places are numbered replica by replica, within it stage by stage, within it the grid in
+    row-major order, so that ranks that talk most are neighbours. Each rank has the place of its
+    number, unless there is an order, see `node_order`.
 
     Args:
         data: data replicas, each with its own slice of every micro-batch.
-        grids: (rows, columns) into which each stage cuts its images, one a stage.
+        grids: into how many parts each stage cuts each spatial dim of its images, one a stage.
         interleave: stages that each rank holds: with P groups of ranks, group g holds the stages g,
             g + P, g + 2 P ...
         batch: ranks over which each stage divides the samples of a micro-batch; () for one each.
@@ -42,7 +44,7 @@ class Placement:
     """
 
     data: int
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[tuple[int, ...], ...]
     interleave: int = 1
     mirrored: bool = False
     batch: tuple[int, ...] = ()
@@ -54,7 +56,7 @@ class Placement:
                 f"batch={list(self.batch)} says for each of {len(self.grids)} stages over how many "
                 "ranks samples are divided; over those of the first stage they are by data"
             )
-        if any(parts > 1 and grid != (1, 1) for parts, grid in self._parts):
+        if any(parts > 1 and prod(grid) > 1 for parts, grid in self._parts):
             raise ValueError(
                 f"a stage divides either images or samples, got grids={list(self.grids)} and "
                 f"batch={list(self.batch)}"
@@ -62,6 +64,11 @@ class Placement:
         if self.data < 1 or not self.grids or any(min(grid) < 1 for grid in self.grids):
             raise ValueError(
                 f"every degree of parallelism must be at least 1, got data={self.data} and "
+                f"grids={list(self.grids)}"
+            )
+        if len({len(grid) for grid in self.grids}) > 1 or not 1 <= self.dims <= 3:
+            raise ValueError(
+                "a grid has one to three numbers, and those of all stages as many, got "
                 f"grids={list(self.grids)}"
             )
         if self.interleave < 1 or self.stages % self.interleave:
@@ -83,6 +90,11 @@ class Placement:
         return len(self.grids)
 
     @property
+    def dims(self) -> int:
+        """Spatial dims of the images."""
+        return len(self.grids[0])
+
+    @property
     def copies(self) -> int:
         """How often the network lies on the ranks of a replica."""
         return 2 if self.mirrored else 1
@@ -93,7 +105,7 @@ class Placement:
         return self.stages // self.interleave
 
     @property
-    def _parts(self) -> list[tuple[int, tuple[int, int]]]:
+    def _parts(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(self.batch_parts(stage), grid) for stage, grid in enumerate(self.grids)]
 
     def batch_parts(self, stage: int) -> int:
@@ -152,8 +164,8 @@ class Placement:
         """The arithmetic: ``1 replica x (2x1 + 1x1) = 3 ranks``."""
         replicas = "1 replica" if self.data == 1 else f"{self.data} replicas"
         grids = " + ".join(
-            f"{parts} by samples" if parts > 1 else f"{rows}x{cols}"
-            for parts, (rows, cols) in self._parts[: self.groups]
+            f"{parts} by samples" if parts > 1 else by(grid)
+            for parts, grid in self._parts[: self.groups]
         )
         if self.groups > 1:
             grids = f"({grids})"

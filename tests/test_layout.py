@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-from itertools import pairwise
+import copy
+import pickle
+from itertools import pairwise, product
+from math import prod
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +13,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from spatialdl.layout import (
-    EMPTY_BOX,
     LOPSIDED,
     Box,
     Layout,
     Window,
+    empty_box,
     even_bounds,
     needed_boxes,
     scaled_bounds,
@@ -24,7 +28,19 @@ from spatialdl.layout import (
 sizes = st.integers(1, 60)
 parts = st.integers(1, 7)
 starts, ends = st.integers(-3, 2), st.integers(0, 4)  # now and then a box is empty
-boxes = st.builds(Box, starts, ends, starts, ends, starts, ends)
+
+
+@st.composite
+def boxes(draw, dims=None):
+    """Of one to three spatial dims, now and then empty."""
+    dims = draw(st.integers(1, 3)) if dims is None else dims
+    return Box((draw(starts), draw(ends)) for _ in range(1 + dims))
+
+
+@st.composite
+def two_boxes(draw):
+    dims = draw(st.integers(1, 3))
+    return draw(boxes(dims)), draw(boxes(dims))
 
 
 @st.composite
@@ -40,17 +56,24 @@ def windows(draw, max_dilation=3):
 
 @st.composite
 def layouts(draw):
-    """A layout as it is after some strided operations."""
-    size = draw(st.tuples(st.integers(1, 3), sizes, sizes))
-    layout = Layout.even(size, (draw(parts), draw(parts)))
+    """A layout of one to three spatial dims, as it is after some strided operations."""
+    dims = draw(st.integers(1, 3))
+    size = draw(st.tuples(*[st.integers(1, (60, 60, 12)[dims - 1])] * dims))
+    layout = Layout.even(draw(st.integers(1, 3)), size, draw(st.tuples(*[parts] * dims)))
     for _ in range(draw(st.integers(0, 4))):
-        stride = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+        stride = draw(st.tuples(*[st.integers(1, 4)] * dims))
         smaller = [
             max(1, -(-pixels // step) + draw(st.integers(-1, 1)))
-            for pixels, step in zip(layout.size[1:], stride, strict=True)
+            for pixels, step in zip(layout.size, stride, strict=True)
         ]
-        layout = layout.strided(stride, (smaller[0], smaller[1]))
+        layout = layout.strided(stride, smaller)
     return layout
+
+
+@st.composite
+def layouts_and_windows(draw):
+    layout = draw(layouts())
+    return layout, tuple(draw(windows()) for _ in layout.cuts)
 
 
 @given(sizes, parts)
@@ -69,19 +92,17 @@ def test_even_bounds_are_the_documented_formula():
 
 @given(layouts())
 def test_boxes_partition_the_image_in_row_major_order(layout):
-    samples, height, width = layout.size
-    owners = torch.zeros(samples, height, width, dtype=torch.int64)
+    owners = torch.zeros(layout.samples, *layout.size, dtype=torch.int64)
     for box in layout.boxes:
-        batch, rows, cols = box.slices_in(layout.whole)
-        owners[batch, rows, cols] += 1
+        owners[box.slices_in(layout.whole)] += 1
     assert bool((owners == 1).all())
-    rows, cols = layout.grid
-    assert len(layout.boxes) == rows * cols
+    assert len(layout.boxes) == prod(layout.grid)
     for part, box in enumerate(layout.boxes):
-        row, col = divmod(part, cols)
-        assert (box.row0, box.row1) == layout.rows[row : row + 2]
-        assert (box.col0, box.col1) == layout.cols[col : col + 2]
-        assert (box.batch0, box.batch1) == (0, samples)
+        place = tuple(int(number) for number in np.unravel_index(part, layout.grid))
+        assert layout.part_at(part) == place
+        assert box[0] == (0, layout.samples)
+        for interval, number, bounds in zip(box.spatial, place, layout.cuts, strict=True):
+            assert interval == bounds[number : number + 2]
 
 
 @given(sizes, parts, st.lists(st.integers(1, 4), max_size=5))
@@ -107,14 +128,15 @@ def test_a_lopsided_layout_is_rebalanced():
 
 
 def test_the_same_cut_comes_out_whatever_led_to_it():
-    layout = Layout.even((2, 70, 93), (2, 2))
+    layout = Layout.even(2, (70, 93), (2, 2))
     conv = layout.strided((2, 2), (35, 47))
     assert conv == layout.strided((2, 2), (35, 47))
-    assert hash(conv) == hash(Layout(conv.batch, conv.rows, conv.cols))
+    assert hash(conv) == hash(Layout(conv.batch, conv.cuts))
 
 
 def test_describe_names_grid_and_size():
-    assert Layout.even((4, 70, 93), (2, 1)).describe() == "2x1 over 70x93"
+    assert Layout.even(4, (70, 93), (2, 1)).describe() == "2x1 over 70x93"
+    assert Layout.even(4, (9, 70, 93), (1, 2, 1)).describe() == "1x2x1 over 9x70x93"
 
 
 @given(sizes, windows(), st.booleans())
@@ -150,13 +172,16 @@ def test_needs_are_the_pixels_on_which_the_outputs_depend(size, window, data):
     assert window.needs(start, stop) == (int(used[0]), int(used[-1]) + 1)
 
 
-@given(layouts(), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_scaled_layouts_partition_the_output_and_are_never_lopsided(layout, rows, cols, data):
-    sizes_up = (layout.size[1] * rows, layout.size[2] * cols)
-    size = tuple(max(1, n + data.draw(st.integers(-3, 3))) for n in sizes_up)
-    scaled = layout.scaled((rows, cols), size)
-    assert (scaled.batch, scaled.size[1:]) == (layout.batch, size)
-    for bounds, n, count in zip((scaled.rows, scaled.cols), size, scaled.grid, strict=True):
+@given(layouts(), st.data())
+def test_scaled_layouts_partition_the_output_and_are_never_lopsided(layout, data):
+    scale = [data.draw(st.integers(1, 4)) for _ in layout.cuts]
+    size = tuple(
+        max(1, n * factor + data.draw(st.integers(-3, 3)))
+        for n, factor in zip(layout.size, scale, strict=True)
+    )
+    scaled = layout.scaled(scale, size)
+    assert (scaled.batch, scaled.size) == (layout.batch, size)
+    for bounds, n, count in zip(scaled.cuts, size, scaled.grid, strict=True):
         extents = [stop - start for start, stop in pairwise(bounds)]
         assert min(extents) >= 0
         assert max(extents) <= LOPSIDED * -(-n // count)
@@ -220,98 +245,97 @@ def test_an_empty_output_needs_nothing(window, start):
     assert window.transposed_needs(start, start, 9) == (0, 0)
 
 
-@given(layouts(), windows(), windows())
-def test_transposed_boxes_lie_inside_the_image(layout, rows, cols):
-    size = [
-        window.transposed_size(n) for window, n in zip((rows, cols), layout.size[1:], strict=True)
-    ]
+@given(layouts_and_windows())
+def test_transposed_boxes_lie_inside_the_image(both):
+    layout, each = both
+    size = list(map(Window.transposed_size, each, layout.size))
     assume(min(size) >= 1)
-    output = layout.scaled((rows.stride, cols.stride), (size[0], size[1]))
-    needed = transposed_boxes(layout, output, rows, cols)
+    output = layout.scaled([window.stride for window in each], size)
+    needed = transposed_boxes(layout, output, each)
     assert len(needed) == len(output.boxes)
     for box, need in zip(output.boxes, needed, strict=True):
         assert need.is_empty or need == need.intersect(layout.whole)
         if box.is_empty:
-            assert need == EMPTY_BOX
+            assert need == empty_box(len(each))
         elif not need.is_empty:
-            height, width = layout.size[1:]
-            assert (need.row0, need.row1) == rows.transposed_needs(box.row0, box.row1, height)
-            assert (need.col0, need.col1) == cols.transposed_needs(box.col0, box.col1, width)
+            for window, interval, own, n in zip(
+                each, need.spatial, box.spatial, layout.size, strict=True
+            ):
+                assert interval == window.transposed_needs(*own, n)
 
 
 def test_doubling_with_a_kernel_of_two_needs_the_own_tile_only():
-    layout = Layout.even((1, 35, 22), (2, 2))
+    layout = Layout.even(1, (35, 22), (2, 2))
     output = layout.scaled((2, 2), (70, 44))
-    assert transposed_boxes(layout, output, Window(2, 2), Window(2, 2)) == layout.boxes
+    assert transposed_boxes(layout, output, (Window(2, 2), Window(2, 2))) == layout.boxes
 
 
-@given(layouts(), windows(), windows())
-def test_needed_boxes_are_the_windows_of_the_boxes_and_empty_for_empty_outputs(layout, rows, cols):
-    needed = needed_boxes(layout, rows, cols)
+@given(layouts_and_windows())
+def test_needed_boxes_are_the_windows_of_the_boxes_and_empty_for_empty_outputs(both):
+    layout, each = both
+    needed = needed_boxes(layout, each)
     assert len(needed) == len(layout.boxes)
     for box, need in zip(layout.boxes, needed, strict=True):
         if box.is_empty:
-            assert need == EMPTY_BOX
+            assert need == empty_box(len(each))
         else:
-            assert (need.batch0, need.batch1) == (box.batch0, box.batch1)
-            assert (need.row0, need.row1) == rows.needs(box.row0, box.row1)
-            assert (need.col0, need.col1) == cols.needs(box.col0, box.col1)
+            assert need[0] == box[0]
+            for window, interval, own in zip(each, need.spatial, box.spatial, strict=True):
+                assert interval == window.needs(*own)
 
 
-def pixels(box: Box) -> set[tuple[int, int, int]]:
-    return {
-        (n, row, col)
-        for n in range(box.batch0, box.batch1)
-        for row in range(box.row0, box.row1)
-        for col in range(box.col0, box.col1)
-    }
+def pixels(box: Box) -> set[tuple[int, ...]]:
+    return set(product(*(range(*interval) for interval in box)))
 
 
-@given(boxes, boxes)
-def test_intersect_is_the_intersection_of_the_pixels(one, other):
+@given(two_boxes())
+def test_intersect_is_the_intersection_of_the_pixels(both):
+    one, other = both
     common = one.intersect(other)
     assert pixels(common) == pixels(one) & pixels(other)
     assert common.is_empty == (not pixels(common))
 
 
-@given(boxes, boxes)
-def test_without_leaves_every_other_pixel_once(one, other):
+@given(two_boxes())
+def test_without_leaves_every_other_pixel_once(both):
+    one, other = both
     left = [pixel for box in one.without(other) for pixel in pixels(box)]
     assert len(left) == len(set(left))
     assert set(left) == pixels(one) - pixels(other)
     assert not any(box.is_empty for box in one.without(other))
 
 
-@given(boxes)
+@given(boxes())
 def test_shape_counts_the_pixels(box):
-    samples, rows, cols = box.shape
-    assert samples * rows * cols == len(pixels(box))
+    assert prod(box.shape) == len(pixels(box))
     assert min(box.shape) >= 0
 
 
-@given(boxes, boxes)
-def test_slices_in_find_a_box_within_another(one, other):
+@given(two_boxes())
+def test_slices_in_find_a_box_within_another(both):
+    one, other = both
     outer = Box(
-        min(one.batch0, other.batch0),
-        max(one.batch1, other.batch1),
-        min(one.row0, other.row0),
-        max(one.row1, other.row1),
-        min(one.col0, other.col0),
-        max(one.col1, other.col1),
+        (min(start, first), max(stop, last))
+        for (start, stop), (first, last) in zip(one, other, strict=True)
     )
     assume(not one.is_empty)
     where = {pixel: number for number, pixel in enumerate(sorted(pixels(outer)))}
-    batch, rows, cols = one.slices_in(outer)
-    found = torch.arange(len(where)).view(outer.shape)[batch, rows, cols]
+    found = torch.arange(len(where)).view(outer.shape)[one.slices_in(outer)]
     assert found.shape == one.shape
     assert found.flatten().tolist() == [where[pixel] for pixel in sorted(pixels(one))]
 
 
 def test_the_empty_box_is_empty():
-    assert EMPTY_BOX.is_empty
-    assert EMPTY_BOX.shape == (0, 0, 0)
+    assert empty_box(2).is_empty
+    assert empty_box(2).shape == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("outputs", "expected"), [((0, 1), (-3, 4)), ((5, 8), (7, 18))])
 def test_needs_of_a_seven_by_seven_stem(outputs, expected):
     assert Window(7, 2, 3).needs(*outputs) == expected
+
+
+@given(boxes())
+def test_a_box_survives_pickling(box):
+    assert pickle.loads(pickle.dumps(box)) == box
+    assert type(copy.deepcopy(box)) is Box

@@ -37,14 +37,31 @@ def test_a_stage_has_the_grid_and_the_ranks_of_the_placement():
 
 def test_a_dry_mesh_has_the_layouts_of_a_real_one():
     mesh = dry_mesh((2, 3))
-    layout = mesh.layout((4, 70, 93))
-    assert layout == Layout.even((4, 70, 93), (2, 3))
+    layout = mesh.layout(4, (70, 93))
+    assert layout == Layout.even(4, (70, 93), (2, 3))
     assert mesh.own_box(layout) == layout.boxes[0]
     assert (mesh.grid_comm.rank, mesh.grid_comm.size) == (0, 6)
     assert dry_mesh((2, 3), 4).part == 4
 
 
-@pytest.mark.parametrize("grid", [2, (2,), (1, 1, 1), "2x1"])
-def test_a_grid_is_a_pair(grid):
-    with pytest.raises(ValueError, match=r"a grid is \(rows, columns\), got"):
+@pytest.mark.parametrize("grid", [2, (), (1, 1, 1, 1), "2x1"])
+def test_a_grid_is_one_to_three_numbers(grid):
+    with pytest.raises(ValueError, match=r"a grid is one to three numbers, .*, got"):
         init_mesh(grid)
+
+
+@pytest.mark.parametrize(
+    ("grid", "size", "box"),
+    [
+        ((1,), (7,), (0, 7)),
+        ((1, 1), (7, 9), (0, 7, 0, 9)),
+        ((1, 1, 1), (2, 3, 4), (0, 2, 0, 3, 0, 4)),
+    ],
+)
+def test_a_box_has_two_numbers_for_each_spatial_dim(grid, size, box):
+    assert init_mesh(grid).box(size) == box
+
+
+def test_a_box_takes_a_size_for_each_spatial_dim():
+    with pytest.raises(ValueError, match=r"mesh\.box takes a size for each spatial dim: the grid"):
+        init_mesh((1, 1)).box((2, 3, 4))

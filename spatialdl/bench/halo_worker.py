@@ -88,9 +88,9 @@ class Halo:
 
     def __init__(self, mesh: spatialdl.Mesh, channels: int, side: int) -> None:
         rows, cols = mesh.grid
-        layout = Layout.even((1, rows * side, cols * side), mesh.grid)
+        layout = Layout.even(1, (rows * side, cols * side), mesh.grid)
         self.mesh, self.comm = mesh, MPI.Intracomm(MPI.COMM_WORLD.Dup())
-        self.plan: Plan = plan_for(layout.boxes, needed_boxes(layout, HALO, HALO), mesh.part)
+        self.plan: Plan = plan_for(layout.boxes, needed_boxes(layout, (HALO, HALO)), mesh.part)
         geometry = tile_geometry(layout, layout, HALO, HALO, mesh.part)
         if geometry is None:
             raise ValueError(f"tiles of {side}x{side} pixels have no halo")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.source_lines import users_line
 from spatialdl.spatial import SpatialTensor
-from spatialdl.spatial.dims import IMAGE, from_image, to_image
+from spatialdl.spatial.dims import from_image, to_image
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import from_tile, to_tile
 
@@ -196,17 +196,17 @@ def _split_as(like: SpatialTensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() != like.dim():
         return value
     mesh, dims = like.mesh, like.spatial_dims
-    _, height, width = like.spatial_layout.size
-    if dims == IMAGE and value.dim() == 4:  # an image of any size
-        height, width = value.shape[2:]
-    if height < mesh.grid[0] or width < mesh.grid[1]:
+    size, count = like.spatial_layout.size, len(mesh.grid)
+    if dims.is_image and value.dim() == count + 2:  # an image of any size
+        size = tuple(value.shape[2:])
+    if any(extent < parts for extent, parts in zip(size, mesh.grid, strict=True)):
         return value
-    if tuple(value.shape) != dims.sizes(value.shape, height, width):
+    if tuple(value.shape) != dims.sizes(value.shape, size):
         return value
-    image = to_image(value, dims, height, width)
-    split = shard(image.reshape(1, -1, height, width), mesh)
+    image = to_image(value, dims, size)
+    split = shard(image.reshape(1, -1, *size), mesh)
     tile = to_tile(split)
-    tile = tile.reshape(*image.shape[:-2], *tile.shape[-2:])
+    tile = tile.reshape(*image.shape[:-count], *tile.shape[-count:])
     return from_tile(from_image(tile, dims, value.shape), split.spatial_layout, mesh, dims)
 
 

@@ -7,7 +7,7 @@ of its own: most steps pay nothing, and wait for no device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -72,7 +72,7 @@ class Agreement:
                 "same one on all ranks of a grid, or give from_local each rank's own tile",
             )
 
-    def tiles(self, tile: Tensor, size: tuple[int, int]) -> None:
+    def tiles(self, tile: Tensor, size: Sequence[int]) -> None:
         """At the beginning of a step: what the tiles of all ranks of the grid have in common.
 
         Raises:

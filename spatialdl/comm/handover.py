@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from spatialdl.comm.communicator import Communicator, Pending, Sending
 from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.repartition import shape_of, view_of
 from spatialdl.errors import CommMismatch
-from spatialdl.layout import EMPTY_BOX, Box, Layout
+from spatialdl.layout import Box, Layout, empty_box
 from spatialdl.waiting import noted
 
 
@@ -37,7 +38,7 @@ class HandoverShape:
             rank holds the same copy.
         receiver: layout on the receiving stage; None: every receiving rank gets all of it.
         by_sample: whether layouts cut the first dim of a tensor that is no image; they are those
-            of (samples, 1, elements of a sample).
+            of (samples, elements of a sample).
     """
 
     shape: tuple[int, ...]
@@ -50,17 +51,17 @@ class HandoverShape:
         """The shape of what one rank holds."""
         if layout is None:
             return self.shape
-        samples, height, width = layout.boxes[part].shape
+        samples, *spatial = layout.boxes[part].shape
         if self.by_sample:
             return (samples, *self.shape[1:])
-        return (samples, *self.shape[1:-2], height, width)
+        return (samples, *self.shape[1 : -len(spatial)], *spatial)
 
     def boxes(self, layout: Layout | None, ranks: int, copies: bool) -> tuple[Box, ...]:
         """Boxes per rank; of equal copies, the first one is sent."""
         if layout is not None:
             return layout.boxes
         whole = self.flat_box
-        return (whole,) * ranks if copies else (whole, *(EMPTY_BOX,) * (ranks - 1))
+        return (whole,) * ranks if copies else (whole, *(self.nothing,) * (ranks - 1))
 
     @property
     def is_image(self) -> bool:
@@ -68,12 +69,18 @@ class HandoverShape:
 
     @property
     def flat_box(self) -> Box:
-        """The box of everything: of the image, or of the tensor seen as rows."""
+        """The box of everything: of the image, or of the tensor seen as signals."""
+        layout = self.sender or self.receiver
         if self.by_sample:
-            return Box(0, self.shape[0], 0, 1, 0, torch.Size(self.shape[1:]).numel())
-        if self.is_image:
-            return Box(0, self.shape[0], 0, self.shape[-2], 0, self.shape[-1])
-        return Box(0, 1, 0, 1, 0, torch.Size(self.shape).numel())
+            return Box(((0, self.shape[0]), (0, prod(self.shape[1:]))))
+        if layout is not None:
+            return Box(((0, self.shape[0]), *((0, size) for size in layout.size)))
+        return Box(((0, 1), (0, prod(self.shape))))
+
+    @property
+    def nothing(self) -> Box:
+        """The box of a rank that has, or needs, no part of it."""
+        return empty_box(len(self.flat_box) - 1)
 
 
 @dataclass
@@ -121,8 +128,8 @@ class Handover:
     def _plan(self, what: HandoverShape) -> Plan:
         if what not in self._plans:
             n, m = len(self.senders), len(self.receivers)
-            owned = what.boxes(what.sender, n, copies=False) + (EMPTY_BOX,) * m
-            needed = (EMPTY_BOX,) * n + what.boxes(what.receiver, m, copies=True)
+            owned = what.boxes(what.sender, n, copies=False) + (what.nothing,) * m
+            needed = (what.nothing,) * n + what.boxes(what.receiver, m, copies=True)
             self._plans[what] = Plan(owned, needed, self.me)
         return self._plans[what]
 
@@ -267,7 +274,7 @@ class Handover:
 
 
 def _as_boxed(tensor: Tensor, what: HandoverShape) -> Tensor:
-    """(N, ..., H, W) as it is; anything else in rows, so that boxes apply to it."""
+    """(N, ..., *spatial) as it is; anything else as signals, so that boxes apply to it."""
     if what.by_sample:
-        return tensor.contiguous().view(len(tensor), 1, what.flat_box.col1)
-    return tensor if what.is_image else tensor.contiguous().view(1, 1, -1)
+        return tensor.contiguous().view(len(tensor), what.flat_box.shape[1])
+    return tensor if what.is_image else tensor.contiguous().view(1, -1)

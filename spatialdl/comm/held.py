@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,15 +13,16 @@ from spatialdl.layout import Box
 
 
 class Held(NamedTuple):
-    """A tensor (N, ..., H, W) that holds a box of the global image."""
+    """A tensor (N, ..., *spatial) that holds a box of the global image."""
 
     tensor: Tensor
     box: Box
 
     def view(self, box: Box) -> Tensor:
         """The part of the tensor that lies in `box`."""
-        batch, rows, cols = box.slices_in(self.box)
-        return self.tensor[batch, ..., rows, cols]
+        batch, *spatial = box.slices_in(self.box)
+        part: tuple[Any, ...] = (batch, ..., *spatial)
+        return self.tensor[part]
 
 
 def pieces_of(plan: Plan, adjoint: bool) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:

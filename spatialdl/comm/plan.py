@@ -55,8 +55,10 @@ class Plan:
         parts = [box for box in parts if not box.is_empty]
         if not parts:
             return () if self.need.is_empty else (self.need,)
-        edges = enumerate(zip(*parts, strict=True))
-        around = Box(*(max(ends) if number % 2 else min(ends) for number, ends in edges))
+        around = Box(
+            (min(start for start, _ in dim), max(stop for _, stop in dim))
+            for dim in zip(*parts, strict=True)
+        )
         full = sum(math.prod(box.shape) for box in parts) == math.prod(around.shape)
         return self.need.without(around) if full else (self.need,)
 
@@ -70,8 +72,8 @@ class Plan:
         """Boolean (ranks, ranks): does row i send to column j? The same on every rank."""
         owned = np.asarray(self.owned, dtype=np.int64)
         needed = np.asarray(self.needed, dtype=np.int64)
-        start = np.maximum(owned[:, None, 0::2], needed[None, :, 0::2])
-        stop = np.minimum(owned[:, None, 1::2], needed[None, :, 1::2])
+        start = np.maximum(owned[:, None, :, 0], needed[None, :, :, 0])
+        stop = np.minimum(owned[:, None, :, 1], needed[None, :, :, 1])
         links = np.asarray((stop > start).all(axis=2))
         np.fill_diagonal(links, False)
         return links

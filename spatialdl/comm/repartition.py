@@ -18,24 +18,26 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.layout import Box
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def view_of(tensor: Tensor, held: Box, box: Box) -> Tensor:
-    """The part `box` of a tensor (N, ..., H, W) that holds the box `held`."""
+    """The part `box` of a tensor (N, ..., *spatial) that holds the box `held`."""
     return Held(tensor, held).view(box)
 
 
 def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
     """The shape that a tensor such as `like` has over `box`."""
-    batch, rows, cols = box.shape
-    return (batch, *like.shape[1:-2], rows, cols)
+    batch, *spatial = box.shape
+    return (batch, *like.shape[1 : -len(spatial)], *spatial)
 
 
 def empty_for(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Memory for a tensor of `shape`, channels-last if `like` is."""
-    channels_last = (
-        like.dim() == 4 and like.shape[1] > 1 and like.stride(1) == 1 and not like.is_contiguous()
-    )
-    kept = torch.channels_last if channels_last else torch.contiguous_format
+    is_last = like.dim() > 3 and like.shape[1] > 1 and like.stride(1) == 1
+    kept = torch.contiguous_format
+    if is_last and not like.is_contiguous():
+        kept = _CHANNELS_LAST.get(like.dim(), kept)
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kept)
 
 
@@ -56,7 +58,7 @@ def copy_kept(tile: Tensor, out: Tensor, plan: Plan) -> None:
 def move(
     comm: Communicator, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
-    """The box that this rank needs, from the tile (N, ..., H, W) that it owns.
+    """The box that this rank needs, from the tile (N, ..., *spatial) that it owns.
 
     Pixels that nobody owns (outside the image) are set to `fill`.
     """
@@ -117,14 +119,14 @@ def repartition(
     """Move a tile to the box that this rank needs; differentiable.
 
     Args:
-        tile: (N, ..., H, W), this rank's own box ``plan.own``.
+        tile: (N, ..., *spatial), this rank's own box ``plan.own``.
         comm: the ranks of the plan; all must call it.
         plan: who owns and who needs what.
         fill: value of the pixels outside the image.
         name: of the operation that asks, for error messages.
 
     Returns:
-        (n, ..., h, w): the box ``plan.need``.
+        (n, ..., *spatial): the box ``plan.need``.
     """
     moved: Tensor = _Repartition.apply(tile, comm, plan, fill, name)  # type: ignore[no-untyped-call]
     return moved

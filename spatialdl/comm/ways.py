@@ -224,10 +224,10 @@ def _messages(
     inside = holders(pieces, tuple(box for box, _, _ in described))
     for piece, tensor in zip(pieces, inside, strict=True):
         box, shape, strides = described[tensor]
-        part = piece.box.slices_in(box)
-        first = sum(s.start * strides[dim] for s, dim in zip(part, (0, -2, -1), strict=True))
-        count, height, width = piece.box.shape
-        sizes = (count, *shape[1:-2], height, width)
+        samples, *spatial = piece.box.slices_in(box)
+        starts = [samples.start, *(0,) * (len(shape) - len(box)), *(s.start for s in spatial)]
+        first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        sizes = (piece.box.shape[0], *shape[1 : -len(spatial)], *piece.box.shape[1:])
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
         span = 0 if 0 in sizes else last + 1  # without channels, or samples, nothing is sent
         datatype = strided_type(sizes, strides, itemsize)

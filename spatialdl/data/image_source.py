@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-Box = tuple[int, int, int, int]
+Box = tuple[int, ...]
 """(row0, row1, col0, col1) of an image, half-open."""
 
 Pixels = npt.NDArray[Any]

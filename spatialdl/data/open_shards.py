@@ -32,7 +32,7 @@ _MAP_OVERHEAD = 1000  # bytes of a map besides its places
 _RESIDENT = 64 * 2**20  # bytes read through memory maps before they are let go
 _LOOK_EVERY_S = 1.0  # whether a copy of an open shard has arrived
 
-Identity = tuple[int, int, int, int]
+Identity = tuple[int, ...]
 """Device, inode, bytes and time of change: what tells one state of a file from another."""
 
 

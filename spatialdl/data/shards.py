@@ -28,7 +28,7 @@ from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
 from spatialdl.errors import ShardError
 
-Box = tuple[int, int, int, int]
+Box = tuple[int, ...]
 Pixels = npt.NDArray[Any]
 _UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OverflowError)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.layout import Box
-
 Pixels = npt.NDArray[np.uint8]
 STRIPES = 6.0
 """Stripes across an image, whatever its size: the class is visible at large scale only."""
@@ -56,12 +54,12 @@ class SyntheticDataset:
         """(H, W) of a sample."""
         return self._size
 
-    def read(self, sample: int, box: tuple[int, int, int, int] | None = None) -> Pixels:
+    def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
         height, width = self._size
-        own = self._box(box)
-        rows = np.arange(own.row0, own.row1, dtype=np.float64)[:, None] / height
-        cols = np.arange(own.col0, own.col1, dtype=np.float64)[None, :] / width
+        row0, row1, col0, col1 = own = self._box(box)
+        rows = np.arange(row0, row1, dtype=np.float64)[:, None] / height
+        cols = np.arange(col0, col1, dtype=np.float64)[None, :] / width
         angle = np.pi * self.labels[sample] / len(self.classes)
         phase = mix(self._key(sample)) / 2.0**64
         waves = rows * np.sin(angle) + cols * np.cos(angle) + phase
@@ -69,7 +67,7 @@ class SyntheticDataset:
         grain = noise(self._key(sample), own, self.channels)
         return np.asarray(np.clip(128 + stripes[..., None] + grain, 0, 255), dtype=np.uint8)
 
-    def read_mask(self, sample: int, box: tuple[int, int, int, int] | None = None) -> Pixels:
+    def read_mask(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """Not here; see `SyntheticMasks`.
 
         Raises:
@@ -77,17 +75,18 @@ class SyntheticDataset:
         """
         raise ValueError("synthetic images with labels have no masks")
 
-    def _box(self, box: tuple[int, int, int, int] | None) -> Box:
-        return Box(0, 1, *(box or (0, self._size[0], 0, self._size[1])))
+    def _box(self, box: tuple[int, ...] | None) -> tuple[int, ...]:
+        return box or (0, self._size[0], 0, self._size[1])
 
     def _key(self, sample: int) -> np.uint64:
         return np.uint64(self._seed * 1_000_003 + sample)
 
 
-def noise(key: np.uint64, box: Box, channels: int) -> npt.NDArray[np.int16]:
+def noise(key: np.uint64, box: tuple[int, ...], channels: int) -> npt.NDArray[np.int16]:
     """Equally distributed in [-64, 64), independent per pixel and channel."""
-    rows = np.arange(box.row0, box.row1, dtype=np.uint64)[:, None]
-    cols = np.arange(box.col0, box.col1, dtype=np.uint64)[None, :]
+    row0, row1, col0, col1 = box
+    rows = np.arange(row0, row1, dtype=np.uint64)[:, None]
+    cols = np.arange(col0, col1, dtype=np.uint64)[None, :]
     start = mix(key + np.uint64(1 << 40))
     layers = []
     for block in range(-(-channels // 8)):

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.synthetic import Pixels, SyntheticDataset, mix, noise
-from spatialdl.layout import Box
 
 DISCS = 12
 """Discs in an image, of a radius from 1/16 to 1/4 of its shorter side."""
@@ -33,17 +32,17 @@ class SyntheticMasks(SyntheticDataset):
 
     has_masks = True
 
-    def read(self, sample: int, box: tuple[int, int, int, int] | None = None) -> Pixels:
+    def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
         colours = _colours(len(self.classes), self.channels)
         pixels = colours[self.read_mask(sample, box)]
         pixels += noise(self._key(sample), self._box(box), self.channels)
         return np.asarray(np.clip(pixels, 0, 255), dtype=np.uint8)
 
-    def read_mask(self, sample: int, box: tuple[int, int, int, int] | None = None) -> Pixels:
+    def read_mask(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """The class of every pixel of a box: uint8 (rows, columns)."""
-        own = self._box(box)
-        mask = np.zeros(own.shape[1:], np.uint8)
+        row0, row1, col0, col1 = own = self._box(box)
+        mask = np.zeros((row1 - row0, col1 - col0), np.uint8)
         for disc in self._discs(sample):
             _draw(mask, own, disc)
         return mask
@@ -65,15 +64,16 @@ class SyntheticMasks(SyntheticDataset):
         return discs
 
 
-def _draw(mask: Pixels, box: Box, disc: Disc) -> None:
+def _draw(mask: Pixels, box: tuple[int, ...], disc: Disc) -> None:
     """Fill the part of a disc that lies in `box`."""
-    row0, row1 = max(box.row0, disc.row - disc.radius), min(box.row1, disc.row + disc.radius + 1)
-    col0, col1 = max(box.col0, disc.col - disc.radius), min(box.col1, disc.col + disc.radius + 1)
+    top, bottom, left, right = box
+    row0, row1 = max(top, disc.row - disc.radius), min(bottom, disc.row + disc.radius + 1)
+    col0, col1 = max(left, disc.col - disc.radius), min(right, disc.col + disc.radius + 1)
     if row0 >= row1 or col0 >= col1:
         return
     rows = np.arange(row0, row1, dtype=np.int64)[:, None] - disc.row
     cols = np.arange(col0, col1, dtype=np.int64)[None, :] - disc.col
-    part = mask[row0 - box.row0 : row1 - box.row0, col0 - box.col0 : col1 - box.col0]
+    part = mask[row0 - top : row1 - top, col0 - left : col1 - left]
     part[rows * rows + cols * cols <= disc.radius * disc.radius] = disc.label
 
 

@@ -42,12 +42,13 @@ class SyntheticTargets(SyntheticDataset):
         targets = np.floor(2 * strengths) if present else strengths
         self.labels = targets  # type: ignore[assignment]
 
-    def read(self, sample: int, box: tuple[int, int, int, int] | None = None) -> Pixels:
+    def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
-        own, (height, width) = self._box(box), self._size
-        rows = np.arange(own.row0, own.row1, dtype=np.float64)[:, None] / height
-        cols = np.arange(own.col0, own.col1, dtype=np.float64)[None, :] / width
-        total = np.zeros(own.shape[1:])
+        row0, row1, col0, col1 = own = self._box(box)
+        height, width = self._size
+        rows = np.arange(row0, row1, dtype=np.float64)[:, None] / height
+        cols = np.arange(col0, col1, dtype=np.float64)[None, :] / width
+        total = np.zeros((row1 - row0, col1 - col0))
         phase = mix(self._key(sample)) / 2.0**64
         for number, strength in enumerate(self.labels[sample]):
             angle = np.pi * number / len(self.classes)

@@ -122,12 +122,12 @@ class PlacedStage:
 
         Args:
             passing: what passes the borders.
-            images: global shape (samples, channels, H, W).
+            images: global shape (samples, channels, *spatial).
             dtype: of the images.
         """
         found: dict[Value, HandoverShape] = {}
         if self.is_first:
-            layout = self.mesh.layout((images[0], images[2], images[3]))
+            layout = self.mesh.layout(images[0], images[2:])
             found[IMAGE] = HandoverShape(images, dtype, None, layout)
         for border in self._before:
             found |= passing[border]
@@ -150,14 +150,14 @@ class PlacedStage:
         number: int,
         microbatch: Microbatch,
         passing: Passing,
-        image_size: tuple[int, int],
+        image_size: tuple[int, ...],
         device: torch.device,
     ) -> Any:
         """What this stage returns for a micro-batch; what others take is on its way to them.
 
         Args:
             passing: what passes the borders.
-            image_size: global (H, W).
+            image_size: global sizes of the spatial dims.
 
         Raises:
             ValueError: if the first stage is not given its images.
@@ -169,7 +169,7 @@ class PlacedStage:
             if microbatch.tile is None:
                 raise ValueError("the first stage needs the images of its micro-batches")
             tiles[IMAGE] = microbatch.tile
-            layout = self.mesh.layout((microbatch.samples, *image_size))
+            layout = self.mesh.layout(microbatch.samples, image_size)
             values[IMAGE] = self.as_input(microbatch.tile, layout)
         for border, handover in self._before.items():
             for value, part in passing[border].items():
@@ -195,7 +195,7 @@ class PlacedStage:
     def as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
         """What the stage gets for a tile of a layout."""
         tile = enter(tile)
-        if layout is None or self.mesh.grid == (1, 1):
+        if layout is None or self.mesh.parts == 1:
             return tile
         return from_tile(tile, layout, self.mesh)
 

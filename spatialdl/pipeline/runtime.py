@@ -85,7 +85,7 @@ class Pipeline:
         schedule: Schedule,
         comm: Communicator | MPI.Intracomm,
         criterion: Criterion,
-        image_size: tuple[int, int, int],
+        image_size: tuple[int, ...],
         names: Names = None,
         device: torch.device | None = None,
         *,

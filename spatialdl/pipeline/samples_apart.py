@@ -53,7 +53,7 @@ class _Seen(NamedTuple):
 def check_samples_apart(
     stages: Sequence[PlacedStage],
     shapes: HandoverShapes,
-    image: tuple[int, int, int],
+    image: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
     mixed: torch.dtype | None,
@@ -94,7 +94,7 @@ class _Probe:
         self,
         placed: PlacedStage,
         shapes: HandoverShapes,
-        image: tuple[int, int, int],
+        image: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         mixed: torch.dtype | None,
@@ -133,7 +133,7 @@ class _Probe:
 
     def _shape(self, part: HandoverShape) -> tuple[int, ...]:
         """Of what this rank gets; where ranks divide the samples, of all of them."""
-        if part.receiver is None or self._placed.mesh.grid == (1, 1):
+        if part.receiver is None or self._placed.mesh.parts == 1:
             return part.shape
         return part.local_shape(part.receiver, self._placed.position.part)
 

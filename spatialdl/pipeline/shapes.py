@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.handover import HandoverShape
-from spatialdl.layout import Layout, even_bounds
+from spatialdl.comm.repartition import shape_of
+from spatialdl.layout import Layout, by, even_bounds
 from spatialdl.mesh import dry_mesh
 from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.placement import Placement
-from spatialdl.spatial.dims import IMAGE as ROWS_AND_COLUMNS_LAST
 from spatialdl.spatial.tensor import SpatialTensor
 
 
@@ -73,7 +74,7 @@ class HandoverShapes:
         self,
         stages: Sequence[nn.Module],
         placement: Placement,
-        image_size: tuple[int, int, int],
+        image_size: tuple[int, ...],
         dtype: torch.dtype,
         mixed: tuple[torch.device, torch.dtype] | None = None,
     ) -> None:
@@ -117,7 +118,7 @@ class HandoverShapes:
     def entering(self, samples: int) -> list[dict[Value, Tensor]]:
         """What arrives at each stage before any of them has run: the images at the first."""
         image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
-        layout = Layout.even((samples, *self._image_size[1:]), self._placement.grids[0])
+        layout = Layout.even(samples, self._image_size[1:], self._placement.grids[0])
         arrived: list[dict[Value, Tensor]] = [{} for _ in self._placement.grids]
         arrived[0][IMAGE] = _meta_input(image, layout, self._placement.grids[0])
         return arrived
@@ -166,16 +167,15 @@ def own_counts(placement: Placement, samples: int) -> set[int]:
     return found - {0}
 
 
-def _arrived(part: HandoverShape, grid: tuple[int, int]) -> Tensor:
+def _arrived(part: HandoverShape, grid: tuple[int, ...]) -> Tensor:
     whole = torch.empty(part.shape, dtype=part.dtype, device="meta")
     return _meta_input(whole, part.receiver, grid)
 
 
-def _meta_input(x: Tensor, layout: Layout | None, grid: tuple[int, int]) -> Tensor:
-    if layout is None or grid == (1, 1):
+def _meta_input(x: Tensor, layout: Layout | None, grid: tuple[int, ...]) -> Tensor:
+    if layout is None or prod(grid) == 1:
         return x
-    samples, height, width = layout.boxes[0].shape
-    tile = x.new_empty((samples, *x.shape[1:-2], height, width))
+    tile = x.new_empty(shape_of(x, layout.boxes[0]))
     return SpatialTensor(tile, layout, dry_mesh(grid))
 
 
@@ -184,7 +184,7 @@ def _handover_shape(
 ) -> HandoverShape:
     grids = placement.grids[border.giver], placement.grids[border.taker]
     parts = placement.batch_parts(border.giver), placement.batch_parts(border.taker)
-    is_map = output.dim() == 4 and output.shape[-2] * output.shape[-1] > 1
+    is_map = output.dim() == placement.dims + 2 and prod(output.shape[2:]) > 1
     if parts != (1, 1) and (output.dim() == 0 or len(output) != samples):
         if parts[0] > 1:
             raise ValueError(
@@ -198,12 +198,12 @@ def _handover_shape(
     if isinstance(output, SpatialTensor):
         _check_dims(output, border)
         layouts = _image_layouts(output.shape, output.spatial_layout, grids, parts)
-    elif is_map and (grids != ((1, 1), (1, 1)) or parts != (1, 1)) and grids[0] == (1, 1):
+    elif is_map and prod(grids[0]) == 1 and (prod(grids[1]) > 1 or parts != (1, 1)):
         layouts = _image_layouts(output.shape, None, grids, parts)
     elif parts != (1, 1):
         by_sample = True
-        size = (len(output), 1, output[:1].numel())
-        layouts = [Layout.by_sample(size, count) if count > 1 else None for count in parts]
+        size = (output[:1].numel(),)
+        layouts = [Layout.by_sample(len(output), size, n) if n > 1 else None for n in parts]
     if layouts[1] is not None and not by_sample:
         _check_size(layouts[1], grids[1], border)
     return HandoverShape(tuple(output.shape), output.dtype, layouts[0], layouts[1], by_sample)
@@ -212,32 +212,31 @@ def _handover_shape(
 def _image_layouts(
     shape: Sequence[int],
     sender: Layout | None,
-    grids: tuple[tuple[int, int], tuple[int, int]],
+    grids: tuple[tuple[int, ...], tuple[int, ...]],
     parts: tuple[int, int],
 ) -> list[Layout | None]:
-    size = (shape[0], shape[-2], shape[-1])
+    samples, size = shape[0], shape[-len(grids[1]) :]
     if sender is None:
-        sender = Layout.by_sample(size, parts[0])
+        sender = Layout.by_sample(samples, size, parts[0])
     if parts[1] > 1:
-        return [sender, Layout.by_sample(size, parts[1])]
+        return [sender, Layout.by_sample(samples, size, parts[1])]
     is_same = grids[0] == grids[1] and parts[0] == parts[1]
-    return [sender, sender if is_same else Layout.even(size, grids[1])]
+    return [sender, sender if is_same else Layout.even(samples, size, grids[1])]
 
 
 def _check_dims(output: SpatialTensor, border: Border) -> None:
-    if output.spatial_dims != ROWS_AND_COLUMNS_LAST:
+    if not output.spatial_dims.is_image:
         raise ValueError(
             f"a split image of {tuple(output.shape)}{output.spatial_dims.describe()} would "
-            f"pass between stages {border.giver} and {border.taker}, where rows and columns "
-            "come last: choose another place by parallel.cut"
+            f"pass between stages {border.giver} and {border.taker}, where spatial "
+            "dims come last: choose another place by parallel.cut"
         )
 
 
-def _check_size(layout: Layout, grid: tuple[int, int], border: Border) -> None:
-    _, height, width = layout.size
-    if height < grid[0] or width < grid[1]:
+def _check_size(layout: Layout, grid: tuple[int, ...], border: Border) -> None:
+    if any(extent < parts for extent, parts in zip(layout.size, grid, strict=True)):
         raise ValueError(
-            f"stage {border.taker} would cut images of {height}x{width} into "
-            f"{grid[0]}x{grid[1]} tiles: take parallel.spatial_stages={border.taker}"
-            ", a smaller parallel.grid, or earlier places by parallel.cut"
+            f"stage {border.taker} would cut images of {by(layout.size)} into {by(grid)} tiles: "
+            f"take parallel.spatial_stages={border.taker}, a smaller parallel.grid, or earlier "
+            "places by parallel.cut"
         )

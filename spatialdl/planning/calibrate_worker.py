@@ -211,7 +211,7 @@ def _exchanges(world: Communicator) -> list[list[float]]:
     found = []
     for cols in (64, 2**12, 2**15, 2**18, 2**21):
         tile, out = torch.zeros(1, 1, 2, cols), torch.zeros(1, 1, 2, cols)
-        owned = [Box(0, 1, 2 * rank, 2 * rank + 2, 0, cols) for rank in range(2)]
+        owned = [Box(((0, 1), (2 * rank, 2 * rank + 2), (0, cols))) for rank in range(2)]
         plan = Plan(owned, owned[::-1], world.rank)
         held = [Held(tile, plan.own)], [Held(out, plan.need)]
 

@@ -107,8 +107,8 @@ class Sizes(NamedTuple):
 
 def count(
     program: Program,
-    shape: tuple[int, int, int, int],
-    grid: tuple[int, int] = (1, 1),
+    shape: tuple[int, ...],
+    grid: tuple[int, ...] = (1, 1),
     *,
     uncut: bool = False,
     segments: bool = False,
@@ -142,17 +142,17 @@ class _Run:
         self,
         parts: Parts,
         recording: Recording | None,
-        shape: tuple[int, int, int, int],
-        grid: tuple[int, int],
+        shape: tuple[int, ...],
+        grid: tuple[int, ...],
         segments: bool,
         on_cpu: bool,
     ) -> None:
         self._parts, self._recording = parts, recording
         self._shape, self._segments = shape, segments
-        samples, _, height, width = shape
-        self._layout = Layout.even((samples, height, width), grid)
+        samples, _, *size = shape
+        self._layout = Layout.even(samples, size, grid)
         self._mesh = dry_mesh(grid, largest_part(self._layout))
-        self._split = grid != (1, 1)
+        self._split = math.prod(grid) > 1
         self._ledger = Ledger(whole_pages=on_cpu)
         self._state = [one for state in parts.state for one in state]
         for tensor in self._state:
@@ -175,8 +175,8 @@ class _Run:
         samples, channels = self._shape[:2]
         if not self._split:
             return torch.empty(self._shape, dtype=dtype, device="meta")
-        _, rows, cols = self._mesh.own_box(self._layout).shape
-        tile = torch.empty((samples, channels, rows, cols), dtype=dtype, device="meta")
+        own = self._mesh.own_box(self._layout).shape[1:]
+        tile = torch.empty((samples, channels, *own), dtype=dtype, device="meta")
         return SpatialTensor(tile, self._layout, self._mesh)
 
     def forward(self) -> None:
@@ -349,15 +349,13 @@ def _between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts | None:
 
 def largest_part(layout: Layout) -> int:
     """The part with the most pixels, of these the one with the most neighbours."""
-    rows, cols = layout.grid
 
     def size(part: int) -> tuple[int, int]:
-        row, col = divmod(part, cols)
-        neighbours = (row > 0) + (row < rows - 1) + (col > 0) + (col < cols - 1)
-        _, height, width = layout.boxes[part].shape
-        return height * width, neighbours
+        places = zip(layout.part_at(part), layout.grid, strict=True)
+        neighbours = sum((place > 0) + (place < parts - 1) for place, parts in places)
+        return math.prod(layout.boxes[part].shape[1:]), neighbours
 
-    return max(range(rows * cols), key=size)
+    return max(range(len(layout.boxes)), key=size)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +66,7 @@ def draw_layout(row: Row, job: Job, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_stage(panel: Axes, placement: Placement, stage: int, size: tuple[int, int]) -> None:
+def _draw_stage(panel: Axes, placement: Placement, stage: int, size: Sequence[int]) -> None:
     """The tiles of a stage, with the rank of the first replica, and of its other copy."""
     from matplotlib.patches import Rectangle
 

@@ -46,7 +46,7 @@ class Job:
     """
 
     model: nn.Module
-    image: tuple[int, int, int]
+    image: tuple[int, ...]
     batch: int
     optimizer: Any
     segments: bool = False
@@ -112,7 +112,7 @@ class Job:
         return self._balanced[key]
 
     def costs(
-        self, samples: int, grid: tuple[int, int], again: bool, uncut: bool = False
+        self, samples: int, grid: tuple[int, ...], again: bool, uncut: bool = False
     ) -> NetworkCosts:
         """Of all parts on one rank.
 
@@ -137,7 +137,7 @@ class Job:
             self._counted[key] = found or self._count(*key)
         return self._counted[key]
 
-    def _count(self, samples: int, grid: tuple[int, int], again: bool, uncut: bool) -> NetworkCosts:
+    def _count(self, samples: int, grid: tuple[int, ...], again: bool, uncut: bool) -> NetworkCosts:
         shape = (samples, *self.image)
         keys = {"uncut": uncut, "segments": self.segments, "on_cpu": self.on_cpu}
         try:

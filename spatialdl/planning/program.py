@@ -31,7 +31,7 @@ class Program:
         has_blocks: whether it has blocks that run again.
     """
 
-    def __init__(self, model: nn.Module, image: tuple[int, int, int], again: bool = False) -> None:
+    def __init__(self, model: nn.Module, image: tuple[int, ...], again: bool = False) -> None:
         self._model, self._image, self._again = meta_copy(model), image, again
         self.has_blocks = again and bool(recompute_blocks(self._model))
         self._forward = Forward(self._model, image)

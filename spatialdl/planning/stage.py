@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from spatialdl.layout import by
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.placement import Placement
@@ -80,7 +81,7 @@ def stage_costs(
         if memory != "all":
             costs = getattr(costs, memory) or costs
         if len(costs.layers) < after:
-            raise CannotWork(f"stage {stage} on a grid of {grid[0]}x{grid[1]}: {costs.refused}")
+            raise CannotWork(f"stage {stage} on a grid of {by(grid)}: {costs.refused}")
         layers = (bounds[stage], bounds[stage + 1])
         one = _Stage(cluster, placement, stage, costs, (first, after), borders)
         found.append(one.costs(layers, recompute == "stage"))

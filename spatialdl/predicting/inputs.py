@@ -119,10 +119,10 @@ class SlideImages:
     def _box(self, x: int, y: int, box: Box) -> Pixels:
         """The same pixels however an image is divided: blocks of it are resampled as a whole."""
         slide, size = self._slide, self.size
-        if slide.is_exact(self.scale, size):
-            return slide.read_box(x, y, size, self.scale, box)
-        side = max(size) if max(size) <= LARGE else LARGE // 2
         row0, row1, col0, col1 = box
+        if slide.is_exact(self.scale, size):
+            return slide.read_box(x, y, size, self.scale, (row0, row1, col0, col1))
+        side = max(size) if max(size) <= LARGE else LARGE // 2
         found = np.empty((row1 - row0, col1 - col0, 3), np.uint8)
         for top in range(row0 // side * side, row1, side):
             for left in range(col0 // side * side, col1, side):

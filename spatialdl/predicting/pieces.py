@@ -35,8 +35,7 @@ def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:
     """
     row = col = 0
     if isinstance(one.output, SpatialTensor):
-        box = one.mesh.own_box(one.output.spatial_layout)
-        row, col = box.row0, box.col0
+        _, (row, _), (col, _) = one.mesh.own_box(one.output.spatial_layout)
     elif not one.counts:
         return []
     return [Piece(row, col, local[0].cpu())] if local.numel() else []

@@ -8,8 +8,11 @@ rank; else it is split evenly.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -20,9 +23,10 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
-from spatialdl.layout import EMPTY_BOX, Box, Layout, even_bounds
+from spatialdl.layout import Box, Layout, empty_box, even_bounds, last_slices
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.dims import are_tokens
+from spatialdl.spatial.pool import with_rows, without_rows
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image
@@ -64,48 +68,47 @@ class CellMove:
             the parts of each output.
         parts: the same backwards without adding: to each owner the parts of its outputs, those of
             one rank after those of the other in the batch.
-        rows, cols: what the tile holds of the cells that it touches.
+        cells: for each spatial dim what the tile holds of the cells that it touches.
         tile: the tile, in the image.
+        size: of the image.
     """
 
     output: Layout
     plan: Plan
     parts: Plan
-    rows: tuple[Interval, ...]
-    cols: tuple[Interval, ...]
+    cells: tuple[tuple[Interval, ...], ...]
     tile: Box
+    size: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages, what follows ``adaptive_avg_``."""
+        return f"pool{len(self.size)}d"
 
 
 @lru_cache(maxsize=4096)
-def cell_move(layout: Layout, size: tuple[int, int], part: int) -> CellMove:
+def cell_move(layout: Layout, size: tuple[int, ...], part: int) -> CellMove:
     """How an image on `layout` is pooled to `size`."""
-    samples, height, width = layout.size
-    grid = layout.grid
-    output = Layout(layout.batch, even_bounds(size[0], grid[0]), even_bounds(size[1], grid[1]))
+    samples, nothing = layout.samples, empty_box(len(size))
+    output = Layout(layout.batch, tuple(map(even_bounds, size, layout.grid)))
+
+    def of_each(box: Box, function: Callable[..., Any]) -> tuple[Any, ...]:
+        each = zip(layout.size, size, box.spatial, strict=True)
+        return tuple(function(pixels, outputs, *own) for pixels, outputs, own in each)
+
     touched = tuple(
-        EMPTY_BOX
-        if box.is_empty
-        else Box(
-            box.batch0,
-            box.batch1,
-            *_touched(height, size[0], box.row0, box.row1),
-            *_touched(width, size[1], box.col0, box.col1),
-        )
-        for box in layout.boxes
+        nothing if box.is_empty else Box((box[0], *of_each(box, _touched))) for box in layout.boxes
     )
     in_turn = tuple(
-        box._replace(batch0=rank * samples, batch1=(rank + 1) * samples)
-        for rank, box in enumerate(touched)
+        box.but(0, (rank * samples, (rank + 1) * samples)) for rank, box in enumerate(touched)
     )
     of_all = tuple(
-        EMPTY_BOX if box.is_empty else box._replace(batch1=len(touched) * samples)
-        for box in output.boxes
+        nothing if box.is_empty else box.but(0, (0, len(touched) * samples)) for box in output.boxes
     )
     tile = layout.boxes[part]
-    rows = () if tile.is_empty else _cells(height, size[0], tile.row0, tile.row1)
-    cols = () if tile.is_empty else _cells(width, size[1], tile.col0, tile.col1)
+    cells = ((),) * len(size) if tile.is_empty else of_each(tile, _cells)
     plan, parts = plan_for(output.boxes, touched, part), plan_for(in_turn, of_all, part)
-    return CellMove(output, plan, parts, rows, cols, tile)
+    return CellMove(output, plan, parts, cells, tile, layout.size)
 
 
 # --- average
@@ -140,66 +143,82 @@ class _AdaptiveAverage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, mesh: Mesh, moved: CellMove, counts: Tensor) -> Tensor:
-        ctx.mesh, ctx.moved, ctx.counts, ctx.extent = mesh, moved, counts, tile.shape[-2:]
+        ctx.mesh, ctx.moved, ctx.counts, ctx.extents = mesh, moved, counts, tile.shape[2:]
         wide = tile.float() if tile.dtype in (torch.float16, torch.bfloat16) else tile
         if tile.numel() == 0:
-            sums = wide.new_empty(shape_of(wide, moved.plan.need))
+            wide = wide.new_empty(shape_of(wide, moved.plan.need))
         else:
-            sums = _sums(_sums(wide, -2, moved.rows), -1, moved.cols)
-        total = move_back(mesh.grid_comm, moved.plan, sums, "adaptive_avg_pool2d")
+            for dim, cells in enumerate(moved.cells, start=2):
+                wide = _sums(wide, dim, cells)
+        total = move_back(mesh.grid_comm, moved.plan, wide, f"adaptive_avg_{moved.name}")
         return (total / counts).to(tile.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        moved, (height, width) = ctx.moved, ctx.extent
-        touched = move(
-            ctx.mesh.grid_comm, moved.plan, grad / ctx.counts, 0.0, "adaptive_avg_pool2d"
-        )
-        if height * width == 0:
-            return grad.new_empty((*grad.shape[:2], height, width)), None, None, None
-        across = _spread(touched, -1, moved.cols, width)
-        return _spread(across, -2, moved.rows, height), None, None, None
+        moved, name = ctx.moved, f"adaptive_avg_{ctx.moved.name}"
+        spread = move(ctx.mesh.grid_comm, moved.plan, grad / ctx.counts, 0.0, name)
+        if 0 in ctx.extents:
+            return grad.new_empty((*grad.shape[:2], *ctx.extents)), None, None, None
+        for dim in reversed(range(len(ctx.extents))):
+            spread = _spread(spread, 2 + dim, moved.cells[dim], ctx.extents[dim])
+        return spread, None, None, None
 
 
-@register_op(F.adaptive_avg_pool2d, torch._C._nn.adaptive_avg_pool2d, split=("input",))
-def adaptive_avg_pool2d(input: SpatialTensor, output_size: Any) -> Tensor:
-    size = _output_size(F.adaptive_avg_pool2d, input, output_size)
-    height, width = input.shape[-2:]
-    mesh, tile = input.mesh, to_tile(input)
-    if size == (1, 1) and mesh.grid_comm.size == 1:
-        return F.adaptive_avg_pool2d(tile, 1)
-    if size == (1, 1):
+def _average(function: Any, input: SpatialTensor, output_size: Any, dims: int) -> Tensor:
+    size = _output_size(function, input, output_size, dims)
+    mesh, tile, pixels = input.mesh, to_tile(input), input.spatial_layout.size
+    if prod(size) == 1 and mesh.grid_comm.size == 1:
+        mean: Tensor = function(tile, 1)
+        return mean
+    if prod(size) == 1:
         wide = torch.float32 if tile.dtype in (torch.float16, torch.bfloat16) else tile.dtype
-        part = tile.sum((-2, -1), keepdim=True, dtype=wide)
-        total = differentiable_sum(mesh.grid_comm, part, "adaptive_avg_pool2d")
-        return (total / (height * width)).to(tile.dtype)
+        part = tile.sum(tuple(range(2, tile.dim())), keepdim=True, dtype=wide)
+        total = differentiable_sum(mesh.grid_comm, part, function.__name__)
+        return (total / prod(pixels)).to(tile.dtype)
     moved = cell_move(input.spatial_layout, size, mesh.part)
-    own = mesh.own_box(moved.output)
-    counts = torch.outer(
-        _pixels(height, size[0], own.row0, own.row1), _pixels(width, size[1], own.col0, own.col1)
-    ).to(input.device)
-    mean = _AdaptiveAverage.apply(tile, mesh, moved, counts)  # type: ignore[no-untyped-call]
+    counts = torch.ones((), dtype=torch.int64)
+    for extent, outputs, own in zip(pixels, size, mesh.own_box(moved.output).spatial, strict=True):
+        counts = counts.unsqueeze(-1) * _pixels(extent, outputs, *own)
+    mean = _AdaptiveAverage.apply(tile, mesh, moved, counts.to(input.device))  # type: ignore[no-untyped-call]
     return from_tile(mean, moved.output, mesh)
 
 
 # --- max
 
+_HIGHEST = {2: aten.adaptive_max_pool2d, 3: aten.adaptive_max_pool3d}
 
-def _highest(tile: Tensor, moved: CellMove, width: int) -> tuple[Tensor, Tensor]:
+
+def _highest(tile: Tensor, moved: CellMove) -> tuple[Tensor, Tensor]:
     """What the tile holds of each cell: the highest value, and its place in the image."""
-    values, places = [], []
-    for top, bottom in moved.rows:
-        for left, right in moved.cols:
-            value, place = aten.adaptive_max_pool2d(tile[..., top:bottom, left:right], (1, 1))
-            row = moved.tile.row0 + top + place // (right - left)
-            col = moved.tile.col0 + left + place % (right - left)
-            values.append(value)
-            places.append(row * width + col)
-    shape = (*tile.shape[:2], len(moved.rows), len(moved.cols))
+    values, places, dims = [], [], max(2, len(moved.size))
+    for cell in product(*moved.cells):
+        part = tile[last_slices(slice(*own) for own in cell)]
+        value, place = _HIGHEST[dims](with_rows(part), (1,) * dims)
+        first = [own + start for (own, _), (start, _) in zip(moved.tile.spatial, cell, strict=True)]
+        values.append(without_rows(value, tile))
+        places.append(_place(without_rows(place, tile), part.shape[2:], first, moved.size))
+    shape = (*tile.shape[:2], *map(len, moved.cells))
     if not values:
         return tile.new_empty(shape), tile.new_empty(shape, dtype=torch.int64)
     return torch.cat(values, -1).reshape(shape), torch.cat(places, -1).reshape(shape)
+
+
+def _place(
+    place: Tensor, inside: Sequence[int], first: Sequence[int], outside: Sequence[int]
+) -> Tensor:
+    """Numbers of pixels, row by row, in a box of size `inside`, as numbers in a larger one.
+
+    Args:
+        first: where the box begins in the larger one, of size `outside`.
+    """
+    found, stride = torch.zeros_like(place), 1
+    for size, start, around in zip(
+        reversed(inside), reversed(first), reversed(outside), strict=True
+    ):
+        found += (place % size + start) * stride
+        place, stride = place // size, stride * around
+    return found
 
 
 def _wins(value: Tensor, place: Tensor, best: Tensor, at: Tensor) -> Tensor:
@@ -212,7 +231,7 @@ def _highest_of_all(
     value: Tensor, place: Tensor, moved: CellMove, mesh: Mesh
 ) -> tuple[Tensor, Tensor]:
     """Of the outputs that this rank owns: the highest over all ranks that touch them."""
-    name, last = "adaptive_max_pool2d", torch.iinfo(torch.int64).max
+    name, last = f"adaptive_max_{moved.name}", torch.iinfo(torch.int64).max
     values = move(mesh.grid_comm, moved.parts, value, float("-inf"), name)
     places = move(mesh.grid_comm, moved.parts, place, last, name)
     own = shape_of(value, moved.plan.own)
@@ -231,52 +250,88 @@ class _AdaptiveMax(torch.autograd.Function):
     """Keeps, of each output that the tile touches, where in the tile its pixel is."""
 
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, mesh: Mesh, moved: CellMove, width: int) -> Tensor:
+    def forward(ctx: Any, tile: Tensor, mesh: Mesh, moved: CellMove) -> Tensor:
         ctx.mesh, ctx.moved, ctx.shape = mesh, moved, tile.shape
-        best, at = _highest_of_all(*_highest(tile, moved, width), moved, mesh)
+        best, at = _highest_of_all(*_highest(tile, moved), moved, mesh)
         if ctx.needs_input_grad[0]:
-            at = move(mesh.grid_comm, moved.plan, at, 0, "adaptive_max_pool2d")
-            row, col = at // width - moved.tile.row0, at % width - moved.tile.col0
-            held = (row >= 0) & (row < tile.shape[2]) & (col >= 0) & (col < tile.shape[3])
-            ctx.save_for_backward(torch.where(held, row * tile.shape[3] + col, -1))
+            at = move(mesh.grid_comm, moved.plan, at, 0, f"adaptive_max_{moved.name}")
+            ctx.save_for_backward(_held_place(at, moved))
         return best
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        touched = move(ctx.mesh.grid_comm, ctx.moved.plan, grad, 0.0, "adaptive_max_pool2d")
+        name = f"adaptive_max_{ctx.moved.name}"
+        touched = move(ctx.mesh.grid_comm, ctx.moved.plan, grad, 0.0, name)
         grad_tile = grad.new_zeros(ctx.shape)
         if grad_tile.numel() > 0:
             mine = torch.where(places < 0, 0, touched)
             grad_tile.flatten(2).scatter_add_(2, places.clamp(min=0).flatten(2), mine.flatten(2))
-        return grad_tile, None, None, None
+        return grad_tile, None, None
 
 
-@register_op(F.adaptive_max_pool2d, split=("input",))
-def adaptive_max_pool2d(
-    input: SpatialTensor, output_size: Any, return_indices: bool = False
+def _held_place(at: Tensor, moved: CellMove) -> Tensor:
+    """Numbers of pixels in the image as numbers in the tile; -1 for those of other tiles."""
+    found, stride, held = torch.zeros_like(at), 1, torch.ones_like(at, dtype=torch.bool)
+    for size, (start, stop) in zip(reversed(moved.size), reversed(moved.tile.spatial), strict=True):
+        place = at % size
+        held &= (place >= start) & (place < stop)
+        found += (place - start) * stride
+        at, stride = at // size, stride * (stop - start)
+    return torch.where(held, found, -1)
+
+
+def _max(
+    function: Any, input: SpatialTensor, output_size: Any, return_indices: bool, dims: int
 ) -> Tensor:
     if return_indices:
-        raise _no_indices(F.adaptive_max_pool2d, input)
-    size = _output_size(F.adaptive_max_pool2d, input, output_size)
+        raise _no_indices(function, input)
+    size = _output_size(function, input, output_size, dims)
     moved = cell_move(input.spatial_layout, size, input.mesh.part)
-    best = _AdaptiveMax.apply(to_tile(input), input.mesh, moved, input.shape[-1])  # type: ignore[no-untyped-call]
+    best = _AdaptiveMax.apply(to_tile(input), input.mesh, moved)  # type: ignore[no-untyped-call]
     pooled = from_tile(best, moved.output, input.mesh)
-    return pooled.full_tensor() if size == (1, 1) else pooled
+    return pooled.full_tensor() if prod(size) == 1 else pooled
 
 
-@register_op(F.adaptive_max_pool2d_with_indices)
-def adaptive_max_pool2d_with_indices(*args: Any, **kwargs: Any) -> Tensor:
-    raise _no_indices(F.adaptive_max_pool2d_with_indices, *args, **kwargs)
+# --- the names that networks call
 
 
-@register_op(torch._C._nn.adaptive_max_pool2d)
-def _adaptive_max_pool2d(*args: Any, **kwargs: Any) -> Tensor:
-    raise _no_indices(torch._C._nn.adaptive_max_pool2d, *args, **kwargs)
+def _register(average: Any, highest: Any, dims: int) -> None:
+    @register_op(*average, split=("input",))
+    def adaptive_avg_pool(input: SpatialTensor, output_size: Any) -> Tensor:
+        return _average(average[0], input, output_size, dims)
+
+    @register_op(highest, split=("input",))
+    def adaptive_max_pool(
+        input: SpatialTensor, output_size: Any, return_indices: bool = False
+    ) -> Tensor:
+        return _max(highest, input, output_size, return_indices, dims)
 
 
-# --- tokens
+_register((F.adaptive_avg_pool2d, torch._C._nn.adaptive_avg_pool2d), F.adaptive_max_pool2d, 2)
+_register((F.adaptive_avg_pool3d, torch._C._nn.adaptive_avg_pool3d), F.adaptive_max_pool3d, 3)
+
+
+def _refuse(*functions: Any) -> None:
+    for function in functions:
+
+        @register_op(function)
+        def refused(*args: Any, function: Any = function, **kwargs: Any) -> Tensor:
+            raise _no_indices(function, *args, **kwargs)
+
+
+_refuse(
+    F.adaptive_max_pool2d_with_indices,
+    torch._C._nn.adaptive_max_pool2d,
+    F.adaptive_max_pool3d_with_indices,
+    torch._C._nn.adaptive_max_pool3d,
+    torch.adaptive_max_pool1d,
+    F.adaptive_max_pool1d_with_indices,
+)
+
+
+# --- signals (N, C, L), and tokens (N, C, H*W) that are pooled to one
 
 
 def _image_of_tokens(func: Any, x: SpatialTensor, output_size: Any) -> SpatialTensor:
@@ -291,28 +346,21 @@ def _image_of_tokens(func: Any, x: SpatialTensor, output_size: Any) -> SpatialTe
 
 @register_op(torch.adaptive_avg_pool1d, split=("input",))
 def adaptive_avg_pool1d(input: SpatialTensor, output_size: Any) -> Tensor:
-    image = _image_of_tokens(F.adaptive_avg_pool1d, input, output_size)
-    return F.adaptive_avg_pool2d(image, 1).flatten(2)
+    dims = len(input.mesh.grid)
+    if dims > 1:
+        input = _image_of_tokens(F.adaptive_avg_pool1d, input, output_size)
+    return _average(F.adaptive_avg_pool1d, input, output_size, dims).flatten(2)
 
 
 @register_op(F.adaptive_max_pool1d, split=("input",))
 def adaptive_max_pool1d(
     input: SpatialTensor, output_size: Any, return_indices: bool = False
 ) -> Tensor:
-    if return_indices:
-        raise _no_indices(F.adaptive_max_pool1d, input)
-    image = _image_of_tokens(F.adaptive_max_pool1d, input, output_size)
-    return F.adaptive_max_pool2d(image, 1).flatten(2)
-
-
-@register_op(torch.adaptive_max_pool1d)
-def _adaptive_max_pool1d(*args: Any, **kwargs: Any) -> Tensor:
-    raise _no_indices(torch.adaptive_max_pool1d, *args, **kwargs)
-
-
-@register_op(F.adaptive_max_pool1d_with_indices)
-def adaptive_max_pool1d_with_indices(*args: Any, **kwargs: Any) -> Tensor:
-    raise _no_indices(F.adaptive_max_pool1d_with_indices, *args, **kwargs)
+    dims, function = len(input.mesh.grid), F.adaptive_max_pool1d
+    if dims > 1 and not return_indices:
+        input = _image_of_tokens(function, input, output_size)
+    pooled = _max(function, input, output_size, return_indices, dims)
+    return pooled.flatten(2)
 
 
 def _no_indices(func: Any, *args: Any, **kwargs: Any) -> Exception:
@@ -324,18 +372,21 @@ def _no_indices(func: Any, *args: Any, **kwargs: Any) -> Exception:
     )
 
 
-def _output_size(func: Any, x: SpatialTensor, output_size: Any) -> tuple[int, int]:
-    check_image(func.__name__, x)
+def _output_size(func: Any, x: SpatialTensor, output_size: Any, dims: int) -> tuple[int, ...]:
+    check_image(func.__name__, x, dims)
     if not x.is_floating_point():
         raise ValueError(f"{func.__name__} takes floating point numbers, got {x.dtype}")
-    asked = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,) * 2
-    if len(asked) != 2:
-        raise ValueError(f"{func.__name__}: the output size is (H, W), got {output_size}")
-    rows, cols = (
-        int(n if wanted is None else wanted) for n, wanted in zip(x.shape[-2:], asked, strict=True)
+    asked = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,)
+    asked = asked * dims if len(asked) == 1 else asked
+    if len(asked) != dims:
+        raise ValueError(
+            f"{func.__name__}: the output size is one number or {dims}, got {output_size}"
+        )
+    size = tuple(
+        int(n if wanted is None else wanted) for n, wanted in zip(x.shape[2:], asked, strict=True)
     )
-    if min(rows, cols) < 0:
+    if min(size) < 0:
         raise ValueError(f"{func.__name__}: the output size must not be negative: {output_size}")
-    if min(rows, cols) == 0:
+    if min(size) == 0:
         raise refusal(func, [x], "an output without pixels cannot be split")
-    return rows, cols
+    return size

@@ -33,7 +33,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     split = [x for x in (query, key, value, attn_mask) if isinstance(x, SpatialTensor)]
     features = [x for x in (query, key, value) if isinstance(x, SpatialTensor)]
-    if any(-1 in (x.spatial_dims.rows, x.spatial_dims.cols) for x in features):
+    if any(-1 in x.spatial_dims.at for x in features):
         raise refusal(
             F.scaled_dot_product_attention, split, "its last dim, of features, must not be split"
         )

@@ -1,4 +1,4 @@
-"""Convolutions of one pixel: they mix channels, wherever rows and columns are.
+"""Convolutions of one pixel: they mix channels, wherever the spatial dims are.
 
 Tokens (N, C, H*W), and windows (N, C, pixels, windows), have no neighbours to be convolved with.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spatialdl.spatial.span import split_dims, without_dims
-from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, refusal, to_tile
 from spatialdl.spatial.window import autocast_cast, nothing
 
 
@@ -37,7 +36,7 @@ def check_channels(name: str, input: Tensor, weight: Tensor, groups: int) -> Non
 def conv_of_channels(
     function: Any, input: SpatialTensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> SpatialTensor:
-    """`function` (`torch.conv1d`, `torch.conv2d`) with a kernel of one pixel, on every rank."""
+    """`function` (`torch.conv1d` ...) with a kernel of one pixel, on every rank."""
     if input.dim() != weight.dim() or 1 in split_dims(input):
         raise refusal(function, [input], "dim 1, of channels, must not be split; permute it")
     check_channels(function.__name__, input, weight, groups)
@@ -49,18 +48,3 @@ def conv_of_channels(
         shape = (tile.shape[0], weight.shape[0], *tile.shape[2:])
         y = nothing(shape, tile, weight, *(() if bias is None else (bias,)))
     return without_dims(input, y, ())
-
-
-@register_op(torch.conv1d, split=("input",))
-def conv1d(
-    input: SpatialTensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    if not is_of_one_pixel(weight, stride, padding):
-        raise refusal(torch.conv1d, [input], "along an image only kernels of one pixel go")
-    return conv_of_channels(torch.conv1d, input, weight, bias, groups)

@@ -2,7 +2,7 @@
 
 Every dim of every operand has a letter, as in einsum. The *first* split operand says which letters
 are split. Other operands come to it: a whole tensor takes its own box along these letters; a split
-one with the same letters is brought onto the same layout; one whose rows or columns carry other
+one with the same letters is brought onto the same layout; one whose spatial dims carry other
 letters (the keys and values of attention) is gathered along them. A split letter that the result
 lacks was summed over: then each rank has a part of the sum, and the ranks add up.
 """
@@ -27,26 +27,27 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 
 
 class Split(NamedTuple):
-    """Which letters of a contraction are split, and how."""
+    """Which letters of a contraction are split, and how.
 
-    rows: str
-    cols: str
-    outer: tuple[int, int]
+    Attributes:
+        letters: of each spatial dim; merged ones share one.
+        outer: factors in front of them, see `SpatialDims`.
+    """
+
+    letters: tuple[str, ...]
+    outer: tuple[int, ...]
     layout: Layout
     mesh: Mesh
 
     @classmethod
     def of(cls, x: SpatialTensor, letters: str) -> Split:
         dims = x.spatial_dims
-        outer = dims.outer_rows, dims.outer_cols
-        return cls(letters[dims.rows], letters[dims.cols], outer, x.spatial_layout, x.mesh)
+        return cls(tuple(letters[dim] for dim in dims.at), dims.outer, x.spatial_layout, x.mesh)
 
     def dims_in(self, letters: str) -> SpatialDims:
-        """Where rows and columns are in a tensor with these letters, which has both."""
-        count = len(letters)
-        return SpatialDims(
-            letters.index(self.rows) - count, letters.index(self.cols) - count, *self.outer
-        )
+        """Where the spatial dims are in a tensor with these letters, which has all of theirs."""
+        at = (letters.index(letter) - len(letters) for letter in self.letters)
+        return SpatialDims(tuple(at), self.outer)
 
 
 def contract(
@@ -72,9 +73,9 @@ def contract(
     leader = next(n for n, x in enumerate(operands) if isinstance(x, SpatialTensor))
     first = cast(SpatialTensor, operands[leader])
     split = Split.of(first, letters[leader])
-    gone = {split.rows, split.cols} - set(result)
-    if gone and (not linear or (split.rows != split.cols and len(gone) == 1)):
-        raise refusal(func, [first], "it sums over rows or columns in a way that is not supported")
+    gone = set(split.letters) - set(result)
+    if gone and (not linear or gone != set(split.letters)):
+        raise refusal(func, [first], "it sums over some split dims and keeps others")
     brought = [
         to_tile(first) if number == leader else _bring(func, x, names, split)
         for number, (x, names) in enumerate(zip(operands, letters, strict=True))
@@ -90,40 +91,31 @@ def _bring(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:
     own = split.mesh.own_box(split.layout)
     if isinstance(x, SpatialTensor):
         return _bring_split(func, x, letters, split, own)
-    height, width = split.layout.size[1:]
-    if split.rows == split.cols and split.rows in letters:
-        dims = split.dims_in(letters)
-        return cut(x, dims, (height, width), (own.row0, own.row1), (own.col0, own.col1))
-    for letter, outer, size, start, stop in (
-        (split.rows, split.outer[0], height, own.row0, own.row1),
-        (split.cols, split.outer[1], width, own.col0, own.col1),
-    ):
-        if letter in letters and split.rows != split.cols:
-            x = _cut_dim(x, letters.index(letter), outer, size, start, stop)
-    return x
-
-
-def _cut_dim(x: Tensor, dim: int, outer: int, size: int, start: int, stop: int) -> Tensor:
-    if x.shape[dim] == 1:
+    cuts = [
+        (letters.index(letter) - len(letters), *rest)
+        for letter, *rest in zip(
+            split.letters, split.outer, split.layout.size, own.spatial, strict=True
+        )
+        if letter in letters
+    ]
+    if not cuts:
         return x
-    parts = x.reshape(*x.shape[:dim], outer, size, *x.shape[dim + 1 :])
-    return parts.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+    at, outer, size, intervals = zip(*cuts, strict=True)
+    return cut(x, SpatialDims(at, outer), size, intervals)
 
 
 def _bring_split(func: Any, x: SpatialTensor, letters: str, split: Split, own: Box) -> Tensor:
     theirs = Split.of(x, letters)
-    clashes = (theirs.rows != split.rows, theirs.cols != split.cols)
-    foreign = {split.rows, split.cols} & (set(letters) - {theirs.rows, theirs.cols})
-    mixed = {theirs.rows, theirs.cols} & {split.rows, split.cols} if all(clashes) else set()
-    if foreign or mixed or x.mesh is not split.mesh:
-        raise refusal(func, [x], "two split operands have rows and columns at other dims")
-    for clash, ours, other in zip(
-        clashes,
-        zip(split.outer, split.layout.size[1:], strict=True),
-        zip(theirs.outer, theirs.layout.size[1:], strict=True),
-        strict=True,
+    clashes = tuple(a != b for a, b in zip(theirs.letters, split.letters, strict=True))
+    foreign = set(split.letters) & (set(letters) - set(theirs.letters))
+    clashing = {letter for letter, clash in zip(theirs.letters, clashes, strict=True) if clash}
+    if foreign or clashing & set(split.letters) or x.mesh is not split.mesh:
+        raise refusal(func, [x], "two split operands have their spatial dims at other dims")
+    ours = zip(split.outer, split.layout.size, strict=True)
+    for clash, one, other in zip(
+        clashes, ours, zip(theirs.outer, theirs.layout.size, strict=True), strict=True
     ):
-        if not clash and ours != other:
+        if not clash and one != other:
             raise refusal(func, [x], "two split operands of different sizes meet")
     needs = _needs(x.spatial_layout, split.layout, clashes)
     plan = plan_for(x.spatial_layout.boxes, needs, x.mesh.part)
@@ -134,15 +126,12 @@ def _bring_split(func: Any, x: SpatialTensor, letters: str, split: Split, own: B
 
 
 @lru_cache(maxsize=4096)
-def _needs(theirs: Layout, split: Layout, clashes: tuple[bool, bool]) -> tuple[Box, ...]:
-    """Per rank: everything along rows or columns that clash, its own box of `split` otherwise."""
-    samples, height, width = theirs.size
+def _needs(theirs: Layout, split: Layout, clashes: tuple[bool, ...]) -> tuple[Box, ...]:
+    """Per rank: everything along spatial dims that clash, its own box of `split` otherwise."""
     return tuple(
         Box(
-            0,
-            samples,
-            *((0, height) if clashes[0] else (box.row0, box.row1)),
-            *((0, width) if clashes[1] else (box.col0, box.col1)),
+            all_of_it if clash else own
+            for clash, all_of_it, own in zip((True, *clashes), theirs.whole, box, strict=True)
         )
         for box in split.boxes
     )

@@ -20,58 +20,65 @@ from spatialdl.comm.held import Held
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import shape_of, view_of
-from spatialdl.layout import Box, Layout, Window
+from spatialdl.layout import Box, Layout, Window, last_slices
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.channel_conv import check_channels, conv_of_channels, is_of_one_pixel
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
-from spatialdl.spatial.dims import IMAGE
 from spatialdl.spatial.edges import Cut, Strip, cut_dim
 from spatialdl.spatial.later import later
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
-from spatialdl.spatial.window import autocast_cast, check_image, check_output, pair, window_move
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
+from spatialdl.spatial.window import autocast_cast, check_image, check_output, per_dim, window_move
+from spatialdl.spatial.window_function import bias_gradient
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A halo strip of the tile: its pixels, and the outputs and taps of the kernel it meets."""
+    """A halo strip of the tile: its pixels, and the outputs and taps of the kernel it meets.
+
+    Attributes:
+        strips: for each spatial dim what of it the strip holds.
+    """
 
     box: Box
-    rows: Strip
-    cols: Strip
+    strips: tuple[Strip, ...]
 
     def outputs_of(self, y: Tensor) -> Tensor:
-        return y[..., self.rows.outputs, self.cols.outputs]
+        return y[last_slices(strip.outputs for strip in self.strips)]
 
     def taps_of(self, weight: Tensor) -> Tensor:
-        return weight[..., self.rows.taps, self.cols.taps]
+        return weight[last_slices(strip.taps for strip in self.strips)]
 
-    def read_from(self, strip: Tensor) -> Tensor:
+    def read_from(self, buffer: Tensor) -> Tensor:
         """The part of the strip's buffer where the taps lie."""
-        rows, cols = self.rows, self.cols
-        return strip[..., rows.first : rows.last, cols.first : cols.last]
+        return buffer[last_slices(slice(strip.first, strip.last) for strip in self.strips)]
 
 
 @dataclass(frozen=True)
 class TileGeometry:
-    """One rank's tile: how to convolve it alone, and its halo strips."""
+    """One rank's tile: how to convolve it alone, and its halo strips.
 
-    rows: Cut
-    cols: Cut
-    edges: tuple[Edge | None, ...]  # before and after in rows, before and after in columns
-    outside: tuple[tuple[int, tuple[slice, slice] | None, Box], ...]
-    """Of each strip its number, its part outside the tile (None: all), and that part's box."""
+    Attributes:
+        cuts: for each spatial dim.
+        edges: before and after the tile in the first dim, in the second, and so on.
+        outside: of each strip its number, its part outside the tile (None: all), and its box.
+    """
+
+    cuts: tuple[Cut, ...]
+    edges: tuple[Edge | None, ...]
+    outside: tuple[tuple[int, tuple[slice, ...] | None, Box], ...]
 
     @property
-    def padding(self) -> tuple[int, int]:
-        return self.rows.padding, self.cols.padding
+    def padding(self) -> tuple[int, ...]:
+        return tuple(cut.padding for cut in self.cuts)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the tile alone gives outputs before those that are wanted."""
+        return any(cut.skip for cut in self.cuts)
 
     def wanted(self, y: Tensor) -> Tensor:
         """The outputs that are this rank's, of those that the tile alone gives."""
-        return y[
-            ...,
-            self.rows.skip : self.rows.skip + self.rows.outputs,
-            self.cols.skip : self.cols.skip + self.cols.outputs,
-        ]
+        return y[last_slices(slice(cut.skip, cut.skip + cut.outputs) for cut in self.cuts)]
 
     def strips(self, like: Tensor) -> list[Tensor]:
         """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
@@ -83,11 +90,11 @@ class TileGeometry:
     def held(self, strips: list[Tensor]) -> list[Held]:
         """What of the strips lies outside the tile, where halos arrive, with its boxes.
 
-        Those above and below come first and hold the corners. A strip may reach over the tile and
+        Those of the first dim come first and hold the corners. A strip may reach over the tile and
         beyond, if a neighbour's outputs are this tile's: what comes from there is another strip's.
         """
         return [
-            Held(strips[side] if inner is None else strips[side][(..., *inner)], box)
+            Held(strips[side] if inner is None else strips[side][last_slices(inner)], box)
             for side, inner, box in self.outside
         ]
 
@@ -100,44 +107,44 @@ def _no_strip(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _outside(box: Box, own: Box, side: int) -> Box:
-    """The part of `box` above, below, left or right (0 to 3) of the tile `own`."""
-    if side == 0:
-        return box._replace(row1=min(box.row1, own.row0))
-    if side == 1:
-        return box._replace(row0=max(box.row0, own.row1))
-    if side == 2:
-        return box._replace(col1=min(box.col1, own.col0))
-    return box._replace(col0=max(box.col0, own.col1))
+    """The part of `box` before the tile `own` (even sides) or after it in its dim ``side // 2``."""
+    dim = 1 + side // 2
+    (start, stop), (first, last) = box[dim], own[dim]
+    return box.but(dim, (max(start, last), stop) if side % 2 else (start, min(stop, first)))
 
 
 @lru_cache(maxsize=4096)
 def tile_geometry(
-    layout: Layout, output: Layout, rows: Window, cols: Window, part: int
+    layout: Layout, output: Layout, windows: tuple[Window, ...], part: int
 ) -> TileGeometry | None:
     """This rank's geometry; None, on all ranks alike, if any tile is too odd."""
-    row_cuts = cut_dim(layout.rows, output.rows, rows)
-    col_cuts = cut_dim(layout.cols, output.cols, cols)
-    if row_cuts is None or col_cuts is None:
-        return None
-    row_part, col_part = divmod(part, layout.grid[1])
-    row, col = row_cuts[row_part], col_cuts[col_part]
-    sides = (
-        (row.before, col.full),
-        (row.after, col.full),
-        (row.full, col.before),
-        (row.full, col.after),
-    )
-    samples = layout.batch[-1]
+    cuts = []
+    for tiles, outputs, window, place in zip(
+        layout.cuts, output.cuts, windows, layout.part_at(part), strict=True
+    ):
+        of_all = cut_dim(tiles, outputs, window)
+        if of_all is None:
+            return None
+        cuts.append(of_all[place])
     edges = tuple(
-        Edge(Box(0, samples, r.start, r.stop, c.start, c.stop), r, c) if r and c else None
-        for r, c in sides
+        _edge(tuple(cuts), dim, strip, layout.samples)
+        for dim, cut in enumerate(cuts)
+        for strip in (cut.before, cut.after)
     )
-    return TileGeometry(row, col, edges, tuple(_outside_parts(edges, layout.boxes[part])))
+    return TileGeometry(tuple(cuts), edges, tuple(_outside_parts(edges, layout.boxes[part])))
+
+
+def _edge(cuts: tuple[Cut, ...], dim: int, strip: Strip | None, samples: int) -> Edge | None:
+    """The strip of one dim, all along the others."""
+    if strip is None:
+        return None
+    strips = tuple(strip if number == dim else cut.full for number, cut in enumerate(cuts))
+    return Edge(Box(((0, samples), *((one.start, one.stop) for one in strips))), strips)
 
 
 def _outside_parts(
     edges: tuple[Edge | None, ...], own: Box
-) -> Iterator[tuple[int, tuple[slice, slice] | None, Box]]:
+) -> Iterator[tuple[int, tuple[slice, ...] | None, Box]]:
     for side, edge in enumerate(edges):
         if edge is not None:
             box = _outside(edge.box, own, side)
@@ -165,15 +172,16 @@ class _TileConvolution(torch.autograd.Function):
             [Held(tile, plan.own)],
             geometry.held(strips),
             device=tile.device,
-            name="conv2d",
+            name=conv.name,
         )
         alone = conv.forward(tile, weight, bias, geometry.padding)
         y = geometry.wanted(alone)
         if y.shape != alone.shape:
             y = y.clone(memory_format=torch.contiguous_format)
         exchange.wait()
+        no_padding = (0,) * len(geometry.cuts)
         for edge, strip in _present(geometry, strips):
-            part = conv.forward(edge.read_from(strip), edge.taps_of(weight), None, (0, 0))
+            part = conv.forward(edge.read_from(strip), edge.taps_of(weight), None, no_padding)
             edge.outputs_of(y).add_(part)
         ctx.save_for_backward(tile, weight, *strips)
         ctx.conv, ctx.geometry, ctx.plan, ctx.mesh = conv, geometry, plan, mesh
@@ -203,7 +211,7 @@ class _TileConvolution(torch.autograd.Function):
                 arrivals,
                 device=tile.device,
                 adjoint=True,
-                name="conv2d",
+                name=conv.name,
             )
         if grad.shape != ctx.alone_shape:
             padded = grad.new_zeros(ctx.alone_shape)
@@ -218,7 +226,7 @@ class _TileConvolution(torch.autograd.Function):
         )
         if waiting is not None and needs_bias:
             # not together with the tile's, or the weight's would be worked out for it
-            grad_bias = grad.sum((0, 2, 3))
+            grad_bias = bias_gradient(grad)
         if grad_weight is not None:
             _add_parts(grad_weight, weight_parts)
         if exchange is not None and grad_tile is not None:
@@ -279,7 +287,7 @@ def _strip_gradients(
             edge.outputs_of(grad),
             edge.read_from(strip),
             edge.taps_of(weight),
-            (0, 0),
+            (0,) * len(geometry.cuts),
             (needs_tile, needs_weight, False),
         )
         if grad_read is not None:
@@ -291,27 +299,29 @@ def _strip_gradients(
 
 def _windows(
     x: SpatialTensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
-) -> tuple[tuple[Window, Window], tuple[int, int]]:
-    """The windows, and the size (H, W) of the output."""
-    steps, spread = pair(stride), pair(dilation)
+) -> tuple[tuple[Window, ...], tuple[int, ...]]:
+    """The windows, and the size of the output."""
+    dims = weight.dim() - 2
+    steps, spread = per_dim(stride, dims), per_dim(dilation, dims)
+    same = padding == "same"
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
-            raise ValueError(f"conv2d: padding must be 'same', 'valid' or numbers, got {padding!r}")
-        if padding == "same" and steps != (1, 1):
-            raise ValueError("conv2d: padding='same' needs stride 1")
-        same = padding == "same"
-        before = [
-            d * (k - 1) // 2 if same else 0 for k, d in zip(weight.shape[2:], spread, strict=True)
-        ]
+            raise ValueError(
+                f"conv{dims}d: padding must be 'same', 'valid' or numbers, got {padding!r}"
+            )
+        if same and max(steps) > 1:
+            raise ValueError(f"conv{dims}d: padding='same' needs stride 1")
+        before = tuple(
+            d * (int(k) - 1) // 2 if same else 0
+            for k, d in zip(weight.shape[2:], spread, strict=True)
+        )
     else:
-        same, before = False, list(pair(padding))
-    rows, cols = (
-        Window(int(k), s, p, d)
-        for k, s, p, d in zip(weight.shape[2:], steps, before, spread, strict=True)
-    )
-    height, width = x.shape[-2:]
-    size = (height, width) if same else (rows.output_size(height), cols.output_size(width))
-    return (rows, cols), size
+        before = per_dim(padding, dims)
+    windows = tuple(map(Window, map(int, weight.shape[2:]), steps, before, spread))
+    pixels = tuple(x.shape[2:])
+    if same:
+        return windows, pixels
+    return windows, tuple(w.output_size(n) for w, n in zip(windows, pixels, strict=True))
 
 
 def _has_large_weight(input: SpatialTensor, weight: Tensor) -> bool:
@@ -319,31 +329,55 @@ def _has_large_weight(input: SpatialTensor, weight: Tensor) -> bool:
     return weight.numel() * input.mesh.grid_comm.size > input.numel()
 
 
-@register_op(torch.conv2d, split=("input",))
-def conv2d(
+def _register(function: Any, dims: int) -> None:
+    @register_op(function, split=("input",))
+    def conv(
+        input: SpatialTensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        is_image = input.spatial_dims.is_image and len(input.mesh.grid) == dims
+        if not is_image and is_of_one_pixel(weight, stride, padding):
+            return conv_of_channels(function, input, weight, bias, groups)
+        if dims < len(input.mesh.grid):
+            raise refusal(function, [input], "along an image only kernels of one pixel go")
+        check_image(function.__name__, input, dims)
+        check_channels(function.__name__, input, weight, groups)
+        windows, size = _windows(input, weight, stride, padding, dilation)
+        check_output(function.__name__, input, size)
+        return _convolved(input, weight, bias, groups, windows, size)
+
+
+def _convolved(
     input: SpatialTensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    bias: Tensor | None,
+    groups: int,
+    windows: tuple[Window, ...],
+    size: tuple[int, ...],
 ) -> Tensor:
-    if input.spatial_dims != IMAGE and is_of_one_pixel(weight, stride, padding):
-        return conv_of_channels(torch.conv2d, input, weight, bias, groups)
-    check_image("conv2d", input)
-    check_channels("conv2d", input, weight, groups)
-    (rows, cols), size = _windows(input, weight, stride, padding, dilation)
-    check_output("conv2d", input, size)
-    output, plan = window_move(input.spatial_layout, rows, cols, size, input.mesh.part)
-    conv = Convolution((rows.stride, cols.stride), (rows.dilation, cols.dilation), groups)
-    geometry = tile_geometry(input.spatial_layout, output, rows, cols, input.mesh.part)
-    tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
     mesh = input.mesh
-    if geometry and not plan.talks and geometry.rows.skip == geometry.cols.skip == 0:
+    output, plan = window_move(input.spatial_layout, windows, size, mesh.part)
+    conv = Convolution(
+        tuple(window.stride for window in windows),
+        tuple(window.dilation for window in windows),
+        groups,
+    )
+    geometry = tile_geometry(input.spatial_layout, output, windows, mesh.part)
+    tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
+    if geometry and not plan.talks and not geometry.skips:
         y = geometry.wanted(conv.forward(tile, weight, bias, geometry.padding))
     elif geometry is None or _has_large_weight(input, weight):
         y = conv_of_window(tile, weight, bias, conv, mesh.own_box(output), plan, mesh)
     else:
         y = _TileConvolution.apply(tile, weight, bias, conv, geometry, plan, mesh)  # type: ignore[no-untyped-call]
     return from_tile(y, output, mesh)
+
+
+_register(torch.conv1d, 1)
+_register(torch.conv2d, 2)
+_register(torch.conv3d, 3)

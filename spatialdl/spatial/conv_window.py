@@ -7,6 +7,7 @@ larger than a tile, so that a copy of the tile costs less than one of the taps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +19,39 @@ from spatialdl.spatial.window_function import apply_to_window
 
 aten = torch.ops.aten
 
+_FORWARD: dict[int, Any] = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+
+
+def _none(like: tuple[int, ...]) -> tuple[int, ...]:
+    """No padding, in as many dims."""
+    return (0,) * len(like)
+
 
 @dataclass(frozen=True)
 class Convolution:
     """What does not depend on the rank: strides, dilations, groups."""
 
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
 
+    @property
+    def name(self) -> str:
+        return f"conv{len(self.stride)}d"
+
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]
     ) -> Tensor:
-        return torch.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        function = _FORWARD[len(self.stride)]
+        y: Tensor = function(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return y
 
     def backward(
         self,
         grad: Tensor,
         x: Tensor,
         weight: Tensor,
-        padding: tuple[int, int],
+        padding: tuple[int, ...],
         mask: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of input, weight and bias, as `mask` asks for."""
@@ -52,7 +66,7 @@ class Convolution:
             padding,
             self.dilation,
             False,
-            (0, 0),
+            _none(self.stride),
             self.groups,
             mask,
         )
@@ -67,16 +81,17 @@ class _WindowConvolution:
     own: Box
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
-        samples, height, width = self.own.shape
-        return samples, weight.shape[0], height, width
+        samples, *spatial = self.own.shape
+        return samples, weight.shape[0], *spatial
 
     def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.conv.forward(window, weight, bias, (0, 0))
+        return self.conv.forward(window, weight, bias, _none(self.conv.stride))
 
     def backward(
         self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        return self.conv.backward(grad, window, weight, (0, 0), (*needs, False))[:2]
+        padding = _none(self.conv.stride)
+        return self.conv.backward(grad, window, weight, padding, (*needs, False))[:2]
 
 
 def conv_of_window(
@@ -90,4 +105,4 @@ def conv_of_window(
 ) -> Tensor:
     """The outputs in the box `own`, of which `plan` brings all that they read."""
     function = _WindowConvolution(conv, own)
-    return apply_to_window(function, tile, weight, bias, plan, mesh, "conv2d")
+    return apply_to_window(function, tile, weight, bias, plan, mesh, conv.name)

@@ -1,126 +1,151 @@
-"""Which dims of a tensor hold the rows and the columns of a split image.
+"""Which dims of a tensor hold the spatial dims of a split image.
 
-An image is (N, C, H, W) at first. Networks permute it, (N, H, W, C), or merge rows and columns into
-one dim of tokens, (N, H*W, C), or merge samples into it, (N*H*W, C). `SpatialDims` says where rows
-and columns are, and `to_image` turns any such tile back into a view (..., h, w), in which all
-communication is done.
+An image is (N, C, H, W) at first, a signal (N, C, L), a volume (N, C, D, H, W). Networks permute
+it, (N, H, W, C), or merge spatial dims into one dim of tokens, (N, H*W, C), or merge samples into
+it, (N*H*W, C). `SpatialDims` says where the spatial dims are, and `to_image` turns any such tile
+back into a view (..., h, w), in which all communication is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
 
+from spatialdl.layout import spatial_names
+
 
 class SpatialDims(NamedTuple):
-    """Where rows and columns are, counted from the end, so that leading dims may come and go.
+    """Where the spatial dims are, counted from the end, so that leading dims may come and go.
 
     Attributes:
-        rows: the dim of the rows, negative.
-        cols: the dim of the columns, negative; equal to `rows`: both are merged into one dim of
-            tokens, row by row.
-        outer_rows: a factor in front of the rows within their dim: (N*H) has N.
-        outer_cols: likewise for the columns; 1 if merged.
+        at: for each spatial dim the dim of the tensor that holds it, negative. Spatial dims that
+            follow on each other may share one: they are merged in it, the first the slowest.
+        outer: for each spatial dim a factor in front of it within its dim: (N*H) has N. Of merged
+            ones the first has it, and the others 1.
     """
 
-    rows: int = -2
-    cols: int = -1
-    outer_rows: int = 1
-    outer_cols: int = 1
+    at: tuple[int, ...]
+    outer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, *at: int, outer: Sequence[int] = ()) -> SpatialDims:
+        return cls(at, tuple(outer) or (1,) * len(at))
 
     @property
-    def merged(self) -> bool:
-        return self.rows == self.cols
+    def is_image(self) -> bool:
+        """Whether the spatial dims are the last dims, in their order."""
+        return self == image_dims(len(self.at))
+
+    @property
+    def apart(self) -> bool:
+        """Whether each spatial dim has a dim of its own, without a factor."""
+        return len(set(self.at)) == len(self.at) and set(self.outer) == {1}
 
     def holds(self, dim: int, of: int) -> bool:
-        """Whether dim `dim` of a tensor with `of` dims holds rows or columns."""
-        return dim % of - of in (self.rows, self.cols)
+        """Whether dim `dim` of a tensor with `of` dims holds a spatial dim."""
+        return dim % of - of in self.at
 
-    def sizes(self, shape: Sequence[int], height: int, width: int) -> tuple[int, ...]:
-        """`shape` with the sizes of the dims that hold rows and columns put in."""
+    def moved(self, to: Callable[[int], int]) -> SpatialDims:
+        """The same with every dim where `to` says that it is now."""
+        return self._replace(at=tuple(map(to, self.at)))
+
+    def sizes(self, shape: Sequence[int], extents: Sequence[int]) -> tuple[int, ...]:
+        """`shape` with the sizes of the dims that hold spatial dims of `extents` put in."""
         sizes = list(shape)
-        if self.merged:
-            sizes[self.rows] = self.outer_rows * height * width
-        else:
-            sizes[self.rows] = self.outer_rows * height
-            sizes[self.cols] = self.outer_cols * width
+        for dim in self.at:
+            sizes[dim] = 1
+        for dim, outer, extent in zip(self.at, self.outer, extents, strict=True):
+            sizes[dim] *= outer * extent
         return tuple(sizes)
 
     def describe(self) -> str:
         """Short text for messages."""
-        if self.merged:
-            return f", rows and columns merged in dim {self.rows}"
-        return "" if self == IMAGE else f", rows in dim {self.rows}, columns in dim {self.cols}"
+        if self.is_image:
+            return ""
+        names = spatial_names(len(self.at))
+        if len(set(self.at)) == 1 and len(names) > 1:
+            return f", {' and '.join(names)} merged in dim {self.at[0]}"
+        return "".join(f", {name} in dim {dim}" for name, dim in zip(names, self.at, strict=True))
 
 
-IMAGE = SpatialDims()
-"""Rows and columns are the last two dims."""
+@lru_cache
+def image_dims(count: int) -> SpatialDims:
+    """Of an image with so many spatial dims: they are the last ones."""
+    return SpatialDims.of(*range(-count, 0))
 
-TOKENS = SpatialDims(-1, -1)
-"""Rows and columns are merged in the last dim."""
+
+@lru_cache
+def token_dims(count: int) -> SpatialDims:
+    """Of (..., tokens): all spatial dims are merged in the last dim."""
+    return SpatialDims.of(*(-1,) * count)
 
 
 def are_tokens(shape: Sequence[int], dims: SpatialDims) -> bool:
-    """Whether a tensor of `shape` is (N, C, H*W).
+    """Whether a tensor of `shape` is (N, C, tokens).
 
     A view of an image of one row keeps this row in the dim of the channels.
     """
-    one_row = dims.outer_rows > 1 and dims == SpatialDims(-2, -1, shape[-2])
-    return len(shape) == 3 and (dims == TOKENS or one_row)
+    if len(shape) != 3:
+        return False
+    before = len(dims.at) - 1
+    one_row = SpatialDims.of(*(-2,) * before, -1, outer=(shape[-2], *(1,) * before))
+    return dims == token_dims(len(dims.at)) or (before > 0 and dims == one_row)
 
 
 def _unmerged(
-    shape: Sequence[int], dims: SpatialDims, height: int, width: int
-) -> tuple[list[int], int, int]:
-    """`shape` with rows and columns each in a dim of its own, and which dims these are."""
+    shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """`shape` with spatial dims of `extents` in dims of their own, and which dims these are."""
     sizes: list[int] = []
-    row = col = 0
+    where = [0] * len(extents)
     for dim, size in enumerate(shape, start=-len(shape)):
-        if dim == dims.rows:
-            sizes += [dims.outer_rows] if dims.outer_rows > 1 else []
-            row = len(sizes)
-            sizes.append(height)
-        if dim == dims.cols:
-            sizes += [dims.outer_cols] if dims.outer_cols > 1 else []
-            col = len(sizes)
-            sizes.append(width)
-        if dim not in (dims.rows, dims.cols):
+        if dim not in dims.at:
             sizes.append(size)
-    return sizes, row, col
+            continue
+        for number, (at, outer) in enumerate(zip(dims.at, dims.outer, strict=True)):
+            if at == dim:
+                sizes += [outer] if outer > 1 else []
+                where[number] = len(sizes)
+                sizes.append(extents[number])
+    return sizes, where
 
 
-def to_image(tensor: Tensor, dims: SpatialDims, height: int, width: int) -> Tensor:
-    """`tensor`, of `height` rows and `width` columns, as (..., height, width) with 3 dims or more.
+def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tensor:
+    """`tensor` as (..., *extents), with a dim or more before the spatial dims, of `extents`.
 
     A view wherever `tensor` allows one.
     """
-    if dims == IMAGE:
-        return tensor if tensor.dim() > 2 else tensor.unsqueeze(0)
-    sizes, row, col = _unmerged(tensor.shape, dims, height, width)
-    image = tensor.reshape(sizes).movedim((row, col), (-2, -1))
-    return image if image.dim() > 2 else image.unsqueeze(0)
+    count = len(extents)
+    if not dims.is_image:
+        sizes, where = _unmerged(tensor.shape, dims, extents)
+        tensor = tensor.reshape(sizes).movedim(where, tuple(range(-count, 0)))
+    return tensor if tensor.dim() > count else tensor.unsqueeze(0)
 
 
 def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor:
-    """The inverse of `to_image`, for a tensor of `shape` but for its rows and columns."""
-    height, width = image.shape[-2:]
-    if dims == IMAGE:
-        return image if len(shape) > 2 else image.squeeze(0)
-    sizes, row, col = _unmerged(shape, dims, height, width)
-    if len(sizes) == 2:
+    """The inverse of `to_image`, for a tensor of `shape` but for its spatial dims."""
+    count = len(dims.at)
+    extents = image.shape[-count:]
+    if dims.is_image:
+        return image if len(shape) > count else image.squeeze(0)
+    sizes, where = _unmerged(shape, dims, extents)
+    if len(sizes) == count:
         image = image.squeeze(0)
-    return image.movedim((-2, -1), (row, col)).reshape(dims.sizes(shape, height, width))
+    return image.movedim(tuple(range(-count, 0)), where).reshape(dims.sizes(shape, extents))
 
 
 def samples_of(shape: Sequence[int], dims: SpatialDims) -> int:
     """The size of the first dim of what `to_image` gives."""
-    if dims == IMAGE:
-        return shape[0] if len(shape) > 2 else 1
-    sizes, row, col = _unmerged(shape, dims, 1, 1)
-    others = [size for dim, size in enumerate(sizes) if dim not in (row, col)]
+    count = len(dims.at)
+    if dims.is_image:
+        return shape[0] if len(shape) > count else 1
+    sizes, where = _unmerged(shape, dims, (1,) * count)
+    others = [size for dim, size in enumerate(sizes) if dim not in where]
     return others[0] if others else 1
 
 
@@ -131,37 +156,47 @@ class View(NamedTuple):
     """How a view regroups the dims of a split tensor.
 
     Attributes:
-        dims: where rows and columns are afterwards.
-        shape: the new shape, any number where rows and columns are.
-        row_step: the cut of the rows must lie at multiples of this, one new row being so many old.
-        row_factor: one old row (of `row_step`) becomes so many new ones.
-        col_step, col_factor: likewise for columns.
+        dims: where the spatial dims are afterwards.
+        shape: the new shape, any number where spatial dims are.
+        steps: for each spatial dim: it must be cut at multiples of this; so many old rows, say,
+            become `factors` new ones.
+        factors: so many.
     """
 
     dims: SpatialDims
     shape: tuple[int, ...]
-    row_step: int
-    row_factor: int
-    col_step: int
-    col_factor: int
+    steps: tuple[int, ...]
+    factors: tuple[int, ...]
 
 
 class _Factor(NamedTuple):
     size: int
-    kind: str  # "rows", "cols" or "" for what is not split
+    spatial: int | None = None  # which spatial dim; None for what is not split
+
+
+class _Place(NamedTuple):
+    """Where a spatial dim is after a view: its dim, and the factors before and behind it there."""
+
+    dim: int
+    outer: int
+    size: int
+    inner: int
 
 
 def regroup(
-    shape: Sequence[int], new_shape: Sequence[int], dims: SpatialDims, height: int, width: int
+    shape: Sequence[int], new_shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
 ) -> View | None:
-    """How rows and columns fare when a tensor of the global `shape` is viewed as `new_shape`.
+    """How spatial dims fare when a tensor of the global `shape` is viewed as `new_shape`.
+
+    Args:
+        extents: global sizes of the spatial dims.
 
     Returns:
-        None if rows and columns do not stay together: cut in two, or mixed with other dims.
+        None if a spatial dim does not stay together: cut in two, or mixed with other dims.
     """
     if prod(shape) == 0 or prod(shape) != prod(new_shape):
         return None
-    factors = _factors(shape, dims, height, width)
+    factors = _factors(shape, dims, extents)
     groups: list[list[_Factor]] = []
     for number, size in enumerate(new_shape):
         follower = new_shape[number + 1] if number + 1 < len(new_shape) else None
@@ -169,20 +204,20 @@ def regroup(
         if group is None:
             return None
         groups.append(group)
-    return _view_of(groups, new_shape, height, width)
+    return _view_of(groups, new_shape, extents)
 
 
-def _factors(shape: Sequence[int], dims: SpatialDims, height: int, width: int) -> list[_Factor]:
+def _factors(shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]) -> list[_Factor]:
     """The global shape as factors, slowest first; the last element is the first."""
     factors: list[_Factor] = []
     for dim, size in enumerate(shape, start=-len(shape)):
-        if dim == dims.rows:
-            factors += [_Factor(dims.outer_rows, ""), _Factor(height, "rows")]
-        if dim == dims.cols:
-            factors += [_Factor(dims.outer_cols, ""), _Factor(width, "cols")]
-        if dim not in (dims.rows, dims.cols):
-            factors.append(_Factor(size, ""))
-    return [factor for factor in reversed(factors) if factor.kind or factor.size > 1]
+        if dim not in dims.at:
+            factors.append(_Factor(size))
+            continue
+        for number, (at, outer) in enumerate(zip(dims.at, dims.outer, strict=True)):
+            if at == dim:
+                factors += [_Factor(outer), _Factor(extents[number], number)]
+    return [f for f in reversed(factors) if f.spatial is not None or f.size > 1]
 
 
 def _take(factors: list[_Factor], size: int, follower: int | None) -> list[_Factor] | None:
@@ -197,47 +232,45 @@ def _take(factors: list[_Factor], size: int, follower: int | None) -> list[_Fact
             group.append(factor)
             rest //= factor.size
         elif factor.size % rest == 0:
-            group.append(_Factor(rest, factor.kind))
-            factors.append(_Factor(factor.size // rest, ""))
+            group.append(_Factor(rest, factor.spatial))
+            factors.append(_Factor(factor.size // rest))
             rest = 1
         else:
             return None
-    # rows or columns of size 1 need a dim too: one of size 1 of their own, or that of the columns
-    # or rows beside them, or the last
+    # a spatial dim of size 1 needs a dim too: one of size 1 of its own, or that of its neighbour,
+    # or the last
     while factors and factors[-1].size == 1:
-        if group and follower is not None and (follower == 1 or not group[-1].kind):
+        if group and follower is not None and (follower == 1 or group[-1].spatial is None):
             break
         group.append(factors.pop())
     return group
 
 
 def _view_of(
-    groups: list[list[_Factor]], new_shape: Sequence[int], height: int, width: int
+    groups: list[list[_Factor]], new_shape: Sequence[int], extents: Sequence[int]
 ) -> View | None:
-    found: dict[str, tuple[int, int, int, int]] = {}  # dim, outer, size, inner
+    found: dict[int, _Place] = {}
     for dim, group in enumerate(groups, start=-len(groups)):
-        kinds = [number for number, factor in enumerate(group) if factor.kind]
-        if not kinds:
+        places = [number for number, factor in enumerate(group) if factor.spatial is not None]
+        if not places:
             continue
-        first, last = kinds[0], kinds[-1]
+        first, last = places[0], places[-1]
+        spatial = [number for number in (factor.spatial for factor in group) if number is not None]
+        in_turn = all(later == sooner + 1 for sooner, later in pairwise(spatial))
+        if not in_turn or last - first >= len(places):
+            return None
         outer = prod(factor.size for factor in group[:first])
         inner = prod(factor.size for factor in group[last + 1 :])
-        names = [group[number].kind for number in kinds]
-        if len(names) == 2 and (names != ["rows", "cols"] or last - first > 1):
-            return None
-        for number, name in zip(kinds, names, strict=True):
+        for place, number in zip(places, spatial, strict=True):
             # (rows, columns, inner) in one dim: so many times as many columns
-            before, after = (outer if number == first else 1), (inner if number == last else 1)
-            found[name] = dim, before, group[number].size, after
-    if len(found) < 2:
+            before, behind = (outer if place == first else 1), (inner if place == last else 1)
+            found[number] = _Place(dim, before, group[place].size, behind)
+    if len(found) < len(extents):
         return None
-    (row, outer_rows, rows, row_factor) = found["rows"]
-    (col, outer_cols, cols, col_factor) = found["cols"]
+    ordered = [found[number] for number in range(len(extents))]
     return View(
-        SpatialDims(row, col, outer_rows, outer_cols),
+        SpatialDims.of(*(each.dim for each in ordered), outer=[each.outer for each in ordered]),
         tuple(new_shape),
-        height // rows,
-        row_factor,
-        width // cols,
-        col_factor,
+        tuple(extent // each.size for extent, each in zip(extents, ordered, strict=True)),
+        tuple(each.inner for each in ordered),
     )

@@ -45,7 +45,7 @@ class Cut:
         padding: with which the tile alone is convolved, on both sides.
         skip: outputs at the start that this gives too much.
         outputs: outputs wanted.
-        full: all outputs and all taps, for strips of the other dim.
+        full: all outputs and all taps, for strips of other dims.
         before, after: the halo strips, None where no pixel of the image is missing.
     """
 

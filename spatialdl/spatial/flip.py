@@ -11,7 +11,14 @@ from torch import Tensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.layout import Bounds, Box
-from spatialdl.spatial.reindex import DimMap, Segment, one_sample, reindex, split_dims
+from spatialdl.spatial.reindex import (
+    DimMap,
+    Segment,
+    apart_dims,
+    last_dims,
+    one_sample,
+    reindex,
+)
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -41,11 +48,12 @@ def flip(input: SpatialTensor, *dims: Any, **named: Any) -> SpatialTensor:
     turned = {dim % input.dim() - input.dim() for dim in wanted if _is_split(input, dim)}
     if not turned:
         return flipped
-    row_dim, col_dim = split_dims(torch.flip, input)
-    layout = input.spatial_layout
-    rows = _backwards(layout.rows) if row_dim in turned else DimMap.identity(layout.rows)
-    cols = _backwards(layout.cols) if col_dim in turned else DimMap.identity(layout.cols)
-    return reindex(torch.flip, flipped, rows, cols)
+    held = apart_dims(torch.flip, input)
+    maps = tuple(
+        _backwards(bounds) if dim in turned else DimMap.identity(bounds)
+        for dim, bounds in zip(held, input.spatial_layout.cuts, strict=True)
+    )
+    return reindex(torch.flip, flipped, maps)
 
 
 def _backwards(bounds: Bounds) -> DimMap:
@@ -78,14 +86,12 @@ def roll(input: SpatialTensor, shifts: Any, dims: Any = None) -> Tensor:
         rolled = from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
     if len(others) == len(wanted):
         return rolled
-    row_dim, col_dim = split_dims(torch.roll, input)
-    by_dim = dict.fromkeys((row_dim, col_dim), 0)
+    by_dim = dict.fromkeys(apart_dims(torch.roll, input), 0)
     for step, dim in zip(steps, wanted, strict=True):
         if _is_split(input, dim):
             by_dim[dim % input.dim() - input.dim()] += step
-    rows = _rolled(input.spatial_layout.rows, by_dim[row_dim])
-    cols = _rolled(input.spatial_layout.cols, by_dim[col_dim])
-    result = reindex(torch.roll, rolled, rows, cols)
+    maps = tuple(map(_rolled, input.spatial_layout.cuts, by_dim.values()))
+    result = reindex(torch.roll, rolled, maps)
     return result.clone() if result is input else result
 
 
@@ -108,17 +114,22 @@ def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Ten
         return flip(input, (first, second))
     flipped = flip(input, second if turns == 1 else first)
     if _is_split(input, first) and _is_split(input, second):
-        return _transposed(flipped)
+        return _transposed(flipped, first - input.dim(), second - input.dim())
     result: Tensor = flipped.transpose(first, second)
     return result
 
 
-def _transposed(x: SpatialTensor) -> SpatialTensor:
-    """Rows become columns: every rank's box goes to where the grid cuts the new image."""
-    dims, layout = split_dims(torch.rot90, x), one_sample(x.spatial_layout)
-    output = x.mesh.layout((1, layout.cols[-1], layout.rows[-1]))
-    owned = tuple(Box(0, 1, b.col0, b.col1, b.row0, b.row1) for b in layout.boxes)
+def _transposed(x: SpatialTensor, first: int, second: int) -> SpatialTensor:
+    """Two split dims change places: every rank's box goes to where the grid cuts the new image."""
+    dims, layout = apart_dims(torch.rot90, x), one_sample(x.spatial_layout)
+    order = list(range(1 + len(dims)))
+    one, other = 1 + dims.index(first), 1 + dims.index(second)
+    order[one], order[other] = other, one
+    output = x.mesh.layout(1, [layout.size[number - 1] for number in order[1:]])
+    owned = tuple(Box(box[number] for number in order) for box in layout.boxes)
     plan = plan_for(owned, output.boxes, x.mesh.part)
-    image = to_tile(x).movedim(dims, (-1, -2)).unsqueeze(0)
+    last = last_dims(len(dims))
+    turned = [last[number - 1] for number in order[1:]]
+    image = to_tile(x).movedim(dims, turned).unsqueeze(0)
     moved = repartition(image, x.mesh.grid_comm, plan, name="rot90").squeeze(0)
-    return from_tile(moved.movedim((-2, -1), dims), output, x.mesh, x.spatial_dims)
+    return from_tile(moved.movedim(last, dims), output, x.mesh, x.spatial_dims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,26 +13,26 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition
-from spatialdl.layout import Layout, Window, needed_boxes
+from spatialdl.layout import Layout, Window, by, needed_boxes
 from spatialdl.mesh import Mesh
-from spatialdl.spatial.dims import TOKENS, are_tokens
+from spatialdl.spatial.dims import are_tokens, token_dims
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
-from spatialdl.spatial.window import check_image, check_output, nothing, pair, window_move
+from spatialdl.spatial.window import check_image, check_output, nothing, per_dim, window_move
 
 
 def _windows(
     name: str, kernel_size: Any, dilation: Any, padding: Any, stride: Any
-) -> tuple[Window, Window]:
-    values = (pair(value) for value in (kernel_size, stride, padding, dilation))
-    rows, cols = (Window(*each) for each in zip(*values, strict=True))
-    for window in (rows, cols):
+) -> tuple[Window, ...]:
+    values = (per_dim(value, 2) for value in (kernel_size, stride, padding, dilation))
+    windows = tuple(map(Window, *values))
+    for window in windows:
         if min(window.kernel, window.stride, window.dilation) < 1 or window.padding < 0:
             raise ValueError(
                 f"{name}: kernel, stride and dilation must be at least 1, padding at least 0; got "
-                f"{rows} and {cols}"
+                f"{window}"
             )
-    return rows, cols
+    return windows
 
 
 @register_op(F.unfold, torch._C._nn.im2col, split=("input",))
@@ -39,20 +40,20 @@ def unfold(
     input: SpatialTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
     """(N, C, H, W) to (N, C * kernel rows * kernel columns, outputs), outputs row by row."""
-    check_image("unfold", input)
-    rows, cols = _windows("unfold", kernel_size, dilation, padding, stride)
-    size = rows.output_size(input.shape[-2]), cols.output_size(input.shape[-1])
+    check_image("unfold", input, 2)
+    windows = _windows("unfold", kernel_size, dilation, padding, stride)
+    size = tuple(w.output_size(pixels) for w, pixels in zip(windows, input.shape[2:], strict=True))
     check_output("unfold", input, size)
     mesh = input.mesh
-    output, plan = window_move(input.spatial_layout, rows, cols, size, mesh.part)
+    output, plan = window_move(input.spatial_layout, windows, size, mesh.part)
     window = repartition(to_tile(input), mesh.grid_comm, plan, name="unfold")
     own = mesh.own_box(output)
     if own.is_empty:
-        values_of_one = input.shape[1] * rows.kernel * cols.kernel
+        values_of_one = input.shape[1] * prod(each.kernel for each in windows)
         tokens = nothing((input.shape[0], values_of_one, 0), window)
     else:
-        tokens = F.unfold(window, **_steps_of(rows, cols))
-    return from_tile(tokens, output, mesh, TOKENS)
+        tokens = F.unfold(window, **_steps_of(windows))
+    return from_tile(tokens, output, mesh, token_dims(2))
 
 
 class FoldMove(NamedTuple):
@@ -67,11 +68,11 @@ class FoldMove(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def fold_move(
-    layout: Layout, rows: Window, cols: Window, size: tuple[int, int], part: int
+    layout: Layout, windows: tuple[Window, ...], size: tuple[int, ...], part: int
 ) -> FoldMove:
     """How tokens on `layout` are folded to an image of `size` (H, W)."""
-    image = layout.scaled((rows.stride, cols.stride), size)
-    return FoldMove(image, plan_for(image.boxes, needed_boxes(layout, rows, cols), part))
+    image = layout.scaled([window.stride for window in windows], size)
+    return FoldMove(image, plan_for(image.boxes, needed_boxes(layout, windows), part))
 
 
 class _Fold(torch.autograd.Function):
@@ -79,16 +80,16 @@ class _Fold(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tile: Tensor, mesh: Mesh, plan: Plan, rows: Window, cols: Window
+        ctx: Any, tile: Tensor, mesh: Mesh, plan: Plan, windows: tuple[Window, ...]
     ) -> Tensor:
-        ctx.mesh, ctx.plan, ctx.steps, ctx.shape = mesh, plan, _steps_of(rows, cols), tile.shape
-        samples, height, width = plan.need.shape
+        ctx.mesh, ctx.plan, ctx.steps, ctx.shape = mesh, plan, _steps_of(windows), tile.shape
+        samples, *size = plan.need.shape
         if tile.numel() > 0:
-            windows = F.fold(tile, (height, width), **ctx.steps)
+            folded = F.fold(tile, tuple(size), **ctx.steps)
         else:
-            channels = tile.shape[1] // (rows.kernel * cols.kernel)
-            windows = tile.new_zeros(samples, channels, height, width)
-        return move_back(mesh.grid_comm, plan, windows, "fold")
+            channels = tile.shape[1] // prod(window.kernel for window in windows)
+            folded = tile.new_zeros(samples, channels, *size)
+        return move_back(mesh.grid_comm, plan, folded, "fold")
 
     @staticmethod
     @once_differentiable
@@ -98,15 +99,15 @@ class _Fold(torch.autograd.Function):
             grad_tile = F.unfold(windows, **ctx.steps)
         else:
             grad_tile = grad.new_zeros(ctx.shape)
-        return grad_tile, None, None, None, None
+        return grad_tile, None, None, None
 
 
-def _steps_of(rows: Window, cols: Window) -> dict[str, tuple[int, int]]:
+def _steps_of(windows: tuple[Window, ...]) -> dict[str, tuple[int, ...]]:
     """As `F.fold` takes them; padding is in the plan."""
     return {
-        "kernel_size": (rows.kernel, cols.kernel),
-        "dilation": (rows.dilation, cols.dilation),
-        "stride": (rows.stride, cols.stride),
+        "kernel_size": tuple(window.kernel for window in windows),
+        "dilation": tuple(window.dilation for window in windows),
+        "stride": tuple(window.stride for window in windows),
     }
 
 
@@ -120,21 +121,21 @@ def fold(
     stride: Any = 1,
 ) -> Tensor:
     """(N, C * kernel rows * kernel columns, outputs) to (N, C, H, W), overlaps added up."""
-    if not are_tokens(input.shape, input.spatial_dims):
+    if len(input.mesh.grid) != 2 or not are_tokens(input.shape, input.spatial_dims):
         raise refusal(F.fold, [input], "it takes tokens (N, C * kernel size, outputs), as unfold's")
-    rows, cols = _windows("fold", kernel_size, dilation, padding, stride)
-    size = pair(output_size)
-    outputs = rows.output_size(size[0]), cols.output_size(size[1])
-    area, (_, values, count) = rows.kernel * cols.kernel, input.shape
-    if min(outputs) < 1 or outputs[0] * outputs[1] != count or values % area:
+    windows = _windows("fold", kernel_size, dilation, padding, stride)
+    size = per_dim(output_size, 2)
+    outputs = tuple(map(Window.output_size, windows, size))
+    area, (_, values, count) = prod(window.kernel for window in windows), input.shape
+    if min(outputs) < 1 or prod(outputs) != count or values % area:
         raise ValueError(
-            f"fold: {values} values of {count} windows cannot be folded to {size[0]}x{size[1]}: it "
-            f"takes {outputs[0]}x{outputs[1]} windows, and a multiple of {area} values"
+            f"fold: {values} values of {count} windows cannot be folded to {by(size)}: it "
+            f"takes {by(outputs)} windows, and a multiple of {area} values"
         )
     layout, mesh = input.spatial_layout, input.mesh
-    if layout.size[1:] != outputs:
-        raise refusal(F.fold, [input], f"its windows would be {outputs[0]}x{outputs[1]}")
-    image, plan = fold_move(layout, rows, cols, size, mesh.part)
+    if layout.size != outputs:
+        raise refusal(F.fold, [input], f"its windows would be {by(outputs)}")
+    image, plan = fold_move(layout, windows, size, mesh.part)
     tile = image_of(input).flatten(2)
-    folded = _Fold.apply(tile, mesh, plan, rows, cols)  # type: ignore[no-untyped-call]
+    folded = _Fold.apply(tile, mesh, plan, windows)  # type: ignore[no-untyped-call]
     return from_tile(folded, image, mesh)

@@ -1,6 +1,6 @@
-"""Indexing and slicing: along rows and columns a repartition, along all other dims local.
+"""Indexing and slicing: along spatial dims a repartition, along all other dims local.
 
-One row or one column of an image is a plain tensor, the same on every rank.
+One row of an image, or one slice of a volume, is a plain tensor, the same on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from spatialdl.comm.repartition import repartition
 from spatialdl.layout import Bounds, Box, Layout
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.operands import lift
-from spatialdl.spatial.reindex import DimMap, Segment, one_sample, reindex, split_dims
+from spatialdl.spatial.reindex import (
+    DimMap,
+    Segment,
+    apart_dims,
+    last_dims,
+    one_sample,
+    reindex,
+)
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -72,7 +79,7 @@ def _width(item: Any) -> int:
 
 
 def _result_dims(entries: Sequence[_Entry], dims: SpatialDims) -> SpatialDims:
-    """Where rows and columns are in the result, as PyTorch orders its dims."""
+    """Where the spatial dims are in the result, as PyTorch orders its dims."""
     labels: list[int] = []  # the dim of the tensor that each dim of the result comes from
     tensors: list[int] = []  # where in `labels` tensors index
     for item, dim in entries:
@@ -87,8 +94,7 @@ def _result_dims(entries: Sequence[_Entry], dims: SpatialDims) -> SpatialDims:
         first = tensors[0] if together else 0
         labels = [label for place, label in enumerate(labels) if place not in tensors]
         labels[first:first] = [0] * count
-    rows, cols = (labels.index(dim) - len(labels) for dim in (dims.rows, dims.cols))
-    return dims._replace(rows=rows, cols=cols)
+    return dims.moved(lambda dim: labels.index(dim) - len(labels))
 
 
 def _shape_as_index(tensor: Tensor) -> tuple[int, ...]:
@@ -101,16 +107,16 @@ def _is_all(item: Item, size: int) -> bool:
     return isinstance(item, slice) and item.indices(size) == (0, size, 1)
 
 
-def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, Item]:
-    """The items for rows and columns; both are `:` if they are merged or have a factor.
+def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, ...]:
+    """The items for the spatial dims; all are `:` if they are merged or have a factor.
 
     Raises:
-        UnsupportedSpatialOp: for tensors, and for a part of merged rows and columns.
+        UnsupportedSpatialOp: for tensors, and for a part of merged spatial dims.
     """
     dims = x.spatial_dims
     for item, dim in entries:
         covered = range(dim, dim + _width(item))
-        if isinstance(item, Tensor) and (dims.rows in covered or dims.cols in covered):
+        if isinstance(item, Tensor) and set(dims.at) & set(covered):
             raise refusal(
                 Tensor.__getitem__,
                 [x],
@@ -118,13 +124,12 @@ def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, I
                 "slice them, or use torch.where or masked_fill",
             )
     items = {e.dim: e.item for e in entries if e.item is not None}
-    if not all(_is_all(items[dim], x.shape[dim]) for dim in (dims.rows, dims.cols)):
-        split_dims(Tensor.__getitem__, x)
-        return items[dims.rows], items[dims.cols]
-    return ALL, ALL
+    if not all(_is_all(items[dim], x.shape[dim]) for dim in dims.at):
+        return tuple(items[dim] for dim in apart_dims(Tensor.__getitem__, x))
+    return (ALL,) * len(dims.at)
 
 
-def _axis(item: Item, bounds: Bounds) -> DimMap:
+def _sliced(item: Item, bounds: Bounds) -> DimMap:
     if not isinstance(item, slice) or _is_all(item, bounds[-1]):
         return DimMap.identity(bounds)
     read = range(*item.indices(bounds[-1]))
@@ -138,14 +143,13 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
     entries = _entries(input, index)
     if all(e.item is not None and _is_all(e.item, input.shape[e.dim]) for e in entries):
         return input
-    row_item, col_item = _on_split_dims(input, entries)
+    items = _on_split_dims(input, entries)
     if input.mesh.grid_comm.size == 1:
-        return _of_whole(input, entries, row_item, col_item)
-    if isinstance(row_item, int) or isinstance(col_item, int):
-        return _line(input, entries, row_item, col_item)
-    layout = input.spatial_layout
-    rows, cols = _axis(row_item, layout.rows), _axis(col_item, layout.cols)
-    sliced = reindex(Tensor.__getitem__, input, rows, cols, is_view=True)
+        return _of_whole(input, entries, items)
+    if any(isinstance(item, int) for item in items):
+        return _line(input, entries, items)
+    maps = tuple(map(_sliced, items, input.spatial_layout.cuts))
+    sliced = reindex(Tensor.__getitem__, input, maps, is_view=True)
     local = _local(entries, input.spatial_dims)
     if all(isinstance(item, slice) and item == ALL for item in local):
         return sliced
@@ -153,38 +157,32 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
     return from_tile(to_tile(sliced)[local], sliced.spatial_layout, sliced.mesh, dims)
 
 
-def _of_whole(
-    x: SpatialTensor, entries: Sequence[_Entry], row_item: Item, col_item: Item
-) -> Tensor:
+def _of_whole(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:
     """A view of the one tile that there is."""
     part: Tensor = to_tile(x)[tuple(e.item for e in entries)]
-    if not (isinstance(row_item, slice) and isinstance(col_item, slice)):
+    slices = [item for item in items if isinstance(item, slice)]
+    if len(slices) < len(items):
         return part
     old = x.spatial_layout
-    height, width = (
-        len(range(n)[s]) for n, s in zip(old.size[1:], (row_item, col_item), strict=True)
-    )
-    layout = Layout(old.batch, (0, height), (0, width))
+    size = (len(range(n)[item]) for n, item in zip(old.size, slices, strict=True))
+    layout = Layout(old.batch, tuple((0, extent) for extent in size))
     return from_tile(part, layout, x.mesh, _result_dims(entries, x.spatial_dims))
 
 
 def _local(entries: Sequence[_Entry], dims: SpatialDims) -> tuple[Item, ...]:
-    """The index for a tile whose rows and columns have been sliced already."""
-    return tuple(
-        ALL if e.dim in (dims.rows, dims.cols) and e.item is not None else e.item for e in entries
-    )
+    """The index for a tile whose spatial dims have been sliced already."""
+    return tuple(ALL if e.dim in dims.at and e.item is not None else e.item for e in entries)
 
 
-def _line(x: SpatialTensor, entries: Sequence[_Entry], row_item: Item, col_item: Item) -> Tensor:
+def _line(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:
     """Part of one row, or of one column, on every rank."""
-    layout, dims = one_sample(x.spatial_layout), (x.spatial_dims.rows, x.spatial_dims.cols)
-    rows, cols = _interval(row_item, layout.rows[-1]), _interval(col_item, layout.cols[-1])
-    needed = (Box(0, 1, *rows, *cols),) * len(layout.boxes)
+    layout, dims = one_sample(x.spatial_layout), x.spatial_dims.at
+    needed = (Box(((0, 1), *map(_interval, items, layout.size))),) * len(layout.boxes)
     plan = plan_for(layout.boxes, needed, x.mesh.part)
-    image = to_tile(x).movedim(dims, (-2, -1)).unsqueeze(0)
+    image = to_tile(x).movedim(dims, last_dims(len(dims))).unsqueeze(0)
     box = repartition(image, x.mesh.grid_comm, plan, name="__getitem__").squeeze(0)
-    local = dict(zip(dims, (_within(row_item), _within(col_item)), strict=True))
-    whole: Tensor = box.movedim((-2, -1), dims)
+    local = dict(zip(dims, map(_within, items), strict=True))
+    whole: Tensor = box.movedim(last_dims(len(dims)), dims)
     line = whole[tuple(local.get(e.dim, e.item) if e.item is not None else None for e in entries)]
     return x._family.watched(line)
 
@@ -204,7 +202,7 @@ def _within(item: Item) -> Item:
 
 @register_op(Tensor.__setitem__)
 def setitem(input: Tensor, index: Any, value: Any) -> None:
-    """Into channels or samples, all rows and columns: local. By a mask: `masked_fill_`."""
+    """Into channels or samples, all pixels: local. By a mask: `masked_fill_`."""
     if not isinstance(input, SpatialTensor):
         split = [x for x in (index, value) if isinstance(x, SpatialTensor)]
         raise refusal(Tensor.__setitem__, split, "a whole tensor cannot take a split one in place")
@@ -213,9 +211,8 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
         input.masked_fill_(index, value)
         return
     entries = _entries(input, index)
-    row_item, col_item = _on_split_dims(input, entries)
-    height, width = input.spatial_layout.size[1:]
-    if not (_is_all(row_item, height) and _is_all(col_item, width)):
+    items = _on_split_dims(input, entries)
+    if not all(map(_is_all, items, input.spatial_layout.size)):
         raise refusal(
             Tensor.__setitem__,
             [input],

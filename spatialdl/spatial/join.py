@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
-from spatialdl.layout import Box, Layout, even_bounds
+from spatialdl.layout import Box, Layout, even_bounds, last_slices
 from spatialdl.spatial.operands import own_box_of
-from spatialdl.spatial.reindex import fetch, one_sample, split_dims
+from spatialdl.spatial.reindex import apart_dims, fetch, last_dims, one_sample
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
@@ -48,14 +48,14 @@ def _check_dims(x: Tensor, first: SpatialTensor) -> None:
         raise refusal(
             torch.cat,
             [first],
-            f"another operand is split{x.spatial_dims.describe() or ', rows and columns last'}; "
-            "permute it so that rows and columns are at the same dims",
+            f"another operand is split{x.spatial_dims.describe() or ', spatial dims last'}; "
+            "permute it so that they are at the same dims",
         )
 
 
 def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
     """One image below, or beside, the other: each brings to every rank what lies in its box."""
-    if first.spatial_dims.merged:
+    if list(first.spatial_dims.at).count(dim) > 1:
         raise refusal(
             torch.cat,
             [first],
@@ -63,45 +63,41 @@ def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) ->
             "tensor of its own, or gather the image at the module before it: gather_before(model, "
             '"patch_embed.norm") in a ViT of timm; python -m spatialdl.check names the module',
         )
-    dims = split_dims(torch.cat, first)
-    is_row = dim == dims[0]
+    dims = apart_dims(torch.cat, first)
+    along, last = dims.index(dim), last_dims(len(dims))
     sizes = [x.shape[dim] for x in given]
-    output = _taller(first.spatial_layout, sum(sizes), is_row)
+    output = _longer(first.spatial_layout, sum(sizes), along)
     starts = accumulate(sizes, initial=0)
     pieces = [
-        _within(x, first, output, start, is_row) for x, start in zip(given, starts, strict=False)
+        _within(x, first, output, start, along) for x, start in zip(given, starts, strict=False)
     ]
-    image = torch.cat(pieces, -2 if is_row else -1)
-    return from_tile(image.movedim((-2, -1), dims), output, first.mesh, first.spatial_dims)
+    image = torch.cat(pieces, last[along])
+    return from_tile(image.movedim(last, dims), output, first.mesh, first.spatial_dims)
 
 
-def _taller(layout: Layout, size: int, is_row: bool) -> Layout:
-    rows, cols = layout.grid
-    if is_row:
-        return Layout((0, 1), even_bounds(size, rows), layout.cols)
-    return Layout((0, 1), layout.rows, even_bounds(size, cols))
+def _longer(layout: Layout, size: int, along: int) -> Layout:
+    cuts = list(layout.cuts)
+    cuts[along] = even_bounds(size, layout.grid[along])
+    return Layout((0, 1), tuple(cuts))
 
 
-def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, is_row: bool) -> Tensor:
+def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: int) -> Tensor:
     """What of `x`, which begins at `start` of the output, lies in this rank's box of it."""
     _check_dims(x, first)
-    dims, mesh = (first.spatial_dims.rows, first.spatial_dims.cols), first.mesh
-    size = x.shape[dims[0] if is_row else dims[1]]
-    needed = tuple(_shifted(box, start, size, is_row) for box in output.boxes)
+    dims, mesh = first.spatial_dims.at, first.mesh
+    last = last_dims(len(dims))
+    size = x.shape[dims[along]]
+    needed = tuple(_shifted(box, start, size, along) for box in output.boxes)
     if isinstance(x, SpatialTensor):
         plan = plan_for(one_sample(x.spatial_layout).boxes, needed, mesh.part)
-        return fetch(to_tile(x).movedim(dims, (-2, -1)), plan, mesh, name="cat")
-    own = needed[mesh.part]
-    image = x.movedim(dims, (-2, -1))
-    return image[..., own.row0 : own.row1, own.col0 : own.col1]
+        return fetch(to_tile(x).movedim(dims, last), plan, mesh, name="cat")
+    own = (slice(*interval) for interval in needed[mesh.part].spatial)
+    return x.movedim(dims, last)[last_slices(own)]
 
 
-def _shifted(box: Box, start: int, size: int, is_row: bool) -> Box:
-    low, high = (box.row0, box.row1) if is_row else (box.col0, box.col1)
-    low, high = (min(max(edge - start, 0), size) for edge in (low, high))
-    if is_row:
-        return Box(0, 1, low, high, box.col0, box.col1)
-    return Box(0, 1, box.row0, box.row1, low, high)
+def _shifted(box: Box, start: int, size: int, along: int) -> Box:
+    low, high = (min(max(edge - start, 0), size) for edge in box.spatial[along])
+    return box.but(1 + along, (low, high))
 
 
 @register_op(torch.stack, split=("tensors",))

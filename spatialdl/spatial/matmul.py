@@ -17,7 +17,7 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 @register_op(F.linear, split=("input",))
 def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dims = input.spatial_dims
-    if -1 in (dims.rows, dims.cols):
+    if -1 in dims.at:
         raise refusal(
             F.linear,
             [input],

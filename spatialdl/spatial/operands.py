@@ -6,6 +6,7 @@ broadcast; a whole image is cut to the own box; a split image on another layout 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.composite import inside
+from spatialdl.layout import Interval
 from spatialdl.spatial.agreed import leave_alone
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.table import any_other, refusal, register_op
@@ -90,8 +92,7 @@ def _target(split: list[SpatialTensor], written: list[Tensor], shape: torch.Size
 
 
 def _is_full_size(x: SpatialTensor, shape: torch.Size) -> bool:
-    dims = x.spatial_dims
-    return x.shape[dims.rows] == shape[dims.rows] and x.shape[dims.cols] == shape[dims.cols]
+    return all(x.shape[dim] == shape[dim] for dim in x.spatial_dims.at)
 
 
 def _fits(value: Tensor, target: SpatialTensor, shape: torch.Size) -> bool:
@@ -112,7 +113,7 @@ def lift(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> 
     if isinstance(value, SpatialTensor):
         tile = to_tile(value)
         box = target.mesh.own_box(target.spatial_layout)
-        local = target.spatial_dims.sizes(shape, *box.shape[1:])
+        local = target.spatial_dims.sizes(shape, box.shape[1:])
         return from_tile(
             tile.expand(local), target.spatial_layout, target.mesh, target.spatial_dims
         )
@@ -131,16 +132,16 @@ def _on_layout_of(
 ) -> Tensor:
     if value.spatial_dims == target.spatial_dims and _is_full_size(value, shape):
         return on_layout(value, target.spatial_layout)
-    dims = value.spatial_dims
-    if value.shape[dims.rows] == 1 or value.shape[dims.cols] == 1:
+    if any(value.shape[dim] == 1 for dim in value.spatial_dims.at):
         return value.full_tensor()  # one row or one column: small
+    dims = value.spatial_dims
     what = f"another split tensor of shape {tuple(value.shape)}"
     if dims.describe() == target.spatial_dims.describe():
         advice = f"{what} is split {value.describe()}; call full_tensor() on it"
     else:
         advice = (
             f"{what}{dims.describe()} meets one of shape {tuple(target.shape)}; permute it so that "
-            "rows and columns are at the same dims"
+            "the spatial dims are at the same dims"
         )
     raise refusal(func, [target], advice)
 
@@ -150,7 +151,7 @@ def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Siz
     dims, mesh, layout = target.spatial_dims, target.mesh, target.spatial_layout
     value = value.reshape((1,) * (len(shape) - value.dim()) + tuple(value.shape))
     box = mesh.own_box(layout)
-    for dim in {dims.rows, dims.cols}:
+    for dim in dims.at:
         if value.shape[dim] not in (1, target.shape[dim]):
             raise refusal(
                 func,
@@ -159,10 +160,10 @@ def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Siz
                 f"{tuple(target.shape)} and does not broadcast to one; call full_tensor() before "
                 "it, or teach it with spatialdl.register_op",
             )
-    if mesh.agreement is not None and 1 not in (value.shape[dims.rows], value.shape[dims.cols]):
+    if mesh.agreement is not None and all(value.shape[dim] > 1 for dim in dims.at):
         mesh.agreement.operand(value)
-    tile = cut(value, dims, layout.size[1:], (box.row0, box.row1), (box.col0, box.col1))
-    return from_tile(tile.expand(dims.sizes(shape, *box.shape[1:])), layout, mesh, dims)
+    tile = cut(value, dims, layout.size, box.spatial)
+    return from_tile(tile.expand(dims.sizes(shape, box.shape[1:])), layout, mesh, dims)
 
 
 def unflatten(whole: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -171,34 +172,25 @@ def unflatten(whole: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
 
 
 def cut(
-    whole: Tensor,
-    dims: SpatialDims,
-    size: tuple[int, ...],
-    rows: tuple[int, int],
-    cols: tuple[int, int],
+    whole: Tensor, dims: SpatialDims, size: Sequence[int], intervals: Sequence[Interval]
 ) -> Tensor:
-    """The box of a whole tensor whose rows and columns are at `dims`; dims of size 1 stay.
+    """The box of a whole tensor whose spatial dims are at `dims`; dims of size 1 stay.
 
     Args:
-        size: rows and columns of the whole image.
-        rows, cols: the box.
+        size: of the whole image.
+        intervals: the box.
     """
-    if dims.merged:
-        if whole.shape[dims.rows] == 1:
-            return whole
-        image = unflatten(whole, dims.rows, (dims.outer_rows, *size))
-        image = image.narrow(dims.rows - 1, rows[0], rows[1] - rows[0])
-        image = image.narrow(dims.rows, cols[0], cols[1] - cols[0])
-        return image.flatten(dims.rows - 2, dims.rows)
-    for dim, outer, extent, (start, stop) in (
-        (dims.rows, dims.outer_rows, size[0], rows),
-        (dims.cols, dims.outer_cols, size[1], cols),
-    ):
+    each = list(zip(dims.at, zip(dims.outer, size, intervals, strict=True), strict=True))
+    for dim in sorted(set(dims.at)):
         if whole.shape[dim] == 1:
             continue
-        if outer == 1:
-            whole = whole.narrow(dim, start, stop - start)
-        else:
-            split = unflatten(whole, dim, (outer, extent)).narrow(dim, start, stop - start)
-            whole = split.flatten(dim - 1, dim)
+        held = [part for at, part in each if at == dim]
+        factors = [n for outer, extent, _ in held for n in (outer, extent)]
+        first = whole.dim() + dim
+        split = whole if factors[:-1] == [1] else unflatten(whole, first, tuple(factors))
+        step = split.dim() - whole.dim()
+        for number, (_, _, (start, stop)) in enumerate(held):
+            place = first + 2 * number + 1 if step else first
+            split = split.narrow(place, start, stop - start)
+        whole = split.flatten(first, first + step) if step else split
     return whole

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spatialdl.layout import Bounds
 from spatialdl.spatial.autocast import padded_as
-from spatialdl.spatial.reindex import DimMap, Segment, reindex, split_dims, take
+from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex, take
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -26,15 +26,18 @@ def pad_image(
     if not any(pads):
         return input.clone()
     by_dim = {-1 - k: (pads[2 * k], pads[2 * k + 1]) for k in range(len(pads) // 2)}
-    if input.spatial_dims.merged and by_dim.get(input.spatial_dims.rows, (0, 0)) == (0, 0):
+    held = input.spatial_dims.at
+    if not any(any(by_dim.get(dim, ())) for dim in held):
         return _pad_other_dims(input, by_dim, mode, value)
-    row_dim, col_dim = split_dims(F.pad, input)
-    others = {dim: p for dim, p in by_dim.items() if dim not in (row_dim, col_dim) and any(p)}
+    dims = apart_dims(F.pad, input)
+    others = {dim: p for dim, p in by_dim.items() if dim not in held and any(p)}
     if others:
         input = _pad_other_dims(input, others, mode, value)
-    rows = _axis(input, input.spatial_layout.rows, by_dim.get(row_dim, (0, 0)), mode)
-    cols = _axis(input, input.spatial_layout.cols, by_dim.get(col_dim, (0, 0)), mode)
-    return reindex(F.pad, input, rows, cols, 0.0 if value is None else value)
+    maps = tuple(
+        _padded(input, bounds, by_dim.get(dim, (0, 0)), mode)
+        for dim, bounds in zip(dims, input.spatial_layout.cuts, strict=True)
+    )
+    return reindex(F.pad, input, maps, 0.0 if value is None else value)
 
 
 @register_op(torch.constant_pad_nd, split=("input",))
@@ -54,7 +57,7 @@ def _check(
     F.pad(torch.empty(shape, dtype=dtype, device="meta"), pads, mode, value)
 
 
-def _axis(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) -> DimMap:
+def _padded(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) -> DimMap:
     if not any(pads):
         return DimMap.identity(bounds)
     return DimMap.of(_segments(x, bounds[-1], *pads, mode), bounds)

@@ -1,9 +1,9 @@
-"""Pixels that move along rows and columns: what padding, slicing, flipping and rolling share.
+"""Pixels that move along spatial dims: what padding, slicing, flipping and rolling share.
 
-Each output row reads one input row, each output column one input column; a `DimMap` says which,
-in segments. A rank then needs the input between the first and the last index that its outputs
-read. Which boxes all ranks need follows from the sizes alone. Turning pixels round and repeating
-them is local.
+Each output row reads one input row, each output column one input column; a `DimMap` for each
+dim says which, in segments. A rank then needs the input between the first and the last index that
+its outputs read. Which boxes all ranks need follows from the sizes alone. Turning pixels round and
+repeating them is local.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition, view_of
-from spatialdl.layout import Bounds, Box, Layout, strided_bounds
+from spatialdl.layout import Bounds, Box, Layout, spatial_names, strided_bounds
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal
@@ -55,7 +55,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class DimMap:
-    """What the outputs along rows, or along columns, read.
+    """What the outputs along one spatial dim read.
 
     Attributes:
         segments: all outputs, in their order.
@@ -117,33 +117,29 @@ def _is_dense(parts: Sequence[Segment]) -> bool:
 
 
 class _Fetch(NamedTuple):
-    """One repartition, and what is then read from the box that it brings."""
+    """One repartition, and what is then read of each spatial dim of the box that it brings."""
 
     plan: Plan
-    rows: tuple[Segment, ...]
-    cols: tuple[Segment, ...]
+    reads: tuple[tuple[Segment, ...], ...]
 
 
 @lru_cache(maxsize=4096)
-def _fetches(layout: Layout, rows: DimMap, cols: DimMap, part: int) -> tuple[_Fetch, ...]:
+def _fetches(layout: Layout, maps: tuple[DimMap, ...], part: int) -> tuple[_Fetch, ...]:
     """All repartitions, the same number on all ranks; only one dim may have several groups."""
     fetches = []
-    for row_group in _groups(rows):
-        for col_group in _groups(cols):
-            read = [
-                (rows.parts(*row)[row_group], cols.parts(*col)[col_group])
-                for row in pairwise(rows.bounds)
-                for col in pairwise(cols.bounds)
-            ]
-            needed = tuple(Box(0, 1, *_hull(r), *_hull(c)) for r, c in read)
-            own = needed[part]
-            fetches.append(
-                _Fetch(
-                    plan_for(layout.boxes, needed, part),
-                    _relative(read[part][0], own.row0),
-                    _relative(read[part][1], own.col0),
-                )
+    for groups in product(*map(_groups, maps)):
+        read = [
+            tuple(
+                tuple(dim.parts(*own)[group])
+                for dim, group, own in zip(maps, groups, box, strict=True)
             )
+            for box in product(*(pairwise(dim.bounds) for dim in maps))
+        ]
+        needed = tuple(Box(((0, 1), *map(_hull, each))) for each in read)
+        origins = [start for start, _ in needed[part].spatial]
+        fetches.append(
+            _Fetch(plan_for(layout.boxes, needed, part), tuple(map(_relative, read[part], origins)))
+        )
     return tuple(fetches)
 
 
@@ -172,7 +168,7 @@ def _piece(tensor: Tensor, segment: Segment, dim: int) -> Tensor:
 
 
 def fetch(image: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, name: str = "") -> Tensor:
-    """The box that a rank needs of (..., h, w), by a plan for boxes of one sample.
+    """The box that a rank needs of (..., *spatial), by a plan for boxes of one sample.
 
     A view of the tile if every rank has all that it needs.
     """
@@ -185,87 +181,97 @@ def fetch(image: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, name: str = 
 def stays(plan: Plan) -> bool:
     """Whether every rank holds all that it needs; the same answer on every rank."""
     return not plan.talks and all(
-        own.row0 <= need.row0 <= need.row1 <= own.row1
-        and own.col0 <= need.col0 <= need.col1 <= own.col1
+        own_start <= start <= stop <= own_stop
         for own, need in zip(plan.owned, plan.needed, strict=True)
+        for (own_start, own_stop), (start, stop) in zip(own.spatial, need.spatial, strict=True)
     )
 
 
 def one_sample(layout: Layout) -> Layout:
     """The layout for plans that do not care how many samples there are; see `fetch`."""
-    return Layout((0, 1), layout.rows, layout.cols)
+    return layout.of_samples(1)
 
 
-def split_dims(func: object, x: SpatialTensor) -> tuple[int, int]:
-    """The dims (negative) of rows and columns.
+def apart_dims(func: object, x: SpatialTensor) -> tuple[int, ...]:
+    """The dims (negative) of the spatial dims.
 
     Raises:
         UnsupportedSpatialOp: if they are merged into tokens, or with other dims.
     """
-    dims = x.spatial_dims
-    if dims.merged or (dims.outer_rows, dims.outer_cols) != (1, 1):
-        raise refusal(func, [x], "view it with rows and columns each in a dim of its own before it")
-    return dims.rows, dims.cols
+    if not x.spatial_dims.apart:
+        names = " and ".join(spatial_names(len(x.spatial_dims.at)))
+        raise refusal(func, [x], f"view it with {names} each in a dim of its own before it")
+    return x.spatial_dims.at
+
+
+def last_dims(count: int) -> tuple[int, ...]:
+    """The last dims, negative, in their order."""
+    return tuple(range(-count, 0))
 
 
 def reindex(
     func: object,
     x: SpatialTensor,
-    rows: DimMap,
-    cols: DimMap,
+    maps: tuple[DimMap, ...],
     fill: float = 0.0,
     is_view: bool = False,
 ) -> SpatialTensor:
-    """`x` with other rows and columns; differentiable.
+    """`x` with other pixels along its spatial dims; differentiable.
 
     Args:
         func: the operation that asks, for messages.
-        rows: what each output row reads.
-        cols: what each output column reads.
+        maps: what the outputs along each spatial dim read.
         fill: the value of pixels read outside of the image.
         is_view: whether PyTorch gives a view of `x`, into which users may write.
     """
     layout = x.spatial_layout
-    if (rows, cols) == (DimMap.identity(layout.rows), DimMap.identity(layout.cols)):
+    if maps == tuple(map(DimMap.identity, layout.cuts)):
         return x
-    dims = split_dims(func, x)
+    dims, last = apart_dims(func, x), last_dims(len(maps))
     name = getattr(func, "__name__", str(func))
     tile = to_tile(x)
-    image = tile.movedim(dims, (-2, -1))
-    if len(_groups(rows)) > 1 and len(_groups(cols)) > 1:
-        unchanged = DimMap.identity(layout.cols)
-        image = _pass(image, layout, rows, unchanged, x.mesh, fill, name)
-        layout = Layout(layout.batch, rows.bounds, layout.cols)
-        rows = DimMap.identity(rows.bounds)
-    image = _pass(image, layout, rows, cols, x.mesh, fill, name)
-    output = Layout(layout.batch, rows.bounds, cols.bounds)
+    image = tile.movedim(dims, last)
+    for now in _passes(layout, maps):
+        image = _pass(image, layout, now, x.mesh, fill, name)
+        layout = Layout(layout.batch, tuple(dim.bounds for dim in now))
     if not is_view and image.untyped_storage().data_ptr() == tile.untyped_storage().data_ptr():
         image = image.clone()
-    result = from_tile(image.movedim((-2, -1), dims), output, x.mesh, x.spatial_dims)
-    if is_view and not _stays(x, rows, cols):
+    result = from_tile(image.movedim(last, dims), layout, x.mesh, x.spatial_dims)
+    if is_view and not _stays(x, maps):
         share(x, result, moved=True)
     return result
 
 
-def _stays(x: SpatialTensor, rows: DimMap, cols: DimMap) -> bool:
+@lru_cache(maxsize=4096)
+def _passes(layout: Layout, maps: tuple[DimMap, ...]) -> tuple[tuple[DimMap, ...], ...]:
+    """`maps` one after the other, so that in each only one dim has several groups."""
+    several = [dim for dim, each in enumerate(maps) if len(_groups(each)) > 1]
+    cuts, left, passes = list(layout.cuts), list(maps), []
+    for dim in several[:-1]:
+        now = list(map(DimMap.identity, cuts))
+        now[dim] = left[dim]
+        passes.append(tuple(now))
+        cuts[dim] = left[dim].bounds
+        left[dim] = DimMap.identity(cuts[dim])
+    return (*passes, tuple(left))
+
+
+def _stays(x: SpatialTensor, maps: tuple[DimMap, ...]) -> bool:
     """Whether slices leave all pixels where they are; the same answer on every rank."""
-    fetches = _fetches(one_sample(x.spatial_layout), rows, cols, x.mesh.part)
+    fetches = _fetches(one_sample(x.spatial_layout), maps, x.mesh.part)
     return all(stays(fetch.plan) for fetch in fetches)
 
 
 def _pass(
-    image: Tensor,
-    layout: Layout,
-    rows: DimMap,
-    cols: DimMap,
-    mesh: Mesh,
-    fill: float,
-    name: str,
+    image: Tensor, layout: Layout, maps: tuple[DimMap, ...], mesh: Mesh, fill: float, name: str
 ) -> Tensor:
     pieces = []
-    for plan, row_parts, col_parts in _fetches(one_sample(layout), rows, cols, mesh.part):
+    for plan, reads in _fetches(one_sample(layout), maps, mesh.part):
         box = fetch(image, plan, mesh, fill, name)
-        pieces.append(take(take(box, row_parts, -2), col_parts, -1))
+        for dim, segments in zip(last_dims(len(maps)), reads, strict=True):
+            box = take(box, segments, dim)
+        pieces.append(box)
     if len(pieces) == 1:
         return pieces[0]
-    return torch.cat(pieces, -2 if len(_groups(rows)) > 1 else -1)
+    several = next(dim for dim, each in enumerate(maps) if len(_groups(each)) > 1)
+    return torch.cat(pieces, several - len(maps))

@@ -1,4 +1,4 @@
-"""Interpolation of split images: nearest, bilinear, bicubic, by size and by scale.
+"""Interpolation of split images: nearest, linear to trilinear, bicubic, by size and by scale.
 
 By a whole factor PyTorch's own kernel runs on the tile and the halo that it needs. In all other
 cases each rank fetches the inputs that its outputs read, and adds them up by a table of global
@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.layout import Bounds, Box, Layout, even_bounds, scaled_bounds, strided_bounds
+from spatialdl.layout import (
+    Bounds,
+    Box,
+    Layout,
+    even_bounds,
+    last_slices,
+    scaled_bounds,
+    strided_bounds,
+)
 from spatialdl.spatial.reindex import fetch, one_sample
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op
@@ -37,42 +45,42 @@ def _resampling(
     align_corners: bool,
     antialias: bool,
 ) -> Tensor:
-    """`arguments`: (size, scale factors) or (size, scale of rows, scale of columns)."""
-    check_image(function.__name__, input)
+    """`arguments`: (size, scale factors) or (size, a scale for each dim)."""
+    dims = KERNEL_DIMS[function]
+    check_image(function.__name__, input, dims)
     corners = () if mode.startswith("nearest") else (align_corners,)
     size, *scales = arguments
     whole = function(without_data(input), size, *corners, *scales)
-    factors = scales[0] if len(scales) == 1 else scales
-    row_scale, col_scale = factors or (None, None)
-    height, width = input.shape[-2:]
-    rows, cols = (
+    factors = scales[0] if len(scales) == 1 and dims > 1 else scales
+    if factors and isinstance(factors[0], list | tuple):
+        factors = factors[0]
+    each = tuple(
         Resampling(mode, n, m, align_corners, antialias, scale)
         for n, m, scale in zip(
-            (height, width), whole.shape[-2:], (row_scale, col_scale), strict=True
+            input.shape[2:], whole.shape[2:], factors or (None,) * dims, strict=True
         )
     )
-    if rows.mode in ("linear", "cubic") and not input.is_floating_point():
+    if mode in ("linear", "cubic") and not input.is_floating_point():
         raise refusal(function, [input], "convert it to a floating-point type first")
-    if antialias and cols.count == 1:
+    if antialias and each[-1].count == 1:
         raise refusal(
             function, [input], "PyTorch itself errs in images that become one column; two are exact"
         )
     if input.requires_grad:
-        _check_gradient(function, input, rows, cols)
-    fast = _by_kernel(input, rows, cols) if rows.factor and cols.factor else None
-    return fast if fast is not None else _by_table(input, rows, cols)
+        _check_gradient(function, input, each)
+    fast = _by_kernel(input, each) if all(how.factor for how in each) else None
+    return fast if fast is not None else _by_table(input, each)
 
 
-def _check_gradient(
-    function: Call, input: SpatialTensor, rows: Resampling, cols: Resampling
-) -> None:
+def _check_gradient(function: Call, input: SpatialTensor, each: tuple[Resampling, ...]) -> None:
     """Refuse a scale factor that keeps the size: PyTorch 2.13 copies in one direction only.
 
     With antialiasing in each dim by itself, else in bicubic images of which both sizes are kept.
     """
-    kept = [how for how in (rows, cols) if how.size == how.count]
+    kept = [how for how in each if how.size == how.count]
     scaled = [how.scale for how in kept if not how.align_corners and how.scale not in (None, 1.0)]
-    if scaled and (rows.antialias or (rows.mode == "cubic" and len(kept) == 2)):
+    all_cubic = each[0].mode == "cubic" and len(kept) == len(each)
+    if scaled and (each[0].antialias or all_cubic):
         raise refusal(
             function,
             [input],
@@ -90,8 +98,8 @@ def _bounds(bounds: Bounds, how: Resampling) -> Bounds:
     return even_bounds(how.count, len(bounds) - 1)
 
 
-def _output(layout: Layout, rows: Resampling, cols: Resampling) -> Layout:
-    return Layout((0, 1), _bounds(layout.rows, rows), _bounds(layout.cols, cols))
+def _output(layout: Layout, each: tuple[Resampling, ...]) -> Layout:
+    return Layout((0, 1), tuple(map(_bounds, layout.cuts, each)))
 
 
 # --- by PyTorch's kernel
@@ -108,34 +116,39 @@ def _kernel_needs(bounds: Bounds, how: Resampling) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=4096)
-def _kernel_plan(layout: Layout, rows: Resampling, cols: Resampling, part: int) -> Plan:
-    output = _output(layout, rows, cols)
-    needed = tuple(
-        Box(0, 1, *row, *col)
-        for row in _kernel_needs(output.rows, rows)
-        for col in _kernel_needs(output.cols, cols)
-    )
+def _kernel_plan(layout: Layout, each: tuple[Resampling, ...], part: int) -> Plan:
+    output = _output(layout, each)
+    needs = product(*map(_kernel_needs, output.cuts, each))
+    needed = tuple(Box(((0, 1), *intervals)) for intervals in needs)
     return plan_for(one_sample(layout).boxes, needed, part)
 
 
-def _by_kernel(x: SpatialTensor, rows: Resampling, cols: Resampling) -> SpatialTensor:
-    output = _output(x.spatial_layout, rows, cols)
-    plan = _kernel_plan(x.spatial_layout, rows, cols, x.mesh.part)
+def _by_kernel(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
+    output = _output(x.spatial_layout, each)
+    plan = _kernel_plan(x.spatial_layout, each, x.mesh.part)
     window = fetch(to_tile(x), plan, x.mesh, name="interpolate")
     own, need = output.boxes[x.mesh.part], plan.need
     if own.is_empty:
         tile = nothing((*window.shape[:2], *own.shape[1:]), window)
         return from_tile(tile, output, x.mesh)
-    size = [rows.factor * window.shape[-2], cols.factor * window.shape[-1]]
-    corners = () if rows.mode.startswith("nearest") else (False,)
-    grown = KERNELS[rows.mode](window, size, *corners, None, None)
-    row0, col0 = own.row0 - rows.factor * need.row0, own.col0 - cols.factor * need.col0
-    tile = grown[..., row0 : row0 + own.shape[1], col0 : col0 + own.shape[2]]
+    size = [how.factor * pixels for how, pixels in zip(each, window.shape[2:], strict=True)]
+    corners = () if each[0].mode.startswith("nearest") else (False,)
+    grown = KERNELS[each[0].mode, len(each)](window, size, *corners, *_no_scales(len(each)))
+    inside = (
+        slice(start - how.factor * first, stop - how.factor * first)
+        for how, (start, stop), (first, _) in zip(each, own.spatial, need.spatial, strict=True)
+    )
+    tile = grown[last_slices(inside)]
     if tile.shape != grown.shape:
         tile = tile.clone()  # or the outputs that are not ours would be kept too
     elif tile is window:
         tile = window.clone()
     return from_tile(tile, output, x.mesh)
+
+
+def _no_scales(dims: int) -> tuple[None, ...]:
+    """The scale arguments of PyTorch's kernels."""
+    return (None,) * dims
 
 
 # --- by a table
@@ -149,30 +162,25 @@ class _Move(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _move(
-    layout: Layout, rows: Resampling, cols: Resampling, dtype: torch.dtype, part: int
-) -> _Move:
-    output = _output(layout, rows, cols)
-    row_taps, col_taps = taps_of(rows, dtype), taps_of(cols, dtype)
-    needed = tuple(
-        Box(0, 1, *row, *col)
-        for row in [row_taps.reads(*interval) for interval in pairwise(output.rows)]
-        for col in [col_taps.reads(*interval) for interval in pairwise(output.cols)]
-    )
+def _move(layout: Layout, each: tuple[Resampling, ...], dtype: torch.dtype, part: int) -> _Move:
+    output = _output(layout, each)
+    reads = [
+        [taps_of(how, dtype).reads(*interval) for interval in pairwise(bounds)]
+        for how, bounds in zip(each, output.cuts, strict=True)
+    ]
+    needed = tuple(Box(((0, 1), *intervals)) for intervals in product(*reads))
     return _Move(plan_for(one_sample(layout).boxes, needed, part), output.boxes[part])
 
 
-def _by_table(x: SpatialTensor, rows: Resampling, cols: Resampling) -> SpatialTensor:
+def _by_table(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    plan, own = _move(x.spatial_layout, rows, cols, dtype, x.mesh.part)
-    window = fetch(to_tile(x), plan, x.mesh, name="interpolate")
-    exact = window if rows.mode.startswith("nearest") else window.to(dtype)
-    need = plan.need
-    high = _add_up(exact, taps_of(rows, dtype), (own.row0, own.row1), need.row0, -2)
-    tile = _add_up(high, taps_of(cols, dtype), (own.col0, own.col1), need.col0, -1)
-    return from_tile(
-        tile.to(x.dtype), _output(x.spatial_layout, rows, cols), x.mesh, x.spatial_dims
-    )
+    plan, own = _move(x.spatial_layout, each, dtype, x.mesh.part)
+    tile = fetch(to_tile(x), plan, x.mesh, name="interpolate")
+    if not each[0].mode.startswith("nearest"):
+        tile = tile.to(dtype)
+    for dim, how in enumerate(each, start=-len(each)):
+        tile = _add_up(tile, taps_of(how, dtype), own[dim], plan.need[dim][0], dim)
+    return from_tile(tile.to(x.dtype), _output(x.spatial_layout, each), x.mesh)
 
 
 def _add_up(window: Tensor, taps: Taps, outputs: tuple[int, int], origin: int, dim: int) -> Tensor:
@@ -182,8 +190,7 @@ def _add_up(window: Tensor, taps: Taps, outputs: tuple[int, int], origin: int, d
     if taps.weight is None:
         return window.index_select(dim, index[:, 0])
     weight = taps.weight[part].to(window.device)
-    if dim == -2:
-        weight = weight[:, :, None]
+    weight = weight.view(*weight.shape, *(1,) * (-dim - 1))
     total = window.index_select(dim, index[:, 0]) * weight[:, 0]
     for tap in range(1, index.shape[1]):
         total = total + window.index_select(dim, index[:, tap]) * weight[:, tap]
@@ -193,16 +200,23 @@ def _add_up(window: Tensor, taps: Taps, outputs: tuple[int, int], origin: int, d
 # --- the names that torch.nn.functional.interpolate calls
 
 nn = torch._C._nn
-KERNELS: dict[str, Call] = {
-    "nearest": nn.upsample_nearest2d,
-    "nearest-exact": nn._upsample_nearest_exact2d,
-    "linear": nn.upsample_bilinear2d,
-    "cubic": nn.upsample_bicubic2d,
+KERNELS: dict[tuple[str, int], Call] = {
+    ("nearest", 1): nn.upsample_nearest1d,
+    ("nearest", 2): nn.upsample_nearest2d,
+    ("nearest", 3): nn.upsample_nearest3d,
+    ("nearest-exact", 1): nn._upsample_nearest_exact1d,
+    ("nearest-exact", 2): nn._upsample_nearest_exact2d,
+    ("nearest-exact", 3): nn._upsample_nearest_exact3d,
+    ("linear", 1): nn.upsample_linear1d,
+    ("linear", 2): nn.upsample_bilinear2d,
+    ("linear", 3): nn.upsample_trilinear3d,
+    ("cubic", 2): nn.upsample_bicubic2d,
 }
-ANTIALIASED: dict[str, Call] = {
-    "linear": nn._upsample_bilinear2d_aa,
-    "cubic": nn._upsample_bicubic2d_aa,
+ANTIALIASED: dict[tuple[str, int], Call] = {
+    ("linear", 2): nn._upsample_bilinear2d_aa,
+    ("cubic", 2): nn._upsample_bicubic2d_aa,
 }
+KERNEL_DIMS = {f: dims for table in (KERNELS, ANTIALIASED) for (_, dims), f in table.items()}
 
 
 def _register(mode: str, function: Call, antialias: bool) -> None:
@@ -219,7 +233,7 @@ def _register(mode: str, function: Call, antialias: bool) -> None:
             return _resampling(function, mode, input, (size, *scales), align_corners, antialias)
 
 
-for _mode, _function in KERNELS.items():
+for (_mode, _), _function in KERNELS.items():
     _register(_mode, _function, False)
-for _mode, _function in ANTIALIASED.items():
+for (_mode, _), _function in ANTIALIASED.items():
     _register(_mode, _function, True)

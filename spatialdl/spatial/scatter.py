@@ -107,6 +107,5 @@ def one_hot(tensor: SpatialTensor, num_classes: int = -1) -> Tensor:
         hot = F.one_hot(tile, num_classes)
     else:
         hot = tile.new_zeros((*tile.shape, num_classes))
-    dims = tensor.spatial_dims
-    dims = dims._replace(rows=dims.rows - 1, cols=dims.cols - 1)
+    dims = tensor.spatial_dims.moved(lambda dim: dim - 1)
     return from_tile(hot, tensor.spatial_layout, tensor.mesh, dims)

@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.layout import Bounds, Layout
+from spatialdl.layout import Layout
+from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
 
 def _check(function: object, x: SpatialTensor) -> None:
-    if x.spatial_dims != type(x.spatial_dims)() or x.dim() < 3:
+    if x.spatial_dims != image_dims(2) or x.dim() < 3:
         raise refusal(function, [x], "it takes (..., C, H, W): rows and columns last")
 
 
@@ -25,9 +26,7 @@ def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
     _check(torch.pixel_shuffle, input)
     torch.pixel_shuffle(without_data(input), upscale_factor)
     layout = input.spatial_layout
-    output = Layout(
-        (0, 1), _times(layout.rows, upscale_factor), _times(layout.cols, upscale_factor)
-    )
+    output = _times(layout, upscale_factor)
     tile = to_tile(input)
     if tile.numel():
         tile = torch.pixel_shuffle(tile, upscale_factor)
@@ -38,8 +37,8 @@ def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
     return from_tile(tile, output, input.mesh)
 
 
-def _times(bounds: Bounds, factor: int) -> Bounds:
-    return tuple(bound * factor for bound in bounds)
+def _times(layout: Layout, factor: int) -> Layout:
+    return Layout((0, 1), tuple(tuple(b * factor for b in bounds) for bounds in layout.cuts))
 
 
 @register_op(F.pixel_unshuffle, torch.pixel_unshuffle, split=("input",))
@@ -48,10 +47,7 @@ def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
     _check(torch.pixel_unshuffle, input)
     torch.pixel_unshuffle(without_data(input), downscale_factor)
     output = _unshuffled(input.spatial_layout, downscale_factor)
-    aligned = Layout(
-        (0, 1), _times(output.rows, downscale_factor), _times(output.cols, downscale_factor)
-    )
-    tile = to_tile(on_layout(input, aligned))
+    tile = to_tile(on_layout(input, _times(output, downscale_factor)))
     *others, channels, height, width = tile.shape
     sizes = height // downscale_factor, width // downscale_factor
     if tile.numel():
@@ -63,8 +59,7 @@ def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _unshuffled(layout: Layout, factor: int) -> Layout:
-    _, height, width = layout.size
-    return layout.strided((factor, factor), (height // factor, width // factor))
+    return layout.strided((factor, factor), [pixels // factor for pixels in layout.size])
 
 
 @register_op(F.channel_shuffle, torch.channel_shuffle, split=("input",))

@@ -35,7 +35,7 @@ def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
     without_data(input).unbind(dim)
     if input.spatial_dims.holds(dim, input.dim()):
-        raise refusal(torch.unbind, [input], "rows and columns stay together; slice them")
+        raise refusal(torch.unbind, [input], "split dims stay together; slice them")
     return tuple(_at(input, dim, place) for place in range(input.shape[dim]))
 
 
@@ -102,7 +102,7 @@ def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
     torch.index_select(without_data(input), dim, index.to("meta"))
     if input.spatial_dims.holds(dim, input.dim()):
         raise refusal(
-            torch.index_select, [input], "it may choose channels or samples; slice rows and columns"
+            torch.index_select, [input], "it may choose channels or samples; slice split dims"
         )
     tile = to_tile(input).index_select(dim, index)
     return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)

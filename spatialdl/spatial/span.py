@@ -31,7 +31,7 @@ class Span:
     Attributes:
         dims: the reduced dims, not negative.
         count: how many elements of the whole tensor become one.
-        crosses: whether rows or columns are among them, so that ranks must talk.
+        crosses: whether spatial dims are among them, so that ranks must talk.
         kept: the split dims that are kept, each with the global positions of the tile in it and
             its global size; empty if nothing crosses.
         mesh: the ranks.
@@ -90,8 +90,8 @@ def dims_of(x: Tensor, dim: Any) -> tuple[int, ...]:
 
 
 def split_dims(x: SpatialTensor) -> tuple[int, ...]:
-    """The dims that hold rows or columns, not negative: two of them, one if they are merged."""
-    return tuple(sorted({x.spatial_dims.rows % x.dim(), x.spatial_dims.cols % x.dim()}))
+    """The dims that hold spatial dims, not negative: fewer than those where some are merged."""
+    return tuple(sorted({dim % x.dim() for dim in x.spatial_dims.at}))
 
 
 def span_of(x: SpatialTensor, dim: Any) -> Span:
@@ -113,26 +113,21 @@ def positions(x: SpatialTensor, dim: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _split_positions(layout: Layout, box: Box, dims: SpatialDims, dim: int) -> Tensor:
-    _, height, width = layout.size
-    rows, cols = torch.arange(box.row0, box.row1), torch.arange(box.col0, box.col1)
-    if dims.merged:
-        inner, size, outer = (rows[:, None] * width + cols).flatten(), height * width, None
-    else:
-        inner, size = (rows, height) if dim == dims.rows else (cols, width)
-        outer = dims.outer_rows if dim == dims.rows else dims.outer_cols
-    blocks = torch.arange(dims.outer_rows if outer is None else outer)
-    return (blocks[:, None] * size + inner).flatten()
+    found = torch.zeros(1, dtype=torch.int64)
+    for at, outer, size, (start, stop) in zip(
+        dims.at, dims.outer, layout.size, box.spatial, strict=True
+    ):
+        if at == dim:
+            blocks = torch.arange(outer)[:, None] * size + torch.arange(start, stop)
+            found = (found[:, None] * (outer * size) + blocks.flatten()).flatten()
+    return found
 
 
 def without_dims(x: SpatialTensor, tile: Tensor, removed: tuple[int, ...]) -> SpatialTensor:
     """`tile` as the split tensor that `x` becomes when dims that are not split are removed."""
     if not removed:
         return from_tile(tile, x.spatial_layout, x.mesh, x.spatial_dims)
-    rows, cols = (d % x.dim() for d in (x.spatial_dims.rows, x.spatial_dims.cols))
-    dims = x.spatial_dims._replace(
-        rows=rows - x.dim() + sum(d > rows for d in removed),
-        cols=cols - x.dim() + sum(d > cols for d in removed),
-    )
+    dims = x.spatial_dims.moved(lambda old: old + sum(d > old + x.dim() for d in removed))
     return from_tile(tile, x.spatial_layout, x.mesh, dims)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import move, view_of
-from spatialdl.layout import Layout
+from spatialdl.layout import Layout, by
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
@@ -53,28 +54,28 @@ def shard(image: Tensor, mesh: Mesh) -> SpatialTensor:
     compared.
 
     Args:
-        image: (N, C, H, W), or (N, H, W) for maps of integers; the same on every rank of the
-            grid. Needs no gradient unless you want one: then backward gives every rank the
-            gradient of the whole image.
+        image: (N, C, *spatial), as (N, C, H, W), with as many spatial dims as the grid has; or
+            (N, *spatial) for maps of integers. The same on every rank of the grid. Needs no
+            gradient unless you want one: then backward gives every rank that of the whole image.
         mesh: the ranks.
 
     Raises:
-        ValueError: if the image has fewer rows or columns than the grid, or ranks have other ones.
+        ValueError: if a spatial dim is smaller than the grid, or ranks have other images.
     """
     if mesh.agreement is not None and not isinstance(image, SpatialTensor):
         mesh.agreement.images(image)
-    layout = _layout_for(image, tuple(image.shape[-2:]), mesh)
+    layout = _layout_for(image, tuple(image.shape[-len(mesh.grid) :]), mesh)
     tile = _Shard.apply(image, layout, mesh)  # type: ignore[no-untyped-call]
     return from_tile(tile, layout, mesh)
 
 
-def from_local(tile: Tensor, mesh: Mesh, size: tuple[int, int]) -> SpatialTensor:
+def from_local(tile: Tensor, mesh: Mesh, size: Sequence[int]) -> SpatialTensor:
     """Make one split image of the tiles that the ranks hold; all of the grid must call it.
 
     Args:
-        tile: (N, C, h, w) or (N, h, w): this rank's box ``mesh.box(size)``.
+        tile: (N, C, *spatial) or (N, *spatial): this rank's box ``mesh.box(size)``.
         mesh: the ranks.
-        size: (H, W) of the whole image.
+        size: of the spatial dims of the whole image, as (H, W).
 
     Raises:
         ValueError: if the tile has not the shape of this rank's box, or ranks bring tiles of
@@ -82,29 +83,31 @@ def from_local(tile: Tensor, mesh: Mesh, size: tuple[int, int]) -> SpatialTensor
     """
     if mesh.agreement is not None and not isinstance(tile, SpatialTensor):
         mesh.agreement.tiles(tile, size)
-    layout = _layout_for(tile, (int(size[0]), int(size[1])), mesh)
-    box = mesh.own_box(layout)
-    if tuple(tile.shape[-2:]) != box.shape[1:]:
+    size = tuple(map(int, size))
+    layout = _layout_for(tile, size, mesh)
+    extents, wanted = tuple(tile.shape[-len(size) :]), mesh.own_box(layout).shape[1:]
+    if extents != wanted:
         raise ValueError(
-            f"rank {mesh.comm.rank} brings a tile of {tile.shape[-2]}x{tile.shape[-1]}, but its "
-            f"box of the {size[0]}x{size[1]} image is {mesh.box((size[0], size[1]))}, that is "
-            f"{box.shape[1]}x{box.shape[2]}: cut the tile by mesh.box(size)"
+            f"rank {mesh.comm.rank} brings a tile of {by(extents)}, but its box of the {by(size)} "
+            f"image is {mesh.box(size)}, that is {by(wanted)}: cut the tile by mesh.box(size)"
         )
     own = _OwnTile.apply(tile, mesh.size)  # type: ignore[no-untyped-call]
     return from_tile(own, layout, mesh)
 
 
 def _layout_for(tensor: Tensor, size: tuple[int, ...], mesh: Mesh) -> Layout:
-    if tensor.dim() not in (3, 4):
+    dims = len(mesh.grid)
+    if len(size) != dims or tensor.dim() not in (dims + 1, dims + 2):
+        spatial = {1: "L", 2: "H, W", 3: "D, H, W"}[dims]
         raise ValueError(
-            f"an image to be split is (N, C, H, W) or (N, H, W), got shape {tuple(tensor.shape)}"
+            f"an image to be split over a grid of {by(mesh.grid)} is (N, C, {spatial}) or "
+            f"(N, {spatial}), got shape {tuple(tensor.shape)} and a size of {by(size)}"
         )
     if isinstance(tensor, SpatialTensor):
         raise ValueError("this image is split already")
-    rows, cols = mesh.grid
-    if size[0] < rows or size[1] < cols:
+    if any(extent < parts for extent, parts in zip(size, mesh.grid, strict=True)):
         raise ValueError(
-            f"an image of {size[0]}x{size[1]} is smaller than the grid {rows}x{cols}: use a "
-            "smaller grid or larger images"
+            f"an image of {by(size)} is smaller than the grid {by(mesh.grid)}: use a smaller "
+            "grid or larger images"
         )
-    return mesh.layout((tensor.shape[0], size[0], size[1]))
+    return mesh.layout(tensor.shape[0], size)

@@ -36,7 +36,7 @@ from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh
 from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
-from spatialdl.spatial.dims import IMAGE, SpatialDims, from_image, samples_of, to_image
+from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image
 from spatialdl.spatial.sharing import Family, check_lines, check_write, lend, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,
@@ -110,14 +110,14 @@ _called = _Called()
 
 
 class SpatialTensor(torch.Tensor):
-    """A tensor, at first (N, ..., H, W), cut along H and W over the ranks of a mesh.
+    """A tensor, at first (N, ..., *spatial), cut along its spatial dims over the ranks of a mesh.
 
     `shape` and `size()` are global, as DTensor's. Make one with `spatialdl.shard` or
     `spatialdl.from_local`.
 
     Attributes:
         spatial_layout: which rank holds which box.
-        spatial_dims: which dims hold the rows and the columns.
+        spatial_dims: which dims hold the spatial dims.
         mesh: the ranks.
     """
 
@@ -136,14 +136,15 @@ class SpatialTensor(torch.Tensor):
         tile: Tensor,
         layout: Layout,
         mesh: Mesh,
-        dims: SpatialDims = IMAGE,
+        dims: SpatialDims | None = None,
         requires_grad: bool = False,
     ) -> SpatialTensor:
+        dims = dims or image_dims(len(layout.cuts))
         layout = layout.of_samples(samples_of(tile.shape, dims))
         if _is_whole(tile, mesh):
             leaf = tile.detach().requires_grad_(requires_grad)
             return SpatialTensor.of_one_rank(leaf, layout, mesh, dims)
-        size = dims.sizes(tile.shape, layout.rows[-1], layout.cols[-1])
+        size = dims.sizes(tile.shape, layout.size)
         wrapper: SpatialTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
@@ -164,9 +165,9 @@ class SpatialTensor(torch.Tensor):
         return self._tile.dim()
 
     def to_local(self) -> Tensor:
-        """This rank's tile: (N, C, h, w) of a (N, C, H, W); differentiable.
+        """This rank's tile: (N, C, h, w) of a (N, C, H, W), and so on; differentiable.
 
-        A rank may have none: then h or w is 0.
+        A rank may have none: then a size is 0.
         """
         tile: Tensor = watched(self, to_tile(self), compares=False)
         return tile
@@ -330,7 +331,7 @@ def _tile_of(value: Any) -> Any:
 def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
     """Whether their tiles hold the same pixels at the same dims, counted from the end."""
     a, b = x.spatial_layout, y.spatial_layout
-    same_cut = a is b or (a.rows == b.rows and a.cols == b.cols)
+    same_cut = a is b or a.cuts == b.cuts
     return same_cut and x.spatial_dims == y.spatial_dims
 
 
@@ -352,7 +353,7 @@ class _ToTile(torch.autograd.Function):
 class _FromTile(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims
+        ctx: Any, tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims | None
     ) -> SpatialTensor:
         return SpatialTensor(tile.detach(), layout, mesh, dims)
 
@@ -378,14 +379,17 @@ def to_tile(x: SpatialTensor) -> Tensor:
     return tile
 
 
-def from_tile(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims = IMAGE) -> SpatialTensor:
+def from_tile(
+    tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims | None = None
+) -> SpatialTensor:
     """The split image of which this rank holds `tile`; the inverse of `to_tile`.
 
     Args:
         tile: this rank's box of `layout`; the sizes of its other dims are the global ones.
-        dims: which of its dims hold rows and columns.
+        dims: which of its dims hold the spatial dims; by default the last ones.
     """
     if _is_whole(tile, mesh):
+        dims = dims or image_dims(len(layout.cuts))
         layout = layout.of_samples(samples_of(tile.shape, dims))
         return SpatialTensor.of_one_rank(tile, layout, mesh, dims)
     x: SpatialTensor = _FromTile.apply(tile, layout, mesh, dims)  # type: ignore[no-untyped-call]
@@ -394,9 +398,8 @@ def from_tile(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims = IMAG
 
 
 def image_of(x: SpatialTensor) -> Tensor:
-    """The tile of `x` as (..., h, w); differentiable, a view where possible."""
-    _, height, width = x.mesh.own_box(x.spatial_layout).shape
-    return to_image(to_tile(x), x.spatial_dims, height, width)
+    """The tile of `x` as (..., *spatial); differentiable, a view where possible."""
+    return to_image(to_tile(x), x.spatial_dims, x.mesh.own_box(x.spatial_layout).shape[1:])
 
 
 def redistribute(x: SpatialTensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
@@ -405,7 +408,7 @@ def redistribute(x: SpatialTensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
     Raises:
         UnsupportedSpatialOp: if the two images have different sizes.
     """
-    if x.spatial_layout.size[1:] != layout.size[1:]:
+    if x.spatial_layout.size != layout.size:
         raise UnsupportedSpatialOp(
             f"two split images of different sizes meet: {x.describe()} and {layout.describe()}; "
             "broadcasting over a split dim is not supported"
@@ -416,9 +419,9 @@ def redistribute(x: SpatialTensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
 def on_layout(x: SpatialTensor, layout: Layout) -> SpatialTensor:
     """`x` cut as `layout` says, which is of the same image."""
     old = x.spatial_layout
-    if old.rows == layout.rows and old.cols == layout.cols:
+    if old.cuts == layout.cuts:
         return x
-    layout = layout.of_samples(old.size[0])
+    layout = layout.of_samples(old.samples)
     plan = plan_for(old.boxes, layout.boxes, x.mesh.part)
     image = repartition(image_of(x), x.mesh.grid_comm, plan, name="redistribute")
     return from_tile(

@@ -16,12 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.layout import Box, Layout, Window, transposed_boxes
+from spatialdl.layout import Box, Layout, Window, by, transposed_boxes
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
-from spatialdl.spatial.window import autocast_cast, check_image, pair
-from spatialdl.spatial.window_function import apply_to_window
+from spatialdl.spatial.window import autocast_cast, check_image, per_dim
+from spatialdl.spatial.window_function import apply_to_window, per_channel
 
 aten = torch.ops.aten
+
+_FORWARD: dict[int, Any] = {
+    1: torch.conv_transpose1d,
+    2: torch.conv_transpose2d,
+    3: torch.conv_transpose3d,
+}
 
 
 @dataclass(frozen=True)
@@ -30,25 +36,29 @@ class TransposedConvolution:
 
     Attributes:
         padding: cuts outputs off both ends (PyTorch's meaning), as many as no rank misses.
-        fit: columns before and after, rows before and after, that are still to be added (without
-            any input: zeros) or, if negative, cut off; as `F.pad` takes them.
-        output: the outputs wanted: samples, rows, columns.
+        fit: for the last dim what is still to be added before and after (without any input:
+            zeros) or, if negative, cut off; then for the dim before it, as `F.pad` takes them.
+        output: the outputs wanted: samples, then spatial dims.
     """
 
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
-    padding: tuple[int, int]
-    fit: tuple[int, int, int, int]
-    output: tuple[int, int, int]
+    padding: tuple[int, ...]
+    fit: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"conv_transpose{len(self.stride)}d"
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
-        samples, height, width = self.output
-        return samples, weight.shape[1] * self.groups, height, width
+        samples, *spatial = self.output
+        return samples, weight.shape[1] * self.groups, *spatial
 
     def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         outside = max(self.fit) > 0  # outputs that read nothing have a bias all the same
-        y = torch.conv_transpose2d(
+        y: Tensor = _FORWARD[len(self.stride)](
             window,
             weight,
             None if outside else bias,
@@ -60,7 +70,7 @@ class TransposedConvolution:
         )
         if any(self.fit):
             y = F.pad(y, self.fit)
-        return y + bias.view(1, -1, 1, 1) if outside and bias is not None else y
+        return y + per_channel(bias, y) if outside and bias is not None else y
 
     def backward(
         self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
@@ -78,7 +88,7 @@ class TransposedConvolution:
             self.padding,
             self.dilation,
             True,
-            (0, 0),
+            (0,) * len(self.stride),
             self.groups,
             (*needs, False),
         )
@@ -103,23 +113,26 @@ class TransposedMove(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def transposed_move(
-    layout: Layout, rows: Window, cols: Window, size: tuple[int, int], part: int
+    layout: Layout, windows: tuple[Window, ...], size: tuple[int, ...], part: int
 ) -> TransposedMove:
-    output = layout.scaled((rows.stride, cols.stride), size)
-    needed = transposed_boxes(layout, output, rows, cols)
+    output = layout.scaled([window.stride for window in windows], size)
+    needed = transposed_boxes(layout, output, windows)
     return TransposedMove(output, plan_for(layout.boxes, needed, part))
 
 
-def _local(plan: Plan, own: Box, rows: Window, cols: Window, groups: int) -> TransposedConvolution:
+def _local(plan: Plan, own: Box, windows: tuple[Window, ...], groups: int) -> TransposedConvolution:
     """What this rank computes for its box `own` of the output."""
-    need = plan.need
-    top = left = (0, 0, 0)
-    if not need.is_empty:
-        top = _fit((need.row0, need.row1), (own.row0, own.row1), rows)
-        left = _fit((need.col0, need.col1), (own.col0, own.col1), cols)
-    padding, fit = (top[0], left[0]), (*left[1:], *top[1:])
-    steps, spread = (rows.stride, cols.stride), (rows.dilation, cols.dilation)
-    return TransposedConvolution(steps, spread, groups, padding, fit, own.shape)
+    fits = [(0, 0, 0)] * len(windows)
+    if not plan.need.is_empty:
+        fits = list(map(_fit, plan.need.spatial, own.spatial, windows))
+    return TransposedConvolution(
+        tuple(window.stride for window in windows),
+        tuple(window.dilation for window in windows),
+        groups,
+        tuple(padding for padding, _, _ in fits),
+        tuple(count for _, *ends in reversed(fits) for count in ends),
+        own.shape,
+    )
 
 
 def _check(
@@ -127,65 +140,67 @@ def _check(
     weight: Tensor,
     bias: Tensor | None,
     groups: int,
-    extra: tuple[int, int],
-    windows: tuple[Window, Window],
+    extra: tuple[int, ...],
+    windows: tuple[Window, ...],
 ) -> None:
     """What PyTorch refuses is refused before any rank talks."""
-    check_image("conv_transpose2d", x)
-    if weight.dim() != 4 or x.shape[1] != weight.shape[0]:
+    name = f"conv_transpose{len(extra)}d"
+    check_image(name, x, len(extra))
+    if weight.dim() != x.dim() or x.shape[1] != weight.shape[0]:
         raise ValueError(
-            f"conv_transpose2d: the image has {x.shape[1]} channels, but the weight is "
+            f"{name}: the image has {x.shape[1]} channels, but the weight is "
             f"{tuple(weight.shape)}; its first dim must be the channels"
         )
     if groups < 1 or x.shape[1] % groups:
-        raise ValueError(
-            f"conv_transpose2d: {x.shape[1]} channels cannot be cut into {groups} groups"
-        )
+        raise ValueError(f"{name}: {x.shape[1]} channels cannot be cut into {groups} groups")
     channels = weight.shape[1] * groups
     if bias is not None and tuple(bias.shape) != (channels,):
-        raise ValueError(
-            f"conv_transpose2d: the bias must have shape ({channels},), got {tuple(bias.shape)}"
-        )
+        raise ValueError(f"{name}: the bias must have shape ({channels},), got {tuple(bias.shape)}")
     for window, more in zip(windows, extra, strict=True):
         if min(window.padding, more) < 0 or min(window.stride, window.dilation) < 1:
             raise ValueError(
-                "conv_transpose2d: stride and dilation must be at least 1, padding and output "
+                f"{name}: stride and dilation must be at least 1, padding and output "
                 f"padding at least 0; got {windows} and output padding {extra}"
             )
         if more >= max(window.stride, window.dilation):
             raise ValueError(
-                f"conv_transpose2d: output padding must be smaller than stride or dilation, got "
+                f"{name}: output padding must be smaller than stride or dilation, got "
                 f"output padding {more}, stride {window.stride}, dilation {window.dilation}"
             )
 
 
-@register_op(torch.conv_transpose2d, split=("input",))  # F.conv_transpose2d is the same function
-def conv_transpose2d(
-    input: SpatialTensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Tensor:
-    extra = pair(output_padding)
-    kernel, values = weight.shape[2:], (pair(stride), pair(padding), pair(dilation))
-    rows, cols = (Window(int(k), *v) for k, *v in zip(kernel, *values, strict=True))
-    _check(input, weight, bias, groups, extra, (rows, cols))
-    size = (
-        rows.transposed_size(input.shape[-2], extra[0]),
-        cols.transposed_size(input.shape[-1], extra[1]),
-    )
-    if min(size) < 1:
-        raise ValueError(
-            f"conv_transpose2d: input {tuple(input.shape)} gives an output of {size[0]}x{size[1]} "
-            "pixels; use less padding or larger images"
+def _register(function: Any, dims: int) -> None:
+    @register_op(function, split=("input",))  # F.conv_transpose2d is the same function
+    def conv_transpose(
+        input: SpatialTensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Tensor:
+        extra = per_dim(output_padding, dims)
+        values = (per_dim(value, dims) for value in (stride, padding, dilation))
+        windows = tuple(map(Window, map(int, weight.shape[2:]), *values))
+        _check(input, weight, bias, groups, extra, windows)
+        size = tuple(
+            window.transposed_size(pixels, more)
+            for window, pixels, more in zip(windows, input.shape[2:], extra, strict=True)
         )
-    mesh = input.mesh
-    output, plan = transposed_move(input.spatial_layout, rows, cols, size, mesh.part)
-    local = _local(plan, mesh.own_box(output), rows, cols, groups)
-    tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
-    y = apply_to_window(local, tile, weight, bias, plan, mesh, "conv_transpose2d")
-    return from_tile(y, output, mesh)
+        if min(size) < 1:
+            raise ValueError(
+                f"conv_transpose{dims}d: input {tuple(input.shape)} gives an output of {by(size)} "
+                "pixels; use less padding or larger images"
+            )
+        mesh = input.mesh
+        output, plan = transposed_move(input.spatial_layout, windows, size, mesh.part)
+        local = _local(plan, mesh.own_box(output), windows, groups)
+        tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
+        y = apply_to_window(local, tile, weight, bias, plan, mesh, local.name)
+        return from_tile(y, output, mesh)
+
+
+for _dims, _function in _FORWARD.items():
+    _register(_function, _dims)

@@ -1,7 +1,7 @@
 """Other dims for the same pixels: view, reshape, flatten, permute, squeeze, expand, repeat.
 
 Every rank does on its tile what the network does with the image; `dims` keeps account of where
-rows and columns are. Where a view cuts rows or columns into windows, (N, H/8, 8, W/8, 8, C), the
+the spatial dims are. Where a view cuts them into windows, (N, H/8, 8, W/8, 8, C), the
 image is repartitioned first so that every window lies inside a tile.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.layout import Bounds, Layout
-from spatialdl.spatial.dims import View, regroup
+from spatialdl.spatial.dims import SpatialDims, View, regroup
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
@@ -39,37 +39,43 @@ def _aligned(bounds: Bounds, step: int) -> Bounds:
 def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
     """`x` viewed as the global `shape`.
 
-    An image of one pixel that loses its rows or columns so becomes a plain tensor.
+    An image of one pixel that loses spatial dims so becomes a plain tensor.
 
     Raises:
-        UnsupportedSpatialOp: if this mixes rows or columns with other dims.
+        UnsupportedSpatialOp: if this mixes spatial dims with other dims.
     """
-    size = x.spatial_layout.size[1:]
-    view = regroup(tuple(x.shape), shape, x.spatial_dims, *size)
-    if size == (1, 1) and (view is None or view.dims.merged or view.dims.outer_cols > 1):
+    size = x.spatial_layout.size
+    view = regroup(tuple(x.shape), shape, x.spatial_dims, size)
+    if prod(size) == 1 and (view is None or _loses_dims(view.dims)):
         return x.full_tensor().reshape(shape)
     if view is None:
         raise refusal(
             func,
             [x],
-            f"{tuple(x.shape)} seen as {shape} mixes rows or columns with other dims; to flatten a "
+            f"{tuple(x.shape)} seen as {shape} mixes split dims with other dims; to flatten a "
             "map before a dense head gather it there: parallel.gather_before=NAME of the module "
             "that comes next, or spatialdl.gather_before(model, NAME)",
         )
     old, new = _layouts(x.spatial_layout, view)
     x = on_layout(x, old)
-    _, height, width = x.mesh.own_box(new).shape
-    tile = to_tile(x).reshape(view.dims.sizes(shape, height, width))
+    tile = to_tile(x).reshape(view.dims.sizes(shape, x.mesh.own_box(new).shape[1:]))
     return from_tile(tile, new, x.mesh, view.dims)
+
+
+def _loses_dims(dims: SpatialDims) -> bool:
+    """Whether spatial dims share a dim, or the last of them shares one with other dims."""
+    return len(set(dims.at)) < len(dims.at) or dims.outer[-1] > 1
 
 
 @lru_cache(maxsize=4096)
 def _layouts(layout: Layout, view: View) -> tuple[Layout, Layout]:
     """The layout that a view needs, and the one that it gives."""
-    rows, cols = _aligned(layout.rows, view.row_step), _aligned(layout.cols, view.col_step)
-    new_rows = tuple(bound // view.row_step * view.row_factor for bound in rows)
-    new_cols = tuple(bound // view.col_step * view.col_factor for bound in cols)
-    return Layout(layout.batch, rows, cols), Layout(layout.batch, new_rows, new_cols)
+    old = tuple(map(_aligned, layout.cuts, view.steps))
+    new = tuple(
+        tuple(bound // step * factor for bound in bounds)
+        for bounds, step, factor in zip(old, view.steps, view.factors, strict=True)
+    )
+    return Layout(layout.batch, old), Layout(layout.batch, new)
 
 
 def _inferred(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -144,10 +150,7 @@ def permuted(x: SpatialTensor, order: Sizes) -> SpatialTensor:
     order = [dim % count for dim in order]
     if sorted(order) != list(range(count)):
         raise RuntimeError(f"permute: {list(order)} is no order of {count} dims")
-    dims = x.spatial_dims
-    moved = dims._replace(
-        rows=order.index(dims.rows + count) - count, cols=order.index(dims.cols + count) - count
-    )
+    moved = x.spatial_dims.moved(lambda dim: order.index(dim + count) - count)
     return from_tile(to_tile(x).permute(order), x.spatial_layout, x.mesh, moved)
 
 
@@ -229,8 +232,7 @@ def _without(x: SpatialTensor, gone: set[int]) -> Tensor:
         return old + sum(1 for dim in gone if dim > old + count)
 
     shape = [size for dim, size in enumerate(x._tile.shape) if dim not in gone]
-    moved = dims._replace(rows=shifted(dims.rows), cols=shifted(dims.cols))
-    return from_tile(to_tile(x).reshape(shape), x.spatial_layout, x.mesh, moved)
+    return from_tile(to_tile(x).reshape(shape), x.spatial_layout, x.mesh, dims.moved(shifted))
 
 
 @register_op(torch.squeeze, Tensor.squeeze, split=("input",))
@@ -247,19 +249,17 @@ def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
     if not -count - 1 <= dim <= count:
         raise IndexError(f"unsqueeze: dim {dim} of a tensor with {count} dims")
     where = dim % (count + 1)
-    dims = input.spatial_dims
-    rows, cols = (old - 1 if where > old + count else old for old in (dims.rows, dims.cols))
     tile = to_tile(input).unsqueeze(where)
-    moved = dims._replace(rows=rows, cols=cols)
+    moved = input.spatial_dims.moved(lambda old: old - 1 if where > old + count else old)
     return from_tile(tile, input.spatial_layout, input.mesh, moved)
 
 
 def _local_sizes(func: Any, x: SpatialTensor, sizes: Sizes) -> list[int]:
     """`sizes` to which the tile is expanded; rows and columns keep theirs."""
     local = list(sizes)
-    for dim in {x.spatial_dims.rows, x.spatial_dims.cols}:
+    for dim in x.spatial_dims.at:
         if local[dim] not in (-1, x.shape[dim]):
-            raise refusal(func, [x], f"rows and columns cannot be expanded, to {tuple(sizes)}")
+            raise refusal(func, [x], f"split dims cannot be expanded, to {tuple(sizes)}")
         local[dim] = -1
     return local
 
@@ -281,8 +281,8 @@ def expand_as(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _repeated(func: Any, x: SpatialTensor, times: Sizes) -> Tensor:
-    if any(times[dim] != 1 for dim in (x.spatial_dims.rows, x.spatial_dims.cols)):
-        raise refusal(func, [x], f"rows and columns cannot be repeated, {tuple(times)} times")
+    if any(times[dim] != 1 for dim in x.spatial_dims.at):
+        raise refusal(func, [x], f"split dims cannot be repeated, {tuple(times)} times")
     return from_tile(to_tile(x).repeat(*times), x.spatial_layout, x.mesh, x.spatial_dims)
 
 
@@ -305,7 +305,7 @@ def repeat_interleave(
         raise refusal(
             torch.repeat_interleave,
             [input],
-            "name a dim that holds no rows or columns, or use F.interpolate(mode='nearest')",
+            "name a dim that is not split, or use F.interpolate(mode='nearest')",
         )
     repeated = to_tile(input).repeat_interleave(repeats, dim, output_size=output_size)
     return from_tile(repeated, input.spatial_layout, input.mesh, input.spatial_dims)

@@ -24,7 +24,7 @@ from spatialdl.comm.agreement import Agreement
 from spatialdl.composite import inside
 from spatialdl.layout import Layout
 from spatialdl.mesh import Mesh
-from spatialdl.spatial.dims import IMAGE, SpatialDims, samples_of
+from spatialdl.spatial.dims import SpatialDims, samples_of
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.table import HANDLERS, refusal, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor
@@ -32,6 +32,7 @@ from spatialdl.spatial.tensor import SpatialTensor
 Function = Callable[..., Any]
 Rule = Callable[[Function, Any, Any], Any]
 _RULES: dict[Function, Rule] = {}
+_CONV_DIMS: dict[Function, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 
 
 class WholeTensor(SpatialTensor):
@@ -70,22 +71,21 @@ SpatialTensor.of_one_rank = staticmethod(of_one_rank)
 
 
 @lru_cache(maxsize=4096)
-def _layout_of(samples: int, height: int, width: int) -> Layout:
-    return Layout.even((samples, height, width), (1, 1))
+def _layout_of(samples: int, *size: int) -> Layout:
+    return Layout.even(samples, size, (1,) * len(size))
 
 
 def _split_as(result: Tensor, like: SpatialTensor) -> WholeTensor:
-    """`result`, of the rows and columns of `like`, as a split tensor."""
+    """`result`, of the spatial dims of `like`, as a split tensor."""
     layout, dims = like.spatial_layout, like.spatial_dims
     return of_one_rank(result, layout.of_samples(samples_of(result.shape, dims)), like.mesh, dims)
 
 
 def _fits(like: SpatialTensor, result: Tensor) -> bool:
-    """Whether rows and columns are in `result` where they are in `like`."""
+    """Whether the spatial dims are in `result` where they are in `like`."""
     if result.dim() < like.dim():
         return False
-    rows, cols = like.spatial_dims.rows, like.spatial_dims.cols
-    return result.shape[rows] == like.shape[rows] and result.shape[cols] == like.shape[cols]
+    return all(result.shape[dim] == like.shape[dim] for dim in like.spatial_dims.at)
 
 
 # --- rules
@@ -102,7 +102,7 @@ def _draws(func: Function) -> bool:
 
 
 def as_plain(func: Function, args: Any, kwargs: Any) -> Any:
-    """Run a function as PyTorch does; what has the rows and columns of an operand is split."""
+    """Run a function as PyTorch does; what has the spatial dims of an operand is split."""
     if isinstance(func, torch.ScriptMethod):  # of whose result nothing is known
         return SpatialTensor.__torch_function__(func, (), args, kwargs)
     if _draws(func):
@@ -135,15 +135,17 @@ def _as_operands(func: Function, result: Tensor, args: Any, kwargs: Any) -> Tens
 
 
 def _on_image(func: Function, args: Any, kwargs: Any) -> Any:
-    """Run an operation on images (N, C, H, W) as PyTorch does; the handler has the messages."""
+    """Run an operation on (N, C, *spatial) as PyTorch does; the handler has the messages."""
     x = args[0] if args else kwargs.get("input")
     # statistics that data replicas share are the handler's too
-    if type(x) is WholeTensor and x.spatial_dims == IMAGE and StatisticsOver.comm is None:
+    if type(x) is WholeTensor and x.spatial_dims.is_image and StatisticsOver.comm is None:
+        dims = x.spatial_dims
+        takes = x.dim() == len(dims.at) + 2 and _CONV_DIMS.get(func, len(dims.at)) == len(dims.at)
         with torch._C.DisableTorchFunctionSubclass():
-            y = _tried(func, args, kwargs) if x.dim() == 4 else None
+            y = _tried(func, args, kwargs) if takes else None
             if y is not None:
-                samples, _, height, width = y.shape
-                return of_one_rank(y, _layout_of(samples, height, width), x.mesh, IMAGE)
+                layout = _layout_of(y.shape[0], *y.shape[2:])
+                return of_one_rank(y, layout, x.mesh, dims)
     return SpatialTensor.__torch_function__(func, (), args, kwargs)
 
 
@@ -193,7 +195,7 @@ def _hooked(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _refused(func: Function, args: Any, kwargs: Any) -> Any:
-    raise refusal(func, spatial_in((args, kwargs)), "it would move rows and columns in place")
+    raise refusal(func, spatial_in((args, kwargs)), "it would move spatial dims in place")
 
 
 def _getter(name: str) -> Function:
@@ -212,7 +214,8 @@ _register(
     *(F.softmax, torch.softmax, Tensor.softmax),
     *(F.log_softmax, torch.log_softmax, Tensor.log_softmax),
 )
-_register(_on_image, torch.conv2d, F.batch_norm, torch.batch_norm, F.group_norm, F.instance_norm)
+_register(_on_image, F.batch_norm, torch.batch_norm, F.group_norm, F.instance_norm)
+_register(_on_image, *_CONV_DIMS)
 _register(_detached, Tensor.detach, torch.detach, _getter("data"))
 _register(_not_split, _getter("_base"))
 _register(_gradient, _getter("grad"))

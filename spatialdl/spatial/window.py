@@ -11,9 +11,8 @@ from torch import Tensor
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, view_of
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.layout import Layout, Window, needed_boxes
+from spatialdl.layout import Layout, Window, by, needed_boxes, spatial_names
 from spatialdl.mesh import Mesh
-from spatialdl.spatial.dims import IMAGE
 from spatialdl.spatial.tensor import SpatialTensor
 
 
@@ -26,19 +25,21 @@ class WindowMove(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def window_move(
-    layout: Layout, rows: Window, cols: Window, size: tuple[int, int], part: int
+    layout: Layout, windows: tuple[Window, ...], size: tuple[int, ...], part: int
 ) -> WindowMove:
-    """How an operation with a window turns an image on `layout` into one of `size` (H, W)."""
-    output = layout.strided((rows.stride, cols.stride), size)
-    return WindowMove(output, plan_for(layout.boxes, needed_boxes(output, rows, cols), part))
+    """How an operation with windows, one a dim, turns an image on `layout` into one of `size`."""
+    output = layout.strided([window.stride for window in windows], size)
+    return WindowMove(output, plan_for(layout.boxes, needed_boxes(output, windows), part))
 
 
-def pair(value: Any) -> tuple[int, int]:
-    """PyTorch's `int or (int, int)`."""
+def per_dim(value: Any, dims: int) -> tuple[int, ...]:
+    """PyTorch's `int or (int, int)`: a number for each of so many spatial dims."""
     if isinstance(value, int):
-        return value, value
-    first, second = (value[0], value[0]) if len(value) == 1 else value
-    return int(first), int(second)
+        return (value,) * dims
+    values = tuple(map(int, value))
+    if len(values) not in (1, dims):
+        raise ValueError(f"expected one number or {dims}, got {values}")
+    return values * dims if len(values) == 1 else values
 
 
 def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -56,26 +57,33 @@ def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def check_image(name: str, x: SpatialTensor) -> None:
-    """Refuse what is no (N, C, H, W)."""
-    if x.dim() != 4:
+def check_image(name: str, x: SpatialTensor, dims: int) -> None:
+    """Refuse what is no (N, C, *spatial) with so many spatial dims, all of them split."""
+    takes = {1: "(N, C, L)", 2: "(N, C, H, W)", 3: "(N, C, D, H, W)"}[dims]
+    if len(x.mesh.grid) != dims:
         raise UnsupportedSpatialOp(
-            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)}: add the missing "
+            f"{name} on a split image takes {takes}, got {tuple(x.shape)} split {x.describe()}: "
+            f"its grid must have {dims} numbers, as {(*(1,) * (dims - 1), x.mesh.grid_comm.size)}"
+        )
+    if x.dim() != dims + 2:
+        raise UnsupportedSpatialOp(
+            f"{name} on a split image takes {takes}, got {tuple(x.shape)}: add the missing "
             "dim before the image is split"
         )
-    if x.spatial_dims != IMAGE:
+    if not x.spatial_dims.is_image:
+        names = " and ".join(spatial_names(dims))
         raise UnsupportedSpatialOp(
-            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)} split "
-            f"{x.describe()}: permute or view it so that rows and columns are the last two dims"
+            f"{name} on a split image takes {takes}, got {tuple(x.shape)} split "
+            f"{x.describe()}: permute or view it so that {names} are the last dims"
         )
 
 
-def check_output(name: str, x: SpatialTensor, size: tuple[int, int]) -> None:
+def check_output(name: str, x: SpatialTensor, size: tuple[int, ...]) -> None:
     """Refuse a window larger than the image, as PyTorch does."""
     if min(size) < 1:
         raise ValueError(
             f"{name}: the window is larger than the image: input {tuple(x.shape)} gives an "
-            f"output of {size[0]}x{size[1]} pixels; use larger images or fewer strides"
+            f"output of {by(size)} pixels; use larger images or fewer strides"
         )
 
 

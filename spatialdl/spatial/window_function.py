@@ -27,11 +27,21 @@ from spatialdl.spatial.later import later
 from spatialdl.spatial.window import holds_all, nothing, read_window
 
 
+def per_channel(bias: Tensor, like: Tensor) -> Tensor:
+    """A number for each channel, as it is added to an image such as `like`."""
+    return bias.view(1, -1, *(1,) * (like.dim() - 2))
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Of a number that was added to each channel, from that of the image."""
+    return grad.sum([0, *range(2, grad.dim())])
+
+
 class WindowFunction(Protocol):
     """What one rank computes. Windows without pixels, and no outputs, never come to it."""
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
-        """Of the outputs: samples, channels, rows, columns."""
+        """Of the outputs: samples, channels, spatial dims."""
         ...
 
     def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -70,7 +80,7 @@ def _outputs(
     if window.numel() > 0 and 0 not in shape:
         return function.forward(window, weight, bias)
     y = nothing(shape, window, weight).zero_()
-    return y if bias is None else y + bias.view(1, -1, 1, 1)
+    return y if bias is None else y + per_channel(bias, y)
 
 
 class _WindowFunction(torch.autograd.Function):
@@ -117,7 +127,7 @@ class _WindowFunction(torch.autograd.Function):
         grad_tile = None
         if needs_tile:
             grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.name)
-        grad_bias = grad.sum((0, 2, 3)) if needs_bias else None
+        grad_bias = bias_gradient(grad) if needs_bias else None
         return None, grad_tile, grad_weight if needs_weight else None, grad_bias, None, None, None
 
 

@@ -118,4 +118,4 @@ class Feed:
         if part.masks is None:
             return part.labels.to(self._device)
         mask = part.masks.to(self._device, torch.int64)
-        return mask if mesh.grid == (1, 1) else from_local(mask, mesh, self._size)
+        return mask if mesh.parts == 1 else from_local(mask, mesh, self._size)

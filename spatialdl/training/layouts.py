@@ -5,8 +5,11 @@ No PyTorch here: the process that only starts the ranks checks all this before i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from omegaconf import DictConfig, ListConfig
 
+from spatialdl.layout import by
 from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule, repeated
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.placement import Placement
@@ -178,11 +181,11 @@ def check_task(task: DictConfig, placement: Placement) -> None:
         )
 
 
-def check_image(size: tuple[int, int], placement: Placement) -> None:
-    """Refuse an image with fewer rows or columns than a grid."""
-    for rows, cols in placement.grids:
-        if size[0] < rows or size[1] < cols:
+def check_image(size: Sequence[int], placement: Placement) -> None:
+    """Refuse an image with fewer pixels in a dim than a grid has parts."""
+    for grid in placement.grids:
+        if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
             raise ValueError(
-                f"an image of {size[0]}x{size[1]} is smaller than the grid {rows}x{cols}: use a "
-                "smaller parallel.grid or larger images"
+                f"an image of {by(size)} is smaller than the grid {by(grid)}: use a smaller "
+                "parallel.grid or larger images"
             )

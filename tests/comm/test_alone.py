@@ -28,7 +28,7 @@ def test_a_sum_is_a_new_tensor():
 
 
 def test_there_is_nobody_to_talk_to():
-    halves = Box(0, 1, 0, 1, 0, 1), Box(0, 1, 1, 2, 0, 1)
+    halves = Box(((0, 1), (0, 1), (0, 1))), Box(((0, 1), (1, 2), (0, 1)))
     kept, talks = Plan(halves, halves, 0), Plan(halves, halves[::-1], 0)
     cpu = torch.device("cpu")
     Alone().start_exchange(kept, [], [], False, cpu).wait()

@@ -6,7 +6,11 @@ from spatialdl.comm.held import holders
 from spatialdl.comm.plan import Piece
 from spatialdl.layout import Box
 
-WHOLE, PART, CORNER = Box(0, 1, 0, 8, 0, 8), Box(0, 1, 2, 4, 0, 8), Box(0, 1, 2, 4, 0, 2)
+WHOLE, PART, CORNER = (
+    Box(((0, 1), (0, 8), (0, 8))),
+    Box(((0, 1), (2, 4), (0, 8))),
+    Box(((0, 1), (2, 4), (0, 2))),
+)
 
 
 def test_a_piece_lies_in_the_first_box_that_contains_it():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.layout import EMPTY_BOX, Box, Layout
+from spatialdl.layout import Box, Layout, empty_box
 
 SIZE = (2, 7, 6)
 
@@ -20,12 +20,12 @@ def cut_points(draw, size, parts):
 @st.composite
 def needs(draw):
     if draw(st.integers(0, 9)) == 0:
-        return EMPTY_BOX
+        return empty_box(2)
     batch, rows, cols = (
         sorted((draw(st.integers(low, high)), draw(st.integers(low, high))))
         for low, high in ((0, SIZE[0]), (-3, SIZE[1] + 3), (-3, SIZE[2] + 3))
     )
-    return Box(*batch, *rows, *cols)
+    return Box(map(tuple, (batch, rows, cols)))
 
 
 @st.composite
@@ -35,15 +35,13 @@ def exchanges(draw):
         draw(cut_points(size, draw(st.integers(1, most))))
         for size, most in zip(SIZE, (2, 3, 2), strict=True)
     )
-    owned = draw(st.permutations(Layout(samples, rows, cols).boxes))
+    owned = draw(st.permutations(Layout(samples, (rows, cols)).boxes))
     needed = [draw(needs()) for _ in owned]
     return tuple(owned), tuple(needed)
 
 
 def pixels(box: Box) -> set[tuple[int, ...]]:
-    return set(
-        product(range(box.batch0, box.batch1), range(box.row0, box.row1), range(box.col0, box.col1))
-    )
+    return set(product(*(range(*interval) for interval in box)))
 
 
 def plans(exchange) -> list[Plan]:
@@ -52,7 +50,7 @@ def plans(exchange) -> list[Plan]:
 
 @given(exchanges())
 def test_every_needed_pixel_of_the_image_comes_from_exactly_one_owner(exchange):
-    image = pixels(Box(0, SIZE[0], 0, SIZE[1], 0, SIZE[2]))
+    image = pixels(Box(((0, SIZE[0]), (0, SIZE[1]), (0, SIZE[2]))))
     for plan in plans(exchange):
         arriving = Counter(pixels(plan.kept))
         for piece in plan.receives:
@@ -65,7 +63,7 @@ def test_every_needed_pixel_of_the_image_comes_from_exactly_one_owner(exchange):
 
 @given(exchanges())
 def test_what_nobody_sends_and_what_the_rank_itself_does_not_need(exchange):
-    image = pixels(Box(0, SIZE[0], 0, SIZE[1], 0, SIZE[2]))
+    image = pixels(Box(((0, SIZE[0]), (0, SIZE[1]), (0, SIZE[2]))))
     for plan in plans(exchange):
         nobodys = {pixel for box in plan.nobodys for pixel in pixels(box)}
         assert pixels(plan.need) - image <= nobodys <= pixels(plan.need)
@@ -74,15 +72,15 @@ def test_what_nobody_sends_and_what_the_rank_itself_does_not_need(exchange):
 
 
 def test_around_an_image_only_the_padding_is_nobodys():
-    owned = [Box(0, 1, 0, 4, 0, 6), Box(0, 1, 4, 8, 0, 6)]
-    needed = [Box(0, 1, -1, 5, -1, 7), Box(0, 1, 3, 9, 0, 6)]
+    owned = [Box(((0, 1), (0, 4), (0, 6))), Box(((0, 1), (4, 8), (0, 6)))]
+    needed = [Box(((0, 1), (-1, 5), (-1, 7))), Box(((0, 1), (3, 9), (0, 6)))]
     assert sum(len(pixels(box)) for box in Plan(owned, needed, 0).nobodys) == 8 + 2 * 5
-    assert Plan(owned, needed, 1).nobodys == (Box(0, 1, 8, 9, 0, 6),)
+    assert Plan(owned, needed, 1).nobodys == (Box(((0, 1), (8, 9), (0, 6))),)
 
 
 def test_where_boxes_owned_leave_a_hole_all_that_is_needed_counts_as_nobodys():
-    owned = [Box(0, 1, 0, 2, 0, 6), Box(0, 1, 4, 8, 0, 6)]
-    needed = [Box(0, 1, 0, 8, 0, 6)] * 2
+    owned = [Box(((0, 1), (0, 2), (0, 6))), Box(((0, 1), (4, 8), (0, 6)))]
+    needed = [Box(((0, 1), (0, 8), (0, 6)))] * 2
     assert Plan(owned, needed, 0).nobodys == (needed[0],)
 
 
@@ -116,10 +114,10 @@ def test_pieces_are_in_the_order_of_the_peers(exchange):
 
 
 def test_a_halo_spans_several_neighbours():
-    owned = Layout((0, 1), (0, 2, 3, 4, 8), (0, 5)).boxes
-    needed = (EMPTY_BOX, EMPTY_BOX, EMPTY_BOX, Box(0, 1, 1, 8, 0, 5))
+    owned = Layout((0, 1), ((0, 2, 3, 4, 8), (0, 5))).boxes
+    needed = (*(empty_box(2),) * 3, Box(((0, 1), (1, 8), (0, 5))))
     plan = Plan(owned, needed, 3)
-    assert [(piece.peer, piece.box.row0, piece.box.row1) for piece in plan.receives] == [
+    assert [(piece.peer, *piece.box[1]) for piece in plan.receives] == [
         (0, 1, 2),
         (1, 2, 3),
         (2, 3, 4),
@@ -127,12 +125,12 @@ def test_a_halo_spans_several_neighbours():
 
 
 def test_a_plan_is_made_once():
-    owned = Layout.even((1, 8, 8), (2, 1)).boxes
+    owned = Layout.even(1, (8, 8), (2, 1)).boxes
     assert plan_for(owned, owned, 0) is plan_for(owned, owned, 0)
     assert not plan_for(owned, owned, 0).talks
 
 
 def test_other_needs_have_another_description():
-    owned = Layout.even((1, 8, 8), (2, 1)).boxes
-    moved = tuple(box._replace(row1=box.row1 + 1) for box in owned)
+    owned = Layout.even(1, (8, 8), (2, 1)).boxes
+    moved = tuple(box.but(1, (box[1][0], box[1][1] + 1)) for box in owned)
     assert Plan(owned, owned, 0).describe() != Plan(owned, moved, 0).describe()

@@ -6,11 +6,14 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
@@ -22,14 +25,34 @@ Operation = Callable[..., Tensor]
 
 
 @cache
-def every_mesh() -> dict[tuple[int, int], Mesh]:
+def every_mesh(dims: int = 2) -> dict[tuple[int, ...], Mesh]:
+    """All grids of so many spatial dims over all ranks."""
     ranks = MPI.COMM_WORLD.size
-    grids = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
-    return {grid: init_mesh(grid) for grid in grids}
+    grids = product(range(1, ranks + 1), repeat=dims)
+    return {grid: init_mesh(grid) for grid in grids if prod(grid) == ranks}
+
+
+def in_all_dims(sample: int, proof: int) -> pytest.MarkDecorator:
+    """A test of images with any seed, and of signals and volumes with a third as many."""
+    fewer = seeds(max(1, sample // 3), max(1, proof // 3))
+    cases = [(2, seed) for seed in seeds(sample, proof)]
+    cases += [(dims, seed) for dims in (1, 3) for seed in fewer]
+    return pytest.mark.parametrize(("dims", "seed"), list(map(_flat, cases)))
+
+
+def _flat(case: tuple[int, Any]) -> Any:
+    dims, seed = case
+    return case if isinstance(seed, int) else pytest.param(dims, *seed.values, marks=seed.marks)
+
+
+def functional(name: str, dims: int) -> Operation:
+    """``functional("conv", 2)`` is `F.conv2d`."""
+    found: Operation = getattr(F, f"{name}{dims}d")
+    return found
 
 
 @pytest.fixture
-def meshes(request: pytest.FixtureRequest) -> dict[tuple[int, int], Mesh]:
+def meshes(request: pytest.FixtureRequest) -> dict[tuple[int, ...], Mesh]:
     """Of all grids; where there are squarer ones, tests with parameters take one row or one column.
 
     Which of them, is drawn by their names: some parameters meet the one, some the other. The slow
@@ -101,10 +124,10 @@ def same(operation: Callable[[Tensor], Tensor], whole: Tensor, meshes: dict, wha
 class Setting(NamedTuple):
     mesh: Mesh
     image: Tensor
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
 
     def __str__(self) -> str:
         return (
@@ -113,24 +136,27 @@ class Setting(NamedTuple):
         )
 
 
-def draw(rng: random.Random, meshes: dict[tuple[int, int], Mesh], pooling: bool = False) -> Setting:
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+def draw(rng: random.Random, meshes: dict[tuple[int, ...], Mesh], pooling: bool = False) -> Setting:
     """Anything that PyTorch takes, on images from one pixel a rank."""
     grid = rng.choice(sorted(meshes))
+    dims = len(grid)
     while True:
-        height, width = (rng.randint(max(2, parts), rng.choice((8, 40))) for parts in grid)
-        kernel = rng.randint(1, 7), rng.randint(1, 5)
-        most = [k // 2 for k in kernel] if pooling else [5, 4]
-        padding = rng.randint(0, most[0]), rng.randint(0, most[1])
-        dilation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2))
+        size = [rng.randint(max(2, n), rng.choice((8, 40 if dims < 3 else 12))) for n in grid]
+        kernel = tuple(rng.randint(1, most) for most in (7, 5, 3)[:dims])
+        most = [k // 2 for k in kernel] if pooling else [5, 4, 2][:dims]
+        padding = tuple(rng.randint(0, n) for n in most)
+        dilation = tuple(rng.choice((1, 1, 2, 3)[: 4 - (k > 0)]) for k in range(dims))
         reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-        fits = all(n + 2 * p >= r for n, p, r in zip((height, width), padding, reach, strict=True))
-        if fits:
+        if all(n + 2 * p >= r for n, p, r in zip(size, padding, reach, strict=True)):
             break
-    stride = rng.randint(1, 4), rng.randint(1, 3)
+    stride = tuple(rng.randint(1, most) for most in (4, 3, 2)[:dims])
     generator = torch.Generator().manual_seed(rng.randint(0, 1000))
-    image = torch.randn(2, 4, height, width, dtype=torch.float64, generator=generator)
-    if rng.random() < 0.3:
-        image = image.contiguous(memory_format=torch.channels_last)
+    image = torch.randn(2, 4, *size, dtype=torch.float64, generator=generator)
+    if rng.random() < 0.3 and dims in _CHANNELS_LAST:
+        image = image.contiguous(memory_format=_CHANNELS_LAST[dims])
     return Setting(meshes[grid], image, kernel, stride, padding, dilation)
 
 

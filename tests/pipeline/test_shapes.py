@@ -49,8 +49,8 @@ def test_several_tensors_pass_with_a_layout_each():
     passing = both.of(4)
     image, vector, numbers = passing[Border(0, 1)].values()
     assert image.shape == (4, 1, 9, 7)
-    assert image.sender == Layout.even((4, 9, 7), (2, 1))
-    assert image.receiver == Layout.even((4, 9, 7), (1, 3))
+    assert image.sender == Layout.even(4, (9, 7), (2, 1))
+    assert image.receiver == Layout.even(4, (9, 7), (1, 3))
     assert (vector.shape, vector.sender, vector.receiver) == ((4, 3), None, None)
     assert numbers.dtype == torch.int64
     assert [part.shape for part in passing[Border(1, 2)].values()] == [(4, 3)]
@@ -64,7 +64,7 @@ def test_what_jumps_over_a_stage_passes_straight():
     passing = HandoverShapes(stages, placement, (3, 33, 35), torch.float32).of(2)
     (skip,) = passing[Border(0, 2)].values()
     assert skip.shape == (2, 2, 33, 35)
-    assert skip.sender == skip.receiver == Layout.even((2, 33, 35), (2, 1))
+    assert skip.sender == skip.receiver == Layout.even(2, (33, 35), (2, 1))
 
 
 def test_the_image_may_be_used_late():

@@ -121,8 +121,8 @@ def test_what_is_kept_is_what_autograd_saves(side):
 
 
 def test_the_rank_with_the_largest_tile_and_most_neighbours_counts():
-    assert largest_part(Layout.even((1, 12, 12), (3, 3))) == 4
-    assert largest_part(Layout.even((1, 7, 4), (2, 1))) == 1
+    assert largest_part(Layout.even(1, (12, 12), (3, 3))) == 4
+    assert largest_part(Layout.even(1, (7, 4), (2, 1))) == 1
 
 
 def test_what_is_said_on_a_grid():

@@ -163,7 +163,7 @@ def test_memory_has_the_phase_and_the_part_in_which_it_was_made_and_lives_while_
 
 
 def test_the_memory_of_a_split_tensor_is_that_of_its_tile():
-    layout = Layout.even((2, 12, 8), (2, 1))
+    layout = Layout.even(2, (12, 8), (2, 1))
     ledger = Ledger()
     with ledger.watch():
         halved = SpatialTensor(images(), layout, dry_mesh((2, 1), 0)) + 1

@@ -8,67 +8,77 @@ from math import prod
 import pytest
 import torch
 
-from spatialdl.spatial.dims import IMAGE, SpatialDims, from_image, regroup, samples_of, to_image
+from spatialdl.layout import last_slices
+from spatialdl.spatial.dims import (
+    SpatialDims,
+    from_image,
+    image_dims,
+    regroup,
+    samples_of,
+    to_image,
+)
 
-H, W = 12, 8
+D, H, W = 6, 12, 8
+IMAGE, VOLUME, SIGNAL = image_dims(2), image_dims(3), image_dims(1)
 
 FORMS = {
     "image": ((2, 3, H, W), IMAGE),
     "map": ((H, W), IMAGE),
-    "channels last": ((2, H, W, 3), SpatialDims(-3, -2)),
-    "rows last": ((2, W, 3, H), SpatialDims(-1, -3)),
-    "tokens": ((2, H * W, 3), SpatialDims(-2, -2)),
-    "tokens of all samples": ((2 * H * W, 3), SpatialDims(-2, -2, 2)),
-    "rows of all samples": ((2 * H, W, 3), SpatialDims(-3, -2, 2)),
-    "columns of all samples": ((3, H, 2 * W), SpatialDims(-2, -1, 1, 2)),
+    "channels last": ((2, H, W, 3), SpatialDims.of(-3, -2)),
+    "rows last": ((2, W, 3, H), SpatialDims.of(-1, -3)),
+    "tokens": ((2, H * W, 3), SpatialDims.of(-2, -2)),
+    "tokens of all samples": ((2 * H * W, 3), SpatialDims.of(-2, -2, outer=(2, 1))),
+    "rows of all samples": ((2 * H, W, 3), SpatialDims.of(-3, -2, outer=(2, 1))),
+    "columns of all samples": ((3, H, 2 * W), SpatialDims.of(-2, -1, outer=(1, 2))),
+    "volume": ((2, 3, D, H, W), VOLUME),
+    "volume, channels last": ((2, D, H, W, 3), SpatialDims.of(-4, -3, -2)),
+    "tokens of a volume": ((2, D * H * W, 3), SpatialDims.of(-2, -2, -2)),
+    "tokens of slices": ((2, D, H * W, 3), SpatialDims.of(-3, -2, -2)),
+    "slices of all samples": ((2 * D, 3, H, W), SpatialDims.of(-4, -2, -1, outer=(2, 1, 1))),
+    "signal": ((2, 3, W), SIGNAL),
+    "signal, channels last": ((2, W, 3), SpatialDims.of(-2)),
+    "signals of all samples": ((2 * W, 3), SpatialDims.of(-2, outer=(2,))),
 }
 
 
-def part(whole: torch.Tensor, dims: SpatialDims, rows: slice, cols: slice) -> torch.Tensor:
-    """The tile of a whole tensor, by way of its image."""
-    return to_image(whole, dims, H, W)[..., rows, cols]
+def extents_of(dims: SpatialDims) -> tuple[int, ...]:
+    return (D, H, W)[-len(dims.at) :]
+
+
+PART = (slice(1, 4), slice(3, 7), slice(2, 5))
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_image_and_back(name: str) -> None:
     shape, dims = FORMS[name]
+    size, count = extents_of(dims), len(dims.at)
     whole = torch.arange(prod(shape)).reshape(shape)
-    image = to_image(whole, dims, H, W)
-    assert image.shape[-2:] == (H, W)
-    assert image.dim() >= 3
+    image = to_image(whole, dims, size)
+    assert image.shape[-count:] == size
+    assert image.dim() > count
     assert samples_of(shape, dims) == image.shape[0]
     assert torch.equal(from_image(image, dims, shape), whole)
-    tile = from_image(image[..., 3:7, 2:5], dims, shape)
-    assert tile.shape == dims.sizes(shape, 4, 3)
-    assert torch.equal(to_image(tile, dims, 4, 3), image[..., 3:7, 2:5])
+    part = image[last_slices(PART[-count:])]
+    tile = from_image(part, dims, shape)
+    assert tile.shape == dims.sizes(shape, part.shape[-count:])
+    assert torch.equal(to_image(tile, dims, part.shape[-count:]), part)
 
 
 def check_view(shape: tuple[int, ...], dims: SpatialDims, new_shape: tuple[int, ...]) -> bool:
     """A tile regrouped by itself must be the tile of the whole regrouped."""
-    view = regroup(shape, new_shape, dims, H, W)
+    size = extents_of(dims)
+    view = regroup(shape, new_shape, dims, size)
     if view is None:
         return False
     whole = torch.arange(prod(shape)).reshape(shape)
-    rows = slice(H // view.row_step // 3 * view.row_step, H)
-    cols = slice(0, W // view.col_step // 2 * view.col_step)
-    height, width = rows.stop - rows.start, cols.stop
-    tile = from_image(part(whole, dims, rows, cols), dims, shape)
-
-    def scaled(bound: int, step: int, factor: int) -> int:
-        return bound // step * factor
-
-    new_height = scaled(height, view.row_step, view.row_factor)
-    new_width = scaled(width, view.col_step, view.col_factor)
-    ours = tile.reshape(view.dims.sizes(new_shape, new_height, new_width))
-    full = to_image(
-        whole.reshape(new_shape),
-        view.dims,
-        scaled(H, view.row_step, view.row_factor),
-        scaled(W, view.col_step, view.col_factor),
-    )
-    first = scaled(rows.start, view.row_step, view.row_factor)
-    expected = full[..., first:, :new_width]
-    assert torch.equal(to_image(ours, view.dims, new_height, new_width), expected)
+    steps = [n // step for n, step in zip(size, view.steps, strict=True)]
+    old = [slice(n // 3 * step, n * step) for n, step in zip(steps, view.steps, strict=True)]
+    new = [slice(n // 3 * more, n * more) for n, more in zip(steps, view.factors, strict=True)]
+    tile = from_image(to_image(whole, dims, size)[last_slices(old)], dims, shape)
+    extents = [part.stop - part.start for part in new]
+    ours = tile.reshape(view.dims.sizes(new_shape, extents))
+    full = to_image(whole.reshape(new_shape), view.dims, [part.stop for part in new])
+    assert torch.equal(to_image(ours, view.dims, extents), full[last_slices(new)])
     return True
 
 
@@ -94,6 +104,18 @@ def check_view(shape: tuple[int, ...], dims: SpatialDims, new_shape: tuple[int, 
         ("tokens of all samples", (2, H * W, 3)),
         ("rows of all samples", (2, H, W, 3)),
         ("columns of all samples", (3, H, 2, W)),
+        ("volume", (2, 3, D * H * W)),
+        ("volume", (2, 3, D, H * W)),
+        ("volume", (2, 3, 3, 2, 4, 3, 2, 4)),
+        ("volume, channels last", (2 * D, H, W, 3)),
+        ("volume, channels last", (2, 2, 3, 3, 4, 2, 4, 3)),
+        ("tokens of a volume", (2, D, H, W, 3)),
+        ("tokens of a volume", (2 * D * H * W, 3)),
+        ("tokens of slices", (2, D * H * W, 3)),
+        ("slices of all samples", (2, D, 3, H, W)),
+        ("signal", (6, W)),
+        ("signal, channels last", (2, 2, 4, 3)),
+        ("signals of all samples", (2, W, 3)),
     ],
 )
 def test_views_that_networks_make(form: str, new_shape: tuple[int, ...]) -> None:
@@ -110,6 +132,7 @@ def test_views_that_networks_make(form: str, new_shape: tuple[int, ...]) -> None
         ("rows last", (2, 3, H * W)),  # columns before rows
         ("rows last", (2, W * 3 * H)),
         ("tokens", (2, W, H, 3)),
+        ("volume", (2, 3, W, H, D)),
     ],
 )
 def test_views_that_mix_pixels_are_none(form: str, new_shape: tuple[int, ...]) -> None:
@@ -144,14 +167,14 @@ def factors(size: int) -> list[int]:
 @pytest.mark.parametrize(
     ("shape", "dims", "new_shape", "expected"),
     [
-        ((2, 3, 4, 1), IMAGE, (2, 3, 4), SpatialDims(-1, -1)),
-        ((2, 3, 1, 4), IMAGE, (2, 3, 4), SpatialDims(-1, -1)),
-        ((2, 3, 1, 1), IMAGE, (2, 3, 1), SpatialDims(-1, -1)),
+        ((2, 3, 4, 1), IMAGE, (2, 3, 4), SpatialDims.of(-1, -1)),
+        ((2, 3, 1, 4), IMAGE, (2, 3, 4), SpatialDims.of(-1, -1)),
+        ((2, 3, 1, 1), IMAGE, (2, 3, 1), SpatialDims.of(-1, -1)),
         ((2, 3, 1, 1), IMAGE, (2, 3, 1, 1), IMAGE),
         ((2, 3, 1, 1), IMAGE, (2, 1, 3, 1, 1), IMAGE),
-        ((2, 1, 1, 24), SpatialDims(-3, -2), (2, 1, 24), SpatialDims(-2, -2)),
-        ((2, 1, 5, 24), SpatialDims(-3, -2), (2, 5, 24), SpatialDims(-2, -2)),
-        ((2, 5, 1, 24), SpatialDims(-3, -2), (2, 5, 24), SpatialDims(-2, -2)),
+        ((2, 1, 1, 24), SpatialDims.of(-3, -2), (2, 1, 24), SpatialDims.of(-2, -2)),
+        ((2, 1, 5, 24), SpatialDims.of(-3, -2), (2, 5, 24), SpatialDims.of(-2, -2)),
+        ((2, 5, 1, 24), SpatialDims.of(-3, -2), (2, 5, 24), SpatialDims.of(-2, -2)),
     ],
 )
 def test_rows_and_columns_of_size_one_go_where_networks_expect_them(
@@ -160,6 +183,6 @@ def test_rows_and_columns_of_size_one_go_where_networks_expect_them(
     new_shape: tuple[int, ...],
     expected: SpatialDims,
 ) -> None:
-    view = regroup(shape, new_shape, dims, shape[dims.rows], shape[dims.cols])
+    view = regroup(shape, new_shape, dims, [shape[dim] for dim in dims.at])
     assert view is not None
     assert view.dims == expected

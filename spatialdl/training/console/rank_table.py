@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.layout import Layout
+from spatialdl.layout import Layout, spatial_names
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.placement import Placement, Position
 from spatialdl.text import aligned
@@ -27,31 +27,32 @@ def tell_ranks(pipeline: Pipeline, world: Communicator) -> None:
 
 
 def rank_lines(
-    placement: Placement, size: tuple[int, int], devices: Sequence[Device] = ()
+    placement: Placement, size: Sequence[int], devices: Sequence[Device] = ()
 ) -> list[str]:
-    """A line a rank, replica by replica, stage by stage, the grid row by row.
+    """A line a rank, replica by replica, stage by stage, the grid in row-major order.
 
     A rank has several where it holds different boxes. Those of later stages are what their tiles
     cover of an image.
 
     Args:
-        size: (H, W) of the images.
+        size: of the images, a number for each spatial dim.
         devices: by rank; without, they are not told.
     """
-    titles = ["rank", "host", "device", "replica", "stage", "rows", "columns", "samples"]
-    boxes = [Layout.even((1, *size), grid).boxes for grid in placement.grids]
+    names = spatial_names(placement.dims)
+    titles = ["rank", "host", "device", "replica", "stage", *names, "samples"]
+    boxes = [Layout.even(1, size, grid).boxes for grid in placement.grids]
     rows = []
     for rank in placement.at(range(placement.world_size)):
         on = [devices[rank].host, devices[rank].device] if devices else ["", ""]
         for stages, (replica, stage, part, _) in _held(placement, rank):
             parts = placement.batch_parts(stage)
             box = boxes[stage][part if parts == 1 else 0]
-            sides = f"{box.row0}:{box.row1}", f"{box.col0}:{box.col1}"
+            sides = [f"{start}:{stop}" for start, stop in box.spatial]
             samples = "all" if parts == 1 else f"{part + 1} of {parts}"
             rows.append([str(rank), *on, str(replica), stages, *sides, samples])
     left_out = set() if devices else {1, 2}
     if max(placement.batch, default=1) == 1:
-        left_out.add(7)
+        left_out.add(len(titles) - 1)
     shown = [column for column in range(len(titles)) if column not in left_out]
     left = [place for place, column in enumerate(shown) if column in (1, 2, 4)]
     head, *lines = aligned([[row[k] for k in shown] for row in (titles, *rows)], left)

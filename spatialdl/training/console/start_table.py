@@ -6,13 +6,14 @@ import functools
 import socket
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.layout import even_bounds
+from spatialdl.layout import by, even_bounds
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.placement import Placement
 from spatialdl.text import aligned, counted, readable_bytes
@@ -67,7 +68,7 @@ def start_table(
 
 
 def stage_lines(
-    placement: Placement, size: tuple[int, int], stages: dict[int, Held], ratio: float
+    placement: Placement, size: Sequence[int], stages: dict[int, Held], ratio: float
 ) -> list[str]:
     """A line a stage, of many stages the first ones and the last.
 
@@ -87,16 +88,16 @@ def stage_lines(
     return lines if len(lines) <= 13 else [*lines[:11], "  ...", lines[-1]]
 
 
-def _part(placement: Placement, stage: int, size: tuple[int, int]) -> str:
+def _part(placement: Placement, stage: int, size: Sequence[int]) -> str:
     grid = placement.grids[stage]
     if placement.batch_parts(stage) > 1:
         return f"1 of {placement.batch_parts(stage)} of the samples"
-    if grid == (1, 1):
+    if prod(grid) == 1:
         return "whole images" if stage == 0 else "whole activations"
     if stage > 0:
-        return f"1 of {grid[0]}x{grid[1]} tiles"
+        return f"1 of {by(grid)} tiles"
     sides = (_sides(n, parts) for n, parts in zip(size, grid, strict=True))
-    return f"{' x '.join(sides)} of {size[0]} x {size[1]} pixels"
+    return f"{' x '.join(sides)} of {' x '.join(map(str, size))} pixels"
 
 
 def _sides(count: int, parts: int) -> str:

@@ -129,8 +129,8 @@ class Activations:
         found = fitting[self._chosen]
         tile, row, col = found, 0, 0
         if isinstance(found, SpatialTensor):
-            box = found.mesh.own_box(found.spatial_layout)
-            tile, row, col = found.to_local(), box.row0, box.col0
+            _, (row, _), (col, _) = found.mesh.own_box(found.spatial_layout)
+            tile = found.to_local()
         size = int(found.shape[2]), int(found.shape[3])
         is_split = isinstance(found, SpatialTensor)
         values = self._values(module, tile, output.argmax(1))

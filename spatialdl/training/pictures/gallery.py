@@ -108,8 +108,8 @@ class Gallery:
         box = (0, height, 0, width)
         output, target = split_alike(output, target)
         if isinstance(output, SpatialTensor):
-            own = mesh.own_box(output.spatial_layout)
-            box = (own.row0, own.row1, own.col0, own.col1)
+            _, rows, cols = mesh.own_box(output.spatial_layout)
+            box = (*rows, *cols)
         elif mesh.part > 0:  # an equal copy
             return
         scores, truth = own_pixels(output)[wanted], own_pixels(target)[wanted]

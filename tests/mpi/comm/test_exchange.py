@@ -16,7 +16,7 @@ from spatialdl.layout import Box
 from tests.mpi.waits import told_by_the_first
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-OWN = [Box(0, 1, rank, rank + 1, 0, 4) for rank in range(SIZE)]
+OWN = [Box(((0, 1), (rank, rank + 1), (0, 4))) for rank in range(SIZE)]
 COMM = MpiCommunicator(MPI.COMM_WORLD)
 
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.handover import Handover, HandoverShape
-from spatialdl.layout import Layout
+from spatialdl.layout import Layout, last_slices
 
 Grid = tuple[int, int]
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     def what(self) -> HandoverShape:
         samples, height, width = self.shape[0], *(1, *self.shape)[-2:]
         sender, receiver = (
-            None if grid is None else Layout.even((samples, height, width), grid)
+            None if grid is None else Layout.even(samples, (height, width), grid)
             for grid in (self.sender, self.receiver)
         )
         return HandoverShape(self.shape, self.dtype, sender, receiver)
@@ -86,7 +86,7 @@ def part_of(tensor: Tensor, layout: Layout | None, part: int) -> Tensor:
     if layout is None:
         return tensor.clone()
     box = layout.boxes[part]
-    return tensor[..., box.row0 : box.row1, box.col0 : box.col1].clone()
+    return tensor[last_slices(box.slices_in(layout.whole)[1:])].clone()
 
 
 def upstream(case: Case, part: int, microbatch: int) -> Tensor:

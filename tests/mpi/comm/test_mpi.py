@@ -77,7 +77,7 @@ def test_views_of_no_elements_may_be_sent() -> None:
 
 def test_the_way_of_exchanges_is_found_out_once() -> None:
     ranks = COMM.duplicate()
-    own = [Box(0, 1, rank, rank + 1, 0, 4) for rank in range(SIZE)]
+    own = [Box(((0, 1), (rank, rank + 1), (0, 4))) for rank in range(SIZE)]
     plan = Plan(own, own[1:] + own[:1], RANK)
     for way in (None, "neighbourhood collective", "packed pieces"):
         ranks.way = way

@@ -5,7 +5,7 @@ from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import plan_for
-from spatialdl.layout import EMPTY_BOX, Layout
+from spatialdl.layout import Layout, empty_box
 
 WORLD = MPI.COMM_WORLD
 
@@ -28,8 +28,8 @@ def test_there_is_one_graph_for_all_plans_with_the_same_neighbours() -> None:
     world = MpiCommunicator(WORLD)
     graphs = set()
     for size in (8, 12, 16):
-        layout = Layout.even((1, size, 6), (WORLD.size, 1))
-        needed = (*(EMPTY_BOX,) * (WORLD.size - 1), layout.whole)
+        layout = Layout.even(1, (size, 6), (WORLD.size, 1))
+        needed = (*(empty_box(2),) * (WORLD.size - 1), layout.whole)
         plan = plan_for(layout.boxes, needed, WORLD.rank)
         forward, adjoint = world.graph(plan, False), world.graph(plan, True)
         incoming, outgoing, _ = forward.Get_dist_neighbors_count()

@@ -175,10 +175,10 @@ def test_messages_are_told_apart_by_tags(ranks: Communicator) -> None:
 
 def shifted(ranks: Communicator, size: tuple[int, int, int]) -> Plan:
     """Every rank needs its rows of a striped image, one more on either side, and all columns."""
-    layout = Layout.even(size, (ranks.size, 1))
     samples, height, width = size
+    layout = Layout.even(samples, (height, width), (ranks.size, 1))
     needed = [
-        Box(0, samples, max(box.row0 - 1, 0), min(box.row1 + 1, height), 0, width)
+        Box(((0, samples), (max(box[1][0] - 1, 0), min(box[1][1] + 1, height)), (0, width)))
         for box in layout.boxes
     ]
     return Plan(layout.boxes, needed, ranks.rank)
@@ -192,7 +192,7 @@ def test_a_plan_moves_the_same(
     draw = torch.Generator().manual_seed(1)
     image = (torch.randn(2, 3, 13, 6, generator=draw) > 0).to(dtype)
     plan = shifted(ranks, (2, 13, 6))
-    whole = Box(0, 2, 0, 13, 0, 6)
+    whole = Box(((0, 2), (0, 13), (0, 6)))
     tile = view_of(image, whole, plan.own).clone()
     if channels_last:
         tile = tile.contiguous(memory_format=torch.channels_last)
@@ -211,7 +211,7 @@ def test_a_plan_moves_back_what_all_ranks_hold(ranks: Communicator) -> None:
 
 def test_ranks_without_neighbours_take_part(ranks: Communicator) -> None:
     """Rank 0 sends to rank 1 only; the others have nothing to do."""
-    own = [Box(0, 1, rank, rank + 1, 0, 4) for rank in range(ranks.size)]
+    own = [Box(((0, 1), (rank, rank + 1), (0, 4))) for rank in range(ranks.size)]
     needed = [own[0], own[0], *own[2:]]
     plan = Plan(own, needed, ranks.rank)
     tile = torch.full((1, 1, 1, 4), float(ranks.rank))
@@ -238,7 +238,7 @@ def over_host_or_device(ranks: Communicator) -> None:
 def test_a_plan_moves_tensors_on_a_gpu(ranks: Communicator, device: torch.device) -> None:
     over_host_or_device(ranks)
     image = torch.randn(2, 3, 13, 6, generator=torch.Generator().manual_seed(1))
-    plan, whole = shifted(ranks, (2, 13, 6)), Box(0, 2, 0, 13, 0, 6)
+    plan, whole = shifted(ranks, (2, 13, 6)), Box(((0, 2), (0, 13), (0, 6)))
     tile = view_of(image, whole, plan.own).to(device).contiguous(memory_format=torch.channels_last)
     for _ in range(20):  # memory is given back and taken again while messages are under way
         moved = move(ranks, plan, tile + 0)

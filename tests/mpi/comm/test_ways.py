@@ -14,7 +14,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
 from spatialdl.comm.ways import WAYS
-from spatialdl.layout import EMPTY_BOX, Box, Layout
+from spatialdl.layout import Box, Layout, empty_box
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SHAPE = (3, 4, 13, 11)
@@ -37,8 +37,8 @@ def image(rank: int, dtype: torch.dtype) -> Tensor:
 def plans() -> Iterator[tuple[str, Layout, Plan]]:
     """What all ranks need of all, or the last alone: then those who give get nothing."""
     for grid in ((SIZE, 1), (1, SIZE)):
-        layout = Layout.even((SHAPE[0], *SHAPE[2:]), grid)
-        last = (*(EMPTY_BOX,) * (SIZE - 1), layout.whole)
+        layout = Layout.even(SHAPE[0], SHAPE[2:], grid)
+        last = (*(empty_box(2),) * (SIZE - 1), layout.whole)
         for who, needed in (("all", (layout.whole,) * SIZE), ("the last", last)):
             yield f"{who} on {grid}", layout, plan_for(layout.boxes, needed, RANK)
 

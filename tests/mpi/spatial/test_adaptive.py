@@ -11,23 +11,36 @@ from torch import Tensor, nn
 
 from spatialdl import UnsupportedSpatialOp, shard
 from spatialdl.spatial import SpatialTensor
-from tests.mpi.equality import Operation, check, draw, kept_for_backward, parameter, seeds
+from tests.mpi.equality import (
+    Operation,
+    check,
+    draw,
+    every_mesh,
+    functional,
+    in_all_dims,
+    kept_for_backward,
+    parameter,
+)
 
 POOLS: dict[str, Operation] = {"average": F.adaptive_avg_pool2d, "max": F.adaptive_max_pool2d}
 each_pool = pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+each_kind = pytest.mark.parametrize("kind", ["avg", "max"])
 
 
-def draw_size(rng: random.Random) -> Any:
-    """Smaller than the grid, larger than the image, one of both left as it is."""
-    sizes = [rng.choice((1, 1, 2, 3, 5, 7, 11, None)) for _ in range(2)]
+def draw_size(rng: random.Random, dims: int) -> Any:
+    """Smaller than the grid, larger than the image, one of them left as it is."""
+    if dims == 1:  # PyTorch's takes no None there
+        return rng.choice((1, 2, 3, 5, 7, 11))
+    sizes = [rng.choice((1, 1, 2, 3, 5, 7, 11, None)) for _ in range(dims)]
     return rng.choice((tuple(sizes), tuple(sizes), rng.choice((1, 2, 6))))
 
 
-@each_pool
-@pytest.mark.parametrize("seed", seeds(12, 300))
-def test_adaptive_pooling(seed: int, pool: Operation, meshes: dict) -> None:
+@each_kind
+@in_all_dims(12, 300)
+def test_adaptive_pooling(dims: int, seed: int, kind: str) -> None:
     rng = random.Random(seed)
-    s, size = draw(rng, meshes), draw_size(rng)
+    s, size = draw(rng, every_mesh(dims)), draw_size(rng, dims)
+    pool = functional(f"adaptive_{kind}_pool", dims)
     check(lambda x: pool(x, size), s.image, [], s.mesh, f"{s} to {size}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, shard
 from spatialdl.spatial import SpatialTensor
-from tests.mpi.equality import check, close, draw, parameter, seeds, several_ranks
+from tests.mpi.equality import check, close, draw, every_mesh, in_all_dims, parameter, several_ranks
 
 ALL = slice(None)
 
@@ -43,15 +43,16 @@ def any_item(rng: random.Random, size: int, is_split: bool) -> Any:
     )
 
 
-@pytest.mark.parametrize("seed", seeds(25, 800))
-def test_any_index(seed: int, meshes: dict) -> None:
+@in_all_dims(25, 800)
+def test_any_index(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
-    order = rng.choice(((0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 3)))
+    s = draw(rng, every_mesh(dims))
+    last = tuple(range(2, 2 + dims))
+    order = rng.choice(((0, 1, *last), (0, 1, *last), (0, *last, 1), (2, 0, 1, *last[1:])))
     sizes = [s.image.shape[dim] for dim in order]
     items = [
         any_item(rng, size, dim > 1)
-        for dim, size in zip(order, sizes[: rng.randint(1, 4)], strict=False)
+        for dim, size in zip(order, sizes[: rng.randint(1, 2 + dims)], strict=False)
     ]
     if isinstance(items[-1], slice) and items[-1] == ALL and rng.random() < 0.5:
         items[-1] = ...
@@ -77,8 +78,8 @@ def test_a_crop_keeps_the_cut_where_it_is(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.zeros(1, 1, 40, 40), mesh)
         cropped = x[..., :39, :38].spatial_layout
-        assert cropped.rows[:-1] == x.spatial_layout.rows[:-1]
-        assert cropped.cols[:-1] == x.spatial_layout.cols[:-1]
+        assert cropped.rows[:-1] == x.spatial_layout.cuts[0][:-1]
+        assert cropped.cols[:-1] == x.spatial_layout.cuts[1][:-1]
 
 
 def test_one_row_is_the_same_on_every_rank(meshes: dict) -> None:
@@ -142,10 +143,10 @@ def test_an_index_out_of_range(index: Any, meshes: dict) -> None:
 # --- writing
 
 
-@pytest.mark.parametrize("seed", seeds(12, 200))
-def test_write_into_channels_and_samples(seed: int, meshes: dict) -> None:
+@in_all_dims(12, 200)
+def test_write_into_channels_and_samples(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
+    s = draw(rng, every_mesh(dims))
     items = [any_item(rng, size, False) for size in s.image.shape[: rng.randint(1, 2)]]
     target = s.image[tuple(items)]
     if target.numel() == 0:
@@ -158,7 +159,9 @@ def test_write_into_channels_and_samples(seed: int, meshes: dict) -> None:
         value = {
             "number": 1.5,
             "scalar": values.sum(),
-            "channels": values[: region.shape[-3], None, None] if region.dim() > 2 else 0.5,
+            "channels": values[(slice(region.shape[-dims - 1]), *(None,) * dims)]
+            if region.dim() > dims
+            else 0.5,
             "whole": s.image[tuple(items)],
             "split": region * 3 + values.sum(),
         }[kind]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, close, draw, parameter, seeds
+from tests.mpi.equality import check, close, draw, every_mesh, in_all_dims, parameter
 
 MODES = ("constant", "reflect", "replicate", "circular")
 
@@ -28,40 +28,41 @@ def pads_of(rng: random.Random, size: int, mode: str) -> tuple[int, int]:
             return 0, 0
 
 
-@pytest.mark.parametrize("seed", seeds(10, 200))
+@in_all_dims(10, 200)
 @pytest.mark.parametrize("mode", MODES)
-def test_pad(mode: str, seed: int, meshes: dict) -> None:
+def test_pad(mode: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
-    rows, cols = (pads_of(rng, size, mode) for size in s.image.shape[2:])
+    s = draw(rng, every_mesh(dims))
+    pads = [pads_of(rng, size, mode) for size in s.image.shape[2:]]
     value = rng.choice((None, 0.0, -1.5)) if mode == "constant" else None
 
     def pad(x: Tensor) -> Tensor:
-        return F.pad(x, (*cols, *rows), mode, value)
+        return F.pad(x, [n for ends in reversed(pads) for n in ends], mode, value)
 
-    check(pad, s.image, [], s.mesh, f"{s}, rows {rows}, cols {cols}, {mode}")
+    check(pad, s.image, [], s.mesh, f"{s}, {pads}, {mode}")
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_pad_of_channels_and_samples_too(seed: int, meshes: dict) -> None:
+@in_all_dims(12, 12)
+def test_pad_of_channels_and_samples_too(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
+    s = draw(rng, every_mesh(dims))
     pads = tuple(rng.choice((-1, 0, 1, 2)) for _ in range(2 * rng.choice((1, 3, 4))))
     if min(n + sum(pads[2 * k : 2 * k + 2]) for k, n in enumerate(reversed(s.image.shape))) < 1:
         return
     check(lambda x: F.pad(x, pads, value=0.5), s.image, [], s.mesh, f"{s}, {pads}")
 
 
-@pytest.mark.parametrize("seed", seeds(8, 100))
+@in_all_dims(8, 100)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_convolutions_with_padding_modes(mode: str, seed: int, meshes: dict) -> None:
+def test_convolutions_with_padding_modes(mode: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
+    s = draw(rng, every_mesh(dims))
     padding = [min(p, n - 1) for p, n in zip(s.padding, s.image.shape[2:], strict=True)]
     kernel = [
         min(k, n + 2 * p) for k, n, p in zip(s.kernel, s.image.shape[2:], padding, strict=True)
     ]
-    module = nn.Conv2d(4, 3, kernel, s.stride, padding, padding_mode=mode, dtype=torch.float64)
+    layer = getattr(nn, f"Conv{dims}d")
+    module = layer(4, 3, kernel, s.stride, padding, padding_mode=mode, dtype=torch.float64)
     weight = parameter(rng, *module.weight.shape)
 
     def convolve(x: Tensor, weight: Tensor) -> Tensor:
@@ -145,8 +146,8 @@ def test_a_pad_keeps_the_cut_where_it_is(meshes: dict) -> None:
         x = shard(torch.zeros(1, 1, 40, 40), mesh)
         padded = F.pad(x, (1, 1, 1, 1), "reflect").spatial_layout
         for before, after in (
-            (x.spatial_layout.rows, padded.rows),
-            (x.spatial_layout.cols, padded.cols),
+            (x.spatial_layout.cuts[0], padded.cuts[0]),
+            (x.spatial_layout.cuts[1], padded.cuts[1]),
         ):
             assert after[:-1] == before[:-1]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -8,31 +9,44 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import Operation, check, close, draw, kept_for_backward, parameter, seeds
+from tests.mpi.equality import (
+    Operation,
+    check,
+    close,
+    draw,
+    every_mesh,
+    functional,
+    in_all_dims,
+    kept_for_backward,
+    parameter,
+)
 
 
-@pytest.mark.parametrize("seed", seeds(12, 300))
-def test_max_pooling(seed: int, meshes: dict) -> None:
+@in_all_dims(12, 300)
+def test_max_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes, pooling=True)
+    s = draw(rng, every_mesh(dims), pooling=True)
     stride = rng.choice((None, s.stride))
     ceil_mode = rng.random() < 0.5
 
     def pool(x: Tensor) -> Tensor:
-        return F.max_pool2d(x, s.kernel, stride, s.padding, s.dilation, ceil_mode)
+        pool = functional("max_pool", dims)
+        return pool(x, s.kernel, stride, s.padding, s.dilation, ceil_mode)
 
     check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, ceil {ceil_mode}")
 
 
-@pytest.mark.parametrize("seed", seeds(12, 300))
-def test_average_pooling(seed: int, meshes: dict) -> None:
+@in_all_dims(12, 300)
+def test_average_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes, pooling=True)
+    s = draw(rng, every_mesh(dims), pooling=True)
     stride = rng.choice((None, s.stride))
-    options = (rng.random() < 0.5, rng.random() < 0.5, rng.choice((None, None, 3)))
+    options = [rng.random() < 0.5, rng.random() < 0.5, rng.choice((None, None, 3))]
+    if dims == 1:
+        options.pop()  # PyTorch's takes no divisor
 
     def pool(x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, s.kernel, stride, s.padding, *options)
+        return functional("avg_pool", dims)(x, s.kernel, stride, s.padding, *options)
 
     check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, options {options}")
 
@@ -61,16 +75,21 @@ def test_max_pooling_of_whole_numbers_pads_below_all_of_them(meshes: dict) -> No
         assert torch.equal(ours, F.max_pool2d(labels.double(), 3, 2, 1).long())
 
 
-@pytest.mark.parametrize("seed", seeds(8, 200))
-def test_lp_pooling(seed: int, meshes: dict) -> None:
+def _one_if_alone(*values: Any) -> list[Any]:
+    """`F.lp_pool1d` takes numbers."""
+    return [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in values]
+
+
+@in_all_dims(8, 200)
+def test_lp_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes, pooling=True)
+    s = draw(rng, every_mesh(dims), pooling=True)
     kernel = tuple(min(k, n) for k, n in zip(s.kernel, s.image.shape[2:], strict=True))
     stride = rng.choice((None, s.stride))
     norm, ceil_mode = rng.choice((1, 2, 3, 2.0, float("inf"))), rng.random() < 0.5
 
     def pool(x: Tensor) -> Tensor:
-        return F.lp_pool2d(x, norm, kernel, stride, ceil_mode)
+        return functional("lp_pool", dims)(x, norm, *_one_if_alone(kernel, stride), ceil_mode)
 
     image = s.image.abs() + 0.1 if norm == 3 else s.image  # a root of a sum below zero has none
     check(pool, image, [], s.mesh, f"{s}, norm {norm}, stride {stride}, ceil {ceil_mode}")

@@ -12,7 +12,7 @@ from spatialdl import shard
 from spatialdl.layout import Bounds
 from spatialdl.spatial.reindex import DimMap, Segment, reindex
 from spatialdl.spatial.tensor import SpatialTensor
-from tests.mpi.equality import check, draw, seeds
+from tests.mpi.equality import check, draw, every_mesh, in_all_dims
 
 
 def any_segments(rng: random.Random, size: int) -> list[Segment]:
@@ -31,19 +31,21 @@ def read_by(segments: list[Segment]) -> list[int]:
     return [s.first + k * s.step for s in segments for k in range(s.length)]
 
 
-@pytest.mark.parametrize("seed", seeds(20, 600))
-def test_any_map_of_rows_and_columns(seed: int, meshes: dict) -> None:
+@in_all_dims(20, 600)
+def test_any_map_of_rows_and_columns(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
-    rows, cols = (any_segments(rng, size) for size in s.image.shape[2:])
+    s = draw(rng, every_mesh(dims))
+    each = [any_segments(rng, size) for size in s.image.shape[2:]]
 
     def read(x: Tensor) -> Tensor:
         if not isinstance(x, SpatialTensor):
-            return x[:, :, read_by(rows)][:, :, :, read_by(cols)]
+            for dim, segments in enumerate(each, start=2):
+                x = x.index_select(dim, torch.tensor(read_by(segments)))
+            return x
         layout = x.spatial_layout
-        return reindex(read, x, DimMap.of(rows, layout.rows), DimMap.of(cols, layout.cols))
+        return reindex(read, x, tuple(map(DimMap.of, each, layout.cuts)))
 
-    check(read, s.image, [], s.mesh, f"{s}, rows {rows}, cols {cols}")
+    check(read, s.image, [], s.mesh, f"{s}, {each}")
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -58,8 +60,8 @@ def test_rows_and_columns_at_any_dims(channels_last: bool, meshes: dict) -> None
                 if not isinstance(x, SpatialTensor):
                     return x.flip(rows).narrow(cols, 2, 4)
                 layout = x.spatial_layout
-                back = DimMap.of([Segment(7, 6, -1)], layout.rows)
-                return reindex(turned, x, back, DimMap.of([Segment(4, 2)], layout.cols))
+                back = DimMap.of([Segment(7, 6, -1)], layout.cuts[0])
+                return reindex(turned, x, (back, DimMap.of([Segment(4, 2)], layout.cuts[1])))
 
             image = draw(rng, {mesh.grid: mesh}).image.new_ones(2, 3, 7, 9).cumsum(3).cumsum(2)
             if channels_last:
@@ -71,15 +73,17 @@ def test_what_lies_outside_is_filled(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.ones(1, 1, 5, 6), mesh)
         layout = x.spatial_layout
-        rows = DimMap.of([Segment(9, -2)], layout.rows)
-        y = reindex(reindex, x, rows, DimMap.identity(layout.cols), fill=7.0).full_tensor()
+        rows = DimMap.of([Segment(9, -2)], layout.cuts[0])
+        y = reindex(reindex, x, (rows, DimMap.identity(layout.cuts[1])), fill=7.0).full_tensor()
         assert y[0, 0, :, 0].tolist() == [7, 7, 1, 1, 1, 1, 1, 7, 7]
 
 
 def test_the_identity_is_the_tensor_itself(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.ones(1, 1, 5, 6), mesh)
-        rows, cols = (DimMap.identity(b) for b in (x.spatial_layout.rows, x.spatial_layout.cols))
+        rows, cols = (
+            DimMap.identity(b) for b in (x.spatial_layout.cuts[0], x.spatial_layout.cuts[1])
+        )
         assert reindex(reindex, x, rows, cols) is x
 
 

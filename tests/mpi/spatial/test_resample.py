@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from spatialdl import UnsupportedSpatialOp, shard
 from spatialdl.spatial import SpatialTensor
-from tests.mpi.equality import check, draw, parameter, seeds
+from tests.mpi.equality import check, draw, every_mesh, in_all_dims, parameter
 
 MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
 SMOOTH = ("bilinear", "bicubic")
+LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 def any_size(rng: random.Random, sizes: list[int]) -> dict[str, Any]:
@@ -29,27 +30,29 @@ def any_size(rng: random.Random, sizes: list[int]) -> dict[str, Any]:
         return {"size": rng.choice((1, 5))}
     scales = (2, 2.0, 3.0, 1.5, 0.5, 0.7, 1 / 3, 2.3, 1.04)
     allowed = [s for s in scales if min(sizes) * s >= 1]
-    scale = (rng.choice(allowed), rng.choice(allowed)) if kind == "pair" else rng.choice(allowed)
+    scale = tuple(rng.choice(allowed) for _ in sizes) if kind == "pair" else rng.choice(allowed)
     return {"scale_factor": scale, "recompute_scale_factor": kind == "recomputed" or None}
 
 
-@pytest.mark.parametrize("seed", seeds(10, 500))
+@in_all_dims(10, 500)
 @pytest.mark.parametrize("mode", MODES)
-def test_interpolate(mode: str, seed: int, meshes: dict) -> None:
+def test_interpolate(mode: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
+    s = draw(rng, every_mesh(dims))
     options = any_size(rng, list(s.image.shape[2:]))
+    if mode == "bicubic" and dims != 2:
+        pytest.skip("PyTorch has it for images only")
     if mode in SMOOTH:
         one_column = F.interpolate(s.image, **options).shape[-1] == 1
         options["align_corners"] = rng.choice((None, False, True))
-        options["antialias"] = rng.random() < 0.25 and not one_column
+        options["antialias"] = rng.random() < 0.25 and not one_column and dims == 2
     if mode == "area" and isinstance(options.get("scale_factor"), tuple):
         options["recompute_scale_factor"] = True
 
     def resize(x: Tensor) -> Tensor:
-        return F.interpolate(x, mode=mode, **options)
+        return F.interpolate(x, mode=LINEAR[dims] if mode == "bilinear" else mode, **options)
 
-    if mode in SMOOTH and has_a_wrong_gradient(mode, s.image, **options):
+    if mode in SMOOTH and dims == 2 and has_a_wrong_gradient(mode, s.image, **options):
         with pytest.raises(UnsupportedSpatialOp, match="gradient is wrong"):
             resize(shard(s.image.requires_grad_(), s.mesh))
         return
@@ -147,8 +150,8 @@ def test_a_whole_factor_keeps_the_cut(meshes: dict) -> None:
         x = shard(torch.zeros(1, 1, 9, 10), mesh)
         for mode in ("nearest", "bilinear", "bicubic"):
             grown = F.interpolate(x, scale_factor=2, mode=mode).spatial_layout
-            assert grown.rows == tuple(2 * bound for bound in x.spatial_layout.rows)
-            assert grown.cols == tuple(2 * bound for bound in x.spatial_layout.cols)
+            assert grown.rows == tuple(2 * bound for bound in x.spatial_layout.cuts[0])
+            assert grown.cols == tuple(2 * bound for bound in x.spatial_layout.cuts[1])
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])

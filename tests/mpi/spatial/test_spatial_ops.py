@@ -11,35 +11,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import Operation, check, close, draw, mean_over_ranks, parameter, seeds
+from tests.mpi.equality import (
+    Operation,
+    check,
+    close,
+    draw,
+    every_mesh,
+    functional,
+    in_all_dims,
+    mean_over_ranks,
+    parameter,
+)
 
 
-@pytest.mark.parametrize("seed", seeds(60, 600))
-def test_convolution(seed: int, meshes: dict) -> None:
+@in_all_dims(60, 600)
+def test_convolution(dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
+    s = draw(rng, every_mesh(dims))
     groups = rng.choice((1, 1, 2, 4))
     weight = parameter(rng, 8, 4 // groups, *s.kernel)
     parameters = [weight, parameter(rng, 8)] if rng.random() < 0.5 else [weight]
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, groups)
+        return functional("conv", dims)(x, weight, bias, s.stride, s.padding, s.dilation, groups)
 
     check(convolve, s.image, parameters, s.mesh, f"{s}, groups {groups}")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_all_dims(12, 12)
 @pytest.mark.parametrize("padding", ["same", "valid"])
-def test_convolution_with_padding_by_name(padding: str, seed: int, meshes: dict) -> None:
+def test_convolution_with_padding_by_name(padding: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
-    s = draw(rng, meshes)
+    s = draw(rng, every_mesh(dims))
     kernel = [
         min(k, (n - 1) // d + 1)
         for k, n, d in zip(s.kernel, s.image.shape[2:], s.dilation, strict=True)
     ]
 
     def convolve(x: Tensor, weight: Tensor) -> Tensor:
-        return F.conv2d(x, weight, None, 1, padding, s.dilation)
+        return functional("conv", dims)(x, weight, None, 1, padding, s.dilation)
 
     check(convolve, s.image, [parameter(rng, 3, 4, *kernel)], s.mesh, f"{s}, padding {padding}")
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import spatialdl
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, from_local, init_mesh, shard
-from spatialdl.layout import Layout
+from spatialdl.layout import Layout, last_slices
 from spatialdl.spatial.table import HANDLERS
 from spatialdl.spatial.tensor import from_tile
 
@@ -264,10 +264,10 @@ def test_arguments_by_name(mesh: Mesh) -> None:
 def test_a_second_layout_is_brought_to_the_first(first: int, mesh: Mesh) -> None:
     whole = image(1, 3, 24, 24)
     even = shard(whole, mesh)
-    layout = Layout((0, 1), (0, 1, *even.spatial_layout.rows[2:]), even.spatial_layout.cols)
+    layout = Layout((0, 1), ((0, 1, *even.spatial_layout.cuts[0][2:]), even.spatial_layout.cuts[1]))
     assert layout != even.spatial_layout
     box = mesh.own_box(layout)
-    leaf = whole[..., box.row0 : box.row1, box.col0 : box.col1].clone().requires_grad_()
+    leaf = whole[last_slices(box.slices_in(layout.whole)[1:])].clone().requires_grad_()
     odd = from_tile(leaf, layout, mesh)
     pair = (even, odd) if first == 0 else (odd, even)
     y = pair[0] * 2 + pair[1]
@@ -353,8 +353,8 @@ def test_to_local_is_differentiable(mesh: Mesh) -> None:
     leaf = image().requires_grad_()
     (shard(leaf, mesh).to_local() * (mesh.part + 1)).sum().backward()
     parts = torch.zeros(1, 1, H, W, dtype=torch.float64)
-    for part, box in enumerate(mesh.layout((1, H, W)).boxes):
-        parts[..., box.row0 : box.row1, box.col0 : box.col1] = part + 1
+    for part, box in enumerate(mesh.layout(1, (H, W)).boxes):
+        parts[last_slices(slice(*own) for own in box.spatial)] = part + 1
     torch.testing.assert_close(leaf.grad * mesh.size, parts.expand(2, 4, H, W))
 
 

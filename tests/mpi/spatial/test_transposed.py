@@ -13,19 +13,21 @@ from tests.mpi.equality import (
     check,
     close,
     draw,
+    every_mesh,
+    functional,
+    in_all_dims,
     kept_for_backward,
     mean_over_ranks,
     parameter,
-    seeds,
     storage,
 )
 
 
-@pytest.mark.parametrize("seed", seeds(30, 800))
-def test_transposed_convolution(seed: int, meshes: dict) -> None:
+@in_all_dims(30, 800)
+def test_transposed_convolution(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     while True:
-        s = draw(rng, meshes)
+        s = draw(rng, every_mesh(dims))
         extra = [rng.randrange(max(d, n)) for d, n in zip(s.stride, s.dilation, strict=True)]
         size = [
             (n - 1) * step - 2 * p + d * (k - 1) + 1 + more
@@ -41,7 +43,8 @@ def test_transposed_convolution(seed: int, meshes: dict) -> None:
     parameters = [weight, parameter(rng, channels)] if rng.random() < 0.5 else [weight]
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.conv_transpose2d(x, weight, bias, s.stride, s.padding, extra, groups, s.dilation)
+        convolve = functional("conv_transpose", dims)
+        return convolve(x, weight, bias, s.stride, s.padding, extra, groups, s.dilation)
 
     check(convolve, s.image, parameters, s.mesh, f"{s}, output padding {extra}, groups {groups}")
 
