@@ -55,7 +55,7 @@ def _resampling(
     if factors and isinstance(factors[0], list | tuple):
         factors = factors[0]
     each = tuple(
-        Resampling(mode, n, m, align_corners, antialias, scale)
+        Resampling(mode, n, m, align_corners, antialias, scale, dims)
         for n, m, scale in zip(
             input.shape[2:], whole.shape[2:], factors or (None,) * dims, strict=True
         )
@@ -75,12 +75,14 @@ def _resampling(
 def _check_gradient(function: Call, input: SpatialTensor, each: tuple[Resampling, ...]) -> None:
     """Refuse a scale factor that keeps the size: PyTorch 2.13 copies in one direction only.
 
-    With antialiasing in each dim by itself, else in bicubic images of which both sizes are kept.
+    With antialiasing, and to the nearest in signals and volumes, in each dim by itself; in bicubic
+    images where both sizes are kept.
     """
     kept = [how for how in each if how.size == how.count]
     scaled = [how.scale for how in kept if not how.align_corners and how.scale not in (None, 1.0)]
     all_cubic = each[0].mode == "cubic" and len(kept) == len(each)
-    if scaled and (each[0].antialias or all_cubic):
+    in_each_dim = each[0].antialias or (each[0].mode == "nearest" and len(each) != 2)
+    if scaled and (in_each_dim or all_cubic):
         raise refusal(
             function,
             [input],

@@ -26,6 +26,7 @@ class Resampling:
         size: number of inputs.
         count: number of outputs.
         scale: the scale factor that the user gave, if any; outputs per input.
+        dims: spatial dims of the image.
     """
 
     mode: str
@@ -34,6 +35,7 @@ class Resampling:
     align_corners: bool = False
     antialias: bool = False
     scale: float | None = None
+    dims: int = 2
 
     @property
     def factor(self) -> int:
@@ -96,15 +98,13 @@ def taps_of(how: Resampling, dtype: torch.dtype) -> Taps:
 
 
 def _nearest(how: Resampling, dtype: torch.dtype) -> Tensor:
-    """PyTorch is asked: its rounding, in single precision, decides."""
-    column = torch.arange(how.size, dtype=dtype).view(1, 1, -1, 1)
-    ask = (
-        torch._C._nn._upsample_nearest_exact2d
-        if how.mode == "nearest-exact"
-        else torch._C._nn.upsample_nearest2d
-    )
-    scales = None if how.scale is None else [how.scale, 1.0]
-    answer = ask(column, None if scales else [how.count, 1], scales)
+    """PyTorch is asked: its rounding decides, which is another one in images than elsewhere."""
+    others = [1] * (how.dims - 1)
+    column = torch.arange(how.size, dtype=dtype).view(1, 1, -1, *others)
+    exact = "_exact" if how.mode == "nearest-exact" else ""
+    ask = getattr(torch._C._nn, f"{exact and '_'}upsample_nearest{exact}{how.dims}d")
+    scales = None if how.scale is None else [how.scale, *map(float, others)]
+    answer: Tensor = ask(column, None if scales else [how.count, *others], scales)
     return answer.view(-1, 1).long()
 
 

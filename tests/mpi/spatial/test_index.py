@@ -78,8 +78,8 @@ def test_a_crop_keeps_the_cut_where_it_is(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.zeros(1, 1, 40, 40), mesh)
         cropped = x[..., :39, :38].spatial_layout
-        assert cropped.rows[:-1] == x.spatial_layout.cuts[0][:-1]
-        assert cropped.cols[:-1] == x.spatial_layout.cuts[1][:-1]
+        assert cropped.cuts[0][:-1] == x.spatial_layout.cuts[0][:-1]
+        assert cropped.cuts[1][:-1] == x.spatial_layout.cuts[1][:-1]
 
 
 def test_one_row_is_the_same_on_every_rank(meshes: dict) -> None:

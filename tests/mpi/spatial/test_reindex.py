@@ -81,10 +81,7 @@ def test_what_lies_outside_is_filled(meshes: dict) -> None:
 def test_the_identity_is_the_tensor_itself(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.ones(1, 1, 5, 6), mesh)
-        rows, cols = (
-            DimMap.identity(b) for b in (x.spatial_layout.cuts[0], x.spatial_layout.cuts[1])
-        )
-        assert reindex(reindex, x, rows, cols) is x
+        assert reindex(reindex, x, tuple(map(DimMap.identity, x.spatial_layout.cuts))) is x
 
 
 @pytest.mark.parametrize(

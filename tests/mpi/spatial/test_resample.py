@@ -52,7 +52,7 @@ def test_interpolate(mode: str, dims: int, seed: int) -> None:
     def resize(x: Tensor) -> Tensor:
         return F.interpolate(x, mode=LINEAR[dims] if mode == "bilinear" else mode, **options)
 
-    if mode in SMOOTH and dims == 2 and has_a_wrong_gradient(mode, s.image, **options):
+    if has_a_wrong_gradient(mode, s.image, **options):
         with pytest.raises(UnsupportedSpatialOp, match="gradient is wrong"):
             resize(shard(s.image.requires_grad_(), s.mesh))
         return
@@ -62,18 +62,35 @@ def test_interpolate(mode: str, dims: int, seed: int) -> None:
 def has_a_wrong_gradient(
     mode: str,
     image: Tensor,
-    scale_factor: float | tuple[float, float] | None = None,
+    scale_factor: float | tuple[float, ...] | None = None,
     recompute_scale_factor: bool | None = None,
     **options: Any,
 ) -> bool:
     """Whether PyTorch's gradient is that of a copy but its output is none, or the reverse."""
-    if scale_factor is None or recompute_scale_factor or options["align_corners"]:
+    if scale_factor is None or recompute_scale_factor or options.get("align_corners"):
         return False
     output = F.interpolate(image, scale_factor=scale_factor).shape
-    pair = scale_factor if isinstance(scale_factor, tuple) else (scale_factor,) * 2
-    kept = [s for s, n, m in zip(pair, image.shape[2:], output[2:], strict=True) if n == m]
+    dims = image.dim() - 2
+    each = scale_factor if isinstance(scale_factor, tuple) else (scale_factor,) * dims
+    kept = [s for s, n, m in zip(each, image.shape[2:], output[2:], strict=True) if n == m]
     both = mode == "bicubic" and len(kept) == 2
-    return any(scale != 1 for scale in kept) and (options["antialias"] or both)
+    in_each_dim = options.get("antialias") or (mode == "nearest" and dims != 2)
+    return any(scale != 1 for scale in kept) and bool(in_each_dim or both)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_gradients_to_the_nearest_of_signals_and_volumes_likewise(dims: int, mode: str) -> None:
+    image = parameter(random.Random(0), 1, 1, *(6, 5, 4)[:dims]).requires_grad_()
+    for scale in (1.04, 2.0, 0.5):
+
+        def resize(x: Tensor, scale: float = scale) -> Tensor:
+            return F.interpolate(
+                x, scale_factor=scale, mode=LINEAR[dims] if mode == "linear" else mode
+            )
+
+        is_right = torch.autograd.gradcheck(resize, (image,), raise_exception=False)
+        assert is_right is not has_a_wrong_gradient(mode, image, scale)
 
 
 @pytest.mark.parametrize("antialias", [False, True])
@@ -150,8 +167,8 @@ def test_a_whole_factor_keeps_the_cut(meshes: dict) -> None:
         x = shard(torch.zeros(1, 1, 9, 10), mesh)
         for mode in ("nearest", "bilinear", "bicubic"):
             grown = F.interpolate(x, scale_factor=2, mode=mode).spatial_layout
-            assert grown.rows == tuple(2 * bound for bound in x.spatial_layout.cuts[0])
-            assert grown.cols == tuple(2 * bound for bound in x.spatial_layout.cuts[1])
+            assert grown.cuts[0] == tuple(2 * bound for bound in x.spatial_layout.cuts[0])
+            assert grown.cuts[1] == tuple(2 * bound for bound in x.spatial_layout.cuts[1])
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
