@@ -31,7 +31,7 @@ from spatialdl.version import __version__
 allocator.prepare()
 
 if TYPE_CHECKING:
-    from spatialdl.mesh import Mesh, init_mesh
+    from spatialdl.comm.mesh import Mesh, init_mesh
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.gather import gather_before
     from spatialdl.spatial.parallel import SpatialParallel, average_gradients
@@ -57,13 +57,13 @@ __all__ = [
 ]
 
 _FOUND_IN = {
-    "Mesh": "spatialdl.mesh",
+    "Mesh": "spatialdl.comm.mesh",
     "SpatialParallel": "spatialdl.spatial.parallel",
     "SpatialTensor": "spatialdl.spatial",
     "average_gradients": "spatialdl.spatial.parallel",
     "from_local": "spatialdl.spatial.split",
     "gather_before": "spatialdl.spatial.gather",
-    "init_mesh": "spatialdl.mesh",
+    "init_mesh": "spatialdl.comm.mesh",
     "recompute_blocks": "spatialdl.spatial.recompute",
     "register_op": "spatialdl.spatial",
     "shard": "spatialdl.spatial.split",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from spatialdl.checking.compare import Difference, Numbers
     from spatialdl.checking.record import Recorder
-    from spatialdl.mesh import Mesh
+    from spatialdl.comm.mesh import Mesh
 
 SEED = 0
 EXACT = "exact"
@@ -124,7 +124,7 @@ def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> N
 
     from spatialdl.checking.compare import one_step
     from spatialdl.checking.network import switch_off_dropout
-    from spatialdl.source_lines import users_line_of
+    from spatialdl.pipeline.source_lines import users_line_of
 
     network.to(getattr(torch, options.dtype)).train(options.train)
     switch_off_dropout(network)
@@ -153,7 +153,7 @@ def _check(options: argparse.Namespace) -> bool:
     from spatialdl.checking.network import arguments_of, build
     from spatialdl.checking.record import Recorder
     from spatialdl.comm import check
-    from spatialdl.mesh import init_mesh
+    from spatialdl.comm.mesh import init_mesh
 
     mesh = init_mesh(options.grid)
     check.enable()

@@ -27,7 +27,7 @@ from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.roll_call import answer
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.sameness.comparing import check_alike
 from spatialdl.sameness.subjects import Subject, code, configuration, versions
 from spatialdl.training.console import run_log

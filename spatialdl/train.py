@@ -49,7 +49,7 @@ from spatialdl.training.console import run_log
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
-    from spatialdl.placement import Placement
+    from spatialdl.parallel.placement import Placement
 
 log = logging.getLogger("spatialdl.train")
 

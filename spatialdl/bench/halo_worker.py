@@ -25,7 +25,7 @@ from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Held, views_of
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
-from spatialdl.layout import Layout, Window, needed_boxes
+from spatialdl.parallel.layout import Layout, Window, needed_boxes
 from spatialdl.spatial.conv import TileGeometry, tile_geometry
 
 Exchange = Callable[[], None]

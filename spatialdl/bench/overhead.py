@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spatialdl.bench.results import grid_of, machine
 from spatialdl.comm.alone import Done
 from spatialdl.comm.dry import Dry
-from spatialdl.mesh import Mesh
+from spatialdl.comm.mesh import Mesh
 from spatialdl.models import resnet50
 from spatialdl.spatial.split import from_local
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spatialdl.pipeline.schedule import Schedule, make_schedule
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
+from spatialdl.pipeline.schedule import make_schedule
 
 ONE_AFTER_THE_OTHER = "layer parallel"
 INTERLEAVE = 2

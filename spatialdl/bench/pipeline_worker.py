@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from spatialdl import models, trace
+from spatialdl import models
 from spatialdl.bench.pipeline_layouts import Layout, layouts
+from spatialdl.comm import trace
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world

@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from spatialdl import models
 from spatialdl.bench.results import grid_of, machine, publish
-from spatialdl.pipeline.schedule import Schedule, make_schedule
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
+from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import CannotWork, Job, Recompute

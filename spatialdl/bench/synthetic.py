@@ -29,7 +29,7 @@ from spatialdl.bench.results import machine, publish
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.configuring.overrides import check_overrides
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.planning.auto import choose_alone
 from spatialdl.training.checks import check_config
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.mesh import Mesh
+from spatialdl.comm.mesh import Mesh
 from spatialdl.spatial import SpatialTensor
 from spatialdl.spatial.parallel import average_gradients
 from spatialdl.spatial.split import shard

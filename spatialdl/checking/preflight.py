@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from spatialdl.checking.dry_loss import dry_loss
 from spatialdl.checking.record import Recorder, Refusal
+from spatialdl.comm.mesh import dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.mesh import dry_mesh
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
+from spatialdl.pipeline.source_lines import users_line_of
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.placement import Placement
 from spatialdl.random import keyed
-from spatialdl.source_lines import users_line_of
 from spatialdl.spatial.gather import gather_before as gather
 
 Criterion = Callable[[Any, Tensor], Tensor]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.source_lines import users_line
+from spatialdl.pipeline.source_lines import users_line
 from spatialdl.spatial import SpatialTensor
 from spatialdl.spatial.dims import from_image, to_image
 from spatialdl.spatial.split import shard

@@ -31,7 +31,7 @@ from spatialdl.comm.gpu import StagedExchange
 from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.plan import Plan
-from spatialdl.waiting import noted
+from spatialdl.comm.waiting import noted
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

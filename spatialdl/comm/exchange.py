@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from spatialdl import trace
-from spatialdl.comm import check, dry
+from spatialdl.comm import check, dry, trace
 from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.held import Held, pieces_of, views_of
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.tape import exchange_once, taped
-from spatialdl.waiting import noted
+from spatialdl.comm.waiting import noted
 
 
 def start_exchange(

@@ -18,14 +18,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from spatialdl import trace
-from spatialdl.comm import check
+from spatialdl.comm import check, trace
 from spatialdl.comm.communicator import Communicator, Pending, Sending
 from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.repartition import shape_of, view_of
+from spatialdl.comm.waiting import noted
 from spatialdl.errors import CommMismatch
-from spatialdl.layout import Box, Layout, empty_box
-from spatialdl.waiting import noted
+from spatialdl.parallel.layout import Box, Layout, empty_box
 
 
 @dataclass(frozen=True)

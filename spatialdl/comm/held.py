@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from spatialdl.comm.plan import Piece, Plan
-from spatialdl.layout import Box
+from spatialdl.parallel.layout import Box
 
 
 class Held(NamedTuple):

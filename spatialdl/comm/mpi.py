@@ -20,8 +20,8 @@ from spatialdl.comm.gpu import StagedExchange, cuda_aware
 from spatialdl.comm.held import Held
 from spatialdl.comm.neighbours import Neighbours
 from spatialdl.comm.plan import Plan
+from spatialdl.comm.waiting import noted
 from spatialdl.comm.ways import WAYS, Request, Requests, Way, by_messages, fastest
-from spatialdl.waiting import noted
 
 
 class MpiCommunicator(Neighbours):

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from spatialdl.comm.held import pieces_of
 from spatialdl.comm.plan import Plan
-from spatialdl.waiting import noted
+from spatialdl.comm.waiting import noted
 
 
 class Neighbours(MPI.Intracomm):

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.node_order import numbered
+from spatialdl.parallel.node_order import numbered
 
 
 class Nodes:

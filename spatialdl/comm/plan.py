@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.layout import Box
+from spatialdl.parallel.layout import Box
 
 
 class Piece(NamedTuple):

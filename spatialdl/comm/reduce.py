@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spatialdl import trace
-from spatialdl.comm import check, dry
+from spatialdl.comm import check, dry, trace
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.tape import once
-from spatialdl.waiting import noted
+from spatialdl.comm.waiting import noted
 
 # what MPI cannot add up, or not without loss
 _SUMMED_AS = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator
-from spatialdl.waiting import noted
+from spatialdl.comm.waiting import noted
 
 
 class TwoLevels(TorchCommunicator):

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from threading import Event, Thread, main_thread
 from typing import NamedTuple
 
-from spatialdl import waiting
-from spatialdl.comm import check, limit
+from spatialdl.comm import check, limit, waiting
 from spatialdl.comm.alarm import MOST, Alarm, Report, alarm_between
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.ending import end_job_for_sure

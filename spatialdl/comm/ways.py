@@ -21,7 +21,7 @@ from spatialdl.comm.datatypes import buffer, strided_type
 from spatialdl.comm.held import Held, holders, pieces_of, views_of
 from spatialdl.comm.neighbours import Neighbours
 from spatialdl.comm.plan import Piece, Plan
-from spatialdl.layout import Box
+from spatialdl.parallel.layout import Box
 
 TAG = 32767
 """Of the messages of exchanges: the largest that every MPI has."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spatialdl.data.image_source import Box, Pixels
 from spatialdl.data.views import Views
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from spatialdl.data.format import (
 from spatialdl.data.pixels import as_image, as_mask, image_dtype
 from spatialdl.data.settling import Settling
 from spatialdl.data.shard_file import ImageRows, ShardFile
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 
 
 class RegionShards:

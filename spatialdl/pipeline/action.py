@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward", "weight"]
@@ -36,3 +37,38 @@ def describe(action: Action) -> str:
 def stages_of(lists: Lists) -> int:
     """The number of stages that have something to do."""
     return 1 + max((action.stage for actions in lists for action in actions), default=-1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the ranks of a placement do in a step.
+
+    Attributes:
+        train: actions of a training step, one list a group of ranks.
+        evaluate: forwards alone.
+        microbatches: into which a batch is cut.
+    """
+
+    train: Lists
+    evaluate: Lists
+    microbatches: int
+
+
+def repeated(schedule: Schedule, times: int) -> Schedule:
+    """The same order again and again, each time for as many micro-batches more.
+
+    Of no more micro-batches than before are activations held at once.
+    """
+
+    def again(lists: Lists) -> Lists:
+        return [
+            [
+                action._replace(microbatch=action.microbatch + n * schedule.microbatches)
+                for n in range(times)
+                for action in actions
+            ]
+            for actions in lists
+        ]
+
+    train, evaluate = again(schedule.train), again(schedule.evaluate)
+    return Schedule(train, evaluate, times * schedule.microbatches)

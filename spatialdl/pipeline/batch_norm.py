@@ -12,12 +12,12 @@ from torch import nn
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.forward_buffers import BuffersInOrder, ForwardBuffers
 from spatialdl.pipeline.forward_parameters import ForwardParameters, check_unwritten
 from spatialdl.pipeline.placed import Microbatch, PlacedStage
 from spatialdl.pipeline.spectral import SpectralNorms
 from spatialdl.pipeline.statistics import SliceStatistics
-from spatialdl.placement import Placement
 from spatialdl.spatial.replicas import BatchNormOver
 
 _Keeper = SliceStatistics | SpectralNorms | ForwardParameters | ForwardBuffers | BuffersInOrder

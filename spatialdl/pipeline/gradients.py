@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import average, shard_of
-from spatialdl.pipeline.clipping import clip_gradients
-from spatialdl.pipeline.overflow import unscale_gradients
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 
 if TYPE_CHECKING:
     from spatialdl.pipeline.sharded import ShardedStage
@@ -71,3 +70,57 @@ class Gradients:
         if self._sharded:
             holders = {stage: self._placement.widths[stage] for stage in holders}
         return clip_gradients(self._stages, holders, self._comm, limit)
+
+
+def clip_gradients(
+    stages: Mapping[int, nn.Module], holders: Mapping[int, int], comm: Communicator, limit: float
+) -> float:
+    """Scale all gradients so that their common norm is at most `limit`; all ranks must call it.
+
+    As ``torch.nn.utils.clip_grad_norm_`` does it for a whole network.
+
+    Args:
+        stages: by number those of this rank, with averaged gradients.
+        holders: how many ranks hold each of them; of sharded ones, each shard.
+        comm: all ranks.
+
+    Returns:
+        The norm as it was, the same on every rank.
+    """
+    grads = {
+        number: [shard_of(p.grad) for p in stage.parameters() if p.grad is not None]
+        for number, stage in stages.items()
+    }
+    squares = torch.zeros(1, dtype=torch.float64)
+    for number, own in grads.items():
+        for grad in own:
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+            squares += norm.cpu().square() / holders[number]
+    norm = float(comm.all_reduce(squares).sqrt())
+    factor = limit / (norm + 1e-6)
+    if not factor >= 1:  # nor if it is no number
+        for own in grads.values():
+            for grad in own:
+                grad.mul_(factor)
+    return norm
+
+
+def unscale_gradients(grads: Iterable[Tensor], comm: Communicator, scale: float) -> bool:
+    """Divide gradients by `scale`, unless one of them is not finite on any rank.
+
+    All ranks of `comm` must call it, and all get the same answer.
+
+    Args:
+        grads: of this rank, averaged; of sharded ones the shards.
+
+    Returns:
+        Whether all gradients of all ranks are finite.
+    """
+    grads = list(grads)
+    finite = [grad.isfinite().all() for grad in grads]
+    overflows = sum(1 for one in finite if not one)
+    if float(comm.all_reduce(torch.tensor([overflows], dtype=torch.float64))) > 0:
+        return False
+    for grad in grads:
+        grad.div_(scale)
+    return True

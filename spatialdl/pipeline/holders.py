@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.two_levels import by_nodes
-from spatialdl.mesh import Mesh
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 
 
 def holding(placement: Placement, stage: int) -> list[int]:

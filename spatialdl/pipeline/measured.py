@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from spatialdl.comm.trace import Span
 from spatialdl.pipeline.action import Action, Kind
 from spatialdl.pipeline.simulate import Costs
-from spatialdl.trace import Span
 
 
 def measured_costs(ranks: Sequence[Sequence[Span]], stages: int) -> Costs:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from spatialdl.deep_state import form_of
-from spatialdl.source_lines import is_library
+from spatialdl.pipeline.deep_state import form_of
+from spatialdl.pipeline.source_lines import is_library
 
 _DESCRIPTORS = (FunctionType, classmethod, staticmethod, property)
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import Handover, HandoverShape
-from spatialdl.layout import Layout
-from spatialdl.mesh import Mesh, stage_mesh
+from spatialdl.comm.mesh import Mesh, stage_mesh
+from spatialdl.parallel.layout import Layout
+from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.shapes import Border, Passing, own_samples
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.placement import Placement, Position
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 

@@ -29,10 +29,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spatialdl.deep_state import form_of
 from spatialdl.pipeline.attributes import Attributes, Key, Region, own_attributes
+from spatialdl.pipeline.deep_state import form_of
 from spatialdl.pipeline.memory import Memory
 from spatialdl.pipeline.outer_state import OuterState
+from spatialdl.pipeline.source_lines import replays, users_line
 from spatialdl.pipeline.steps import (
     IMAGE,
     Attribute,
@@ -45,7 +46,6 @@ from spatialdl.pipeline.steps import (
 )
 from spatialdl.random import keyed
 from spatialdl.random.streams import numbers_drawn
-from spatialdl.source_lines import replays, users_line
 
 RUNS = 2
 """How often a forward is run again to see whether anything changes."""

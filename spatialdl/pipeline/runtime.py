@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl import trace, waiting
+from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.world import as_communicator
-from spatialdl.mesh import Mesh
-from spatialdl.pipeline.action import Action, describe
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Action, Schedule, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.gradients import Gradients
@@ -29,11 +30,9 @@ from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.samples_apart import check_samples_apart
-from spatialdl.pipeline.schedule import Schedule
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
-from spatialdl.placement import Placement
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather

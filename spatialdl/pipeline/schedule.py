@@ -12,38 +12,64 @@ GPipe (Huang et al. 2019, section 2.3) on three stages and four micro-batches, t
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-`zero_bubble` waits less, by doing the weights' part of backwards when there is nothing else to do.
-
 Layer parallelism is a pipeline with one micro-batch.
+
+Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): each group of ranks holds several stages,
+so that bubbles become shorter. Two groups, four stages, four micro-batches; a digit is a
+micro-batch, the stages 2 and 3 have primes:
+
+    group 0 (stages 0, 2)  F0 F1 F0' F1' F2 .  F3 .. B0' ...
+    group 1 (stages 1, 3)  .  F0 F1  F0' B0' F1' B1' ...
+
+Zero bubble (ZB-H1; Qi et al. 2024, "Zero bubble pipeline parallelism", section 2): 1F1B whose
+weight gradients come later, to fill the time in which ranks would wait. Nobody but the optimizer
+waits for the gradient of a weight, so a backward gives that of the stage's input only, and the
+weights' are an action of their own. Every action one unit of time:
+
+    stage 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+    stage 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+    stage 2  .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+Gradients go back to the first stage as fast as they can, as the weights of stage s wait for s more
+micro-batches. With P stages, at least P micro-batches and even costs F, B, W of a forward, a
+backward and a weight action (W no larger than the others), a rank waits for (P - 1)(F + B - W)
+(table 1), with 1F1B for (P - 1)(F + B + W). Activations are held of P - s micro-batches as with
+1F1B, and of s + 1 what the weights wait for.
+
+GEMS (Jain et al. 2020, "GEMS: GPU-enabled memory-aware model-parallelism system for distributed DNN
+training"): a second copy of the network on the same ranks, in inverse order. A batch is cut into
+chunks that the copies take in turn; the ranks that are done first with one copy begin with the
+other. Three groups, two chunks of one micro-batch; digits are stages, those of the second copy
+have primes, a backward takes two units of time:
+
+    mast     group 0  F0 .  .  .  .  .  .  B0 -- F2'B2'-- .  .  .  .
+             group 1  .  F1 .  .  .  B1 -- F1'.  .  .  .  B1'-- .  .
+             group 2  .  .  F2 B2 -- F0'.  .  .  .  .  .  .  .  B0'--
+
+    basic    group 0  F0 .  .  F2'B2'-- .  B0 -- .  .
+             group 1  .  F1 F1'.  .  B1 -- B1'-- .  .
+             group 2  F0'.  F2 B2 -- .  .  .  .  B0'--
+
+``mast`` lets a chunk begin when the activations of the one before are gone, ``basic`` has two
+chunks at once: faster, but it holds the activations of both.
+
+In the long run ``mast`` waits for (P - 1) / (P + 1/2) of the time with P groups, one micro-batch a
+chunk, and backwards of two forwards (Li, Hoefler 2021, "Chimera", table 2), but it holds the
+activations of one chunk only. GEMS-MASTER is the same over more than two chunks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import pairwise
 
-from spatialdl.pipeline import gems
-from spatialdl.pipeline.action import Action, Lists
-from spatialdl.pipeline.interleaved import interleaved
-from spatialdl.pipeline.zero_bubble import zero_bubble
-from spatialdl.placement import Placement
+from spatialdl.parallel.layout import even_bounds
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Action, Kind, Lists, Schedule
+from spatialdl.pipeline.simulate import Costs, Span, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
 GEMS = ("basic", "mast", "master")
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What the ranks of a placement do in a step.
-
-    Attributes:
-        train: actions of a training step, one list a group of ranks.
-        evaluate: forwards alone.
-        microbatches: into which a batch is cut.
-    """
-
-    train: Lists
-    evaluate: Lists
-    microbatches: int
 
 
 def make_schedule(name: str, placement: Placement, microbatches: int, times: int = 1) -> Schedule:
@@ -58,8 +84,8 @@ def make_schedule(name: str, placement: Placement, microbatches: int, times: int
     _check(name, placement, times)
     groups = placement.groups
     if placement.mirrored:
-        train = (gems.basic if name == "basic" else gems.mast)(groups, microbatches, times)
-        return Schedule(train, gems.forwards(groups, microbatches, times), microbatches)
+        train = (basic if name == "basic" else mast)(groups, microbatches, times)
+        return Schedule(train, both_forwards(groups, microbatches, times), microbatches)
     if name == "interleaved":
         train = interleaved(groups, microbatches, placement.interleave)
     else:
@@ -69,34 +95,12 @@ def make_schedule(name: str, placement: Placement, microbatches: int, times: int
     return Schedule(train, evaluate, microbatches)
 
 
-def repeated(schedule: Schedule, times: int) -> Schedule:
-    """The same order again and again, each time for as many micro-batches more.
-
-    Of no more micro-batches than before are activations held at once.
-    """
-
-    def again(lists: Lists) -> Lists:
-        return [
-            [
-                action._replace(microbatch=action.microbatch + n * schedule.microbatches)
-                for n in range(times)
-                for action in actions
-            ]
-            for actions in lists
-        ]
-
-    train, evaluate = again(schedule.train), again(schedule.evaluate)
-    return Schedule(train, evaluate, times * schedule.microbatches)
-
-
 def _check(name: str, placement: Placement, times: int) -> None:
     known = GEMS if placement.mirrored else SCHEDULES
     if name not in known:
         raise ValueError(f"the schedule {name} is unknown here: take one of {', '.join(known)}")
     if times != 1 and name != "master":
-        raise ValueError(
-            f"parallel.gems.times={times} is for parallel.gems.variant=master, not for {name}"
-        )
+        raise ValueError(f"parallel.times={times} is for parallel.variant=master, not for {name}")
     if (name == "interleaved") != (placement.interleave > 1):
         raise ValueError(
             f"parallel.schedule={name} with parallel.interleave={placement.interleave}: the "
@@ -143,3 +147,150 @@ def forward_only(groups: int, microbatches: int, interleave: int = 1) -> Lists:
     """Evaluation: forwards alone, block by block where a group holds several stages."""
     trained = interleaved(groups, microbatches, interleave)
     return [[action for action in actions if action.kind == "forward"] for actions in trained]
+
+
+# --- stages dealt out in turn
+
+
+def interleaved(groups: int, microbatches: int, interleave: int) -> Lists:
+    """1F1B over stages that are dealt out to the groups in turn.
+
+    Micro-batches pass in blocks of at least as many as there are groups: a block goes through all
+    stages of a group before the next one begins.
+
+    Args:
+        interleave: stages that each group holds.
+    """
+    return [_interleaved_group(group, groups, microbatches, interleave) for group in range(groups)]
+
+
+def _interleaved_group(group: int, groups: int, microbatches: int, interleave: int) -> list[Action]:
+    bounds = even_bounds(microbatches, max(1, microbatches // groups))
+    stages = range(group, groups * interleave, groups)
+    forwards = [Action("forward", s, m) for s, m in _in_blocks(stages, bounds)]
+    backwards = [Action("backward", s, m) for s, m in _in_blocks(stages[::-1], bounds)]
+    # before the first backward comes: the first block through all stages but the last, and what
+    # the groups behind this one need to get there and back
+    ahead = (interleave - 1) * max(b - a for a, b in pairwise(bounds)) + 2 * (groups - 1 - group)
+    ahead = min(ahead, len(forwards))
+    actions = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(forwards) - ahead :]
+
+
+def _in_blocks(stages: Sequence[int], bounds: Sequence[int]) -> list[tuple[int, int]]:
+    return [
+        (stage, m)
+        for start, stop in pairwise(bounds)
+        for stage in stages
+        for m in range(start, stop)
+    ]
+
+
+# --- zero bubble
+
+
+def zero_bubble(stages: int, microbatches: int) -> Lists:
+    """The order of 1F1B, with the weights of a stage as many micro-batches late as it has before.
+
+    Weights get their gradients in the order of the micro-batches.
+    """
+    return [_zero_bubble_stage(stage, stages, microbatches) for stage in range(stages)]
+
+
+def _zero_bubble_stage(stage: int, stages: int, microbatches: int) -> list[Action]:
+    ahead = min(stages - stage, microbatches)
+    actions = [Action("forward", stage, m) for m in range(ahead)]
+    for m in range(microbatches):
+        actions.append(Action("backward", stage, m))
+        if m >= stage:
+            actions.append(Action("weight", stage, m - stage))
+        if ahead + m < microbatches:
+            actions.append(Action("forward", stage, ahead + m))
+    late = range(max(0, microbatches - stage), microbatches)
+    return actions + [Action("weight", stage, m) for m in late]
+
+
+# --- GEMS
+
+COPIES = 2
+BOTH: tuple[Kind, ...] = ("forward", "backward")
+
+
+def mast(groups: int, microbatches: int, times: int = 1) -> Lists:
+    """Chunk after chunk, so that a group holds the activations of one chunk.
+
+    Args:
+        times: pairs of chunks in a batch.
+
+    Raises:
+        ValueError: if the micro-batches cannot be dealt out to the chunks evenly.
+    """
+    size = _chunk_size(microbatches, times)
+    return [
+        [
+            _action(kind, group, groups, m, size)
+            for start in range(0, microbatches, size)
+            for kind in BOTH
+            for m in range(start, start + size)
+        ]
+        for group in range(groups)
+    ]
+
+
+def basic(groups: int, microbatches: int, times: int = 1) -> Lists:
+    """Two chunks at once, one in each copy, each as in GPipe."""
+    size = _chunk_size(microbatches, times)
+    lists: list[list[Action]] = [[] for _ in range(groups)]
+    for start in range(0, microbatches, COPIES * size):
+        both = _both_ways(groups, range(start, start + COPIES * size), size, BOTH)
+        for actions, more in zip(lists, both, strict=True):
+            actions.extend(more)
+    return lists
+
+
+def both_forwards(groups: int, microbatches: int, times: int = 1) -> Lists:
+    """Evaluation: forwards alone, both copies at once."""
+    size = _chunk_size(microbatches, times)
+    return _both_ways(groups, range(microbatches), size, ("forward",))
+
+
+def _both_ways(
+    groups: int, microbatches: range, size: int, kinds: Sequence[Kind]
+) -> list[list[Action]]:
+    """Each copy as if it were alone; what comes together on a group is done as it would begin."""
+    spans: list[list[Span]] = [[] for _ in range(groups)]
+    for copy in range(COPIES):
+        alone = [
+            [
+                action
+                for kind in kinds
+                for m in microbatches
+                if (action := _action(kind, group, groups, m, size)).copy == copy
+            ]
+            for group in range(groups)
+        ]
+        for own, more in zip(spans, simulate(alone, Costs.even(groups)).spans, strict=True):
+            own.extend(more)
+    return [
+        [span.action for span in sorted(own, key=lambda span: (span.start, span.action.copy))]
+        for own in spans
+    ]
+
+
+def _action(kind: Kind, group: int, groups: int, microbatch: int, size: int) -> Action:
+    copy = microbatch // size % COPIES
+    return Action(kind, group if copy == 0 else groups - 1 - group, microbatch, copy)
+
+
+def _chunk_size(microbatches: int, times: int) -> int:
+    """Micro-batches of a chunk."""
+    chunks = COPIES * times
+    if microbatches % chunks:
+        raise ValueError(
+            f"GEMS deals micro-batches out to 2 copies, parallel.gems.times={times} times, so "
+            f"their number must be a multiple of {chunks}: parallel.microbatches={microbatches} "
+            f"is not, take {microbatches // chunks * chunks + chunks}"
+        )
+    return microbatches // chunks

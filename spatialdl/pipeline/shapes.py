@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.handover import HandoverShape
+from spatialdl.comm.mesh import dry_mesh
 from spatialdl.comm.repartition import shape_of
-from spatialdl.layout import Layout, by, even_bounds
-from spatialdl.mesh import dry_mesh
+from spatialdl.parallel.layout import Layout, by, even_bounds
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.placement import Placement
 from spatialdl.spatial.tensor import SpatialTensor
 
 

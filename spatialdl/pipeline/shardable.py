@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spatialdl.pipeline.schedule import Schedule
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
 
 
 def check_shardable(placement: Placement, schedule: Schedule) -> None:

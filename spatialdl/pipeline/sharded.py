@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from spatialdl.comm.gradients import average
 from spatialdl.comm.groups import new_group
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
-from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import enter
 
 

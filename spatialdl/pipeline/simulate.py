@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Kind, Lists, describe, stages_of
-from spatialdl.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from spatialdl.pipeline.recording import Forward
+from spatialdl.pipeline.source_lines import replays
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
 from spatialdl.pipeline.written_state import copies_saved
 from spatialdl.random import scope
-from spatialdl.source_lines import replays
 from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
 
 OUTPUT = Value(-2)

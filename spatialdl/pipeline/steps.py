@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spatialdl.deep_state import form_of
-from spatialdl.source_lines import replays
+from spatialdl.pipeline.deep_state import form_of
+from spatialdl.pipeline.source_lines import replays
 
 
 class Value(NamedTuple):

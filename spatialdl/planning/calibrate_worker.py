@@ -22,7 +22,7 @@ from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Held
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.world import start_world
-from spatialdl.layout import Box
+from spatialdl.parallel.layout import Box
 from spatialdl.planning.ledger import Ledger, Work
 
 aten = torch.ops.aten

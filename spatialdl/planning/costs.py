@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from spatialdl.allocator import MAPPED_FROM
 from spatialdl.checking.dry_loss import dry_loss
 from spatialdl.comm.dry import Talk, listening
+from spatialdl.comm.mesh import dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.layout import Layout
-from spatialdl.mesh import dry_mesh
+from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.ledger import Ledger, Phase, Work, taken
 from spatialdl.planning.parts import Parts

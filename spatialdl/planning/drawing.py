@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spatialdl.comm.trace import Span
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import describe
-from spatialdl.placement import Placement
 from spatialdl.planning.job import Job
 from spatialdl.planning.search import Row
-from spatialdl.trace import Span
 from spatialdl.training.pictures.timeline import MOST_ROWS, ROW_INCHES, draw_legend, draw_rows
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from spatialdl.checking.preflight import Preflight, preflight
 from spatialdl.comm.alone import Alone
-from spatialdl.layout import even_bounds
-from spatialdl.pipeline.schedule import Schedule
-from spatialdl.placement import Placement
+from spatialdl.parallel.layout import even_bounds
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job

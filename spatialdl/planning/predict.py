@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.holders import holding
-from spatialdl.pipeline.schedule import Schedule
 from spatialdl.pipeline.simulate import Costs, Span, Timeline, merged, simulate
-from spatialdl.placement import Placement
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.shared import simulate_shared

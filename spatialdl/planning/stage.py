@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from spatialdl.layout import by
+from spatialdl.parallel.layout import by
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.placement import Placement
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import CannotWork, Job, Recompute

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.configuring.values import check_values
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import CONTENT, LATEST, candidates
 from spatialdl.training.checks import BACKENDS, BALANCES, DEVICES, PRECISIONS, TRANSPORTS

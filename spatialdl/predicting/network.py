@@ -16,7 +16,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.errors import CheckpointError
-from spatialdl.node_order import placed_by_nodes
+from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.trained import Trained, trained_in

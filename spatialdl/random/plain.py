@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.mesh import Mesh
+from spatialdl.comm.mesh import Mesh
 from spatialdl.random.generator import (
     Region,
     bernoulli,

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.comm.tape import aside
-from spatialdl.mesh import Mesh
 from spatialdl.random.generator import Region, key_of, signed
 
 

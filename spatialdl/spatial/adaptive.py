@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
-from spatialdl.layout import Box, Layout, empty_box, even_bounds, last_slices
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds, last_slices
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.pool import with_rows, without_rows
 from spatialdl.spatial.table import refusal, register_op, spatial_in

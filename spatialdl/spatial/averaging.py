@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.gradients import buckets
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
-from spatialdl.mesh import Mesh
+from spatialdl.comm.waiting import noted
 from spatialdl.spatial.agreed import note_averaged
-from spatialdl.waiting import noted
 
 BUCKET_BYTES = 8 * 2**20
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import repartition
-from spatialdl.layout import Box, Layout
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Box, Layout
 from spatialdl.spatial.dims import SpatialDims, from_image
 from spatialdl.spatial.operands import cut
 from spatialdl.spatial.table import refusal

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Held
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import shape_of, view_of
-from spatialdl.layout import Box, Layout, Window, last_slices
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Box, Layout, Window, last_slices
 from spatialdl.spatial.channel_conv import check_channels, conv_of_channels, is_of_one_pixel
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
 from spatialdl.spatial.edges import Cut, Strip, cut_dim

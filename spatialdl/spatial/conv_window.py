@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan
-from spatialdl.layout import Box
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Box
 from spatialdl.spatial.window_function import apply_to_window
 
 aten = torch.ops.aten

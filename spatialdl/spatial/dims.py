@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from spatialdl.layout import spatial_names
+from spatialdl.parallel.layout import spatial_names
 
 
 class SpatialDims(NamedTuple):

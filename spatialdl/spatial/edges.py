@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from spatialdl.layout import Bounds, Window
+from spatialdl.parallel.layout import Bounds, Window
 
 
 @dataclass(frozen=True)

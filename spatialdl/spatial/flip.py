@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
-from spatialdl.layout import Bounds, Box
+from spatialdl.parallel.layout import Bounds, Box
 from spatialdl.spatial.reindex import (
     DimMap,
     Segment,

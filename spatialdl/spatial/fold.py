@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition
-from spatialdl.layout import Layout, Window, by, needed_boxes
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Layout, Window, by, needed_boxes
 from spatialdl.spatial.dims import are_tokens, token_dims
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile

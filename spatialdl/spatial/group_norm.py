@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import sum_over_ranks
-from spatialdl.mesh import Mesh
 from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.norm import (
     Moments,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
-from spatialdl.layout import Box, Layout, even_bounds, last_slices
+from spatialdl.parallel.layout import Box, Layout, even_bounds, last_slices
 from spatialdl.spatial.operands import own_box_of
 from spatialdl.spatial.reindex import apart_dims, fetch, last_dims, one_sample
 from spatialdl.spatial.span import without_data

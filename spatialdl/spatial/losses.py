@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.composite import inside
-from spatialdl.mesh import Mesh
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
 from spatialdl.spatial.span import split_dims, without_data, without_dims

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.composite import inside
-from spatialdl.layout import Interval
+from spatialdl.parallel.layout import Interval
 from spatialdl.spatial.agreed import leave_alone
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.table import any_other, refusal, register_op

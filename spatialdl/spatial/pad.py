@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.layout import Bounds
+from spatialdl.parallel.layout import Bounds
 from spatialdl.spatial.autocast import padded_as
 from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex, take
 from spatialdl.spatial.table import refusal, register_op

@@ -11,7 +11,7 @@ from torch import nn
 
 from spatialdl.comm.broadcast import broadcast_state
 from spatialdl.comm.gradients import average
-from spatialdl.mesh import Mesh
+from spatialdl.comm.mesh import Mesh
 from spatialdl.spatial.agreed import note_averaged
 from spatialdl.spatial.averaging import Averaging
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.repartition import empty_for, move, move_back
-from spatialdl.layout import Box, Window
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Box, Window
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import (

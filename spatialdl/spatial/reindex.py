@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition, view_of
-from spatialdl.layout import Bounds, Box, Layout, spatial_names, strided_bounds
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Bounds, Box, Layout, spatial_names, strided_bounds
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.layout import (
+from spatialdl.parallel.layout import (
     Bounds,
     Box,
     Layout,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.layout import Layout
+from spatialdl.parallel.layout import Layout
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_ranks
-from spatialdl.layout import Box, Layout
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Box, Layout
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op
 

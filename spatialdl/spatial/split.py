@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import move, view_of
-from spatialdl.layout import Layout, by
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Layout, by
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 

@@ -27,13 +27,13 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.comm.agreement import Agreement
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.layout import Layout
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Layout
 from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image

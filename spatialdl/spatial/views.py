@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spatialdl.layout import Bounds, Layout
+from spatialdl.parallel.layout import Bounds, Layout
 from spatialdl.spatial.dims import SpatialDims, View, regroup
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from spatialdl.comm.agreement import Agreement
+from spatialdl.comm.mesh import Mesh
 from spatialdl.composite import inside
-from spatialdl.layout import Layout
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Layout
 from spatialdl.spatial.dims import SpatialDims, samples_of
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.table import HANDLERS, refusal, spatial_in

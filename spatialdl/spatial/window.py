@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, view_of
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.layout import Layout, Window, by, needed_boxes, spatial_names
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import Layout, Window, by, needed_boxes, spatial_names
 from spatialdl.spatial.tensor import SpatialTensor
 
 

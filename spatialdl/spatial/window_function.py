@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import (
@@ -22,7 +23,6 @@ from spatialdl.comm.repartition import (
     room_for_window,
     view_of,
 )
-from spatialdl.mesh import Mesh
 from spatialdl.spatial.later import later
 from spatialdl.spatial.window import holds_all, nothing, read_window
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.values import check_values
 from spatialdl.data.normalisation import Normalisation
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.training.best import check_metric
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers

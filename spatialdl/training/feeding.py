@@ -8,12 +8,12 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from spatialdl import waiting
+from spatialdl.comm import waiting
+from spatialdl.comm.mesh import Mesh
 from spatialdl.data.batches import Batching, Slice
 from spatialdl.data.loader import Loader, to_input
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
-from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.split import from_local

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from spatialdl.data.format import Manifest, RegionSample
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 
 Size = tuple[int, int]
 

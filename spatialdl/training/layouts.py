@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.layout import by
-from spatialdl.pipeline.schedule import GEMS, Schedule, make_schedule, repeated
+from spatialdl.parallel.layout import by
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule, repeated
+from spatialdl.pipeline.schedule import GEMS, make_schedule
 from spatialdl.pipeline.shardable import check_shardable
-from spatialdl.placement import Placement
 
 RECOMPUTE = ("none", "block", "stage")
 

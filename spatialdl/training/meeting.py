@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from spatialdl import trace
+from spatialdl.comm import trace
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.waiting import noted
 from spatialdl.training import signals
 from spatialdl.training.checkpoints.writing import Writer
 from spatialdl.training.console import run_log
 from spatialdl.training.course import Course
 from spatialdl.training.staging import Staging
 from spatialdl.training.time_split import COUNTS, TimeSplit
-from spatialdl.waiting import noted
 
 
 class Meeting:

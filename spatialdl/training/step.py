@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from omegaconf import DictConfig
 
-from spatialdl import trace
+from spatialdl.comm import trace
 from spatialdl.comm.communicator import Communicator
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline

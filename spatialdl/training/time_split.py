@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from spatialdl import trace
+from spatialdl.comm import trace
 
 PARTS: tuple[str, ...] = ("compute", "halo", "hand_over", "reduce", "data")
 COLUMNS: tuple[str, ...] = ("halo", "hand_over", "reduce")

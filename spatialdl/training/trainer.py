@@ -12,14 +12,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from spatialdl import trace, waiting
-from spatialdl.comm import check
+from spatialdl.comm import check, trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.data.views import Views
 from spatialdl.errors import NotFinite
-from spatialdl.node_order import placed_by_nodes
+from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training.checkpoints.keeping import Checkpoints, Resumed

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.mesh import Mesh
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
-from spatialdl.mesh import Mesh
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.feeding import Feed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spatialdl import gather_before, init_mesh
 from spatialdl.checking.dry_loss import dry_loss
-from spatialdl.mesh import Mesh
+from spatialdl.comm.mesh import Mesh
 from spatialdl.planning.costs import count
 from spatialdl.planning.program import Program
 from spatialdl.training.tasks.losses import classification_loss, segmentation_loss

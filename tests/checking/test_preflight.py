@@ -11,7 +11,7 @@ from torch import nn
 
 from spatialdl.checking.preflight import preflight
 from spatialdl.models import amoebanet_d, resnet18, resnet50, unet
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression
 

@@ -5,7 +5,7 @@ import torch
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.plan import Plan
-from spatialdl.layout import Box
+from spatialdl.parallel.layout import Box
 
 
 def test_it_hears_itself():

@@ -4,7 +4,7 @@ import pytest
 
 from spatialdl.comm.held import holders
 from spatialdl.comm.plan import Piece
-from spatialdl.layout import Box
+from spatialdl.parallel.layout import Box
 
 WHOLE, PART, CORNER = (
     Box(((0, 1), (0, 8), (0, 8))),

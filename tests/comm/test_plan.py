@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.layout import Box, Layout, empty_box
+from spatialdl.parallel.layout import Box, Layout, empty_box
 
 SIZE = (2, 7, 6)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spatialdl.comm.stack import module_of, place_of
-from spatialdl.waiting import noted
+from spatialdl.comm.waiting import noted
 
 
 class Waits(nn.Module):

@@ -12,7 +12,7 @@ from spatialdl.data.format import RegionSample
 from spatialdl.data.jpeg import decode, encode
 from spatialdl.data.region_shard import cut_rows
 from spatialdl.errors import SlideError
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 
 RANDOM = np.random.default_rng(0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import GEMS
-from spatialdl.placement import Placement
 
 MOST_RANKS = {"resnet18": 3, "amoebanet_d": 2, "resnet50": 2, "resnet110_v2": 2}
 """Deep networks are run on more ranks, and in other ways, by the longer proof only."""

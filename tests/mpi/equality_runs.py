@@ -19,9 +19,9 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl import from_local
+from spatialdl.comm.mesh import Mesh
 from spatialdl.data.format import UNLABELLED
-from spatialdl.layout import even_bounds
-from spatialdl.mesh import Mesh
+from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule

@@ -8,7 +8,7 @@ from threading import Event, Thread, get_ident
 
 from mpi4py import MPI
 
-from spatialdl.waiting import Wait, wait_of
+from spatialdl.comm.waiting import Wait, wait_of
 
 RANK, LAST = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size - 1
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spatialdl.comm.alone import Alone
-from spatialdl.pipeline.clipping import clip_gradients
+from spatialdl.pipeline.gradients import clip_gradients
 
 
 def stages() -> dict[int, nn.Module]:

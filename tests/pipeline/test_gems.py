@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.pipeline.gems import basic, forwards, mast
-from spatialdl.pipeline.schedule import gpipe
+from spatialdl.pipeline.schedule import basic, both_forwards, gpipe, mast
 from spatialdl.pipeline.simulate import Costs, simulate
 
 GROUPS = range(1, 9)
@@ -61,7 +60,7 @@ def test_nobody_waits_for_ever_and_no_more_is_held_than_said(groups):
             both = simulate(basic(groups, microbatches, times), costs)
             assert max(both.peak_held) <= 2 * size
             assert both.seconds <= simulate(mast(groups, microbatches, times), costs).seconds
-            simulate(forwards(groups, microbatches, times), costs)
+            simulate(both_forwards(groups, microbatches, times), costs)
 
 
 def test_two_groups_that_do_both_copies_at_once_never_wait():
@@ -71,7 +70,7 @@ def test_two_groups_that_do_both_copies_at_once_never_wait():
         assert simulate(gpipe(2, microbatches), Costs.even(2)).bubble > 0
 
 
-@pytest.mark.parametrize("make", [mast, basic, forwards])
+@pytest.mark.parametrize("make", [mast, basic, both_forwards])
 def test_micro_batches_that_cannot_be_dealt_out_are_refused(make):
     with pytest.raises(
         ValueError, match=r"a multiple of 4: parallel.microbatches=6 is not, take 8"

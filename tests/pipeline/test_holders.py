@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.holders import holders_of, holding
-from spatialdl.placement import Placement
 
 ONE, TWO = (1, 1), (2, 1)
 

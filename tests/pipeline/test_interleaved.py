@@ -5,8 +5,7 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from spatialdl.pipeline.interleaved import interleaved
-from spatialdl.pipeline.schedule import one_f_one_b
+from spatialdl.pipeline.schedule import interleaved, one_f_one_b
 from spatialdl.pipeline.simulate import Costs, simulate
 
 SHAPES = [(groups, interleave) for groups in range(1, 9) for interleave in (1, 2, 3, 4)]

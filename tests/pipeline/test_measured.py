@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from spatialdl.comm.trace import Span
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.measured import busy_times, measured_costs
-from spatialdl.trace import Span
 
 
 def action(kind, stage, microbatch, start, end, copy=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spatialdl.comm.alone import Alone
-from spatialdl.pipeline.overflow import unscale_gradients
+from spatialdl.pipeline.gradients import unscale_gradients
 
 
 def test_gradients_are_divided_in_place():

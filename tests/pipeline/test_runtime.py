@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.alone import Alone
-from spatialdl.pipeline.action import Action
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Action, Schedule
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.pipeline.schedule import Schedule, make_schedule
-from spatialdl.placement import Placement
+from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import checkpoint_contexts
 
 

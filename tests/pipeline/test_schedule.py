@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.schedule import (
     GEMS,
@@ -15,7 +16,6 @@ from spatialdl.pipeline.schedule import (
     one_f_one_b,
 )
 from spatialdl.pipeline.simulate import Costs, simulate
-from spatialdl.placement import Placement
 
 SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 8) for microbatches in (1, 2, 3, 8, 32)]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.layout import Layout
 from spatialdl.models import unet
+from spatialdl.parallel.layout import Layout
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import Border, HandoverShapes, borders
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.placement import Placement
 
 
 class Gives(nn.Module):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from spatialdl.comm.dry import Talk
-from spatialdl.layout import Layout
 from spatialdl.models import resnet18, unet
+from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import between, count, largest_part
 from spatialdl.planning.program import Program

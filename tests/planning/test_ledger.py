@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spatialdl.layout import Layout
-from spatialdl.mesh import dry_mesh
+from spatialdl.comm.mesh import dry_mesh
+from spatialdl.parallel.layout import Layout
 from spatialdl.planning.ledger import PAGE, Ledger
 from spatialdl.spatial.tensor import SpatialTensor
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import CannotWork
 from spatialdl.planning.predict import predict

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from spatialdl.checking.dry_loss import dry_loss
-from spatialdl.mesh import dry_mesh
+from spatialdl.comm.mesh import dry_mesh
 from spatialdl.models import unet
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import enter
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE
-from spatialdl.placement import Placement
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import Job
 from spatialdl.planning.ledger import Ledger

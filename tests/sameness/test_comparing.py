@@ -105,7 +105,7 @@ def test_all_that_differs_is_told_before_there_is_a_run_directory(start, folders
     assert f", 0.9 on rank 1 ({HOST}): start all ranks in one environment" in text
     code = text.partition("code: ")[2].partition("files: ")[0]
     assert code.count(" is ") == 2
-    assert "spatialdl/layout.py is " in code
+    assert "spatialdl/parallel/layout.py is " in code
     assert "networks.network in networks.py is " in code
     assert f"rank 1 has {folder / 'spatialdl'})" in code
     assert "files: manifest.json of data.path is " in text

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spatialdl.layout import Window, even_bounds, strided_bounds
+from spatialdl.parallel.layout import Window, even_bounds, strided_bounds
 from spatialdl.spatial.edges import Cut, Strip, cut_dim
 
 

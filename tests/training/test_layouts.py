@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.training.layouts import (
     check_batch,
     check_image,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl import trace
+from spatialdl.comm import trace
 from spatialdl.training import time_split as module
 from spatialdl.training.time_split import COUNTS, PARTS, TimeSplit
 

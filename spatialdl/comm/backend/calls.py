@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.roll_call import say
-from spatialdl.waiting import noted
+from spatialdl.comm.waiting import noted
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

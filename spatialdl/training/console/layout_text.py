@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.text import width
 
 WIDEST = 98

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.layout import Layout, spatial_names
+from spatialdl.parallel.layout import Layout, spatial_names
+from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.placement import Placement, Position
 from spatialdl.text import aligned
 from spatialdl.training.console.start_table import Device, device_of_rank
 

@@ -13,9 +13,9 @@ import torch
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.layout import by, even_bounds
+from spatialdl.parallel.layout import by, even_bounds
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.placement import Placement
 from spatialdl.text import aligned, counted, readable_bytes
 from spatialdl.training.console.layout_text import drawn, ranks_text
 from spatialdl.training.optimization.optimizers import make_optimizer, state_ratio

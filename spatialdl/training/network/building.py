@@ -16,9 +16,9 @@ from torch import nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
 from spatialdl.configuring.own_keys import offered_keys, refused_key
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.pipeline.schedule import Schedule
-from spatialdl.placement import Placement
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head
 from spatialdl.training.network.weights import check_alike, load_weights

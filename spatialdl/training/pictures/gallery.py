@@ -13,13 +13,13 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.mesh import Mesh
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
 from spatialdl.data.views import Views
-from spatialdl.mesh import Mesh
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.pictures.heat_maps import HeatMaps, heated
 from spatialdl.training.pictures.thumbnails import (

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.views import Views
-from spatialdl.layout import even_bounds
-from spatialdl.placement import Placement
+from spatialdl.parallel.layout import even_bounds
+from spatialdl.parallel.placement import Placement
 from spatialdl.slides.stretching import stretched
 
 Array = npt.NDArray[Any]

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spatialdl import trace
+from spatialdl.comm import trace
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.trace import Span
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Lists, describe
 from spatialdl.pipeline.measured import measured_costs
 from spatialdl.pipeline.simulate import actions_of, simulate
-from spatialdl.placement import Placement
-from spatialdl.trace import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-log = logging.getLogger("spatialdl.trace")
+log = logging.getLogger("spatialdl.comm.trace")
 
 STEPS = 3
 """So many are recorded; the first is slower, as memory is taken and ways of talking are tried."""

@@ -12,7 +12,7 @@ from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Held
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan
-from spatialdl.layout import Box
+from spatialdl.parallel.layout import Box
 from tests.mpi.waits import told_by_the_first
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.handover import Handover, HandoverShape
-from spatialdl.layout import Layout, last_slices
+from spatialdl.parallel.layout import Layout, last_slices
 
 Grid = tuple[int, int]
 CPU = torch.device("cpu")

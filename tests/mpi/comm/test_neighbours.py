@@ -5,7 +5,7 @@ from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import plan_for
-from spatialdl.layout import Layout, empty_box
+from spatialdl.parallel.layout import Layout, empty_box
 
 WORLD = MPI.COMM_WORLD
 

@@ -16,8 +16,8 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import launched
 from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.world import as_communicator, torch_world
-from spatialdl.node_order import placed_by_nodes
-from spatialdl.placement import Placement
+from spatialdl.parallel.node_order import placed_by_nodes
+from spatialdl.parallel.placement import Placement
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 

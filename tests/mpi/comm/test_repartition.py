@@ -17,7 +17,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
 from spatialdl.comm.ways import WAYS
-from spatialdl.layout import Box, Layout, empty_box, even_bounds
+from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds
 from spatialdl.spatial.window import nothing
 from tests.mpi.equality import check
 

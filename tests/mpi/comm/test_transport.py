@@ -22,7 +22,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
 from spatialdl.comm.world import as_communicator, torch_world
-from spatialdl.layout import Box, Layout
+from spatialdl.parallel.layout import Box, Layout
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import OddNet
 from tests.mpi.equality_runs import TOLERANCE, parallel, reference

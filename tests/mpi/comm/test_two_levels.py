@@ -16,9 +16,9 @@ from spatialdl.comm.launch import launched
 from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.two_levels import TwoLevels, by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 
 SIZE = MPI.COMM_WORLD.size
 MADE = {

@@ -14,7 +14,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
 from spatialdl.comm.ways import WAYS
-from spatialdl.layout import Box, Layout, empty_box
+from spatialdl.parallel.layout import Box, Layout, empty_box
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SHAPE = (3, 4, 13, 11)

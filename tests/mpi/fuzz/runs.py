@@ -16,10 +16,11 @@ from spatialdl import shard
 from spatialdl.comm.communicator import Communicator
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.data.writer import ShardWriter
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import repeated
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.pipeline.schedule import make_schedule, repeated
-from spatialdl.placement import Placement
+from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.checks import check_config
 from spatialdl.training.trainer import Trainer

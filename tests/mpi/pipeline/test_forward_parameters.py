@@ -13,10 +13,10 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 

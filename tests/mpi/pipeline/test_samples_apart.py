@@ -12,9 +12,9 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
 from tests.mpi.sample_networks import Averages, Centred, LouderNorm, OwnNorm, chain, conv

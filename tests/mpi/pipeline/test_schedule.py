@@ -8,11 +8,11 @@ from mpi4py import MPI
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.pipeline.simulate import Costs, simulate
-from spatialdl.placement import Placement
 
 MICROBATCHES = 8
 

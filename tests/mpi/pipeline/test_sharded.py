@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 from tests.mpi.equality_cases import Case

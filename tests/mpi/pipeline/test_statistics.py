@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl import Mesh, init_mesh, shard
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.statistics import SliceStatistics
 
 

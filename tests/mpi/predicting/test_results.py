@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 from spatialdl.predicting.inputs import Input, SlideImages
 from spatialdl.predicting.pieces import Piece
 from spatialdl.predicting.results import Maps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spatialdl import shard
-from spatialdl.layout import Bounds
+from spatialdl.parallel.layout import Bounds
 from spatialdl.spatial.reindex import DimMap, Segment, reindex
 from spatialdl.spatial.tensor import SpatialTensor
 from tests.mpi.equality import check, draw, every_mesh, in_all_dims

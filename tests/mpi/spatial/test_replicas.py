@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl import init_mesh, shard
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import average
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.replicas import BatchNormOver

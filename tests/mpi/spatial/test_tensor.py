@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import spatialdl
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, from_local, init_mesh, shard
-from spatialdl.layout import Layout, last_slices
+from spatialdl.parallel.layout import Layout, last_slices
 from spatialdl.spatial.table import HANDLERS
 from spatialdl.spatial.tensor import from_tile
 

@@ -19,7 +19,7 @@ from spatialdl.comm.nodes import Nodes
 from spatialdl.data import ShardWriter
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.errors import ShardError
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit

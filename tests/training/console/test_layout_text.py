@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.training.console.layout_text import DRAWN, WIDEST, drawn, ranks_text
 
 SP_PP = """

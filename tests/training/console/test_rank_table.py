@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.text import width
 from spatialdl.training.console.rank_table import rank_lines
 from spatialdl.training.console.start_table import Device

@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from spatialdl.comm.alone import Alone
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 from spatialdl.training.console.start_table import (
     Device,
     Held,

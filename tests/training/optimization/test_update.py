@@ -7,10 +7,10 @@ from hydra import compose, initialize_config_module
 from torch import nn
 
 from spatialdl.comm.alone import Alone
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 from spatialdl.training.optimization.update import Update
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spatialdl.layout import even_bounds
+from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.pictures import thumbnails
 from spatialdl.training.pictures.thumbnails import (
     Patch,

@@ -8,10 +8,10 @@ import torch
 from matplotlib import image
 
 from spatialdl.comm.alone import Alone
+from spatialdl.comm.trace import Span
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
-from spatialdl.trace import Span
 from spatialdl.training.pictures.timeline import Timeline, draw_step, simulated, write_trace
 
 PLACEMENT = Placement(2, ((2, 1), (1, 1)), mirrored=True)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit

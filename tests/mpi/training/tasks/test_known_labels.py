@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.placement import Placement
 from spatialdl.training.tasks.task import MultiLabel
 from tests.mpi.training.small import small
 

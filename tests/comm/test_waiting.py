@@ -4,8 +4,8 @@ from threading import Event, Thread, get_ident
 
 import pytest
 
-from spatialdl import waiting
-from spatialdl.waiting import each, noted, wait_of
+from spatialdl.comm import waiting
+from spatialdl.comm.waiting import each, noted, wait_of
 
 
 def seen() -> tuple[tuple[str, ...], tuple[int, ...]] | None:

@@ -21,9 +21,9 @@ from spatialdl.comm.protection import (
 )
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
-from spatialdl.layout import Box, Layout, spatial_names
-from spatialdl.node_order import placed_by_nodes
-from spatialdl.placement import Placement, Position
+from spatialdl.parallel.layout import Box, Layout, spatial_names
+from spatialdl.parallel.node_order import placed_by_nodes
+from spatialdl.parallel.placement import Placement, Position
 
 if TYPE_CHECKING:
     from mpi4py import MPI

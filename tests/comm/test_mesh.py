@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
-from spatialdl.layout import Layout
-from spatialdl.mesh import dry_mesh, init_mesh, stage_mesh
-from spatialdl.placement import Placement, Position
+from spatialdl.comm.mesh import dry_mesh, init_mesh, stage_mesh
+from spatialdl.parallel.layout import Layout
+from spatialdl.parallel.placement import Placement, Position
 
 
 def test_a_world_of_one_is_a_mesh():

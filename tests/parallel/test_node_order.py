@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spatialdl.node_order import cost, numbered, order_by_nodes
-from spatialdl.placement import Placement
+from spatialdl.parallel.node_order import cost, numbered, order_by_nodes
+from spatialdl.parallel.placement import Placement
 
 GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 4))
 PLACEMENTS = st.one_of(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl import trace
+from spatialdl.comm import trace
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.recording import Forward
-from spatialdl.source_lines import is_library, users_line, users_line_of
+from spatialdl.pipeline.source_lines import is_library, users_line, users_line_of
 
 
 def here() -> str:

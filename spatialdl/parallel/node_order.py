@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import NamedTuple
 
-from spatialdl.placement import Placement
+from spatialdl.parallel.placement import Placement
 
 _TRIES = 3000
 """Ways to fill a node that a search looks at."""

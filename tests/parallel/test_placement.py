@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spatialdl.placement import Placement, Position
+from spatialdl.parallel.placement import Placement, Position
 
 grids = st.tuples(st.integers(1, 3), st.integers(1, 3))
 placements = st.builds(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from spatialdl.layout import (
+from spatialdl.parallel.layout import (
     LOPSIDED,
     Box,
     Layout,

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from spatialdl.layout import by
+from spatialdl.parallel.layout import by
 
 
 class Position(NamedTuple):

@@ -1,0 +1,1 @@
+"""Which rank holds which part of what: boxes, layouts, placements. Integers only."""
