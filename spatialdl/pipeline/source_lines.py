@@ -10,14 +10,14 @@ from types import CodeType, FrameType
 
 import torch
 
-_HERE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 LIBRARIES = (
     f"{Path(torch.__file__).parent}{os.sep}",
     *(
-        f"{_HERE / name}{os.sep}"
+        f"{_PACKAGE / name}{os.sep}"
         for name in ("checking", "pipeline", "planning", "random", "spatial")
     ),
-    f"{_HERE / 'check.py'}",
+    f"{_PACKAGE / 'check.py'}",
 )
 """Files that are nobody's network."""
 
