@@ -50,7 +50,7 @@ def test_sizes_are_global(mesh: Mesh) -> None:
     assert (x.numel(), len(x), x.dtype) == (2 * 4 * H * W, 2, torch.float64)
     assert x.layout == torch.strided
     assert x.is_contiguous()
-    assert x.spatial_layout.size == (2, H, W)
+    assert (x.spatial_layout.samples, x.spatial_layout.size) == (2, (H, W))
     assert isinstance(x, Tensor)
 
 
