@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.agreement import Agreement
@@ -21,7 +20,8 @@ from spatialdl.comm.protection import (
 )
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
-from spatialdl.parallel.layout import Box, Layout, spatial_names
+from spatialdl.parallel.axes import Axes
+from spatialdl.parallel.layout import Box, Layout
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.parallel.placement import Placement, Position
 
@@ -34,23 +34,19 @@ class Mesh:
     """The ranks that hold one image (and its data replicas), as this rank sees them.
 
     Attributes:
-        grid: into how many parts each spatial dim of an image is cut, one to three numbers.
-        data: data replicas.
+        axes: how many ranks each axis has.
         part: this rank's part of the layout, in row-major order.
         replica: this rank's data replica.
-        comm: all ``data * prod(grid)`` ranks, replica by replica.
+        comm: all ranks of the mesh, replica by replica.
         grid_comm: the ranks of this replica, in the order of the layout's parts.
-        batch: ranks of a replica that divide its samples instead of its images.
         agreement: compares what ranks must have alike; None where nothing is compared.
     """
 
-    grid: tuple[int, ...]
-    data: int
+    axes: Axes
     part: int
     replica: int
     comm: Communicator
     grid_comm: Communicator
-    batch: int = 1
     agreement: Agreement | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
@@ -58,14 +54,29 @@ class Mesh:
         return self
 
     @property
+    def grid(self) -> tuple[int, ...]:
+        """Into how many parts each spatial dim of an image is cut, one to three numbers."""
+        return self.axes.spatial
+
+    @property
+    def data(self) -> int:
+        """Data replicas."""
+        return self.axes.data
+
+    @property
+    def batch(self) -> int:
+        """Ranks of a replica that divide its samples instead of its images."""
+        return self.axes.batch
+
+    @property
     def parts(self) -> int:
         """Into how many tiles an image is cut."""
-        return prod(self.grid)
+        return self.axes.parts
 
     @property
     def size(self) -> int:
         """All ranks of the mesh."""
-        return self.data * self.parts * self.batch
+        return self.axes.size
 
     def layout(self, samples: int, size: Sequence[int]) -> Layout:
         """The default layout on this mesh of images whose spatial dims have `size`."""
@@ -101,6 +112,8 @@ def init_mesh(
     comm: Communicator | MPI.Intracomm | None = None,
     timeout: Timeout = "default",
     check: bool | None = None,
+    *,
+    tensor: int = 1,
 ) -> Mesh:
     """Arrange the ranks of `comm` as data replicas x grid.
 
@@ -125,6 +138,7 @@ def init_mesh(
             True also compares what ranks are about to do before each communication, at the cost of
             a small message more, and names both sides of a difference, as does
             ``SPATIALDL_COMM_CHECK=1`` in the environment.
+        tensor: ranks that divide the channels of weights; 1, more are not supported yet.
 
     Raises:
         ValueError: if ``data * prod(grid)`` is not the number of ranks, ranks call it with
@@ -132,24 +146,19 @@ def init_mesh(
     """
     if timeout != "default":
         check_timeout(timeout, by_command=False)
-    if not isinstance(grid, tuple | list) or not 1 <= len(grid) <= 3:
+    if not isinstance(grid, tuple | list):
         raise ValueError(
-            f"a grid is one to three numbers, as (rows, columns) for images, got {grid!r}"
+            f"a grid has one to three numbers, as (rows, columns) for images, got {grid!r}"
         )
-    grid = tuple(grid)
-    placement = Placement(data, (grid,))
+    axes = Axes(data, spatial=tuple(grid), tensor=tensor)
+    placement = Placement(data, (axes.spatial,))
     if comm is None:
         limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
     world = all_ranks() if comm is None else as_communicator(comm)
     if comm is None:
         check_mpi_world(world.size)
-    if placement.world_size != world.size:
-        raise ValueError(
-            f"the mesh needs {placement.describe()} (data {data} x {_spelt_out(grid)}), "
-            f"but this world has {world.size}: start it with `mpiexec -n {placement.world_size}` "
-            "or change grid or data"
-        )
-    arguments = {"grid": grid, "data": data, "timeout": timeout, "check": check}
+    axes.check_world(world.size)
+    arguments = {"grid": axes.spatial, "data": data, "timeout": timeout, "check": check}
     check_same_arguments(world, "init_mesh", arguments)
     protect(world, timeout, check)
     if comm is None:
@@ -158,12 +167,6 @@ def init_mesh(
     if mesh.size > 1 and check is not False:
         mesh = replace(mesh, agreement=Agreement(mesh.comm, mesh.grid_comm))
     return mesh
-
-
-def _spelt_out(grid: tuple[int, ...]) -> str:
-    """``rows 2 x columns 3``."""
-    names = spatial_names(len(grid))
-    return " x ".join(f"{name} {parts}" for name, parts in zip(names, grid, strict=True))
 
 
 def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> Mesh:
@@ -175,13 +178,11 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
     replica, stage, part, copy = position
     ranks = [placement.ranks(stage, n, copy) for n in range(placement.data)]
     return Mesh(
-        grid=placement.grids[stage],
-        data=placement.data,
+        axes=placement.axes(stage),
         part=part,
         replica=replica,
         comm=comm.subset([rank for one in ranks for rank in one]),
         grid_comm=comm.subset(ranks[replica]),
-        batch=placement.batch_parts(stage),
     )
 
 
@@ -191,5 +192,6 @@ def dry_mesh(grid: tuple[int, ...], part: int = 0) -> Mesh:
     Args:
         part: as which rank.
     """
-    comm = Dry(part, prod(grid))
-    return Mesh(grid, 1, part, 0, comm, comm)
+    axes = Axes(spatial=grid)
+    comm = Dry(part, axes.size)
+    return Mesh(axes, part, 0, comm, comm)

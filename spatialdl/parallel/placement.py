@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import by
 
 
@@ -56,21 +57,13 @@ class Placement:
                 f"batch={list(self.batch)} says for each of {len(self.grids)} stages over how many "
                 "ranks samples are divided; over those of the first stage they are by data"
             )
-        if any(parts > 1 and prod(grid) > 1 for parts, grid in self._parts):
+        if not self.grids or len({len(grid) for grid in self.grids}) > 1:
             raise ValueError(
-                f"a stage divides either images or samples, got grids={list(self.grids)} and "
-                f"batch={list(self.batch)}"
+                "there is at least one stage, and the grids of all stages have as many numbers, "
+                f"got grids={list(self.grids)}"
             )
-        if self.data < 1 or not self.grids or any(min(grid) < 1 for grid in self.grids):
-            raise ValueError(
-                f"every degree of parallelism must be at least 1, got data={self.data} and "
-                f"grids={list(self.grids)}"
-            )
-        if len({len(grid) for grid in self.grids}) > 1 or not 1 <= self.dims <= 3:
-            raise ValueError(
-                "a grid has one to three numbers, and those of all stages as many, got "
-                f"grids={list(self.grids)}"
-            )
+        for stage in range(self.stages):
+            self.axes(stage)  # which validates its degrees
         if self.interleave < 1 or self.stages % self.interleave:
             raise ValueError(
                 f"{self.stages} stages cannot be dealt out to ranks {self.interleave} at a time"
@@ -107,6 +100,10 @@ class Placement:
     @property
     def _parts(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(self.batch_parts(stage), grid) for stage, grid in enumerate(self.grids)]
+
+    def axes(self, stage: int) -> Axes:
+        """The axes of the ranks that hold one stage, in all replicas."""
+        return Axes(self.data, spatial=self.grids[stage], batch=self.batch_parts(stage))
 
     def batch_parts(self, stage: int) -> int:
         """Ranks over which a stage divides the samples of a micro-batch."""

@@ -18,7 +18,7 @@ def test_a_world_of_one_is_a_mesh():
 def test_a_grid_that_does_not_fit_names_the_product_and_the_world():
     with pytest.raises(ValueError, match=r"data 2 x rows 3 x columns 1.*world has 1") as error:
         init_mesh(grid=(3, 1), data=2, comm=MPI.COMM_SELF)
-    assert "2 replicas x 3x1 = 6 ranks" in str(error.value)
+    assert "data 2 x rows 3 x columns 1 = 6 ranks" in str(error.value)
     assert "mpiexec -n 6" in str(error.value)
 
 
@@ -46,7 +46,7 @@ def test_a_dry_mesh_has_the_layouts_of_a_real_one():
 
 @pytest.mark.parametrize("grid", [2, (), (1, 1, 1, 1), "2x1"])
 def test_a_grid_is_one_to_three_numbers(grid):
-    with pytest.raises(ValueError, match=r"a grid is one to three numbers, .*, got"):
+    with pytest.raises(ValueError, match=r"a grid has one to three numbers, .*, got"):
         init_mesh(grid)
 
 

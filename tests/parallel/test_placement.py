@@ -97,8 +97,16 @@ def test_describe_shows_the_arithmetic(data, stages, text):
 
 
 @pytest.mark.parametrize(
-    ("data", "stages"), [(0, [(1, 1)]), (1, []), (1, [(2, 0)]), (1, [(1, 1), (-1, 2)])]
+    ("data", "stages", "sentence"),
+    [
+        (0, [(1, 1)], "the data axis of a mesh needs at least 1 rank, got 0"),
+        (1, [(2, 0)], "the columns axis of a mesh needs at least 1 rank, got 0"),
+        (1, [(1, 1), (-1, 2)], "the rows axis of a mesh needs at least 1 rank, got -1"),
+        (1, [], "there is at least one stage"),
+        (1, [(1, 1), (1, 1, 1)], "the grids of all stages have as many numbers"),
+        (1, [(1, 1, 1, 1)], "a grid has one to three numbers"),
+    ],
 )
-def test_degrees_below_one_are_refused_with_their_values(data, stages):
-    with pytest.raises(ValueError, match=f"data={data} and grids="):
+def test_degrees_below_one_are_refused_with_their_values(data, stages, sentence):
+    with pytest.raises(ValueError, match=sentence):
         Placement(data, tuple(stages))
