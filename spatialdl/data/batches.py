@@ -28,9 +28,9 @@ class Slice:
     Attributes:
         labels: int64 (N,) or float64 (N, targets) of the samples of this replica.
         share: of the whole batch's samples that are in this slice.
-        tiles: (N, h, w, C), of the images' type, this rank's box of each; None where no images are
-            wanted.
-        masks: uint8 (N, h, w), this rank's box of each mask; None where no masks are wanted.
+        tiles: (N, [d,] h, w, C), of the images' type, this rank's box of each; None where no images
+            are wanted.
+        masks: uint8 (N, [d,] h, w), this rank's box of each mask; None where no masks are wanted.
     """
 
     labels: Tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from spatialdl.data.codec import Codec, filters_of
 
 Where = tuple[int | slice, ...]
-"""The number of the image in a stack, then rows and columns as slices with start and stop."""
+"""The number of the image in a stack, then spatial dims as slices with start and stop."""
 MISSING = -1
 
 
@@ -28,17 +29,17 @@ class Part(NamedTuple):
     """What a box has of a chunk.
 
     Attributes:
-        chunk: the number of the image in a stack, then the row and column of the chunk in the grid
-            of chunks.
+        chunk: the number of the image in a stack, then the place of the chunk in the grid of
+            chunks.
         begin: byte of the file at which it begins, `MISSING` if it was never written.
-        inside: its rows and columns in the chunk.
+        inside: its spatial dims in the chunk.
         outside: in the box.
     """
 
     chunk: tuple[int, ...]
     begin: int
-    inside: tuple[slice, slice]
-    outside: tuple[slice, slice]
+    inside: tuple[slice, ...]
+    outside: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class ChunkMap:
     """The places of all chunks of a dataset.
 
     Attributes:
-        shape: of the dataset, [N,] rows, cols[, channels].
-        cell: (rows, cols[, channels]) of a chunk.
+        shape: of the dataset, [N,] [slices,] rows, cols[, channels].
+        cell: ([slices,] rows, cols[, channels]) of a chunk.
         dtype: of a pixel.
         offsets: byte of the file at which each chunk begins, `MISSING` where there is none;
-            ([N,] chunks down, chunks across).
+            ([N,] chunks along each spatial dim).
         sizes: bytes of each chunk; None where they are raw, and all alike.
     """
 
@@ -71,28 +72,25 @@ class ChunkMap:
         Raises:
             ValueError: the dataset has no such box, or `out_shape` is not the box's.
         """
-        *before, rows, cols = where
-        assert isinstance(rows, slice)
-        assert isinstance(cols, slice)
-        self._check([*before, rows, cols], out_shape)
-        number = tuple(at for at in before if not isinstance(at, slice))
+        number = tuple(at for at in where if not isinstance(at, slice))
+        cuts = [at for at in where if isinstance(at, slice)]
+        self._check(where, number, cuts, out_shape)
         grid = self.offsets[number] if number else self.offsets
-        down, across = _spans(rows, self.cell[0]), _spans(cols, self.cell[1])
-        for row, inside_rows, out_rows in down:
-            for col, inside_cols, out_cols in across:
-                offset = grid.item(row, col)
-                chunk = (*number, row, col)
-                yield Part(chunk, offset, (inside_rows, inside_cols), (out_rows, out_cols))
+        spans = [_spans(cut, step) for cut, step in zip(cuts, self.cell, strict=False)]
+        for found in product(*spans):
+            place, inside, outside = zip(*found, strict=True)
+            yield Part((*number, *place), grid.item(*place), inside, outside)
 
-    def _check(self, where: list[Any], out_shape: tuple[int, ...]) -> None:
-        *before, rows, cols = where
-        channels = self.shape[self.offsets.ndim :]
+    def _check(
+        self, where: Where, number: tuple[int, ...], cuts: list[slice], out_shape: tuple[int, ...]
+    ) -> None:
+        dims = self.offsets.ndim
+        sizes, channels = self.shape[len(number) : dims], self.shape[dims:]
         fits = (
-            len(where) == self.offsets.ndim
-            and all(0 <= at < n for at, n in zip(before, self.shape, strict=False))
-            and 0 <= rows.start < rows.stop <= self.shape[len(before)]
-            and 0 <= cols.start < cols.stop <= self.shape[len(before) + 1]
-            and out_shape == (rows.stop - rows.start, cols.stop - cols.start, *channels)
+            len(where) == dims
+            and all(0 <= at < n for at, n in zip(number, self.shape, strict=False))
+            and all(0 <= cut.start < cut.stop <= n for cut, n in zip(cuts, sizes, strict=True))
+            and out_shape == (*(cut.stop - cut.start for cut in cuts), *channels)
         )
         if not fits:
             raise ValueError(f"its shape is {self.shape}, where {where} is wanted in {out_shape}")
@@ -110,7 +108,11 @@ def _spans(cut: slice, step: int) -> list[tuple[int, slice, slice]]:
 
 
 def map_chunks(
-    dataset: h5py.Dataset, stacked: bool, file_size: int, codec: Codec = "raw"
+    dataset: h5py.Dataset,
+    stacked: bool,
+    file_size: int,
+    codec: Codec = "raw",
+    spatial: int = 2,
 ) -> ChunkMap | None:
     """Find the chunks of an image or a mask, or of a stack of them.
 
@@ -119,23 +121,24 @@ def map_chunks(
         stacked: its first dim counts images.
         file_size: bytes of its file.
         codec: of the chunks.
+        spatial: dims of an image, 3 of a volume, without channels.
 
     Returns:
-        None where HDF5 has to read it: chunks are to be raw, and it is not cut into such along rows
-        and columns alone, has filters, or the bytes of its numbers lie in another order.
+        None where HDF5 has to read it: chunks are to be raw, and it is not cut into such along
+        spatial dims alone, has filters, or the bytes of its numbers lie in another order.
 
     Raises:
         ValueError: a chunk lies outside the file or the image, or has another size than its pixels,
             or they are not of the codec.
     """
     filters = _filters(dataset)
-    fits = _is_cut_alike(dataset, stacked) and filters == filters_of(codec, dataset.dtype)
+    fits = _is_cut_alike(dataset, stacked, spatial) and filters == filters_of(codec, dataset.dtype)
     if codec == "raw":
         if not fits or not dataset.dtype.isnative or not hasattr(dataset.id, "chunk_iter"):
             return None
     elif not fits:
         raise ValueError(f"it has {dataset.dtype} in filters {filters}, expected codec {codec!r}")
-    dims = 3 if stacked else 2
+    dims = spatial + stacked
     shape, chunk = dataset.shape, dataset.chunks
     counts = [-(-n // each) for n, each in zip(shape[:dims], chunk[:dims], strict=True)]
     if prod(counts) > file_size:
@@ -184,10 +187,10 @@ def _filters(dataset: h5py.Dataset) -> list[int]:
     return [settings.get_filter(k)[0] for k in range(settings.get_nfilters())]
 
 
-def _is_cut_alike(dataset: h5py.Dataset, stacked: bool) -> bool:
-    """Whether a chunk has all channels of some rows and columns of one image."""
+def _is_cut_alike(dataset: h5py.Dataset, stacked: bool, spatial: int) -> bool:
+    """Whether a chunk has all channels of a box of one image."""
     shape, chunk = dataset.shape, dataset.chunks
-    dims = len(shape) - stacked
-    if chunk is None or dims not in (2, 3) or (stacked and chunk[0] != 1):
+    more = len(shape) - stacked - spatial
+    if chunk is None or more not in (0, 1) or (stacked and chunk[0] != 1):
         return False
-    return dims == 2 or bool(chunk[-1] == shape[-1])
+    return more == 0 or bool(chunk[-1] == shape[-1])

@@ -6,6 +6,7 @@ them. Coded chunks are written so because plain HDF5 knows none of these codecs.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import h5py
@@ -25,8 +26,8 @@ class Chunks:
     Args:
         h5: where it is made.
         name: of the dataset.
-        shape: (rows, cols, channels) or (rows, cols) of an image.
-        chunk: rows and columns of a chunk; may be larger than the image.
+        shape: (rows, cols, channels) or (rows, cols) of an image, of a volume with slices before.
+        chunk: rows and columns of a chunk (slices before them), which may be larger than the image.
         dtype: of the pixels.
         stacked: a stack of such images, none at first.
         coding: of the chunks.
@@ -43,20 +44,22 @@ class Chunks:
         h5: h5py.File,
         name: str,
         shape: tuple[int, ...],
-        chunk: tuple[int, int],
+        chunk: tuple[int, ...],
         dtype: npt.DTypeLike = np.uint8,
         *,
         stacked: bool = False,
         coding: Coding | None = None,
     ) -> None:
-        self._cell = (*chunk, *shape[2:])
+        self._spatial = len(chunk)
+        self._cell = (*chunk, *shape[len(chunk) :])
         self._shape = shape
         self._dtype = np.dtype(dtype)
         self._stacked = stacked
         self._length = 0
         self.sums: list[int] = [] if stacked else [0]
         self._coding = coding or Coding()
-        self._coding.check(shape[2] if len(shape) == 3 else 1, self._dtype)
+        channels = shape[-1] if len(shape) > len(chunk) else 1
+        self._coding.check(channels, self._dtype, self._spatial)
         room = tuple(map(max, shape, self._cell))  # HDF5 wants chunks no larger than the most
         # kept: asking HDF5 for it by name takes longer than writing a small tile
         self.dataset = h5.create_dataset(
@@ -77,26 +80,27 @@ class Chunks:
         return number
 
     def write(self, pixels: Pixels, row0: int = 0, number: int = 0) -> None:
-        """Write rows of an image, whole chunks or to its end.
+        """Write rows of an image (slices of a volume), whole chunks or to its end.
 
         Args:
             pixels: (some rows, cols, channels) or (some rows, cols), of the dataset's type.
             row0: the first of them, the first of a chunk.
             number: of the image in a stack.
         """
-        rows, cols = self._cell[:2]
-        for row in range(0, pixels.shape[0], rows):
-            for col in range(0, pixels.shape[1], cols):
-                part = pixels[row : row + rows, col : col + cols]
-                self._put(self._coding.encode(self._whole(part)), row0 + row, col, number)
+        chunk = self._cell[: self._spatial]
+        sizes = pixels.shape[: self._spatial]
+        for place in product(*(range(0, n, each) for n, each in zip(sizes, chunk, strict=True))):
+            part = pixels[tuple(slice(at, at + n) for at, n in zip(place, chunk, strict=True))]
+            at = (row0 + place[0], *place[1:])
+            self._put(self._coding.encode(self._whole(part)), at, number)
 
     def write_stream(self, stream: JpegStream, row: int, col: int, number: int = 0) -> None:
         """Write the JPEG of the chunk that begins at a row and column of an image."""
-        self._put(stream, row, col, number)
+        self._put(stream, (row, col), number)
 
-    def _put(self, stored: Any, row: int, col: int, number: int) -> None:
+    def _put(self, stored: Any, place: tuple[int, ...], number: int) -> None:
         self.sums[number] = deflate_crc32(stored, value=self.sums[number])
-        place = (row, col, 0)[: len(self._shape)]
+        place = (*place, 0)[: len(self._shape)]
         self.dataset.id.write_direct_chunk((number, *place) if self._stacked else place, stored)
 
     def _whole(self, part: Pixels) -> Pixels:
@@ -108,5 +112,5 @@ class Chunks:
             # the last pixels go on, which costs fewer bytes than an edge
             return np.pad(part, more, mode="edge")
         chunk = np.zeros(self._cell, self._dtype)
-        chunk[: part.shape[0], : part.shape[1]] = part
+        chunk[tuple(map(slice, part.shape))] = part
         return chunk

@@ -62,13 +62,17 @@ class Coding:
         """That of the masks beside such images: classes of pixels bear no loss."""
         return self if self.codec in LOSSLESS else Coding()
 
-    def check(self, channels: int, dtype: np.dtype[Any]) -> None:
+    def check(self, channels: int, dtype: np.dtype[Any], spatial: int = 2) -> None:
         """Refuse images that the codec does not hold.
 
         Raises:
-            ValueError: JPEG of other than bytes, or of other than 1 or 3 channels.
+            ValueError: JPEG of volumes, of other than bytes, or of other than 1 or 3 channels.
         """
         if self.codec == "jpeg":
+            if spatial != 2:
+                raise ValueError(
+                    "codec 'jpeg' holds images, no volumes; use codec='zstd', 'lz4' or 'raw'"
+                )
             if dtype != np.uint8:
                 raise ValueError(
                     f"image has type {dtype}, and codec 'jpeg' holds uint8; use codec='zstd', "

@@ -58,7 +58,10 @@ def _decoded(file: RawFile, chunks: ChunkMap, codec: Codec, part: Part) -> Pixel
         stored = file.stored(part.begin, int(chunks.sizes[part.chunk]))
         return decode(codec, stored, chunks.cell, chunks.dtype)
     except ValueError as error:
-        *number, row, col = part.chunk
+        spatial = len(part.inside)
+        number, place = part.chunk[:-spatial], part.chunk[-spatial:]
         image = f"image {number[0]}, " if number else ""
-        at = f"row {row * chunks.cell[0]}, column {col * chunks.cell[1]}"
+        names = ("slice", "row", "column")[-spatial:]
+        starts = zip(names, place, chunks.cell, strict=False)
+        at = ", ".join(f"{name} {index * each}" for name, index, each in starts)
         raise ValueError(f"chunk at {image}{at}: {error}") from error

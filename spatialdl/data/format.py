@@ -18,11 +18,16 @@ swapped shard is noticed when the folder is opened, before a training step meets
         [masks (N, rows, cols) uint8, masks_crc32]                                            tiles
         regions/<id>/image            or, striped,  regions/<id>/image/00000 ...       regions
 
+Volumes (since version 4) are regions with a further leading dim, along which their bands lie:
+`regions/<id>/image` is (slices, rows, cols, channels). Their samples have `depth`, `spacing` and
+`affine` besides; `row0` and `rows` of their bands count slices.
+
 With codec "jpeg" (since version 2; before, all was "raw") a chunk of an image is a JPEG stream, a
 whole file of its own, that `read_direct_chunk` gives; masks stay raw. With "zstd" and "lz4" (since
 version 3) chunks of images and masks are what HDF5's filters of these names make. Such a dataset
 names its filters, so that readers without them refuse it instead of showing it as pixels. Images
-are of `dtype`, little-endian (since version 3; before, all were uint8), masks of uint8.
+are of `dtype`, little-endian (since version 3, before, all were uint8; int16 since version 4),
+masks of uint8.
 
 A manifest is of the oldest version that has all that it needs, so that older readers go on reading
 what they can read.
@@ -37,6 +42,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,15 +53,17 @@ from spatialdl.data.pixels import DTYPES
 from spatialdl.data.saving import replacing
 from spatialdl.errors import ShardError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The newest."""
 MANIFEST = "manifest.json"
 CHUNK = 512
+VOLUME_CHUNK = 64
 NO_LABEL = -1
 UNLABELLED = 255
 """A pixel of a mask of which nobody knows the class: it counts neither in losses nor in metrics."""
 
-Kind = Literal["tiles", "regions"]
+Kind = Literal["tiles", "regions", "volumes"]
+KINDS: tuple[Kind, ...] = ("tiles", "regions", "volumes")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.h5")
 _AT_A_TIME = 2**20  # bytes
 _USUAL_SPLITS = ("train", "val", "test")
@@ -89,7 +97,7 @@ class TileSample:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Rows `row0` to `row0 + rows` of a region, in one shard."""
+    """Rows `row0` to `row0 + rows` of a region (slices of a volume), in one shard."""
 
     shard: int
     row0: int
@@ -111,6 +119,32 @@ class RegionSample:
     slide: str
     x: int
     y: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Rows and columns; of a volume slices before them."""
+        return self.height, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeSample(RegionSample):
+    """A volume: a region with a further leading dim, along which its bands lie.
+
+    Attributes:
+        depth: slices.
+        spacing: millimetres from one slice, row and column to the next, if known.
+        affine: the first three rows of the matrix that takes (slice, row, column, 1) to
+            millimetres to the right, the front and the top of the patient (RAS+), if known.
+    """
+
+    depth: int
+    spacing: tuple[float, ...] | None
+    affine: tuple[tuple[float, ...], ...] | None
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Slices, rows and columns."""
+        return self.depth, self.height, self.width
 
 
 Sample = TileSample | RegionSample
@@ -144,7 +178,9 @@ class Manifest:
     @property
     def version(self) -> int:
         """The oldest version that has all that is in it."""
-        return FORMAT_VERSION if self.dtype != "uint8" or self.codec in LOSSLESS else 2
+        if self.kind == "volumes" or self.dtype == "int16":
+            return 4
+        return 3 if self.dtype != "uint8" or self.codec in LOSSLESS else 2
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`, whole or not at all."""
@@ -213,12 +249,19 @@ def chunk_size(rows: int, cols: int) -> tuple[int, int]:
     return min(rows, CHUNK), min(cols, CHUNK)
 
 
+def volume_chunk(size: Sequence[int]) -> tuple[int, ...]:
+    """Slices, rows and columns of a chunk of a volume: at most 64, as even as there can be."""
+    return tuple(-(-n // -(-n // VOLUME_CHUNK)) for n in size)
+
+
 def stored_bytes(
-    rows: int, cols: int, channels: int, chunk: tuple[int, int] | None = None, itemsize: int = 1
+    size: Sequence[int], channels: int, chunk: Sequence[int] | None = None, itemsize: int = 1
 ) -> int:
     """Bytes of the pixels of an image in a shard, where chunks at its edges are stored full."""
-    high, wide = chunk or chunk_size(rows, cols)
-    return -(-rows // high) * -(-cols // wide) * high * wide * channels * itemsize
+    if chunk is None:
+        chunk = chunk_size(size[0], size[1])
+    whole = (-(-n // each) * each for n, each in zip(size, chunk, strict=True))
+    return prod(whole) * channels * itemsize
 
 
 def shard_name(number: int) -> str:
@@ -266,7 +309,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         )
     codec: Codec = _one_of(raw, "codec", CODECS) if version > 1 else "raw"
     manifest = Manifest(
-        kind=_one_of(raw, "kind", ("tiles", "regions")),
+        kind=_one_of(raw, "kind", KINDS if version > 3 else KINDS[:2]),
         classes=fields.texts(raw, "classes"),
         channels=fields.whole(raw, "channels"),
         tile_size=None if raw["tile_size"] is None else _parse_size(raw["tile_size"]),
@@ -279,8 +322,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     )
     if (manifest.kind == "tiles") != (manifest.tile_size is not None):
         raise ValueError(f"tile_size is {raw['tile_size']} where kind is {manifest.kind!r}")
-    parse = _parse_tile if manifest.kind == "tiles" else parse_region
-    manifest.samples = [parse(row) for row in fields.tables(raw, "samples")]
+    manifest.samples = [_PARSERS[manifest.kind](row) for row in fields.tables(raw, "samples")]
     if manifest.samples and 0 in (manifest.channels, *(manifest.tile_size or ())):
         raise ValueError("channels or tile_size is 0, and there are samples")
     for number, sample in enumerate(manifest.samples):
@@ -323,18 +365,65 @@ def parse_region(row: dict[str, Any]) -> RegionSample:
     Raises:
         KeyError, ValueError: something of it is missing, or of another type.
     """
-    return RegionSample(
-        id=fields.text(row, "id"),
-        height=fields.whole(row, "height", 1),
-        width=fields.whole(row, "width", 1),
-        mpp=None if row["mpp"] is None else fields.positive(row, "mpp"),
-        striped=fields.flag(row, "striped"),
-        bands=tuple(
+    return RegionSample(**_region(row))
+
+
+def _parse_volume(row: dict[str, Any]) -> VolumeSample:
+    return VolumeSample(
+        depth=fields.whole(row, "depth", 1),
+        spacing=None if row["spacing"] is None else spacing_of(row["spacing"]),
+        affine=None if row["affine"] is None else affine_of(row["affine"]),
+        **_region(row),
+    )
+
+
+def spacing_of(given: Any) -> tuple[float, ...]:
+    """The spacing of a volume.
+
+    Raises:
+        ValueError: it is not three finite numbers above 0.
+    """
+    numbers = _floats(given, 3)
+    if numbers is None or min(numbers) <= 0:
+        raise ValueError(f"spacing is {fields.shown(given)}, expected three numbers above 0, in mm")
+    return numbers
+
+
+def affine_of(given: Any) -> tuple[tuple[float, ...], ...]:
+    """The affine of a volume.
+
+    Raises:
+        ValueError: it is not three rows of four finite numbers.
+    """
+    rows = [_floats(row, 4) for row in given] if isinstance(given, list | tuple) else []
+    found = tuple(row for row in rows if row is not None)
+    if not len(found) == len(rows) == 3:
+        raise ValueError(f"affine is {fields.shown(given)}, expected three rows of four numbers")
+    return found
+
+
+def _floats(given: Any, count: int) -> tuple[float, ...] | None:
+    """So many finite numbers, or None."""
+    if not isinstance(given, list | tuple) or len(given) != count:
+        return None
+    if any(type(x) not in (int, float) or not isfinite(x) for x in given):
+        return None
+    return tuple(map(float, given))
+
+
+def _region(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": fields.text(row, "id"),
+        "height": fields.whole(row, "height", 1),
+        "width": fields.whole(row, "width", 1),
+        "mpp": None if row["mpp"] is None else fields.positive(row, "mpp"),
+        "striped": fields.flag(row, "striped"),
+        "bands": tuple(
             Band(fields.whole(b, "shard"), fields.whole(b, "row0"), fields.whole(b, "rows", 1))
             for b in fields.tables(row, "bands")
         ),
         **_common(row),
-    )
+    }
 
 
 def _common(row: dict[str, Any]) -> dict[str, Any]:
@@ -346,6 +435,13 @@ def _common(row: dict[str, Any]) -> dict[str, Any]:
         "x": fields.place(row, "x"),
         "y": fields.place(row, "y"),
     }
+
+
+_PARSERS: dict[Kind, Callable[[dict[str, Any]], Sample]] = {
+    "tiles": _parse_tile,
+    "regions": parse_region,
+    "volumes": _parse_volume,
+}
 
 
 def _check_sample(manifest: Manifest, number: int, sample: Sample) -> None:
@@ -367,7 +463,7 @@ def _check_sample(manifest: Manifest, number: int, sample: Sample) -> None:
                 f"sample {number} (region {fields.shown(sample.id)}) has a wrong band at row {row}"
             )
         row += band.rows
-    if row != sample.height or not re.fullmatch(r"[A-Za-z0-9_-]+", sample.id):
+    if row != sample.size[0] or not re.fullmatch(r"[A-Za-z0-9_-]+", sample.id):
         raise ValueError(
             f"sample {number} (region {fields.shown(sample.id)}) is not covered by its bands"
         )

@@ -8,11 +8,48 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.parallel.layout import spatial_names
+
 Box = tuple[int, ...]
-"""(row0, row1, col0, col1) of an image, half-open."""
+"""(row0, row1, col0, col1) of an image, half-open; of a volume (slice0, slice1) before them."""
 
 Pixels = npt.NDArray[Any]
-"""(rows, columns, channels) of an image, (rows, columns) of a mask."""
+"""(rows, columns, channels) of an image, (rows, columns) of a mask; of a volume slices before."""
+
+Size = Any
+"""([slices,] rows, columns): whole numbers. Code for images alone takes it as two of them."""
+
+
+def pairs(box: Box) -> list[tuple[int, int]]:
+    """First and end of each spatial dim."""
+    return list(zip(box[::2], box[1::2], strict=True))
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The size of a box."""
+    return tuple(stop - start for start, stop in pairs(box))
+
+
+def whole_box(size: Sequence[int]) -> Box:
+    """The box of a whole image of a size."""
+    return tuple(number for n in size for number in (0, n))
+
+
+def check_box(box: Box, size: Sequence[int], what: str) -> None:
+    """Refuse a box that is not inside an image of a size.
+
+    Raises:
+        ValueError: it is not, or has other dims; names the image as `what`.
+    """
+    if len(box) == 2 * len(size):
+        spans = pairs(box)
+        if all(0 <= start <= stop <= n for (start, stop), n in zip(spans, size, strict=True)):
+            return
+        named = zip(spatial_names(len(size)), spans, strict=True)
+        said = ", ".join(f"{name} {start}:{stop}" for name, (start, stop) in named)
+    else:
+        said = f"{tuple(box)}"
+    raise ValueError(f"box {said} is not inside {what} of {' x '.join(map(str, size))}")
 
 
 class ImageSource(Protocol):
@@ -31,6 +68,6 @@ class ImageSource(Protocol):
     @property
     def classes(self) -> Sequence[str]: ...
     def __len__(self) -> int: ...
-    def image_size(self, sample: int) -> tuple[int, int]: ...
+    def image_size(self, sample: int) -> Size: ...
     def read(self, sample: int, box: Box | None = None) -> Pixels: ...
     def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]: ...

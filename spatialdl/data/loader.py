@@ -121,9 +121,12 @@ def to_input(
     device: torch.device,
     normalisation: Normalisation = Normalisation(),  # noqa: B008
 ) -> Tensor:
-    """(N, h, w, C) of pixels as a normalised (N, C, h, w) of `dtype`: (x / scale - mean) / std."""
+    """(N, [d,] h, w, C) of pixels as a normalised (N, C, [d,] h, w) of `dtype`.
+
+    A pixel becomes (x / scale - mean) / std.
+    """
     # a copy: floats of this type would still be the loader's own
-    pixels = tiles.to(device).permute(0, 3, 1, 2)
+    pixels = tiles.to(device).movedim(-1, 1)
     pixels = pixels.to(dtype, copy=True, memory_format=torch.contiguous_format)
     scale = normalisation.scale
     if scale is None and not tiles.is_floating_point():

@@ -59,8 +59,9 @@ def damaged_samples(folder: Path, manifest: Manifest, shard: int) -> list[int]:
             if not _lies_in(sample, shard):
                 continue
             for what, codec in codecs.items():
+                spatial = 2 if isinstance(sample, TileSample) else len(sample.size)
                 if not all(
-                    _is_whole(h5, file, size, name, index, codec)
+                    _is_whole(h5, file, size, name, index, codec, spatial)
                     for name, index in _datasets(sample, shard, what)
                 ):
                     damaged.append(number)
@@ -69,7 +70,13 @@ def damaged_samples(folder: Path, manifest: Manifest, shard: int) -> list[int]:
 
 
 def _is_whole(
-    h5: h5py.File, file: Any, size: int, name: str, index: int | None, codec: Codec
+    h5: h5py.File,
+    file: Any,
+    size: int,
+    name: str,
+    index: int | None,
+    codec: Codec,
+    spatial: int,
 ) -> bool:
     """Whether the chunks of an image are those that were written; `index` is its place in a stack.
 
@@ -88,7 +95,7 @@ def _is_whole(
     if sums is None:
         raise KeyError(CRC32)
     try:
-        chunks = map_chunks(dataset, index is not None, size, codec)
+        chunks = map_chunks(dataset, index is not None, size, codec, spatial)
         if chunks is None:
             return False
         wanted = int(sums if index is None else sums[index])

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from spatialdl.data.batches import Batching
 from spatialdl.data.format import ShardInfo, TileSample
-from spatialdl.data.image_source import Box
+from spatialdl.data.image_source import Box, whole_box
 from spatialdl.data.loader import sample_order
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.views import Views
@@ -129,5 +129,5 @@ def _shards_under(views: Views, sample: int, box: Box, epoch: int | None) -> Seq
     if isinstance(found, TileSample):  # of which there may be millions
         return (found.shard,)
     if epoch is None:
-        return dataset.shards_under(sample, (0, found.height, 0, found.width))
+        return dataset.shards_under(sample, whole_box(found.size))
     return dataset.shards_under(sample, views.stored_box(epoch, sample, box))

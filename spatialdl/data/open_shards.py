@@ -124,7 +124,7 @@ class OpenShard:
         stacked = not isinstance(where[0], slice)
         chunks = None
         if codec != "raw" or self._io != "h5py":
-            chunks = self._map(name, stacked, codec)
+            chunks = self._map(name, stacked, codec, len(where) - stacked)
         # HDF5 would convert one type to another
         dtype = self._dataset(name).dtype if chunks is None else chunks.dtype
         if dtype not in (out.dtype, out.dtype.newbyteorder()):
@@ -137,24 +137,23 @@ class OpenShard:
         if codec != "raw":
             read_coded(self._raw, chunks, codec, out, where, (self.identity, name))
             return
-        *before, rows, cols = where
-        assert isinstance(rows, slice)
-        assert isinstance(cols, slice)
+        before, cuts = where[:stacked], [at for at in where if isinstance(at, slice)]
         for part in self._raw.read(chunks, out, where):
-            out_rows, out_cols = part.outside
-            place = (*before, _shifted(out_rows, rows.start), _shifted(out_cols, cols.start))
+            inside = zip(part.outside, cuts, strict=True)
+            place = (*before, *(_shifted(own, cut.start) for own, cut in inside))
             # HDF5 knows what stands for chunks that were never written
-            out[out_rows, out_cols] = self.h5[name][place]
+            out[part.outside] = self.h5[name][place]
 
     def forget(self) -> None:
         """Let go of the memory that has been read."""
         if self._raw is not None:
             self._raw.forget()
 
-    def _map(self, name: str, stacked: bool, codec: Codec) -> ChunkMap | None:
+    def _map(self, name: str, stacked: bool, codec: Codec, spatial: int) -> ChunkMap | None:
         key = self.identity, name
         if key not in self._maps:
-            self._maps.put(key, map_chunks(self._dataset(name), stacked, self._size, codec))
+            found = map_chunks(self._dataset(name), stacked, self._size, codec, spatial)
+            self._maps.put(key, found)
         return self._maps.get(key)
 
     def _dataset(self, name: str) -> h5py.Dataset:

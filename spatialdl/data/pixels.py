@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-DTYPES = ("uint8", "uint16", "float16", "float32", "float64")
+DTYPES = ("uint8", "uint16", "int16", "float16", "float32", "float64")
 """Of images. Masks are uint8."""
 
 _ADVICE = {
     "b": "where it is a mask give it as one, else convert it with image.astype('uint8')",
-    "i": "convert it to uint8 or uint16 if its values fit, else to float32",
+    "i": "convert it to int16 or uint16 if its values fit, else to float32",
     "u": "convert it to uint16 if its values fit, else to float32 or float64",
     "f": "convert it to float64",
     "c": "give its parts as channels of float32",
@@ -32,30 +33,47 @@ def image_dtype(given: npt.DTypeLike) -> np.dtype[Any]:
     return dtype.newbyteorder("<")
 
 
-def as_image(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Check an image and give it its channel dim: (rows, cols, channels).
+def image_shape(shape: Sequence[int], spatial: int = 2) -> tuple[int, ...]:
+    """The shape of an image or volume with its channel dim, which it may lack.
 
-    Values of floats are nobody's business, NaN and infinities are kept.
+    Args:
+        shape: (rows, cols[, channels]), or (slices, rows, cols[, channels]).
+        spatial: its dims without channels, 2 or 3.
 
     Raises:
-        ValueError: a type that is not stored, no 2 or 3 dims, or no pixels.
+        ValueError: another number of dims, or no pixels.
+    """
+    sizes = tuple(int(n) for n in shape)
+    if len(sizes) not in (spatial, spatial + 1) or 0 in sizes:
+        dims = "rows, cols" if spatial == 2 else "slices, rows, cols"
+        what = "image" if spatial == 2 else "volume"
+        raise ValueError(f"{what} has shape {sizes}, expected ({dims}, channels) or ({dims})")
+    return sizes if len(sizes) > spatial else (*sizes, 1)
+
+
+def as_image(array: npt.NDArray[Any], spatial: int = 2) -> npt.NDArray[Any]:
+    """Check an image and give it its channel dim: (rows, cols, channels), slices before them.
+
+    Float values are not validated, NaN and infinities are kept.
+
+    Raises:
+        ValueError: a type that is not stored, another number of dims, or no pixels.
     """
     dtype = image_dtype(array.dtype)
-    if array.ndim not in (2, 3) or 0 in array.shape:
-        raise ValueError(
-            f"image has shape {array.shape}, expected (rows, cols, channels) or (rows, cols)"
-        )
-    return np.atleast_3d(array).view(np.ndarray).astype(dtype, copy=False)
+    shape = image_shape(array.shape, spatial)
+    return array.view(np.ndarray).reshape(shape).astype(dtype, copy=False)
 
 
-def as_mask(array: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Check a mask: integers 0 to 255, (rows, cols) of its image.
+def as_mask(array: npt.NDArray[Any], size: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Check a mask: integers 0 to 255, of the size of its image.
 
     Raises:
         ValueError: another size, no integers, or a value that a byte cannot hold.
     """
     if array.shape != size:
-        raise ValueError(f"mask has shape {array.shape}, its image has {size[0]} x {size[1]}")
+        raise ValueError(
+            f"mask has shape {array.shape}, its image has {' x '.join(map(str, size))}"
+        )
     if array.dtype == np.uint8:
         return array.view(np.uint8)
     if array.dtype.kind not in "bui":

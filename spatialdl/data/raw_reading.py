@@ -81,24 +81,25 @@ class PreadFile:
 
     def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
         cell = chunks.cell
-        line = prod(cell[1:]) * chunks.dtype.itemsize  # bytes of a row of a chunk
+        line = prod(cell[1:]) * chunks.dtype.itemsize  # bytes of a row (or slice) of a chunk
         buffer: Pixels | None = None
         missing = []
         for part in chunks.parts(where, out.shape):
-            _, begin, (rows, cols), outside = part
+            _, begin, (rows, *others), outside = part
             if begin == MISSING:
                 missing.append(part)
                 continue
             target = out[outside]
             offset = begin + rows.start * line
-            if target.flags.c_contiguous and cols.stop - cols.start == cell[1]:
+            whole = all(cut.stop - cut.start == n for cut, n in zip(others, cell[1:], strict=False))
+            if target.flags.c_contiguous and whole:
                 self._fill(target, offset)
                 continue
             if buffer is None:
                 buffer = np.empty(cell, chunks.dtype)
             whole_rows = buffer[: rows.stop - rows.start]
             self._fill(whole_rows, offset)
-            target[...] = whole_rows[:, cols]
+            target[...] = whole_rows[(slice(None), *others)]
         return missing
 
     def stored(self, begin: int, size: int) -> Bytes:

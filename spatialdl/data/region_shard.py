@@ -2,12 +2,13 @@
 
 A region is written some rows at a time, so it may be larger than memory. Striped it becomes row
 bands, each a dataset of its own in another shard, so that the ranks that read the rows of one
-region read different files.
+region read different files. A volume is a region with a further leading dim: what is said of rows
+here holds for its slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from spatialdl.data.format import (
     Band,
     RegionSample,
     ShardInfo,
+    VolumeSample,
     chunk_size,
     stored_bytes,
+    volume_chunk,
 )
-from spatialdl.data.pixels import as_image, as_mask, image_dtype
+from spatialdl.data.pixels import as_image, as_mask, image_dtype, image_shape
 from spatialdl.data.settling import Settling
 from spatialdl.data.shard_file import ImageRows, ShardFile
 from spatialdl.parallel.layout import even_bounds
@@ -46,6 +49,7 @@ class RegionShards:
         stripes: into how many bands of rows a region is cut.
         coding: of the images.
         prefix: of the names of regions.
+        spatial: dims of a region, 3 of volumes.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class RegionShards:
         stripes: int,
         coding: Coding | None = None,
         prefix: str = "",
+        spatial: int = 2,
     ) -> None:
+        self._spatial = spatial
         self._folder = folder
         self._shard_size = shard_size
         self._stripes = stripes
@@ -86,19 +92,23 @@ class RegionShards:
         """Append one region; `known` is its label, split, slide, x and y.
 
         The streams of one that is encoded are stored as they are, each region with its own chunks.
+        Of a volume `known` has the spacing and the affine, too.
         """
-        height, width, _ = _shape(image)
+        *size, _ = image_shape(image.shape, self._spatial)
         self._check(image, mask)
         step = image.chunk[0] if isinstance(image, EncodedImage) else 1
-        cuts = cut_rows(height, self._stripes, step)
+        cuts = cut_rows(size[0], self._stripes, step)
         files = [
-            self._file(stripe, _band_bytes(image, end - row0, width, self._striped))
+            self._file(stripe, _band_bytes(image, (end - row0, *size[1:]), self._striped))
             for stripe, (row0, end) in enumerate(cuts)
         ]
-        sample = RegionSample(
+        made: type[RegionSample] = RegionSample
+        if self._spatial == 3:
+            made, known = VolumeSample, {"depth": size[0], **known}
+        sample = made(
             id=f"{self._prefix}{len(self.samples):06d}",
-            height=height,
-            width=width,
+            height=size[-2],
+            width=size[-1],
             mpp=mpp,
             striped=self._striped,
             bands=tuple(
@@ -113,14 +123,15 @@ class RegionShards:
         self.samples.append(sample)
 
     def _check(self, image: ImageRows | EncodedImage, mask: ImageRows | None) -> None:
-        height, width, channels = _shape(image)
+        *size, channels = image_shape(image.shape, self._spatial)
         if isinstance(image, EncodedImage):
             if self._coding.codec != "jpeg":
                 codec = self._coding.codec
                 raise ValueError(f"image is encoded, and codec is {codec!r}; use codec='jpeg'")
             grid_of(image)
-        if mask is not None and tuple(mask.shape) != (height, width):
-            raise ValueError(f"mask has shape {mask.shape}, its image has {height} x {width}")
+        if mask is not None and tuple(mask.shape) != tuple(size):
+            shown = " x ".join(map(str, size))
+            raise ValueError(f"mask has shape {mask.shape}, its image has {shown}")
         self._check_same(channels, _dtype_of(image), mask is not None)
 
     def _write(
@@ -159,7 +170,7 @@ class RegionShards:
 
     def _check_same(self, channels: int, dtype: np.dtype[Any], masked: bool) -> None:
         if self._channels is None:
-            self._coding.check(channels, dtype)
+            self._coding.check(channels, dtype, self._spatial)
             self._channels, self.dtype, self.masks = channels, dtype, masked
         if (channels, dtype) != (self._channels, self.dtype):
             raise ValueError(
@@ -207,26 +218,28 @@ def write_band(
         ValueError: the image gives rows of another shape or type.
     """
     coding = coding or Coding()
-    band, width = sample.bands[number], sample.width
-    channels, dtype = _shape(image)[2], _dtype_of(image)
+    band = sample.bands[number]
+    size = (band.rows, *sample.size[1:])
+    shape = (*size, image_shape(image.shape, len(size))[-1])
+    dtype = _dtype_of(image)
     _describe(file.h5.require_group(f"regions/{sample.id}"), sample)
-    usual = _band_chunk(band.rows, width, sample.striped)
+    usual = _band_chunk(size, sample.striped)
     chunk = image.chunk if isinstance(image, EncodedImage) else usual
-    name, shape = region_path(sample, number), (band.rows, width, channels)
+    name = region_path(sample, number)
     pixels = Chunks(file.h5, name, shape, chunk, dtype, coding=coding)
     pixels.dataset.attrs["row0"] = band.row0
     if isinstance(image, EncodedImage):
         _copy_streams(image, pixels, band)
     else:
-        _copy_rows(image, pixels, band, usual[0], lambda p: _checked(p, width, channels, dtype))
+        _copy_rows(image, pixels, band, usual[0], lambda p: _checked(p, shape, dtype))
     pixels.dataset.attrs["crc32"] = np.uint32(pixels.sums[0])
     if mask is not None:
-        name, size = region_path(sample, number, "mask"), (band.rows, width)
+        name = region_path(sample, number, "mask")
         classes = Chunks(file.h5, name, size, usual, coding=coding.of_masks)
         classes.dataset.attrs["row0"] = band.row0
-        _copy_rows(mask, classes, band, usual[0], lambda p: as_mask(p, (len(p), width)))
+        _copy_rows(mask, classes, band, usual[0], lambda p: as_mask(p, (len(p), *size[1:])))
         classes.dataset.attrs["crc32"] = np.uint32(classes.sums[0])
-    file.bytes += _band_bytes(image, band.rows, width, sample.striped)
+    file.bytes += _band_bytes(image, size, sample.striped)
 
 
 def cut_rows(height: int, bands: int, multiple: int = 1) -> list[tuple[int, int]]:
@@ -250,32 +263,27 @@ def region_path(sample: RegionSample, number: int, what: str = "image") -> str:
     return f"{whole}/{number:05d}" if sample.striped else whole
 
 
-def _band_chunk(rows: int, cols: int, striped: bool) -> tuple[int, int]:
+def _band_chunk(size: Sequence[int], striped: bool) -> tuple[int, ...]:
     """That of any image; of a band as many rows fewer as it takes to end with whole chunks."""
+    if len(size) == 3:
+        return volume_chunk(size)
+    rows, cols = size
     high, wide = chunk_size(rows, cols)
     if striped:
         high = -(-rows // -(-rows // high))
     return high, wide
 
 
-def _band_bytes(image: ImageRows | EncodedImage, rows: int, cols: int, striped: bool) -> int:
-    chunk = _band_chunk(rows, cols, striped)
+def _band_bytes(image: ImageRows | EncodedImage, size: Sequence[int], striped: bool) -> int:
+    chunk = _band_chunk(size, striped)
     if isinstance(image, EncodedImage):
         chunk = image.chunk
-    return stored_bytes(rows, cols, _shape(image)[2], chunk, _dtype_of(image).itemsize)
+    channels = image_shape(image.shape, len(size))[-1]
+    return stored_bytes(size, channels, chunk, _dtype_of(image).itemsize)
 
 
 def _dtype_of(image: ImageRows | EncodedImage) -> np.dtype[Any]:
     return image_dtype(getattr(image, "dtype", np.uint8))
-
-
-def _shape(image: ImageRows | EncodedImage) -> tuple[int, int, int]:
-    shape = tuple(int(n) for n in image.shape)
-    if len(shape) not in (2, 3) or 0 in shape:
-        raise ValueError(
-            f"image has shape {shape}, expected (rows, cols, channels) or (rows, cols)"
-        )
-    return (shape[0], shape[1], shape[2] if len(shape) == 3 else 1)
 
 
 def _copy_streams(image: EncodedImage, chunks: Chunks, band: Band) -> None:
@@ -304,11 +312,13 @@ def _copy_rows(
 
 
 def _checked(
-    part: npt.NDArray[Any], width: int, channels: int, dtype: np.dtype[Any]
+    part: npt.NDArray[Any], shape: Sequence[int], dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
-    pixels = as_image(part)
-    if pixels.shape[1:] != (width, channels):
-        raise ValueError(f"image gave rows of shape {pixels.shape} where it has width {width}")
+    pixels = as_image(part, len(shape) - 1)
+    if pixels.shape[1:] != tuple(shape[1:]):
+        raise ValueError(
+            f"image gave rows of shape {pixels.shape} where a row of it has {tuple(shape[1:])}"
+        )
     if pixels.dtype != dtype:
         raise ValueError(
             f"image gave rows of {pixels.dtype} where {dtype} was expected; give it a `dtype`"
@@ -327,3 +337,8 @@ def _describe(group: h5py.Group, sample: RegionSample) -> None:
     )
     if sample.mpp is not None:
         group.attrs["mpp"] = sample.mpp
+    if isinstance(sample, VolumeSample):
+        group.attrs["depth"] = sample.depth
+        for name, value in (("spacing", sample.spacing), ("affine", sample.affine)):
+            if value is not None:
+                group.attrs[name] = value

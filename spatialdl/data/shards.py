@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from spatialdl.data.chunk_map import Where
 from spatialdl.data.codec import Codec, Coding
 from spatialdl.data.format import (
     NO_LABEL,
@@ -22,14 +23,13 @@ from spatialdl.data.format import (
     sha256_of,
     shard_status,
 )
+from spatialdl.data.image_source import Box, Pixels, Size, check_box, extents, pairs, whole_box
 from spatialdl.data.locating import say_damaged
 from spatialdl.data.open_shards import OpenShard, OpenShards
 from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
 from spatialdl.errors import ShardError
 
-Box = tuple[int, ...]
-Pixels = npt.NDArray[Any]
 _UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OverflowError)
 
 
@@ -94,7 +94,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     @property
     def kind(self) -> str:
-        """ "tiles" (all of one size) or "regions"."""
+        """ "tiles" (all of one size), "regions" or "volumes"."""
         return self._manifest.kind
 
     @property
@@ -114,7 +114,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the pixels of images: uint8, uint16 or one of floats; masks are uint8."""
+        """Of the pixels of images: uint8, uint16, int16 or one of floats; masks are uint8."""
         return np.dtype(self._manifest.dtype)
 
     @property
@@ -127,7 +127,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         return len(self._samples)
 
     def __getitem__(self, sample: int) -> tuple[Pixels, int]:
-        """The whole image (rows, cols, channels) and its label."""
+        """The whole image (rows, cols, channels), slices before them, and its label."""
         return self.read(sample), int(self.labels[self._number(sample)])
 
     def __iter__(self) -> Iterator[tuple[Pixels, int]]:
@@ -138,46 +138,47 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         """What the manifest says of a sample: slide, coordinates, split, where it lies."""
         return self._samples[self._number(sample)]
 
-    def image_size(self, sample: int) -> tuple[int, int]:
-        """Rows and columns of a sample."""
+    def image_size(self, sample: int) -> Size:
+        """Rows and columns of a sample; of a volume slices before them."""
         found = self.sample(sample)
         if isinstance(found, TileSample):
             assert self._manifest.tile_size is not None  # the manifest was checked for it
             return self._manifest.tile_size
-        return found.height, found.width
+        return found.size
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
         """Read a box of an image.
 
         Args:
             sample: its index; negative ones count from the end.
-            box: half-open (row0, row1, col0, col1), may be empty; None is the whole image.
+            box: half-open (row0, row1, col0, col1), of a volume with (slice0, slice1) before them;
+                may be empty; None is the whole image.
 
         Returns:
-            (row1 - row0, col1 - col0, channels) of `dtype`. Only the chunks that the box touches
-            are read, and decoded where they are not raw.
+            ([slice1 - slice0,] row1 - row0, col1 - col0, channels) of `dtype`. Only the chunks that
+            the box touches are read, and decoded where they are not raw.
 
         Raises:
             IndexError: there is no such sample.
             ValueError: the box is not inside the image.
             ShardError: the shard is missing or damaged.
         """
-        row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = self._room((row1 - row0, col1 - col0, self.channels), self.dtype)
-        self._fill(out, self.sample(sample), "image", (row0, row1, col0, col1))
+        box = self._checked_box(sample, box)
+        out = self._room((*extents(box), self.channels), self.dtype)
+        self._fill(out, self.sample(sample), "image", box)
         return out
 
     def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
-        """Read a box of a mask, uint8 (row1 - row0, col1 - col0); as `read` otherwise.
+        """Read a box of a mask, uint8 without channels; as `read` otherwise.
 
         Raises:
             ValueError: the data set has no masks.
         """
         if not self.has_masks:
             raise ValueError(f"data set {self.path} has no masks")
-        row0, row1, col0, col1 = self._checked_box(sample, box)
-        out = self._room((row1 - row0, col1 - col0), np.dtype(np.uint8))
-        self._fill(out, self.sample(sample), "mask", (row0, row1, col0, col1))
+        box = self._checked_box(sample, box)
+        out = self._room(extents(box), np.dtype(np.uint8))
+        self._fill(out, self.sample(sample), "mask", box)
         return out
 
     @property
@@ -187,13 +188,12 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     def shards_under(self, sample: int, box: Box) -> tuple[int, ...]:
         """Numbers of the shards that hold a box of a sample, in the order in which it reads."""
-        row0, row1, col0, col1 = box
-        if row0 >= row1 or col0 >= col1:
+        if min(extents(box)) <= 0:
             return ()
         found = self.sample(sample)
         if isinstance(found, TileSample):
             return (found.shard,)
-        return tuple(band.shard for _, band, _, _ in _bands(found, row0, row1))
+        return tuple(band.shard for _, band, _, _ in _bands(found, box[0], box[1]))
 
     def use_copies(self, folder: Path | None) -> None:
         """Read shards from this folder as soon as they are there, see `spatialdl.data.staging`."""
@@ -228,15 +228,10 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         return sample % len(self)
 
     def _checked_box(self, sample: int, box: Box | None) -> Box:
-        height, width = self.image_size(sample)
+        size = self.image_size(sample)
         if box is None:
-            return 0, height, 0, width
-        row0, row1, col0, col1 = box
-        if not (0 <= row0 <= row1 <= height and 0 <= col0 <= col1 <= width):
-            raise ValueError(
-                f"box rows {row0}:{row1}, columns {col0}:{col1} is not inside sample {sample} "
-                f"of {height} x {width}"
-            )
+            return whole_box(size)
+        check_box(box, size, f"sample {sample}")
         return box
 
     def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pixels:
@@ -244,23 +239,24 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             return np.empty(shape, dtype)
         except (MemoryError, ValueError) as error:
             raise ShardError(
-                f"a box of {shape[0]} x {shape[1]} pixels of data set {self.path} does not fit "
-                f"into memory ({error}); read smaller boxes, or the manifest is damaged"
+                f"a box of shape {shape} of data set {self.path} does not fit into memory "
+                f"({error}); read smaller boxes, or the manifest is damaged"
             ) from error
 
     def _fill(self, out: Pixels, found: Sample, what: str, box: Box) -> None:
         if out.size == 0:
             return
-        row0, row1, col0, col1 = box
+        (row0, row1), *others = pairs(box)
+        cuts = [slice(start, stop) for start, stop in others]
         if isinstance(found, TileSample):
-            where = (found.index, slice(row0, row1), slice(col0, col1))
+            where: Where = (found.index, slice(row0, row1), *cuts)
             self._read_into(out, found.shard, what, what + "s", where)
             return
         for number, band, first, last in _bands(found, row0, row1):
             rows = slice(first - band.row0, last - band.row0)
             part = out[first - row0 : last - row0]
             name = region_path(found, number, what)
-            self._read_into(part, band.shard, what, name, (rows, slice(col0, col1)))
+            self._read_into(part, band.shard, what, name, (rows, *cuts))
 
     def _read_into(
         self, out: Pixels, shard: int, what: str, name: str, where: tuple[int | slice, ...]

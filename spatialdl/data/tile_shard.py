@@ -125,7 +125,7 @@ class TileShards:
 
     @property
     def _capacity(self) -> int:
-        each = stored_bytes(*self._known_shape, self._chunk, self.dtype.itemsize)
+        each = stored_bytes(self.tile_size, self.channels, self._chunk, self.dtype.itemsize)
         return max(1, self._shard_size // each)
 
     def _check_same(

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from spatialdl.data.augmentation.blur import blur, with_margin
 from spatialdl.data.augmentation.color import recolour, value_range
 from spatialdl.data.augmentation.drawing import Draw, draw
-from spatialdl.data.augmentation.geometry import read_padded, window_of
+from spatialdl.data.augmentation.geometry import clipped, read_padded, window_of
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.format import UNLABELLED
-from spatialdl.data.image_source import Box, ImageSource, Pixels
+from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, check_box, extents
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,16 @@ class Views:
 
     Attributes:
         source: the stored images.
-        size: (H, W) of the views. Smaller images lie in the middle of the background.
-        background: what lies beyond an image, in its own units; None is white.
+        size: (H, W) of the views, (D, H, W) of volumes. Smaller images lie in the middle of the
+            background.
+        background: what lies beyond an image, in its own units; None is white, of volumes 0.
         augmentation: None takes the centre and changes nothing.
         seed: of what is drawn.
         white: the largest pixel value, `data.scale`; None is that of an integer type, 1 for floats.
     """
 
     source: ImageSource
-    size: tuple[int, int]
+    size: Size
     background: float | None = None
     augmentation: Augmentation | None = None
     seed: int = 0
@@ -43,6 +44,7 @@ class Views:
 
     def __post_init__(self) -> None:
         if self.augmentation is not None:
+            self.augmentation.check_values(self._volumes, self.dtype)
             self.augmentation.check_channels(self.source.channels)
 
     def __len__(self) -> int:
@@ -59,20 +61,22 @@ class Views:
         return self.augmentation is not None and self.augmentation.moves
 
     def read(self, epoch: int, sample: int, box: Box) -> Pixels:
-        """A box (row0, row1, col0, col1) of a view: (rows, cols, channels) of the source's type.
+        """A box of a view: ([slices,] rows, cols, channels) of the source's type.
 
         Raises:
             ValueError: the box is not inside.
         """
         self._check(box)
         drawn = self._draw(epoch, sample)
+        if self._volumes:
+            return self._place(drawn, sample, box, masks=False)
         wanted = with_margin(box, self.size, drawn.sigma)
         pixels = self._place(drawn, sample, wanted, masks=False)
         changed = recolour(pixels, drawn, self.white)
         return blur(changed, box, self.size, drawn.sigma, self.white)
 
     def read_mask(self, epoch: int, sample: int, box: Box) -> Pixels:
-        """The same box of the mask: (rows, cols); beyond the image no pixel has a class.
+        """The same box of the mask, without channels; beyond the image no pixel has a class.
 
         Raises:
             ValueError: the box is not inside.
@@ -84,17 +88,15 @@ class Views:
     def stored_box(self, epoch: int, sample: int, box: Box) -> Box:
         """The part of the stored image that lies under a box of a view; may be empty."""
         drawn, stored = self._draw(epoch, sample), self.source.image_size(sample)
-        wanted = with_margin(box, self.size, drawn.sigma)
-        row0, row1, col0, col1 = window_of(drawn, stored, self.size).source_box(wanted)
-        return max(row0, 0), min(row1, stored[0]), max(col0, 0), min(col1, stored[1])
+        wanted = box if self._volumes else with_margin(box, self.size, drawn.sigma)
+        return clipped(window_of(drawn, stored, self.size).source_box(wanted), stored)
+
+    @property
+    def _volumes(self) -> bool:
+        return len(self.size) == 3
 
     def _check(self, box: Box) -> None:
-        row0, row1, col0, col1 = box
-        if not (0 <= row0 <= row1 <= self.size[0] and 0 <= col0 <= col1 <= self.size[1]):
-            raise ValueError(
-                f"box rows {row0}:{row1}, columns {col0}:{col1} is not inside a view of "
-                f"{self.size[0]} x {self.size[1]}"
-            )
+        check_box(box, self.size, "a view")
 
     def _draw(self, epoch: int, sample: int) -> Draw:
         if self.augmentation is None:
@@ -110,7 +112,7 @@ class Views:
         return np.ascontiguousarray(window.arrange(pixels))
 
     def _empty(self, box: Box, masks: bool) -> Pixels:
-        shape = box[1] - box[0], box[3] - box[2]
+        shape = extents(box)
         if masks:
             return np.full(shape, UNLABELLED, np.uint8)
         return np.full((*shape, self.source.channels), self._fill, self.dtype)
@@ -119,7 +121,9 @@ class Views:
     def dtype(self) -> np.dtype[Any]:
         """Of the pixels of the source."""
         known = getattr(self.source, "dtype", None)  # of a `ShardDataset`
-        return self.source.read(0, (0, 1, 0, 1)).dtype if known is None else np.dtype(known)
+        return (
+            self.source.read(0, (0, 1) * len(self.size)).dtype if known is None else np.dtype(known)
+        )
 
     @cached_property
     def _fill(self) -> float:
@@ -132,13 +136,14 @@ class Views:
             ValueError: it is no value of such images.
         """
         white = value_range(self.dtype) if self.white is None else self.white
+        usual = 0 if self._volumes else white
         if self.background is None:
-            return white
-        fill = self.background
+            return usual
+        fill, least = self.background, np.iinfo(self.dtype).min if self.dtype.kind == "i" else 0
         whole = float(fill).is_integer() or not np.issubdtype(self.dtype, np.integer)
-        if not (0 <= fill <= white and whole):
+        if not (least <= fill <= white and whole):
             raise ValueError(
-                f"data.background={fill} is no value of {self.dtype} images: take 0 to {white:g}, "
-                f"or null for {white:g}"
+                f"data.background={fill} is no value of {self.dtype} images: take {least:g} to "
+                f"{white:g}, or null for {usual:g}"
             )
         return fill

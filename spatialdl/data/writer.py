@@ -18,7 +18,7 @@ from spatialdl.data.agreeing import Comm, agree
 from spatialdl.data.codec import LEVEL, QUALITY, Codec, Coding
 from spatialdl.data.encoded import EncodedImage
 from spatialdl.data.folder import FolderInProgress, check_target
-from spatialdl.data.format import Kind, Manifest
+from spatialdl.data.format import KINDS, Kind, Manifest, affine_of, spacing_of
 from spatialdl.data.joining import join_parts, part_folder, remove_parts
 from spatialdl.data.region_shard import RegionShards
 from spatialdl.data.shard_file import ImageRows
@@ -43,11 +43,12 @@ class ShardWriter:
     Args:
         path: the folder to be made.
         classes: names of the classes; a label is one of them or its index.
-        kind: "tiles" (all of one size) or "regions" (any size, written by row bands).
+        kind: "tiles" (all of one size), "regions" (any size, written by row bands), or "volumes"
+            (regions with a leading dim more, written by bands of slices).
         mpp: micrometres per pixel of the tiles, if known.
         shard_size: about how many bytes of pixels a shard may have, as many as they are decoded
             (at least one sample is in each).
-        stripes: regions only: over how many shards the row bands of a region are spread.
+        stripes: regions and volumes only: over how many shards the bands of one are spread.
         part: write this part of the data set only; `join_parts` makes one of all. Any number of
             processes may write parts at a time.
         comm: an mpi4py communicator, whose ranks all make a writer with the same settings, and
@@ -111,7 +112,11 @@ class ShardWriter:
             self._shards = TileShards(self._folder.path, shard_size, coding, chunk)
         else:
             prefix = "" if self._part is None else f"{self._part}-"
-            self._shards = RegionShards(self._folder.path, shard_size, stripes, coding, prefix)
+            self._shards = RegionShards(
+                *(self._folder.path, shard_size, stripes, coding, prefix),
+                spatial=3 if kind == "volumes" else 2,
+            )
+        self._kind: Kind = kind
         self._mpp = mpp
         self._codec: Codec = codec
         self._made_with = dict(made_with or {})
@@ -141,21 +146,27 @@ class ShardWriter:
         xy: tuple[int, int] = (0, 0),
         mask: npt.ArrayLike | ImageRows | None = None,
         mpp: float | None = None,
+        spacing: Sequence[float] | None = None,
+        affine: npt.ArrayLike | None = None,
     ) -> None:
         """Add one sample.
 
         Args:
-            image: (rows, cols, channels) or (rows, cols) of uint8, uint16, float16, float32 or
-                float64, the same for all. Regions may be anything that has `shape` and `dtype`
-                and gives rows as `image[row0:row1]`; it is read some rows at a time.
+            image: (rows, cols, channels) or (rows, cols) of uint8, uint16, int16, float16, float32
+                or float64, the same for all; of a volume with slices before them. Regions and
+                volumes may be anything that has `shape` and `dtype` and gives rows (slices) as
+                `image[row0:row1]`; it is read some at a time.
                 With codec "jpeg" an `EncodedImage`, whose streams are stored as they are.
             label: name or index of a class, or None.
             split: "train", "val", "test" or any other name, or None.
             slide: what the image was cut from.
             xy: level-0 column and row of its top-left pixel there.
             mask: class of every pixel, integers 0 to 254, or 255 where it is not known,
-                (rows, cols); all samples or none.
+                (rows, cols), of a volume (slices, rows, cols); all samples or none.
             mpp: micrometres per pixel of a region; tiles share that of the writer.
+            spacing: of a volume: millimetres from one slice, row and column to the next.
+            affine: of a volume: the first three rows, or all four, of the matrix that takes
+                (slice, row, column, 1) to millimetres in RAS+.
 
         Raises:
             ValueError: a shape, type, label or split that does not fit, or a stream that is
@@ -173,6 +184,7 @@ class ShardWriter:
             "slide": slide,
             "x": int(xy[0]),
             "y": int(xy[1]),
+            **self._geometry(mpp, spacing, affine),
         }
         if isinstance(self._shards, TileShards):
             if mpp is not None:
@@ -281,11 +293,11 @@ class ShardWriter:
         if not filled and self._part is None:
             raise ShardError(f"no samples were added, so the data set {self.path} was not written")
         infos = self._shards.finish()
-        tiles, size = isinstance(self._shards, TileShards), None
+        size = None
         if isinstance(self._shards, TileShards):
             size = self._shards.tile_size if filled else (0, 0)
         manifest = Manifest(
-            kind="tiles" if tiles else "regions",
+            kind=self._kind,
             classes=self._classes,
             channels=self._shards.channels if filled else 0,  # a part may be empty
             tile_size=size,
@@ -299,6 +311,24 @@ class ShardWriter:
         )
         manifest.save(self._folder.path)
         self._folder.publish()
+
+    def _geometry(
+        self, mpp: float | None, spacing: Sequence[float] | None, affine: npt.ArrayLike | None
+    ) -> dict[str, Any]:
+        """Spacing and affine of a volume; other samples have neither."""
+        if self._kind != "volumes":
+            if spacing is not None or affine is not None:
+                raise ValueError(f"spacing and affine are of volumes, and kind is {self._kind!r}")
+            return {}
+        if mpp is not None:
+            raise ValueError("mpp is not of volumes: give their spacing, in millimetres")
+        rows = None if affine is None else np.asarray(affine, np.float64).tolist()
+        if rows is not None and len(rows) == 4 and rows[3] == [0, 0, 0, 1]:
+            rows = rows[:3]
+        return {
+            "spacing": None if spacing is None else spacing_of([float(x) for x in spacing]),
+            "affine": None if rows is None else affine_of(rows),
+        }
 
     def _label_index(self, label: int | str | None) -> int | None:
         if label is None:
@@ -334,8 +364,8 @@ def _agreed(comm: Comm | None) -> Iterator[None]:
 def _check_sizes(shard_size: int, kind: str, stripes: int) -> None:
     if shard_size < 1:
         raise ValueError(f"shard_size is {shard_size}, expected at least 1 byte")
-    if kind not in ("tiles", "regions"):
-        raise ValueError(f"kind is {kind!r}, expected 'tiles' or 'regions'")
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(map(repr, KINDS))}")
     if stripes < 1 or (kind == "tiles" and stripes != 1):
         raise ValueError(f"stripes is {stripes}; it is at least 1, and 1 where kind is 'tiles'")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from spatialdl.data.augmentation.color import value_range
 from spatialdl.data.format import TileSample
-from spatialdl.data.image_source import Box, ImageSource, Pixels
+from spatialdl.data.image_source import Box, ImageSource, Pixels, Size
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.predicting.cutting import Cutting
@@ -247,7 +247,7 @@ class Some:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def image_size(self, sample: int) -> tuple[int, int]:
+    def image_size(self, sample: int) -> Size:
         return self.dataset.image_size(self.numbers[sample])
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
@@ -270,7 +270,12 @@ def shard_inputs(dataset: ShardDataset, size: tuple[int, int], *, maps: bool) ->
     Args:
         size: of the images that a network has seen: those of tiles are cut or padded to it.
         maps: whether a class is told for each pixel, so that regions are taken as they are.
+
+    Raises:
+        ValueError: it is a data set of volumes.
     """
+    if dataset.kind == "volumes":
+        raise ValueError(f"{dataset.path} is a data set of volumes, and predict takes images only")
     slides: dict[str, list[int]] = {}
     for number in range(len(dataset)):
         slides.setdefault(dataset.sample(number).slide or dataset.path.name, []).append(number)

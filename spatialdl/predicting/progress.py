@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch import nn
 from tqdm import tqdm
 
-from spatialdl.data.image_source import Box, ImageSource, Pixels
+from spatialdl.data.image_source import Box, ImageSource, Pixels, Size
 from spatialdl.training.console.progress import has_terminal
 
 BAND = 1024  # rows that are read at a time
@@ -58,7 +58,7 @@ class ReadInBands:
     def __len__(self) -> int:
         return len(self.source)
 
-    def image_size(self, sample: int) -> tuple[int, int]:
+    def image_size(self, sample: int) -> Size:
         return self.source.image_size(sample)
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:

@@ -15,11 +15,13 @@ from spatialdl.data.format import (
     RegionSample,
     ShardInfo,
     TileSample,
+    VolumeSample,
     chunk_size,
     order_splits,
     sha256_of,
     shard_status,
     stored_bytes,
+    volume_chunk,
 )
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError
@@ -45,8 +47,28 @@ def regions() -> Manifest:
     return Manifest("regions", ["a"], 1, shards=shards, samples=[sample], masks=True)
 
 
+AFFINE = ((0.0, 0.0, -0.7, 3.0), (0.0, 0.8, 0.0, -4.5), (2.5, 0.0, 0.0, 7.0))
+
+
+def volumes(**changes: object) -> Manifest:
+    made = regions()
+    known = {name: getattr(made.samples[0], name) for name in RegionSample.__slots__}
+    known |= {"depth": 7, "height": 3, "spacing": (2.5, 0.8, 0.7), "affine": AFFINE, **changes}
+    made.kind, made.samples = "volumes", [VolumeSample(**known)]
+    return made
+
+
 @pytest.mark.parametrize(
-    "made", [tiles(), regions(), tiles(samples=[], shards=[]), tiles(codec="jpeg")]
+    "made",
+    [
+        tiles(),
+        regions(),
+        volumes(),
+        volumes(spacing=None, affine=None),
+        tiles(samples=[], shards=[]),
+        tiles(codec="jpeg"),
+        tiles(dtype="int16"),
+    ],
 )
 def test_save_and_load_round_trip(tmp_path: Path, made: Manifest) -> None:
     made.save(tmp_path)
@@ -157,11 +179,11 @@ def test_chunks_cover_the_image(rows: int, cols: int, channels: int) -> None:
     chunk_rows, chunk_cols = chunk_size(rows, cols)
     assert chunk_rows <= min(rows, 512)
     assert chunk_cols <= min(cols, 512)
-    assert stored_bytes(rows, cols, channels) >= rows * cols * channels
+    assert stored_bytes((rows, cols), channels) >= rows * cols * channels
     if rows <= 512 and cols <= 512:
         assert (chunk_rows, chunk_cols) == (rows, cols)
     if rows % 512 == 0 and cols % 512 == 0:
-        assert stored_bytes(rows, cols, channels) == rows * cols * channels
+        assert stored_bytes((rows, cols), channels) == rows * cols * channels
 
 
 def test_sha256_is_the_known_one(tmp_path: Path) -> None:
@@ -267,3 +289,39 @@ def test_a_shard_is_no_link_out_of_its_folder(tmp_path: Path) -> None:
     tiles().save(tmp_path / "set")
     with pytest.raises(ShardError, match="a link out of its folder"):
         ShardDataset(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"depth": 8},
+        {"height": 0},
+        {"spacing": [1, 2]},
+        {"spacing": [1, 2, 0]},
+        {"affine": [[1, 2, 3, 4]] * 2},
+        {"affine": [[1, 2, 3, "4"]] * 3},
+    ],
+)
+def test_a_wrong_volume_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    volumes(**changes).save(tmp_path)
+    with pytest.raises(ShardError, match=r"manifest\.json is damaged: "):
+        Manifest.load(tmp_path)
+
+
+def test_volumes_and_int16_are_of_version_4_and_images_have_no_more_keys(tmp_path: Path) -> None:
+    assert (volumes().version, tiles(dtype="int16").version, regions().version) == (4, 4, 2)
+    regions().save(tmp_path)
+    saved = json.loads((tmp_path / "manifest.json").read_text())["samples"][0]
+    assert sorted(saved) == sorted(RegionSample.__slots__)
+    change(tmp_path, volumes(), format_version=3)
+    with pytest.raises(ShardError, match="kind is 'volumes', expected one of tiles, regions"):
+        Manifest.load(tmp_path)
+
+
+@given(st.tuples(*[st.integers(1, 700)] * 3))
+def test_chunks_of_a_volume_are_even(size: tuple[int, ...]) -> None:
+    for n, each in zip(size, volume_chunk(size), strict=True):
+        count = -(-n // each)
+        assert each <= 64
+        assert count == -(-n // 64)
+        assert count * each - n < count

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.batches import Batching
 from spatialdl.data.loader import Loader, sample_order, to_input
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.synthetic_masks import SyntheticMasks
@@ -188,3 +190,26 @@ def test_statistics_of_each_channel(dtype, most, given):
     assert (tiles == before).all()
     if given.get("std") == (1.0,):
         assert (x.numpy().transpose(0, 2, 3, 1) == tiles).all()  # floats as they are
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tiles_of_volumes_are_handed_out_by_boxes(tmp_path, workers):
+    volumes = np.random.default_rng(0).integers(-999, 999, (5, 7, 9, 6, 2)).astype(np.int16)
+    with ShardWriter(tmp_path / "set", ["a", "b"], kind="volumes", stripes=2) as writer:
+        for number, volume in enumerate(volumes):
+            writer.add(volume, number % 2, mask=np.abs(volume[..., 0]) % 3)
+    box = (2, 7, 0, 5, 1, 6)
+    cut = Batching(2, 1, 0, [box], [box])
+    loader = Loader(Views(ShardDataset(tmp_path / "set"), (7, 9, 6)), cut, workers=workers)
+    parts = [part for batch in loader.batches() for part in batch]
+    loader.close()
+    tiles, masks = (torch.cat([getattr(p, name) for p in parts]) for name in ("tiles", "masks"))
+    expected = volumes[:, 2:7, 0:5, 1:6]
+    assert (tiles.numpy() == expected).all()
+    assert (masks.numpy() == np.abs(expected[..., 0]) % 3).all()
+    normalisation = Normalisation((10.0, -20.0), (2.0, 3.0), 1.0)
+    x = to_input(tiles, torch.float64, torch.device("cpu"), normalisation)
+    assert x.shape == (5, 2, 5, 5, 5)
+    assert x.is_contiguous()
+    for channel, (mean, std) in enumerate([(10, 2), (-20, 3)]):
+        assert (x[:, channel].numpy() == (expected[..., channel] - mean) / std).all()

@@ -149,3 +149,14 @@ def test_what_is_used_most_is_taken_first(room, chosen):
     sizes = {0: 20, 1: 10, 2: 10, 3: 20}
     shards = [ShardInfo(f"shard-{n:05d}.h5", sizes[n], "", 1) for n in range(4)]
     assert that_fit(needs, shards, room) == chosen
+
+
+def test_boxes_of_volumes_need_the_shards_of_their_slices(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "set", kind="volumes", stripes=4) as writer:
+        for _ in range(3):
+            writer.add(np.zeros((8, 5, 6), np.uint8))
+    views = Views(ShardDataset(tmp_path / "set"), (8, 5, 6))
+    upper = Batching(3, 1, 0, [(0, 4, 0, 5, 0, 6)], [None])
+    assert set(validation_needs(views, upper)) == {0, 1}
+    moving = Views(views.source, (8, 5, 6), augmentation=Augmentation(flip=0.5))
+    assert set(training_needs(moving, upper, 0, 9)) == {0, 1, 2, 3}

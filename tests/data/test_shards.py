@@ -437,3 +437,82 @@ def test_a_stack_without_rows_is_refused_when_read(tmp_path: Path, io: Io) -> No
     (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ShardError, match=r"cannot read images from .*shard-00000\.h5"):
         ShardDataset(tmp_path / "set", io=io).read(0)
+
+
+SHAPES = [(70, 33, 130), (5, 9, 3), (129, 64, 65)]
+AFFINE = ((-0.7, 0.0, 0.1, 3.0), (0.0, 0.8, 0.0, -4.5), (0.1, 0.0, 2.5, 7.0))
+
+
+def volumes_of(dtype: str, channels: int) -> list[np.ndarray]:
+    random = np.random.default_rng(1)
+    return [(random.standard_normal((*s, channels)) * 1000).astype(dtype) for s in SHAPES]
+
+
+def write_volumes(path: Path, images: list[np.ndarray], **settings: object) -> Path:
+    with ShardWriter(path, ["a"], kind="volumes", **settings) as writer:
+        for image in images:
+            mask = (image[..., 0] > 0).astype(np.uint8)
+            writer.add(image, 0, "train", mask=mask, spacing=(2.5, 0.8, 0.7), affine=AFFINE)
+    return path
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("stripes", [1, 3])
+@pytest.mark.parametrize("codec", ["raw", "zstd", "lz4"])
+@pytest.mark.parametrize(("dtype", "channels"), [("int16", 1), ("uint8", 2), ("float32", 3)])
+def test_boxes_of_volumes_are_read(
+    tmp_path: Path, io: Io, stripes: int, codec: Codec, dtype: str, channels: int
+) -> None:
+    images = volumes_of(dtype, channels)
+    path = write_volumes(tmp_path / "set", images, stripes=stripes, codec=codec)
+    data = ShardDataset(path, io=io)
+    data.verify()
+    assert (data.kind, data.channels, data.dtype) == ("volumes", channels, np.dtype(dtype))
+    random = np.random.default_rng(2)
+    for number, image in enumerate(images):
+        assert data.image_size(number) == image.shape[:3]
+        assert (data.read(number) == image).all()
+        for _ in range(6):
+            cuts = [sorted(random.integers(0, n + 1, 2).tolist()) for n in image.shape[:3]]
+            box = tuple(at for cut in cuts for at in cut)
+            part = tuple(slice(start, stop) for start, stop in cuts)
+            assert data.read(number, box).shape == image[part].shape
+            assert (data.read(number, box) == image[part]).all()
+            assert (data.read_mask(number, box) == (image[..., 0] > 0)[part]).all()
+
+
+def test_of_a_volume_only_the_chunks_under_a_box_are_read(tmp_path: Path) -> None:
+    image = volumes_of("int16", 1)[0]  # 2 x 1 x 3 chunks
+    path = write_volumes(tmp_path / "set", [image], codec="zstd")
+    shard = path / "shard-00000.h5"
+    with h5py.File(shard) as h5:
+        chunks = h5["regions/000000/image"]
+        assert chunks.chunks == (35, 33, 44, 1)
+        last = chunks.id.get_chunk_info_by_coord((35, 0, 88, 0))
+    with shard.open("r+b") as file:
+        file.seek(last.byte_offset + last.size // 2)
+        file.write(b"\xff" * 8)
+    data = ShardDataset(path)
+    assert (data.read(0, (0, 70, 0, 33, 0, 88)) == image[:, :, :88]).all()
+    assert (data.read(0, (0, 35, 0, 33, 0, 130)) == image[:35]).all()
+    with pytest.raises(ShardError, match=r"chunk at slice 35, row 0, column 88: its checksum"):
+        data.read(0, (34, 36, 0, 1, 87, 89))
+    with pytest.raises(ShardError, match=r"SHA-256.*damaged: sample 0"):
+        data.verify()
+
+
+def test_a_box_outside_of_a_volume_is_refused(tmp_path: Path) -> None:
+    data = ShardDataset(write_volumes(tmp_path / "set", volumes_of("uint8", 1)))
+    with pytest.raises(ValueError, match=r"slices 0:6, rows 0:9, columns 0:3 is not .* 5 x 9 x 3"):
+        data.read(1, (0, 6, 0, 9, 0, 3))
+    with pytest.raises(ValueError, match=r"box \(0, 5, 0, 9\) is not inside sample 1"):
+        data.read(1, (0, 5, 0, 9))
+    assert data.read(1, (2, 2, 0, 9, 0, 3)).shape == (0, 9, 3, 1)
+
+
+def test_shards_under_a_box_of_a_volume_are_those_of_its_slices(tmp_path: Path) -> None:
+    data = ShardDataset(write_volumes(tmp_path / "set", volumes_of("uint8", 1), stripes=2))
+    assert [band.rows for band in data.sample(0).bands] == [35, 35]
+    assert data.shards_under(0, (0, 35, 0, 33, 0, 130)) == (0,)
+    assert data.shards_under(0, (34, 36, 0, 1, 0, 1)) == (0, 1)
+    assert data.shards_under(0, (34, 36, 5, 5, 0, 1)) == ()

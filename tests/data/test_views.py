@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spatialdl.data.augmentation.drawing import draw
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.views import Views
@@ -189,3 +190,67 @@ def test_boxes_beyond_the_view_are_refused():
 def test_colours_of_other_channels_are_refused():
     with pytest.raises(ValueError, match=r"data.augment.hue need images of 3 channels"):
         Views(Images([(5, 5)], channels=1), (5, 5), augmentation=Augmentation(hue=0.1))
+
+
+class Volumes(Images):
+    """The same of volumes."""
+
+    def image_size(self, sample):
+        return self.images[sample].shape[:3]
+
+    def _cut(self, image, box):
+        cuts = list(zip(box[::2], box[1::2], strict=True))
+        assert all(0 <= a < b <= n for (a, b), n in zip(cuts, image.shape, strict=False))
+        return image[tuple(slice(*cut) for cut in cuts)]
+
+
+@pytest.mark.parametrize("size", [(5, 6, 6), (9, 4, 4), (4, 11, 11), (3, 5, 8)])
+def test_boxes_of_changed_volumes_are_those_of_the_whole_view(size):
+    """Against NumPy: crop or pad, mirror along all dims, turn in the plane of the slices."""
+    source = Volumes([(7, 8, 9)], dtype="int16", channels=2)
+    square = size[1] == size[2]
+    views = Views(source, size, -7, Augmentation("random", 0.5, square), seed=3)
+    padded = np.pad(source.images[0], ((20, 20),) * 3 + ((0, 0),), constant_values=-7)
+    random, seen = np.random.default_rng(0), set()
+    for epoch in range(24):
+        drawn = draw(views.augmentation, 3, epoch, 0)
+        begins = [
+            20 + (int(part * (n - wanted + 1)) if n > wanted else (n - wanted) // 2)
+            for part, n, wanted in zip(drawn.crop, (7, 8, 9), size, strict=True)
+        ]
+        cropped = padded[tuple(slice(b, b + n) for b, n in zip(begins, size, strict=True))]
+        mirrors = (drawn.flip_slices, drawn.flip_rows, drawn.flip_cols)
+        seen.add((*mirrors, drawn.turns))
+        mirrored = np.flip(cropped, [dim for dim, flip in enumerate(mirrors) if flip])
+        expected = np.rot90(mirrored, drawn.turns, axes=(1, 2))
+        whole_view = views.read(epoch, 0, (0, size[0], 0, size[1], 0, size[2]))
+        assert whole_view.dtype == np.int16
+        assert (whole_view == expected).all()
+        cuts = [sorted(random.integers(0, n + 1, 2).tolist()) for n in size]
+        box = tuple(at for cut in cuts for at in cut)
+        part = tuple(slice(*cut) for cut in cuts)
+        assert (views.read(epoch, 0, box) == expected[part]).all()
+        mask = views.read_mask(epoch, 0, (0, size[0], 0, size[1], 0, size[2]))
+        assert (views.read_mask(epoch, 0, box) == mask[part]).all()
+        assert ((mask == UNLABELLED) <= (expected == -7).all(-1)).all()
+        stored = views.stored_box(epoch, 0, box)
+        assert all(
+            a >= 0 and b <= n for a, b, n in zip(stored[::2], stored[1::2], (7, 8, 9), strict=True)
+        )
+    assert len(seen) > (12 if square else 6)
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "stain", "blur"])
+def test_changes_of_colour_are_refused_of_volumes_by_name(name):
+    with pytest.raises(ValueError, match=rf"data\.augment\.{name} change colours .* are volumes"):
+        Views(Volumes([(3, 4, 5)]), (3, 4, 5), augmentation=Augmentation(**{name: 0.1}))
+    with pytest.raises(ValueError, match=rf"data\.augment\.{name} change .* images of int16"):
+        Views(Images([(4, 5)], "int16"), (4, 5), augmentation=Augmentation(**{name: 0.1}))
+
+
+def test_volumes_are_padded_with_zeros_and_integers_with_negative_ones_too():
+    source = Volumes([(1, 1, 1)], dtype="int16", channels=1)
+    assert Views(source, (3, 3, 3)).read(0, 0, (0, 1, 0, 1, 0, 1)).item() == 0
+    assert Views(source, (3, 3, 3), -1024).read(0, 0, (0, 1, 0, 1, 0, 1)).item() == -1024
+    with pytest.raises(ValueError, match=r"data\.background=-40000 .* take -32768 to 32767"):
+        Views(source, (3, 3, 3), -40000).check_background()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data.format import Manifest
 from spatialdl.errors import ShardError
 
 TILE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
@@ -220,3 +221,51 @@ def test_writing_imports_no_pytorch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "spatialdl.data.tile_shard" in done.stdout.split()
     assert "torch" not in done.stdout.split()
+
+
+def test_geometry_of_volumes_is_kept(tmp_path: Path) -> None:
+    affine = np.array([[0, 0, -0.7, 3], [0, 0.8, 0, -4.5], [2.5, 0, 0, 7], [0, 0, 0, 1]])
+    with ShardWriter(tmp_path / "set", kind="volumes") as writer:
+        writer.add(np.zeros((3, 4, 5), np.int16), spacing=(2.5, 0.8, 0.7), affine=affine)
+        writer.add(np.zeros((3, 4, 5), np.int16))
+    manifest = Manifest.load(tmp_path / "set")
+    assert (manifest.version, manifest.kind, manifest.dtype) == (4, "volumes", "int16")
+    known, unknown = manifest.samples
+    assert (known.size, known.spacing) == ((3, 4, 5), (2.5, 0.8, 0.7))
+    assert known.affine == tuple(map(tuple, affine[:3].tolist()))
+    assert (unknown.spacing, unknown.affine) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"image": np.zeros((4, 5), np.uint8)}, r"volume has shape \(4, 5\), expected \(slices"),
+        ({"mask": np.zeros((3, 4), np.uint8)}, r"mask has shape \(3, 4\), its image has 3 x 4 x 5"),
+        ({"spacing": (1.0, 0.0, 1.0)}, r"spacing is .*, expected three numbers above 0, in mm"),
+        ({"spacing": (1.0, 2.0)}, "spacing is .*, expected three"),
+        ({"affine": np.full((3, 4), np.nan)}, "affine is .*, expected three rows of four"),
+        ({"affine": np.ones((4, 4))}, "affine is .*, expected three rows of four"),
+        ({"mpp": 0.5}, "mpp is not of volumes"),
+    ],
+)
+def test_what_does_not_fit_a_volume_is_refused(tmp_path: Path, given: dict, said: str) -> None:
+    with ShardWriter(tmp_path / "set", kind="volumes") as writer:
+        with pytest.raises(ValueError, match=said):
+            writer.add(**{"image": np.zeros((3, 4, 5), np.uint8), **given})
+        writer.add(np.zeros((3, 4, 5), np.uint8))
+    assert len(Manifest.load(tmp_path / "set").samples) == 1
+
+
+def test_jpeg_of_volumes_and_geometry_of_images_are_refused(tmp_path: Path) -> None:
+    image = np.zeros((8, 8, 3), np.uint8)
+    with (
+        pytest.raises(ValueError, match="codec 'jpeg' holds images, no volumes; use codec='zstd'"),
+        ShardWriter(tmp_path / "set", kind="volumes", codec="jpeg") as writer,
+    ):
+        writer.add(image[None])
+    with (
+        pytest.raises(ValueError, match="spacing and affine are of volumes, and kind is 'regions'"),
+        ShardWriter(tmp_path / "set", kind="regions") as writer,
+    ):
+        writer.add(image, spacing=(1, 1, 1))
+    assert not (tmp_path / "set").exists()

@@ -17,17 +17,18 @@ class Draw:
     """One sample's changes in one epoch; as it comes, none, and the centre is cropped.
 
     Attributes:
-        crop: where the crop begins, as parts of what is left over in rows and columns, in [0, 1);
-            None for the centre.
+        crop: where the crop begins, as parts of what is left over in slices (of volumes), rows and
+            columns, in [0, 1); None for the centre.
         flip_rows, flip_cols: mirrored top to bottom, left to right.
         turns: by 90 degrees counterclockwise after that.
         brightness, contrast, saturation: factors.
         hue: part of the colour circle, in [-0.5, 0.5].
         stain: factors of, and densities added to, hematoxylin, eosin and DAB; None for no change.
         sigma: of the blur, in pixels.
+        flip_slices: a volume is mirrored first slice to last.
     """
 
-    crop: tuple[float, float] | None = None
+    crop: tuple[float, ...] | None = None
     flip_rows: bool = False
     flip_cols: bool = False
     turns: int = 0
@@ -37,6 +38,7 @@ class Draw:
     hue: float = 0.0
     stain: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     sigma: float = 0.0
+    flip_slices: bool = False
 
 
 def draw(settings: Augmentation, seed: int, epoch: int, sample: int) -> Draw:
@@ -48,11 +50,11 @@ def draw(settings: Augmentation, seed: int, epoch: int, sample: int) -> Draw:
     random = np.random.default_rng([seed, _STREAM, epoch, sample])
     row, col, flip_rows, flip_cols, turns = random.random(5).tolist()
     brightness, contrast, saturation, hue, *stain = random.uniform(-1, 1, 10).tolist()
-    sigma = random.random()
+    sigma, slice0, flip_slices = random.random(3).tolist()
     factors = tuple(1 + settings.stain * x for x in stain[:3])
     added = tuple(settings.stain * x for x in stain[3:])
     return Draw(
-        crop=(row, col) if settings.crop == "random" else None,
+        crop=(slice0, row, col) if settings.crop == "random" else None,
         flip_rows=flip_rows < settings.flip,
         flip_cols=flip_cols < settings.flip,
         turns=int(4 * turns) if settings.rotate else 0,
@@ -62,4 +64,5 @@ def draw(settings: Augmentation, seed: int, epoch: int, sample: int) -> Draw:
         hue=settings.hue * hue,
         stain=(factors, added) if settings.stain else None,
         sigma=settings.blur * sigma,
+        flip_slices=flip_slices < settings.flip,
     )

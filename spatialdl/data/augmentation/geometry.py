@@ -6,57 +6,55 @@ turned. So a box of it is a box of the stored image, and the rest is the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spatialdl.data.augmentation.drawing import Draw
-from spatialdl.data.image_source import Box, Pixels
+from spatialdl.data.image_source import Box, Pixels, extents, pairs
 
 
 @dataclass(frozen=True)
 class Window:
     """Where a changed image lies in the stored one.
 
-    Its pixel (r, c) is the stored one at (row0 + r', col0 + c'), where (r', c') is (r, c),
-    mirrored within `size` as told, and then with rows and columns swapped if transposed.
+    Its pixel (r, c) is the stored one at `corner` + (r', c'), where (r', c') is (r, c), mirrored
+    within `size` as drawn, and then with rows and columns swapped if transposed. Of a volume slices
+    come first, which are never swapped.
 
     Attributes:
-        size: (H, W) of the changed image.
-        row0, col0: upper left corner in the stored image; may be negative.
+        size: ([D,] H, W) of the changed image.
+        corner: its first pixel in the stored image; may be negative.
+        transposed: rows and columns are swapped.
+        mirrored: along each dim.
     """
 
-    size: tuple[int, int]
-    row0: int
-    col0: int
+    size: tuple[int, ...]
+    corner: tuple[int, ...]
     transposed: bool
-    mirror_rows: bool
-    mirror_cols: bool
+    mirrored: tuple[bool, ...]
 
     def source_box(self, box: Box) -> Box:
         """The box of the stored image under a box of the changed one; may reach beyond it."""
-        row0, row1, col0, col1 = box
-        if self.mirror_rows:
-            row0, row1 = self.size[0] - row1, self.size[0] - row0
-        if self.mirror_cols:
-            col0, col1 = self.size[1] - col1, self.size[1] - col0
+        spans = [
+            (n - stop, n - start) if mirrored else (start, stop)
+            for (start, stop), n, mirrored in zip(pairs(box), self.size, self.mirrored, strict=True)
+        ]
         if self.transposed:
-            row0, row1, col0, col1 = col0, col1, row0, row1
-        return row0 + self.row0, row1 + self.row0, col0 + self.col0, col1 + self.col0
+            spans[-2:] = spans[:-3:-1]
+        moved = zip(spans, self.corner, strict=True)
+        return tuple(at + first for span, first in moved for at in span)
 
     def arrange(self, pixels: Pixels) -> Pixels:
-        """Stored pixels (rows, cols, ...) of a `source_box` in the order of the changed image."""
+        """Stored pixels ([slices,] rows, cols, ...) of a `source_box` in the changed order."""
+        dims = len(self.size)
         if self.transposed:
-            pixels = pixels.swapaxes(0, 1)
-        if self.mirror_rows:
-            pixels = pixels[::-1]
-        if self.mirror_cols:
-            pixels = pixels[:, ::-1]
-        return pixels
+            pixels = pixels.swapaxes(dims - 2, dims - 1)
+        return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in self.mirrored)]
 
 
-def window_of(draw: Draw, stored: tuple[int, int], size: tuple[int, int]) -> Window:
+def window_of(draw: Draw, stored: Sequence[int], size: Sequence[int]) -> Window:
     """Where the image of `size` that was drawn lies in one of size `stored`.
 
     An image smaller than that lies in the middle.
@@ -67,11 +65,11 @@ def window_of(draw: Draw, stored: tuple[int, int], size: tuple[int, int]) -> Win
     if transposed:
         rows, cols = cols, rows
     rows, cols = rows ^ (draw.turns in (1, 2)), cols ^ (draw.turns in (2, 3))
-    height, width = size[::-1] if transposed else size
-    crop = draw.crop or (None, None)
-    row0 = _begin(crop[0], stored[0] - height)
-    col0 = _begin(crop[1], stored[1] - width)
-    return Window(size, row0, col0, transposed, rows, cols)
+    taken = (*size[:-2], size[-1], size[-2]) if transposed else tuple(size)
+    crop = draw.crop or (None, None, None)
+    left = (has - wanted for has, wanted in zip(stored, taken, strict=True))
+    corner = tuple(map(_begin, crop[-len(size) :], left))
+    return Window(tuple(size), corner, transposed, (draw.flip_slices, rows, cols)[-len(size) :])
 
 
 def _begin(part: float | None, left: int) -> int:
@@ -80,22 +78,28 @@ def _begin(part: float | None, left: int) -> int:
 
 
 def read_padded(
-    read: Callable[[Box], Pixels], stored: tuple[int, int], box: Box, empty: Callable[[], Pixels]
+    read: Callable[[Box], Pixels], stored: Sequence[int], box: Box, empty: Callable[[], Pixels]
 ) -> Pixels:
     """A box that may reach beyond a stored image.
 
     Args:
         read: reads a box that lies inside and is not empty.
-        stored: (h, w) of the image.
+        stored: ([d,] h, w) of the image.
         empty: makes the box as it is where there is no image.
     """
-    row0, row1, col0, col1 = box
-    top, bottom = max(row0, 0), min(row1, stored[0])
-    left, right = max(col0, 0), min(col1, stored[1])
-    if (top, bottom, left, right) == box and top < bottom and left < right:
+    inside = clipped(box, stored)
+    filled = min(extents(inside)) > 0
+    if filled and inside == box:
         return read(box)
     pixels = empty()
-    if top < bottom and left < right:
-        inside = read((top, bottom, left, right))
-        pixels[top - row0 : bottom - row0, left - col0 : right - col0] = inside
+    if filled:
+        cuts = zip(pairs(inside), box[::2], strict=True)
+        where = tuple(slice(start - first, stop - first) for (start, stop), first in cuts)
+        pixels[where] = read(inside)
     return np.asarray(pixels)
+
+
+def clipped(box: Box, stored: Sequence[int]) -> Box:
+    """The part of a box inside an image; where it is empty, an end may precede a start."""
+    spans = zip(pairs(box), stored, strict=True)
+    return tuple(at for (start, stop), n in spans for at in (max(start, 0), min(stop, n)))

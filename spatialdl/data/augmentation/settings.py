@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # commands that only check a configuration start without NumPy
+    import numpy as np
 
 Crop = Literal["centre", "random"]
 CROPS = ("centre", "random")
 _COLOURS = ("saturation", "hue", "stain")
+_VALUES = ("brightness", "contrast", *_COLOURS, "blur")
 # of numbers that do not begin at 0 there are none
 _MOST = {
     "flip": 1.0,
@@ -28,8 +32,10 @@ class Augmentation:
 
     Attributes:
         crop: which part of a larger image is taken, its "centre" or a "random" one.
-        flip: probability of being mirrored left to right, and likewise top to bottom.
-        rotate: whether images are turned by 0, 90, 180 or 270 degrees, equally often.
+        flip: probability of being mirrored left to right, likewise top to bottom, and of volumes
+            first slice to last.
+        rotate: whether images are turned by 0, 90, 180 or 270 degrees, equally often; volumes in
+            the plane of their rows and columns.
         brightness, contrast, saturation: b changes it by a factor from 1 - b to 1 + b.
         hue: colours are turned by up to this part of the colour circle, to either side.
         stain: amounts of hematoxylin, eosin and DAB change by a factor within 1 - stain and
@@ -79,6 +85,20 @@ class Augmentation:
     def moves(self) -> bool:
         """Whether pixels come from elsewhere in the image another time."""
         return self.crop == "random" or self.rotate or self.flip > 0
+
+    def check_values(self, volumes: bool, dtype: np.dtype[Any]) -> None:
+        """Refuse changes of pixel values, which are those of light from 0 to white, elsewhere.
+
+        Raises:
+            ValueError: the images are volumes, or have negative values; names the keys.
+        """
+        wrong = [f"data.augment.{name}" for name in _VALUES if getattr(self, name)]
+        if wrong and (volumes or dtype.kind == "i"):
+            what = "volumes" if volumes else f"images of {dtype}"
+            raise ValueError(
+                f"{', '.join(wrong)} change colours of images from 0 to white, these are {what}: "
+                "set to 0 (flip, rotate and crop remain)"
+            )
 
     def check_channels(self, channels: int) -> None:
         """Refuse what is about red, green and blue where there are other channels.

@@ -117,6 +117,6 @@ def bands_of(plan: WholePlan, stripes: int | None, shard_size: int, multiple: in
         shard_size: in bytes.
         multiple: rows of a band are a multiple of it.
     """
-    count = stripes or -(-stored_bytes(*plan.size, 3) // shard_size)
+    count = stripes or -(-stored_bytes(plan.size, 3) // shard_size)
     cuts = cut_rows(plan.size[0], count, multiple)
     return [Band(k, row, end - row) for k, (row, end) in enumerate(cuts)]

@@ -172,7 +172,7 @@ def _plan_tiles(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned:
     options, report = batch.options, planned.report
     report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
     report.unannotated, report.note = plan.unannotated, plan.reason
-    each = stored_bytes(plan.tile_size, plan.tile_size, 3)
+    each = stored_bytes((plan.tile_size, plan.tile_size), 3)
     at_once = max(1, int(options.shard_size) // each)
     if options.format == "coords":
         each, at_once = _PLACE, _PLACES
@@ -213,7 +213,7 @@ def _plan_region(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned
         x=whole.x,
         y=whole.y,
     )
-    planned.bytes = stored_bytes(*whole.size, 3)
+    planned.bytes = stored_bytes(whole.size, 3)
     planned.parts = [BandPart(whole, planned.region, k) for k in range(len(bands))]
 
 

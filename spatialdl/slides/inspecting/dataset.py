@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from spatialdl.data.format import Manifest, RegionSample, ShardInfo
+from spatialdl.data.format import Manifest, RegionSample, ShardInfo, VolumeSample
+from spatialdl.parallel.layout import spatial_names
 from spatialdl.text import aligned, counted, fitted, readable_bytes
 
 _LONGEST_NAME = 60  # columns of the console
@@ -24,6 +25,7 @@ def describe_dataset(path: Path) -> str:
         ("kind", manifest.kind),
         ("tile size", " x ".join(map(str, manifest.tile_size or ()))),
         ("sizes", _sizes(manifest)),
+        ("spacing", _spacing(manifest)),
         ("mpp", "not said" if manifest.mpp is None else f"{manifest.mpp:g}"),
         ("channels", str(manifest.channels)),
         ("dtype", manifest.dtype),
@@ -32,7 +34,7 @@ def describe_dataset(path: Path) -> str:
         ("samples", f"{len(manifest.samples):,} of {counted(len(slides), 'slide')}"),
         ("shards", _shards(manifest.shards)),
     ]
-    if manifest.kind == "regions":
+    if manifest.kind != "tiles":
         facts = [fact for fact in facts if fact[0] != "mpp"]  # each has its own
     lines = [f"{name:<10} {text}" for name, text in facts if text]
     lines += ["", *_samples(manifest)]
@@ -47,8 +49,20 @@ def _sizes(manifest: Manifest) -> str:
     regions = [sample for sample in manifest.samples if isinstance(sample, RegionSample)]
     if not regions:
         return ""
-    rows, cols = ([r.height for r in regions], [r.width for r in regions])
-    return f"{min(rows)} to {max(rows)} rows, {min(cols)} to {max(cols)} columns"
+    along = list(zip(*(region.size for region in regions), strict=True))
+    named = zip(spatial_names(len(along)), along, strict=True)
+    return ", ".join(f"{min(sizes)} to {max(sizes)} {name}" for name, sizes in named)
+
+
+def _spacing(manifest: Manifest) -> str:
+    """Least and largest spacing of volumes along each dim."""
+    volumes = [sample for sample in manifest.samples if isinstance(sample, VolumeSample)]
+    known = [volume.spacing for volume in volumes if volume.spacing is not None]
+    if not known:
+        return "not said" if volumes else ""
+    named = zip(spatial_names(3), zip(*known, strict=True), strict=True)
+    said = ", ".join(f"{min(mm):g} to {max(mm):g} mm ({name})" for name, mm in named)
+    return said + (f", of {len(known)} of {len(volumes)} volumes" * (len(known) < len(volumes)))
 
 
 def _shards(shards: list[ShardInfo]) -> str:

@@ -52,7 +52,7 @@ def test_the_centre_is_the_centre():
 
 def test_random_crops_reach_every_place_and_none_beyond():
     parts = np.linspace(0, 1, 400, endpoint=False)
-    places = Counter(window_of(Draw((p, 0.0)), (7, 9), (3, 9)).row0 for p in parts)
+    places = Counter(window_of(Draw((p, 0.0)), (7, 9), (3, 9)).corner[0] for p in parts)
     assert set(places) == {0, 1, 2, 3, 4}
     assert max(places.values()) - min(places.values()) <= 1
 

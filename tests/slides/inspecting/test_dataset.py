@@ -59,3 +59,18 @@ def test_a_damaged_manifest_is_refused(data_set: Path) -> None:
     (data_set / "manifest.json").write_text("{")
     with pytest.raises(ShardError, match="is damaged"):
         inspect(data_set)
+
+
+def test_a_data_set_of_volumes(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "set", kind="volumes") as writer:
+        writer.add(np.zeros((3, 4, 5), np.int16), spacing=(2.5, 0.8, 0.7))
+        writer.add(np.zeros((9, 4, 6), np.int16), spacing=(5.0, 0.8, 0.7))
+        writer.add(np.zeros((9, 4, 6), np.int16))
+    lines = inspect(tmp_path / "set").splitlines()
+    assert lines[1:4] == [
+        "kind       volumes",
+        "sizes      3 to 9 slices, 4 to 4 rows, 5 to 6 columns",
+        "spacing    2.5 to 5 mm (slices), 0.8 to 0.8 mm (rows), 0.7 to 0.7 mm (columns), "
+        "of 2 of 3 volumes",
+    ]
+    assert "dtype      int16" in lines
