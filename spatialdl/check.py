@@ -13,12 +13,14 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.abort import describe_error, install_abort_hook
 from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.parallel.layout import by
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +44,7 @@ def main() -> None:
         sys.exit(0 if exact or options.answer else 1)
     try:
         _look(options)
-        exact = _check(options) if options.grid == (1, 1) else _start(options)
+        exact = _check(options) if prod(options.grid) == 1 else _start(options)
     except (ValueError, UnsupportedSpatialOp, OSError) as error:
         sys.exit(f"error: {describe_error(error)}")
     sys.exit(0 if exact else 1)
@@ -55,7 +57,7 @@ def _start(options: argparse.Namespace) -> bool:
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
-        ranks = options.grid[0] * options.grid[1]
+        ranks = prod(options.grid)
         code = start_ranks(ranks, "spatialdl.check", [*sys.argv[1:], "--answer", str(answer)])
         return code == 0 and answer.read_text() == EXACT
 
@@ -71,8 +73,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "arguments", nargs="*", metavar="key=value", help="of the function: num_classes=3"
     )
-    parser.add_argument("--size", type=_pair, required=True, help="rows x columns: 96x80")
-    parser.add_argument("--grid", type=_pair, required=True, help="rows x columns of ranks: 2x2")
+    parser.add_argument(
+        "--size", type=_sides, required=True, help="of an image: 96x80, 500, 32x32x32"
+    )
+    parser.add_argument("--grid", type=_sides, required=True, help="of ranks: 2x2, 4, 2x1x1")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--batch", type=int, default=2, help="images (default 2)")
     parser.add_argument("--channels", type=int, default=3, help="of an image (default 3)")
@@ -86,11 +90,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _pair(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
-    if found is None or "0" in found.groups():
-        raise argparse.ArgumentTypeError(f"{text} is not ROWSxCOLUMNS, such as 96x80")
-    return int(found[1]), int(found[2])
+def _sides(text: str) -> tuple[int, ...]:
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not one to three numbers above 0, such as 500, 96x80 or 32x32x32"
+        )
+    return tuple(map(int, text.split("x")))
 
 
 def _look(options: argparse.Namespace) -> None:
@@ -98,11 +103,16 @@ def _look(options: argparse.Namespace) -> None:
     from spatialdl.checking.compare import differences
     from spatialdl.checking.network import arguments_of, build
 
-    (rows, cols), (height, width) = options.grid, options.size
-    if height < rows or width < cols:
+    size, grid = options.size, options.grid
+    if len(size) != len(grid):
         raise ValueError(
-            f"an image of {height}x{width} is smaller than the grid {rows}x{cols}: use a smaller "
-            "grid or a larger image"
+            f"an image of {by(size)} has {len(size)} dims, but the grid {by(grid)} has "
+            f"{len(grid)}: name as many numbers in --grid as in --size"
+        )
+    if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
+        raise ValueError(
+            f"an image of {by(size)} is smaller than the grid {by(grid)}: use a smaller grid or a "
+            "larger image"
         )
     network = build(options.network, SEED, arguments_of(options.arguments))
     first, second = (_plain_step(options, network, seed) for seed in (SEED, SEED + 1))
@@ -218,11 +228,11 @@ def _report(
     refusal: str,
     found: list[Difference],
 ) -> list[str]:
-    height, width = options.size
+    shape = by((options.batch, options.channels, *options.size))
     lines = [
-        f"{options.network}: images {options.batch}x{options.channels}x{height}x{width}, "
+        f"{options.network}: images {shape}, "
         f"{options.dtype}, {'training' if options.train else 'evaluation'}, on "
-        f"{mesh.grid[0]}x{mesh.grid[1]} ranks",
+        f"{by(mesh.grid)} ranks",
         "",
         *recorder.table(exact=not (found or refusal)),
         "",

@@ -140,6 +140,15 @@ def test_an_exact_network(folder: Path) -> None:
     assert lines[-1] == "exact"
 
 
+def test_volumes_are_compared_as_images_are(folder: Path) -> None:
+    words = ("spatialdl.models.unet3d", "in_channels=3", "width=2", "depth=2")
+    done = check(folder, *words, "--size", "9x6x7", "--grid", "2x1x1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "images 2x3x9x6x7, float64, training, on 2x1x1 ranks" in lines[0]
+    assert lines[-1] == "exact"
+
+
 def test_refused_operations_are_named_with_their_lines(folder: Path) -> None:
     done = check(folder, "my_package/networks.py:Refused", "--size", "13x10", "--grid", "2x1")
     assert done.returncode == 1
@@ -210,6 +219,11 @@ def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
             ("--grid", "30x1"),
             "an image of 21x18 is smaller than the grid 30x1",
         ),
+        (
+            "my_package.networks.Exact",
+            ("--grid", "2x1x1"),
+            "an image of 21x18 has 2 dims, but the grid 2x1x1 has 3: name as many numbers",
+        ),
     ],
 )
 def test_mistakes_are_told_before_ranks_start(
@@ -239,7 +253,7 @@ def test_a_mistake_is_told_once(folder: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("size", ["96", "0x8", "axb"])
+@pytest.mark.parametrize("size", ["96x", "0x8", "axb", "2x2x2x2"])
 def test_what_is_no_size(
     size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +261,7 @@ def test_what_is_no_size(
     with pytest.raises(SystemExit) as stop:
         command.main()
     assert stop.value.code == 2
-    assert f"{size} is not ROWSxCOLUMNS" in capsys.readouterr().err
+    assert f"{size} is not one to three numbers above 0" in capsys.readouterr().err
 
 
 def test_other_numbers_are_shown_also_under_a_launcher(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spatialdl.models.amoebanet import amoebanet_d
 from spatialdl.models.resnet import ResNet, resnet18, resnet50
 from spatialdl.models.resnet_v2 import ResNetV2, resnet110_v2, resnet_v2
-from spatialdl.models.unet import UNet, unet
+from spatialdl.models.unet import UNet, unet, unet3d
 from spatialdl.models.wide_view import wide_view
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "resnet110_v2",
     "resnet_v2",
     "unet",
+    "unet3d",
     "wide_view",
 ]

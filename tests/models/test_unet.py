@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.models import UNet, unet
+from spatialdl.models import UNet, unet, unet3d
 
 
 def test_the_paper_s_network_has_31_million_parameters():
@@ -53,3 +53,33 @@ def test_nothing_of_a_kind_is_refused(key):
 def test_an_endless_network_is_refused():
     with pytest.raises(ValueError, match="depth=1000000000: no image"):
         unet(depth=10**9)
+
+
+@pytest.mark.parametrize("size", [(16, 16, 16), (13, 10, 7), (3, 17, 1)])
+def test_every_pixel_of_any_volume_gets_all_classes(size):
+    network = unet3d(num_classes=5, in_channels=2, width=2)
+    assert network(torch.rand(2, 2, *size)).shape == (2, 5, *size)
+
+
+def test_a_volume_alike_in_all_planes_is_an_image():
+    """With weights of one plane, each plane of the output is that of the 2-D network."""
+    torch.manual_seed(0)
+    flat = UNet(width=2, depth=2).double().eval()
+    deep = UNet(width=2, depth=2, dims=3).double().eval()
+    weights = deep.state_dict()
+    for name, value in flat.state_dict().items():
+        if value.shape == weights[name].shape:
+            weights[name].copy_(value)
+        elif "upsample" in name:
+            weights[name].copy_(value[:, :, None].expand_as(weights[name]))
+        else:
+            weights[name].zero_()
+            weights[name][:, :, value.shape[-1] // 2] = value
+    image = torch.rand(1, 3, 13, 10, dtype=torch.float64)
+    volume = image[:, :, None].expand(-1, -1, 7, -1, -1)
+    torch.testing.assert_close(deep(volume), flat(image)[:, :, None].expand(-1, -1, 7, -1, -1))
+
+
+def test_a_network_of_other_dims_is_refused():
+    with pytest.raises(ValueError, match="2 or 3 dims, got dims=4"):
+        UNet(dims=4)

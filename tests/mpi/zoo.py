@@ -26,13 +26,13 @@ class Entry(NamedTuple):
 
     Attributes:
         build: makes the network.
-        size: (H, W) of the images, (D, H, W) of volumes.
+        size: (H, W) of the images.
         channels: of the images.
         arguments: what it takes besides the images.
     """
 
     build: Callable[[], nn.Module]
-    size: tuple[int, ...] = ODD
+    size: tuple[int, int] = ODD
     channels: int = 3
     arguments: Sequence[Tensor] = ()
 
@@ -299,9 +299,9 @@ TRANSFORMERS: dict[str, Entry] = {
 # --- monai
 
 
-def of_monai(
+def _monai(
     name: str,
-    size: tuple[int, ...] = EVEN,
+    size: tuple[int, int] = EVEN,
     image_channels: int = 3,
     arguments: Sequence[Tensor] = (),
     **options: Any,
@@ -337,7 +337,7 @@ _KL = {
 _MONAI_SWIN = {"feature_size": 12, "depths": (2, 2, 1, 1), "num_heads": (1, 2, 2, 2)}
 
 
-class Reconstruction(nn.Module):
+class _Reconstruction(nn.Module):
     """What a variational autoencoder makes of an image without drawing random numbers."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -349,15 +349,15 @@ class Reconstruction(nn.Module):
 
 
 def _autoencoder_kl() -> nn.Module:
-    return Reconstruction(of_monai("AutoencoderKL", **_PLANE, **_KL).build())
+    return _Reconstruction(_monai("AutoencoderKL", **_PLANE, **_KL).build())
 
 
 MONAI: dict[str, Entry] = {
-    "UNet": of_monai("UNet", **_PLANE, **_WIDTHS),
-    "UNet residual, batch norm": of_monai(
+    "UNet": _monai("UNet", **_PLANE, **_WIDTHS),
+    "UNet residual, batch norm": _monai(
         "UNet", **_PLANE, **_WIDTHS, num_res_units=2, norm="batch", act="relu"
     ),
-    "UNet group norm, kernel 5": of_monai(
+    "UNet group norm, kernel 5": _monai(
         "UNet",
         **_PLANE,
         **_WIDTHS,
@@ -365,22 +365,22 @@ MONAI: dict[str, Entry] = {
         kernel_size=5,
         norm=("group", {"num_groups": 2}),
     ),
-    "UNet odd image": of_monai("UNet", (68, 92), **_PLANE, **_WIDTHS),
-    "BasicUNet": of_monai("BasicUNet", (70, 93), **_PLANE, features=_FEATURES),
-    "BasicUNet interpolated": of_monai(
+    "UNet odd image": _monai("UNet", (68, 92), **_PLANE, **_WIDTHS),
+    "BasicUNet": _monai("BasicUNet", (70, 93), **_PLANE, features=_FEATURES),
+    "BasicUNet interpolated": _monai(
         "BasicUNet", **_PLANE, features=_FEATURES, upsample="nontrainable"
     ),
-    "BasicUNet pixel shuffle": of_monai(
+    "BasicUNet pixel shuffle": _monai(
         "BasicUNet", **_PLANE, features=_FEATURES, upsample="pixelshuffle"
     ),
-    "BasicUNetPlusPlus": of_monai(
+    "BasicUNetPlusPlus": _monai(
         "BasicUNetPlusPlus", **_PLANE, features=_FEATURES, deep_supervision=True
     ),
-    "AttentionUnet": of_monai("AttentionUnet", **_PLANE, **_WIDTHS),
-    "SegResNet": of_monai(
+    "AttentionUnet": _monai("AttentionUnet", **_PLANE, **_WIDTHS),
+    "SegResNet": _monai(
         "SegResNet", **_PLANE, init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1)
     ),
-    "SegResNet deconvolution": of_monai(
+    "SegResNet deconvolution": _monai(
         "SegResNet",
         **_PLANE,
         init_filters=8,
@@ -388,7 +388,7 @@ MONAI: dict[str, Entry] = {
         blocks_up=(1, 1),
         upsample_mode="deconv",
     ),
-    "SegResNet pixel shuffle": of_monai(
+    "SegResNet pixel shuffle": _monai(
         "SegResNet",
         **_PLANE,
         init_filters=8,
@@ -396,20 +396,20 @@ MONAI: dict[str, Entry] = {
         blocks_up=(1, 1),
         upsample_mode="pixelshuffle",
     ),
-    "SegResNetDS": of_monai(
+    "SegResNetDS": _monai(
         "SegResNetDS", **_PLANE, init_filters=4, blocks_down=(1, 1, 1), dsdepth=2
     ),
-    "SegResNetDS2": of_monai(
+    "SegResNetDS2": _monai(
         "SegResNetDS2", **_PLANE, init_filters=4, blocks_down=(1, 1, 1), dsdepth=2
     ),
-    "DynUNet": of_monai("DynUNet", **_DYNUNET),
-    "DynUNet deep supervision": of_monai(
+    "DynUNet": _monai("DynUNet", **_DYNUNET),
+    "DynUNet deep supervision": _monai(
         "DynUNet", **_DYNUNET, deep_supervision=True, res_block=True, norm_name="batch"
     ),
-    "DenseNet": of_monai(
+    "DenseNet": _monai(
         "DenseNet", ODD, **_PLANE, init_features=8, growth_rate=4, block_config=(2, 2, 2)
     ),
-    "SEResNet": of_monai(
+    "SEResNet": _monai(
         "SENet",
         (41, 47),
         **_SENET,
@@ -420,7 +420,7 @@ MONAI: dict[str, Entry] = {
         input_3x3=False,
         dropout_prob=None,
     ),
-    "SEResNeXt": of_monai(
+    "SEResNeXt": _monai(
         "SENet",
         (41, 47),
         **_SENET,
@@ -431,7 +431,7 @@ MONAI: dict[str, Entry] = {
         input_3x3=False,
         dropout_prob=None,
     ),
-    "SENet154": of_monai(
+    "SENet154": _monai(
         "SENet",
         (41, 47),
         **_SENET,
@@ -441,7 +441,7 @@ MONAI: dict[str, Entry] = {
         inplanes=16,
         dropout_prob=None,
     ),
-    "EfficientNet": of_monai(
+    "EfficientNet": _monai(
         "EfficientNet",
         ODD,
         blocks_args_str=["r1_k3_s11_e1_i32_o8_se0.25", "r2_k5_s22_e6_i8_o16_se0.25"],
@@ -450,10 +450,10 @@ MONAI: dict[str, Entry] = {
         drop_connect_rate=0.0,
         image_size=96,
     ),
-    "EfficientNetBN": of_monai(
+    "EfficientNetBN": _monai(
         "EfficientNetBN", (64, 48), model_name="efficientnet-b0", pretrained=False, num_classes=5
     ),
-    "HighResNet": of_monai(
+    "HighResNet": _monai(
         "HighResNet",
         ODD,
         **_PLANE,
@@ -466,7 +466,7 @@ MONAI: dict[str, Entry] = {
             {"name": "conv_2", "kernel_size": 1},
         ),
     ),
-    "VNet": of_monai(
+    "VNet": _monai(
         "VNet",
         (48, 32),
         image_channels=1,
@@ -476,21 +476,21 @@ MONAI: dict[str, Entry] = {
         dropout_prob_down=None,
         dropout_prob_up=(None, 0.0),
     ),
-    "FlexibleUNet": of_monai(
+    "FlexibleUNet": _monai(
         "FlexibleUNet",
         (64, 96),
         **_IO,
         backbone="resnet18",
         decoder_channels=(32, 16, 8, 8, 4),
     ),
-    "RegUNet": of_monai(
+    "RegUNet": _monai(
         "RegUNet", **_PLANE, num_channel_initial=4, depth=2, out_kernel_initializer="zeros"
     ),
-    "RegUNet concatenated": of_monai(
+    "RegUNet concatenated": _monai(
         "RegUNet", **_PLANE, num_channel_initial=4, depth=2, concat_skip=True, pooling=False
     ),
-    "LocalNet": of_monai("LocalNet", **_PLANE, num_channel_initial=4, extract_levels=(0, 1, 2)),
-    "ResNet basic": of_monai(
+    "LocalNet": _monai("LocalNet", **_PLANE, num_channel_initial=4, extract_levels=(0, 1, 2)),
+    "ResNet basic": _monai(
         "ResNet",
         ODD,
         block="basic",
@@ -499,7 +499,7 @@ MONAI: dict[str, Entry] = {
         spatial_dims=2,
         num_classes=5,
     ),
-    "ResNet bottleneck, type A": of_monai(
+    "ResNet bottleneck, type A": _monai(
         "ResNet",
         ODD,
         block="bottleneck",
@@ -510,8 +510,8 @@ MONAI: dict[str, Entry] = {
         shortcut_type="A",
         conv1_t_stride=2,
     ),
-    "AutoEncoder": of_monai("AutoEncoder", **_PLANE, **_CODER, num_res_units=1),
-    "VarAutoEncoder": of_monai(
+    "AutoEncoder": _monai("AutoEncoder", **_PLANE, **_CODER, num_res_units=1),
+    "VarAutoEncoder": _monai(
         "VarAutoEncoder",
         spatial_dims=2,
         in_shape=(3, *EVEN),
@@ -521,7 +521,7 @@ MONAI: dict[str, Entry] = {
         use_mean_at_inference=True,
     ),
     "AutoencoderKL": Entry(_autoencoder_kl, (32, 40)),
-    "DiffusionModelUNet": of_monai(
+    "DiffusionModelUNet": _monai(
         "DiffusionModelUNet",
         (32, 40),
         **_PLANE,
@@ -529,7 +529,7 @@ MONAI: dict[str, Entry] = {
         num_head_channels=8,
         arguments=(torch.tensor([3, 7]),),
     ),
-    "DiffusionModelUNet without attention": of_monai(
+    "DiffusionModelUNet without attention": _monai(
         "DiffusionModelUNet",
         (32, 40),
         **_PLANE,
@@ -538,10 +538,10 @@ MONAI: dict[str, Entry] = {
         resblock_updown=True,
         arguments=(torch.tensor([3, 7]),),
     ),
-    "PatchDiscriminator": of_monai(
+    "PatchDiscriminator": _monai(
         "PatchDiscriminator", ODD, spatial_dims=2, channels=4, in_channels=3
     ),
-    "MultiScalePatchDiscriminator": of_monai(
+    "MultiScalePatchDiscriminator": _monai(
         "MultiScalePatchDiscriminator",
         spatial_dims=2,
         channels=4,
@@ -550,7 +550,7 @@ MONAI: dict[str, Entry] = {
         num_layers_d=2,
         minimum_size_im=64,
     ),
-    "MedNeXt": of_monai(
+    "MedNeXt": _monai(
         "MedNeXt",
         (64, 48),
         **_PLANE,
@@ -560,7 +560,7 @@ MONAI: dict[str, Entry] = {
         blocks_bottleneck=1,
         blocks_up=(1, 1),
     ),
-    "MedNeXt residual, deep supervision": of_monai(
+    "MedNeXt residual, deep supervision": _monai(
         "MedNeXt",
         (64, 48),
         **_PLANE,
@@ -573,7 +573,7 @@ MONAI: dict[str, Entry] = {
         deep_supervision=True,
         global_resp_norm=True,
     ),
-    "UNETR": of_monai(
+    "UNETR": _monai(
         "UNETR",
         (64, 64),
         **_IO,
@@ -584,10 +584,8 @@ MONAI: dict[str, Entry] = {
         num_heads=2,
         spatial_dims=2,
     ),
-    "SwinUNETR": of_monai(
-        "SwinUNETR", (64, 64), **_IO, **_MONAI_SWIN, window_size=4, spatial_dims=2
-    ),
-    "Quicknat": of_monai(
+    "SwinUNETR": _monai("SwinUNETR", (64, 64), **_IO, **_MONAI_SWIN, window_size=4, spatial_dims=2),
+    "Quicknat": _monai(
         "Quicknat",
         (64, 48),
         image_channels=1,
@@ -595,10 +593,10 @@ MONAI: dict[str, Entry] = {
         num_channels=1,
         num_filters=4,
     ),
-    "AHNet": of_monai(
+    "AHNet": _monai(
         "AHNet", (128, 96), image_channels=1, spatial_dims=2, layers=(1, 1, 1, 1), psp_block_num=2
     ),
-    "Classifier": of_monai(
+    "Classifier": _monai(
         "Classifier",
         (32, 24),
         in_shape=(3, 32, 24),
@@ -606,7 +604,7 @@ MONAI: dict[str, Entry] = {
         channels=(4, 8),
         strides=(2, 2),
     ),
-    "VoxelMorphUNet": of_monai(
+    "VoxelMorphUNet": _monai(
         "VoxelMorphUNet",
         image_channels=4,
         spatial_dims=2,
