@@ -109,6 +109,14 @@ def check(
         close(mean_over_ranks(grad, mesh), wanted, f"{what}: gradient of parameter {number} ")
 
 
+def check_in(dims: int, operation: Operation, what: str, *parameters: Tensor) -> None:
+    """`check` on all grids of signals or volumes of so many dims, of any size, with 4 channels."""
+    rng = random.Random(crc32(what.encode()))
+    image = parameter(rng, 2, 4, *(rng.randint(6, 9) for _ in range(dims)))
+    for mesh in every_mesh(dims).values():
+        check(operation, image, parameters, mesh, f"{what} of {tuple(image.shape)} on {mesh.grid}")
+
+
 def same(operation: Callable[[Tensor], Tensor], whole: Tensor, meshes: dict, what: str) -> None:
     """Without gradients, which whole numbers and truths do not have; not a number is itself."""
     expected = operation(whole)

@@ -26,13 +26,13 @@ class Entry(NamedTuple):
 
     Attributes:
         build: makes the network.
-        size: (H, W) of the images.
+        size: (H, W) of the images, (D, H, W) of volumes.
         channels: of the images.
         arguments: what it takes besides the images.
     """
 
     build: Callable[[], nn.Module]
-    size: tuple[int, int] = ODD
+    size: tuple[int, ...] = ODD
     channels: int = 3
     arguments: Sequence[Tensor] = ()
 
@@ -299,9 +299,9 @@ TRANSFORMERS: dict[str, Entry] = {
 # --- monai
 
 
-def _monai(
+def of_monai(
     name: str,
-    size: tuple[int, int] = EVEN,
+    size: tuple[int, ...] = EVEN,
     image_channels: int = 3,
     arguments: Sequence[Tensor] = (),
     **options: Any,
@@ -337,7 +337,7 @@ _KL = {
 _MONAI_SWIN = {"feature_size": 12, "depths": (2, 2, 1, 1), "num_heads": (1, 2, 2, 2)}
 
 
-class _Reconstruction(nn.Module):
+class Reconstruction(nn.Module):
     """What a variational autoencoder makes of an image without drawing random numbers."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -349,15 +349,15 @@ class _Reconstruction(nn.Module):
 
 
 def _autoencoder_kl() -> nn.Module:
-    return _Reconstruction(_monai("AutoencoderKL", **_PLANE, **_KL).build())
+    return Reconstruction(of_monai("AutoencoderKL", **_PLANE, **_KL).build())
 
 
 MONAI: dict[str, Entry] = {
-    "UNet": _monai("UNet", **_PLANE, **_WIDTHS),
-    "UNet residual, batch norm": _monai(
+    "UNet": of_monai("UNet", **_PLANE, **_WIDTHS),
+    "UNet residual, batch norm": of_monai(
         "UNet", **_PLANE, **_WIDTHS, num_res_units=2, norm="batch", act="relu"
     ),
-    "UNet group norm, kernel 5": _monai(
+    "UNet group norm, kernel 5": of_monai(
         "UNet",
         **_PLANE,
         **_WIDTHS,
@@ -365,22 +365,22 @@ MONAI: dict[str, Entry] = {
         kernel_size=5,
         norm=("group", {"num_groups": 2}),
     ),
-    "UNet odd image": _monai("UNet", (68, 92), **_PLANE, **_WIDTHS),
-    "BasicUNet": _monai("BasicUNet", (70, 93), **_PLANE, features=_FEATURES),
-    "BasicUNet interpolated": _monai(
+    "UNet odd image": of_monai("UNet", (68, 92), **_PLANE, **_WIDTHS),
+    "BasicUNet": of_monai("BasicUNet", (70, 93), **_PLANE, features=_FEATURES),
+    "BasicUNet interpolated": of_monai(
         "BasicUNet", **_PLANE, features=_FEATURES, upsample="nontrainable"
     ),
-    "BasicUNet pixel shuffle": _monai(
+    "BasicUNet pixel shuffle": of_monai(
         "BasicUNet", **_PLANE, features=_FEATURES, upsample="pixelshuffle"
     ),
-    "BasicUNetPlusPlus": _monai(
+    "BasicUNetPlusPlus": of_monai(
         "BasicUNetPlusPlus", **_PLANE, features=_FEATURES, deep_supervision=True
     ),
-    "AttentionUnet": _monai("AttentionUnet", **_PLANE, **_WIDTHS),
-    "SegResNet": _monai(
+    "AttentionUnet": of_monai("AttentionUnet", **_PLANE, **_WIDTHS),
+    "SegResNet": of_monai(
         "SegResNet", **_PLANE, init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1)
     ),
-    "SegResNet deconvolution": _monai(
+    "SegResNet deconvolution": of_monai(
         "SegResNet",
         **_PLANE,
         init_filters=8,
@@ -388,7 +388,7 @@ MONAI: dict[str, Entry] = {
         blocks_up=(1, 1),
         upsample_mode="deconv",
     ),
-    "SegResNet pixel shuffle": _monai(
+    "SegResNet pixel shuffle": of_monai(
         "SegResNet",
         **_PLANE,
         init_filters=8,
@@ -396,20 +396,20 @@ MONAI: dict[str, Entry] = {
         blocks_up=(1, 1),
         upsample_mode="pixelshuffle",
     ),
-    "SegResNetDS": _monai(
+    "SegResNetDS": of_monai(
         "SegResNetDS", **_PLANE, init_filters=4, blocks_down=(1, 1, 1), dsdepth=2
     ),
-    "SegResNetDS2": _monai(
+    "SegResNetDS2": of_monai(
         "SegResNetDS2", **_PLANE, init_filters=4, blocks_down=(1, 1, 1), dsdepth=2
     ),
-    "DynUNet": _monai("DynUNet", **_DYNUNET),
-    "DynUNet deep supervision": _monai(
+    "DynUNet": of_monai("DynUNet", **_DYNUNET),
+    "DynUNet deep supervision": of_monai(
         "DynUNet", **_DYNUNET, deep_supervision=True, res_block=True, norm_name="batch"
     ),
-    "DenseNet": _monai(
+    "DenseNet": of_monai(
         "DenseNet", ODD, **_PLANE, init_features=8, growth_rate=4, block_config=(2, 2, 2)
     ),
-    "SEResNet": _monai(
+    "SEResNet": of_monai(
         "SENet",
         (41, 47),
         **_SENET,
@@ -420,7 +420,7 @@ MONAI: dict[str, Entry] = {
         input_3x3=False,
         dropout_prob=None,
     ),
-    "SEResNeXt": _monai(
+    "SEResNeXt": of_monai(
         "SENet",
         (41, 47),
         **_SENET,
@@ -431,7 +431,7 @@ MONAI: dict[str, Entry] = {
         input_3x3=False,
         dropout_prob=None,
     ),
-    "SENet154": _monai(
+    "SENet154": of_monai(
         "SENet",
         (41, 47),
         **_SENET,
@@ -441,7 +441,7 @@ MONAI: dict[str, Entry] = {
         inplanes=16,
         dropout_prob=None,
     ),
-    "EfficientNet": _monai(
+    "EfficientNet": of_monai(
         "EfficientNet",
         ODD,
         blocks_args_str=["r1_k3_s11_e1_i32_o8_se0.25", "r2_k5_s22_e6_i8_o16_se0.25"],
@@ -450,10 +450,10 @@ MONAI: dict[str, Entry] = {
         drop_connect_rate=0.0,
         image_size=96,
     ),
-    "EfficientNetBN": _monai(
+    "EfficientNetBN": of_monai(
         "EfficientNetBN", (64, 48), model_name="efficientnet-b0", pretrained=False, num_classes=5
     ),
-    "HighResNet": _monai(
+    "HighResNet": of_monai(
         "HighResNet",
         ODD,
         **_PLANE,
@@ -466,7 +466,7 @@ MONAI: dict[str, Entry] = {
             {"name": "conv_2", "kernel_size": 1},
         ),
     ),
-    "VNet": _monai(
+    "VNet": of_monai(
         "VNet",
         (48, 32),
         image_channels=1,
@@ -476,21 +476,21 @@ MONAI: dict[str, Entry] = {
         dropout_prob_down=None,
         dropout_prob_up=(None, 0.0),
     ),
-    "FlexibleUNet": _monai(
+    "FlexibleUNet": of_monai(
         "FlexibleUNet",
         (64, 96),
         **_IO,
         backbone="resnet18",
         decoder_channels=(32, 16, 8, 8, 4),
     ),
-    "RegUNet": _monai(
+    "RegUNet": of_monai(
         "RegUNet", **_PLANE, num_channel_initial=4, depth=2, out_kernel_initializer="zeros"
     ),
-    "RegUNet concatenated": _monai(
+    "RegUNet concatenated": of_monai(
         "RegUNet", **_PLANE, num_channel_initial=4, depth=2, concat_skip=True, pooling=False
     ),
-    "LocalNet": _monai("LocalNet", **_PLANE, num_channel_initial=4, extract_levels=(0, 1, 2)),
-    "ResNet basic": _monai(
+    "LocalNet": of_monai("LocalNet", **_PLANE, num_channel_initial=4, extract_levels=(0, 1, 2)),
+    "ResNet basic": of_monai(
         "ResNet",
         ODD,
         block="basic",
@@ -499,7 +499,7 @@ MONAI: dict[str, Entry] = {
         spatial_dims=2,
         num_classes=5,
     ),
-    "ResNet bottleneck, type A": _monai(
+    "ResNet bottleneck, type A": of_monai(
         "ResNet",
         ODD,
         block="bottleneck",
@@ -510,8 +510,8 @@ MONAI: dict[str, Entry] = {
         shortcut_type="A",
         conv1_t_stride=2,
     ),
-    "AutoEncoder": _monai("AutoEncoder", **_PLANE, **_CODER, num_res_units=1),
-    "VarAutoEncoder": _monai(
+    "AutoEncoder": of_monai("AutoEncoder", **_PLANE, **_CODER, num_res_units=1),
+    "VarAutoEncoder": of_monai(
         "VarAutoEncoder",
         spatial_dims=2,
         in_shape=(3, *EVEN),
@@ -521,7 +521,7 @@ MONAI: dict[str, Entry] = {
         use_mean_at_inference=True,
     ),
     "AutoencoderKL": Entry(_autoencoder_kl, (32, 40)),
-    "DiffusionModelUNet": _monai(
+    "DiffusionModelUNet": of_monai(
         "DiffusionModelUNet",
         (32, 40),
         **_PLANE,
@@ -529,7 +529,7 @@ MONAI: dict[str, Entry] = {
         num_head_channels=8,
         arguments=(torch.tensor([3, 7]),),
     ),
-    "DiffusionModelUNet without attention": _monai(
+    "DiffusionModelUNet without attention": of_monai(
         "DiffusionModelUNet",
         (32, 40),
         **_PLANE,
@@ -538,10 +538,10 @@ MONAI: dict[str, Entry] = {
         resblock_updown=True,
         arguments=(torch.tensor([3, 7]),),
     ),
-    "PatchDiscriminator": _monai(
+    "PatchDiscriminator": of_monai(
         "PatchDiscriminator", ODD, spatial_dims=2, channels=4, in_channels=3
     ),
-    "MultiScalePatchDiscriminator": _monai(
+    "MultiScalePatchDiscriminator": of_monai(
         "MultiScalePatchDiscriminator",
         spatial_dims=2,
         channels=4,
@@ -550,7 +550,7 @@ MONAI: dict[str, Entry] = {
         num_layers_d=2,
         minimum_size_im=64,
     ),
-    "MedNeXt": _monai(
+    "MedNeXt": of_monai(
         "MedNeXt",
         (64, 48),
         **_PLANE,
@@ -560,7 +560,7 @@ MONAI: dict[str, Entry] = {
         blocks_bottleneck=1,
         blocks_up=(1, 1),
     ),
-    "MedNeXt residual, deep supervision": _monai(
+    "MedNeXt residual, deep supervision": of_monai(
         "MedNeXt",
         (64, 48),
         **_PLANE,
@@ -573,7 +573,7 @@ MONAI: dict[str, Entry] = {
         deep_supervision=True,
         global_resp_norm=True,
     ),
-    "UNETR": _monai(
+    "UNETR": of_monai(
         "UNETR",
         (64, 64),
         **_IO,
@@ -584,8 +584,10 @@ MONAI: dict[str, Entry] = {
         num_heads=2,
         spatial_dims=2,
     ),
-    "SwinUNETR": _monai("SwinUNETR", (64, 64), **_IO, **_MONAI_SWIN, window_size=4, spatial_dims=2),
-    "Quicknat": _monai(
+    "SwinUNETR": of_monai(
+        "SwinUNETR", (64, 64), **_IO, **_MONAI_SWIN, window_size=4, spatial_dims=2
+    ),
+    "Quicknat": of_monai(
         "Quicknat",
         (64, 48),
         image_channels=1,
@@ -593,10 +595,10 @@ MONAI: dict[str, Entry] = {
         num_channels=1,
         num_filters=4,
     ),
-    "AHNet": _monai(
+    "AHNet": of_monai(
         "AHNet", (128, 96), image_channels=1, spatial_dims=2, layers=(1, 1, 1, 1), psp_block_num=2
     ),
-    "Classifier": _monai(
+    "Classifier": of_monai(
         "Classifier",
         (32, 24),
         in_shape=(3, 32, 24),
@@ -604,7 +606,7 @@ MONAI: dict[str, Entry] = {
         channels=(4, 8),
         strides=(2, 2),
     ),
-    "VoxelMorphUNet": _monai(
+    "VoxelMorphUNet": of_monai(
         "VoxelMorphUNet",
         image_channels=4,
         spatial_dims=2,

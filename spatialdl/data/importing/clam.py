@@ -79,7 +79,7 @@ def import_clam(
         )
     _check_alike(files)
     known = read_labels(labels) if labels is not None else {}
-    given = {file.slide: _label_of(file.slide, known, labels) for file in files}
+    given = {file.slide: label_of(file.slide, known, labels) for file in files}
     classes = sorted({label.label for label in given.values() if label is not None})
     off = None if progress else True
     total = sum(file.patches for file in files)
@@ -177,7 +177,12 @@ def _check_alike(files: Sequence[PatchFile]) -> None:
             )
 
 
-def _label_of(slide: str, known: Mapping[str, SlideLabel], table: Path | None) -> SlideLabel | None:
+def label_of(slide: str, known: Mapping[str, SlideLabel], table: Path | None) -> SlideLabel | None:
+    """What a table says of a slide; None where there is no table.
+
+    Raises:
+        ValueError: it has no line of it.
+    """
     if table is None:
         return None
     found = known.get(slide)

@@ -13,6 +13,7 @@ from spatialdl.data.codec import CODECS, LEVEL, QUALITY
 from spatialdl.data.format import Manifest
 from spatialdl.data.importing.clam import import_clam
 from spatialdl.data.importing.image_folder import BrokenImagesError, import_images
+from spatialdl.data.importing.volumes import import_volumes
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
 from spatialdl.text import size_in_bytes
 
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 skipped = import_images(
                     options.folder, options.out, rgb=options.rgb, jobs=options.jobs, **more
                 )
+            elif options.kind == "volumes":
+                paths: dict[str, Any] = {"masks": options.masks, "labels": options.labels}
+                skipped = import_volumes(options.folder, options.out, **paths, **more)
             else:
                 skipped = import_clam(options.files, options.out, labels=options.labels, **more)
     except BrokenImagesError as error:
@@ -64,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="spatialdl-import", description="Turn images or patches into a data set."
     )
-    kinds = made.add_subparsers(dest="kind", required=True, metavar="images|clam")
+    kinds = made.add_subparsers(dest="kind", required=True, metavar="images|clam|volumes")
     images = kinds.add_parser("images", help="a folder of images in folders of classes")
     images.add_argument(
         "folder",
@@ -91,7 +95,20 @@ def _parser() -> argparse.ArgumentParser:
     clam.add_argument(
         "--labels", type=Path, metavar="CSV", help="columns slide_id,label, and split if wanted"
     )
+    volumes = kinds.add_parser("volumes", help="a folder of NIfTI files or TIFF stacks")
+    volumes.add_argument("folder", type=Path, metavar="FOLDER", help="with NAME.nii.gz or NAME.tif")
+    volumes.add_argument("--masks", type=Path, metavar="DIR", help="a mask of each, of its name")
+    volumes.add_argument(
+        "--labels", type=Path, metavar="CSV", help="columns slide_id (NAME), label, and split"
+    )
+    volumes.add_argument(
+        "--stripes", type=_positive, metavar="N", help="bands of slices that lie in N shards"
+    )
     for parser in (images, clam):
+        parser.add_argument(
+            "--mpp", type=float, metavar="X", help="micrometres per pixel, if known"
+        )
+    for parser in (images, clam, volumes):
         _add_common(parser)
     return made
 
@@ -99,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="data set folder to make")
-    add("--mpp", type=float, metavar="X", help="micrometres per pixel, if known")
     add(
         "--codec",
         choices=CODECS,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spatialdl import Mesh, UnsupportedSpatialOp, shard
 from spatialdl.random import keyed
-from tests.mpi.equality import check, parameter
+from tests.mpi.equality import check, check_in, parameter
 
 N, C, H, W = 2, 8, 12, 4
 HEADS = 2
@@ -192,3 +192,19 @@ def test_features_must_be_whole(meshes: Meshes) -> None:
         x = shard(torch.rand(N, C, H, W), mesh)
         with pytest.raises(UnsupportedSpatialOp, match="must not be split"):
             F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_over_signals_and_volumes(dims: int) -> None:
+    def in_heads(x: Tensor) -> Tensor:
+        return x.flatten(2).unflatten(1, (2, 2)).transpose(2, 3)
+
+    def by_function(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(in_heads(x), in_heads(2 * x), in_heads(x.exp()))
+
+    def by_hand(x: Tensor) -> Tensor:
+        q, k, v = in_heads(x), in_heads(2 * x), in_heads(x.exp())
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+    for name, operation in {"function": by_function, "by hand": by_hand}.items():
+        check_in(dims, operation, name)

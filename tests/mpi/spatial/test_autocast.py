@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl import Mesh, SpatialTensor, shard
+from tests.mpi.equality import every_mesh, functional
 
 ones = torch.ones
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -73,3 +74,24 @@ def test_types_are_those_of_one_process(mixed: torch.dtype, meshes: dict[str, Me
                     assert plain.grad is not None
                     assert ours.grad is not None
                     assert ours.grad.to_local().dtype == plain.grad.dtype, what
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int) -> None:
+    """Also near the numbers of one process, as far as half precision tells."""
+    draw = torch.Generator().manual_seed(0)
+    image = torch.randn(2, 4, *(9, 8, 7)[:dims], generator=draw)
+    weight = 0.1 * torch.randn(3, 4, *(3, 3, 3)[:dims], generator=draw)
+
+    def operation(x: Tensor) -> list[Tensor]:
+        y = functional("conv", dims)(x, weight, padding=1)
+        normed = F.batch_norm(y, None, None, training=True)
+        return [y, normed, functional("avg_pool", dims)(normed, 2), y.softmax(1), y.flatten(2).mT]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = operation(image)
+        for mesh in every_mesh(dims).values():
+            for ours, plain in zip(operation(shard(image, mesh)), expected, strict=True):
+                assert ours.dtype == plain.dtype
+                error = (ours.full_tensor().float() - plain.float()).abs().max()
+                assert error < 0.02 * plain.float().abs().max()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, shard
 from spatialdl.random import checkpoint_contexts, keyed
 from spatialdl.spatial.recompute import recompute
-from tests.mpi.equality import Operation, check, parameter
+from tests.mpi.equality import Operation, check, check_in, functional, parameter
 
 
 def image(*shape: int) -> Tensor:
@@ -216,3 +216,21 @@ def test_what_is_refused(meshes: dict) -> None:
         with pytest.raises(UnsupportedSpatialOp):
             x.cauchy_()
         assert isinstance(F.dropout(x), SpatialTensor)
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout of all", "alpha", "feature_alpha", "tokens"])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int, name: str) -> None:
+    kinds: dict[str, Operation] = {
+        "dropout": F.dropout,
+        "dropout of all": functional("dropout", dims),
+        "alpha": F.alpha_dropout,
+        "feature_alpha": F.feature_alpha_dropout,
+        "tokens": lambda x: F.dropout(x.flatten(2).transpose(1, 2), 0.3),
+    }
+
+    def operation(x: Tensor) -> Tensor:
+        with keyed(3, 14, 15):
+            return kinds[name](x)
+
+    check_in(dims, operation, name)

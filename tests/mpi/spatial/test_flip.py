@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
 from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, close, draw, seeds
+from tests.mpi.equality import check, check_in, close, draw, seeds
 
 TURNS: dict[str, Callable[[Tensor], Tensor]] = {
     "flip rows": lambda x: x.flip(2),
@@ -65,3 +66,15 @@ def test_roll_without_dims_and_of_tokens_is_refused(meshes: dict) -> None:
             x.roll(2)
         with pytest.raises(UnsupportedSpatialOp, match="dim of its own"):
             x.flatten(2).roll(1, 2)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int) -> None:
+    for count in range(1, 1 + dims):
+        for over in combinations(range(2, 2 + dims), count):
+            check_in(dims, lambda x, o=over: x.flip(o), f"flip {over}")
+            shifts = (2, -3, 1)[:count]
+            check_in(dims, lambda x, s=shifts, o=over: torch.roll(x, s, o), f"roll {over}")
+    for plane in combinations(range(2, 2 + dims), 2):
+        for turns in (1, 2, 3):
+            check_in(dims, lambda x, k=turns, p=plane: x.rot90(k, p), f"rot90 {turns} {plane}")

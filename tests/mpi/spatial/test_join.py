@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, close, parameter, seeds
+from tests.mpi.equality import check, check_in, close, parameter, seeds
 
 JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "channels": lambda x, w: torch.cat([x, x.sin()], 1),
@@ -97,3 +97,11 @@ def test_sizes_that_do_not_fit(meshes: dict) -> None:
         for call in (lambda x: torch.cat([x, x[..., 1:]], 1), lambda x: torch.stack([x, x[:, 1:]])):
             with pytest.raises(RuntimeError):
                 call(x)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int) -> None:
+    for dim in range(2 + dims):
+        check_in(dims, lambda x, d=dim: torch.cat([x, 2 * x.relu()], d), f"cat {dim}")
+    for dim in range(3 + dims):
+        check_in(dims, lambda x, d=dim: torch.stack([x, x.exp()], d), f"stack {dim}")

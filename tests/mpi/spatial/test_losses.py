@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, shard
-from tests.mpi.equality import Operation, check, close, parameter
+from tests.mpi.equality import Operation, check, close, every_mesh, parameter
 
 CLASSES = 4
 SIZES = [(11, 7), (4, 4)]
@@ -333,3 +333,42 @@ def test_what_is_refused(meshes: dict) -> None:
             F.cross_entropy(x.full_tensor(), shard(labels((8, 7)), mesh))
         with pytest.raises((RuntimeError, ValueError)):
             F.cross_entropy(x, labels((8, 7)))
+
+
+def dice(x: Tensor, classes: Tensor) -> Tensor:
+    """As it is written by hand."""
+    wanted = F.one_hot(classes, 4).movedim(-1, 1).to(x)
+    dims = tuple(range(2, x.dim()))
+    found = x.softmax(1)
+    overlap, total = (found * wanted).sum(dims), found.sum(dims) + wanted.sum(dims)
+    return 1 - ((2 * overlap + 1) / (total + 1)).mean()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int, split: bool) -> None:
+    size = (7, 9, 6)[:dims]
+    x, other = image(1, 2, 4, *size), image(2, 2, 4, *size).sigmoid()
+    draw = torch.Generator().manual_seed(3)
+    classes = torch.randint(4, (2, *size), generator=draw)
+    weight = torch.linspace(0.5, 2, 4).double()
+    kinds: dict[str, Operation] = {
+        "cross entropy": lambda x, c, y: F.cross_entropy(x, c, weight, ignore_index=2),
+        "smoothed, each": lambda x, c, y: F.cross_entropy(
+            x, c, label_smoothing=0.1, reduction="none"
+        ),
+        "of probabilities": lambda x, c, y: F.cross_entropy(x, y),
+        "squares": lambda x, c, y: F.mse_loss(x, y),
+        "logits": lambda x, c, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=y.detach()),
+        "binary": lambda x, c, y: F.binary_cross_entropy(x.sigmoid(), y),
+        "dice": lambda x, c, y: dice(x, c),
+    }
+    for mesh in every_mesh(dims).values():
+        for name, loss in kinds.items():
+
+            def operation(x: Tensor, loss: Operation = loss, mesh: Mesh = mesh) -> Tensor:
+                is_split = split and isinstance(x, SpatialTensor)
+                targets = [shard(t, mesh) if is_split else t for t in (classes, other)]
+                return loss(x, *targets)
+
+            check(operation, x, [], mesh, f"{name} on {mesh.grid}, split {split}")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import Mesh, UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, parameter
+from tests.mpi.equality import check, check_in, parameter
 
 N, C, H, W = 2, 4, 7, 6
 Meshes = dict[tuple[int, int], Mesh]
@@ -161,3 +161,21 @@ def test_what_pytorch_refuses(call: Callable[[Tensor], Tensor], meshes: Meshes) 
         for image in (whole, shard(whole, mesh)):
             with pytest.raises((RuntimeError, ValueError)):
                 call(image)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int) -> None:
+    letters = "dhw"[:dims]
+    (weight,) = weights((3, 4))
+    products: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "linear of tokens": lambda x, w: F.linear(tokens(x), w),
+        "linear of channels": lambda x, w: F.linear(x.movedim(1, -1), w),
+        "matmul": lambda x, w: torch.matmul(w, x.flatten(2)),
+        "einsum": lambda x, w: torch.einsum(f"nc{letters},oc->no{letters}", x, w),
+        "gram": lambda x, w: w @ (x.flatten(2) @ tokens(x)),
+        "gram by einsum": lambda x, w: (
+            w @ torch.einsum(f"nc{letters},ne{letters}->nce", x, x.exp())
+        ),
+    }
+    for name, product in products.items():
+        check_in(dims, product, name, weight)

@@ -8,6 +8,7 @@ a refusal cannot hide what has worked before.
 from __future__ import annotations
 
 import copy
+from collections.abc import Container, Iterable
 
 import pytest
 import torch
@@ -15,9 +16,17 @@ from mpi4py import MPI
 
 from spatialdl import UnsupportedSpatialOp, init_mesh
 from spatialdl.checking.compare import differences, one_step
-from tests.mpi.zoo import NETWORKS
+from tests.mpi.zoo import NETWORKS, Entry
+from tests.mpi.zoo_volumes import VOLUMES
 
 GRIDS = {2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (5, 1), 6: (2, 3)}
+GRIDS_OF_VOLUMES: dict[int, list[tuple[int, ...]]] = {
+    2: [(2, 1, 1)],
+    3: [(1, 3, 1)],
+    4: [(1, 2, 2), (2, 2, 1)],
+    5: [(1, 1, 5)],
+    6: [(3, 1, 2)],
+}
 
 FAST = {
     "transformers ResNet bottleneck",
@@ -43,34 +52,64 @@ REFUSED = {
 }
 """The networks that are refused, and what the refusal says."""
 
+FAST_VOLUMES = {"UNet residual, batch norm", "DynUNet", "HighResNet", "SegResNetDS"}
 
-def _marked(name: str) -> object:
-    return name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+REFUSED_VOLUMES = {"SegResNetVAE": "gather_before", "Classifier": "gather_before"}
 
 
-@pytest.mark.parametrize("name", [_marked(name) for name in NETWORKS if name not in REFUSED])
+def _exact(networks: Iterable[str], fast: set[str], refused: Container[str]) -> list[object]:
+    return [
+        name if name in fast else pytest.param(name, marks=pytest.mark.slow)
+        for name in networks
+        if name not in refused
+    ]
+
+
+@pytest.mark.parametrize("name", _exact(NETWORKS, FAST, REFUSED))
 def test_a_training_step_equals_that_of_one_process(name: str) -> None:
-    mesh = init_mesh(GRIDS[MPI.COMM_WORLD.size])
-    entry = NETWORKS[name]
+    _compare(NETWORKS[name], GRIDS[MPI.COMM_WORLD.size])
+
+
+@pytest.mark.parametrize("name", _exact(VOLUMES, FAST_VOLUMES, REFUSED_VOLUMES))
+def test_a_training_step_on_volumes_equals_that_of_one_process(name: str) -> None:
+    _compare(VOLUMES[name], *GRIDS_OF_VOLUMES[MPI.COMM_WORLD.size])
+
+
+def _compare(entry: Entry, *grids: tuple[int, ...]) -> None:
     network = entry.network()
     torch.manual_seed(2)  # stochastic depth draws a number per sample, the same on every rank
     plain = one_step(copy.deepcopy(network), entry.image(), tuple(entry.arguments))
     assert max(float(grad.abs().max()) for grad in plain.gradients.values() if grad is not None) > 0
-    torch.manual_seed(2)
-    ours = one_step(network, entry.image(), tuple(entry.arguments), mesh)
-    assert [str(difference) for difference in differences(ours, plain)] == []
+    for grid in grids:
+        torch.manual_seed(2)
+        arguments = tuple(entry.arguments)
+        ours = one_step(copy.deepcopy(network), entry.image(), arguments, init_mesh(grid))
+        assert [str(difference) for difference in differences(ours, plain)] == [], grid
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
-    mesh = init_mesh(GRIDS[MPI.COMM_WORLD.size])
-    entry = NETWORKS[name]
-    with pytest.raises(UnsupportedSpatialOp, match=REFUSED[name]):
-        one_step(entry.network(), entry.image(), tuple(entry.arguments), mesh)
+    _refuse(NETWORKS[name], REFUSED[name], GRIDS[MPI.COMM_WORLD.size])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED_VOLUMES)
+def test_what_cannot_be_done_on_volumes_is_refused_by_name(name: str) -> None:
+    grids = GRIDS_OF_VOLUMES[MPI.COMM_WORLD.size]
+    _refuse(VOLUMES[name], REFUSED_VOLUMES[name], *grids)
+
+
+def _refuse(entry: Entry, saying: str, *grids: tuple[int, ...]) -> None:
+    for grid in grids:
+        with pytest.raises(UnsupportedSpatialOp, match=saying):
+            one_step(entry.network(), entry.image(), tuple(entry.arguments), init_mesh(grid))
 
 
 def test_the_lists_name_networks_that_are_there() -> None:
     assert FAST | set(REFUSED) <= set(NETWORKS)
     assert not FAST & set(REFUSED)
     assert len(NETWORKS) - len(REFUSED) >= 45
+    assert FAST_VOLUMES | set(REFUSED_VOLUMES) <= set(VOLUMES)
+    assert not FAST_VOLUMES & set(REFUSED_VOLUMES)
+    assert len(VOLUMES) - len(REFUSED_VOLUMES) >= 40

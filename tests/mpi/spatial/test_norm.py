@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spatialdl import SpatialTensor, UnsupportedSpatialOp, init_mesh, shard
 from spatialdl.comm.alone import Alone
-from tests.mpi.equality import Operation, check, close, parameter
+from tests.mpi.equality import Operation, check, close, every_mesh, parameter
 
 
 def as_operation(layer: nn.Module) -> tuple[Operation, list[Tensor]]:
@@ -318,3 +318,21 @@ def test_rows_and_columns_at_other_dims(name: str, meshes: dict) -> None:
     for mesh in meshes.values():
         arguments = [parameter(rng, 4), parameter(rng, 4)]
         check(REARRANGED[name], parameter(rng, 2, 4, 9, 7), arguments, mesh, f"{name} {mesh.grid}")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int, training: bool) -> None:
+    rng = random.Random(dims)
+    size = [rng.randint(6, 9) for _ in range(dims)]
+    batch, instance = (getattr(nn, f"{name}Norm{dims}d") for name in ("Batch", "Instance"))
+    layers = [
+        batch(4),
+        instance(4, affine=True, track_running_stats=True),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm([4, *size]),
+        nn.LayerNorm(size[-1]),
+    ]
+    for layer in layers:
+        norm = drawn(layer.double(), rng).train(training)
+        compare(norm, images(rng, 2, 4, *size, count=2), every_mesh(dims), str(norm))

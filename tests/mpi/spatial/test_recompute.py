@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl import Mesh, average_gradients, recompute_blocks, shard
 from spatialdl.models import resnet18
-from tests.mpi.equality import close, meshes  # noqa: F401
+from tests.mpi.equality import close, every_mesh, meshes  # noqa: F401
 
 
 class Block(nn.Module):
@@ -199,3 +199,23 @@ def test_backward_may_come_twice(meshes: dict) -> None:  # noqa: F811
             loss.backward()
         for ours, plain in zip(twin.parameters(), model.parameters(), strict=True):
             close(ours.grad, plain.grad, f"on {mesh.grid} ")
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_signals_and_volumes(dims: int) -> None:
+    torch.manual_seed(0)
+    convolution, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")
+    chain = [
+        nn.Sequential(convolution(4, 4, 3, stride, 1), norm(4), nn.Sigmoid()) for stride in (1, 2)
+    ]
+    model = nn.Sequential(*chain).double()
+    size = (9, 7, 6)[:dims]
+    expected = train(copy.deepcopy(model), size, None)
+    checkpointed = Checkpointed(model, reentrant=False)  # which updates statistics twice
+    expected_twice = train(copy.deepcopy(checkpointed), size, None)
+    for mesh in every_mesh(dims).values():
+        recomputed = copy.deepcopy(model)
+        recompute_blocks(recomputed)
+        equal(train(recomputed, size, mesh), expected, f"{size} on {mesh.grid} ")
+        found = train(copy.deepcopy(checkpointed), size, mesh)
+        equal(found, expected_twice, f"checkpoints of {size} on {mesh.grid} ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl import SpatialTensor, UnsupportedSpatialOp, shard
-from tests.mpi.equality import Operation, check, parameter, same
+from tests.mpi.equality import Operation, check, check_in, parameter, same
 
 DIMS = [None, 0, 1, 2, 3, (2, 3), (-1, -2), (0, 2, 3), (1, 2), (0, 1)]
 OVER_SOME: dict[str, Callable[..., Tensor]] = {
@@ -328,3 +329,18 @@ def test_rows_and_columns_at_other_dims(name: str, place: str, meshes: dict) -> 
             places = rearranged(shard(whole, mesh)).argmax(dim)
             full = places.full_tensor() if isinstance(places, SpatialTensor) else places
             assert torch.equal(full, rearranged(whole).argmax(dim)), what
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int) -> None:
+    """Over every choice of spatial dims."""
+    for count in range(1, 1 + dims):
+        for over in combinations(range(2, 2 + dims), count):
+
+            def operation(x: Tensor, over: tuple[int, ...] = over) -> Tensor:
+                kept = x.mean(over, keepdim=True) + x.logsumexp(over, keepdim=True)
+                return x * kept + x.amax(over, keepdim=True) + x.var(over, keepdim=True)
+
+            check_in(dims, operation, f"over {over}")
+    check_in(dims, lambda x: x.max(-1, True).values + x.prod(dim=2, keepdim=True), "over one")
+    check_in(dims, lambda x: x.flatten(2).var(-1) + x.flatten(2).amax(-1), "of tokens")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, close, parameter, seeds
+from tests.mpi.equality import check, close, every_mesh, parameter, seeds
 
 
 @pytest.mark.parametrize("seed", seeds(12, 100))
@@ -68,3 +68,22 @@ def test_refused(meshes: dict) -> None:
         for wrong in (lambda x: F.pixel_shuffle(x, 3), lambda x: F.pixel_unshuffle(x, 4)):
             with pytest.raises(RuntimeError):
                 wrong(x)
+
+
+def test_blocks_of_voxels_by_views() -> None:
+    """As `rearrange` of einops moves blocks of 2 voxels into channels, and back."""
+
+    def unshuffled(x: Tensor) -> Tensor:
+        n, c, d, h, w = x.shape
+        blocks = x.reshape(n, c, d // 2, 2, h // 2, 2, w // 2, 2)
+        return blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(n, 8 * c, d // 2, h // 2, w // 2)
+
+    def shuffled(x: Tensor) -> Tensor:
+        n, c, d, h, w = x.shape
+        blocks = x.reshape(n, c // 8, 2, 2, 2, d, h, w).permute(0, 1, 5, 2, 6, 3, 7, 4)
+        return blocks.reshape(n, c // 8, 2 * d, 2 * h, 2 * w)
+
+    rng = random.Random(5)
+    for mesh in every_mesh(3).values():
+        check(unshuffled, parameter(rng, 2, 3, 6, 8, 12), [], mesh, f"unshuffle on {mesh.grid}")
+        check(shuffled, parameter(rng, 2, 16, 7, 6, 9), [], mesh, f"shuffle on {mesh.grid}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, parameter
+from tests.mpi.equality import check, check_in, parameter
 
 PARTS: dict[str, Callable[[Tensor], Any]] = {
     "narrow rows": lambda x: x.narrow(2, 2, 5),
@@ -97,3 +97,12 @@ def test_what_pytorch_refuses(call: Callable[[Tensor], Any], meshes: dict) -> No
         for x in (image, shard(image, mesh)):
             with pytest.raises((RuntimeError, IndexError)):
                 call(x)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int) -> None:
+    for dim in range(1, 2 + dims):
+        check_in(dims, lambda x, d=dim: x.chunk(2, d)[1] * 2, f"chunk {dim}")
+        check_in(dims, lambda x, d=dim: x.split((1, x.shape[d] - 1), d)[1], f"split {dim}")
+        check_in(dims, lambda x, d=dim: x.narrow(d, 1, 3).square(), f"narrow {dim}")
+        check_in(dims, lambda x, d=dim: x.select(d, 2).exp(), f"select {dim}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl import shard
-from tests.mpi.equality import Operation, check, parameter
+from tests.mpi.equality import Operation, check, check_in, parameter
 
 KINDS: dict[str, Operation] = {
     "torch.softmax": torch.softmax,
@@ -91,3 +91,10 @@ def test_what_is_refused(meshes: dict) -> None:
     for mesh in meshes.values():
         with pytest.raises(IndexError):
             shard(image(2, 3, 6, 6), mesh).softmax(4)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_of_signals_and_volumes(dims: int) -> None:
+    for dim in range(2 + dims):
+        check_in(dims, lambda x, d=dim: F.softmax(x, d) + F.log_softmax(x, d), f"over {dim}")
+    check_in(dims, lambda x: x.flatten(2).softmax(-1), "over all")

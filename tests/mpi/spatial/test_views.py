@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import Mesh, UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, parameter, several_ranks
+from tests.mpi.equality import check, check_in, every_mesh, parameter, several_ranks
 
 N, C, H, W = 2, 4, 12, 8
 
@@ -199,3 +199,45 @@ def test_writing_into_a_view_whose_base_is_gone(meshes: dict) -> None:
 
     for mesh in meshes.values():
         check(steps, parameter(random.Random(0), N, C, H, W), [], mesh, f"on {mesh.grid} ")
+
+
+def windows_of_volumes(x: Tensor) -> Tensor:
+    """(N, C, D, H, W) as (N * windows, 8, C)."""
+    n, c, d, h, w = x.shape
+    parts = x.permute(0, 2, 3, 4, 1).reshape(n, d // 2, 2, h // 2, 2, w // 2, 2, c)
+    return parts.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(-1, 8, c)
+
+
+def volume_of(windows: Tensor, size: tuple[int, ...]) -> Tensor:
+    d, h, w = (n // 2 for n in size)
+    parts = windows.view(-1, d, h, w, 2, 2, 2, windows.shape[-1])
+    return parts.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(-1, windows.shape[-1], *size)
+
+
+VOLUMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "tokens": lambda x: x.flatten(2).transpose(1, 2),
+    "tokens and back": lambda x: x.flatten(2).transpose(1, 2).exp().mT.reshape(x.shape),
+    "channels last, tokens": lambda x: x.permute(0, 2, 3, 4, 1).reshape(x.shape[0], -1, x.shape[1]),
+    "slices as frames": lambda x: x.transpose(1, 2).flatten(0, 1),
+    "two dims merged": lambda x: x.flatten(3).exp().unflatten(3, x.shape[3:]),
+    "other order": lambda x: x.permute(0, 1, 4, 2, 3) + 0 * x.permute(0, 1, 4, 2, 3).relu(),
+    "all merged": lambda x: x.flatten(1),
+    "channels in groups": lambda x: x.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2),
+    "windows": windows_of_volumes,
+    "windows and back": lambda x: volume_of(windows_of_volumes(x).exp(), x.shape[2:]),
+    "softmax within windows": lambda x: volume_of(windows_of_volumes(x).softmax(1), x.shape[2:]),
+    "means of windows": lambda x: x.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).mean((4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", VOLUMES)
+def test_views_of_volumes(name: str) -> None:
+    image = parameter(random.Random(3), 2, 4, 6, 8, 12)
+    for mesh in every_mesh(3).values():
+        check(VOLUMES[name], image, [], mesh, f"{name} on {mesh.grid}")
+
+
+def test_views_of_signals() -> None:
+    check_in(1, lambda x: x.transpose(1, 2).exp(), "tokens")
+    check_in(1, lambda x: x.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2), "groups")
+    check_in(1, lambda x: (x.unsqueeze(2) * x.unsqueeze(-2)).squeeze(2), "one more dim")
