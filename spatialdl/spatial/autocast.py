@@ -23,13 +23,21 @@ ON_GPU: frozenset[Callable[..., Any]] = frozenset(
         *(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod),
     }
 )
-PADS_ON_CPU = ("reflect", "replicate")
+ON_CPU: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(F.avg_pool3d, F.max_pool3d, torch.max_pool3d, F.adaptive_max_pool3d),
+        *(F.adaptive_avg_pool3d, torch._C._nn.adaptive_avg_pool3d),
+    }
+)
+PADS_ON_CPU = {"reflect": 2, "replicate": 3}  # up to so many spatial dims
 
 
 def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a function as autocast gives them to it."""
     if func in ON_GPU and kwargs.get("dtype") is None and torch.is_autocast_enabled("cuda"):
         args, kwargs = tree_map(lambda one: _wide(one, "cuda"), (args, kwargs))
+    if func in ON_CPU and torch.is_autocast_enabled("cpu"):
+        args, kwargs = tree_map(lambda one: _wide(one, "cpu"), (args, kwargs))
     return args, kwargs
 
 
@@ -40,7 +48,7 @@ def in_float32(tile: Tensor) -> Tensor:
 
 def padded_as(x: Tensor, mode: str) -> Tensor:
     """`x` as autocast on a CPU gives it to padding."""
-    if mode in PADS_ON_CPU and torch.is_autocast_enabled("cpu"):
+    if x.dim() - 2 <= PADS_ON_CPU.get(mode, 0) and torch.is_autocast_enabled("cpu"):
         return _wide(x, "cpu")  # type: ignore[no-any-return]
     return x
 

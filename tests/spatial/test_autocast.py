@@ -30,6 +30,18 @@ def test_on_a_cpu_two_ways_of_padding_are_in_float32():
         assert x is HALF
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_on_a_cpu_pools_and_pads_of_volumes_are_not_cast_as_those_of_images(dims):
+    x = torch.ones(1, 2, *[4] * dims, dtype=torch.bfloat16)
+    pools = ["avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool"]
+    with torch.autocast("cpu", torch.bfloat16):
+        for function in [getattr(F, f"{name}{dims}d") for name in pools]:
+            (cast, _), _ = as_autocast(function, (x, 2), {})
+            assert cast.dtype == function(x, 2).dtype, function
+        for mode in ("reflect", "replicate", "circular", "constant"):
+            assert padded_as(x, mode).dtype == F.pad(x, (1, 1) * dims, mode).dtype, mode
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the list is that of CUDA")
 def test_on_a_gpu_the_list_is_pytorchs():
     x = HALF.cuda()
