@@ -137,7 +137,8 @@ class Layout:
     @classmethod
     def even(cls, samples: int, size: Sequence[int], grid: Sequence[int]) -> Layout:
         """The default layout: samples whole, each spatial dim cut evenly as `grid` says."""
-        return cls((0, samples), tuple(map(even_bounds, size, grid)))
+        cuts = (even_bounds(extent, parts) for extent, parts in zip(size, grid, strict=True))
+        return cls((0, samples), tuple(cuts))
 
     @classmethod
     def by_sample(cls, samples: int, size: Sequence[int], parts: int) -> Layout:
@@ -191,11 +192,13 @@ class Layout:
 
     def strided(self, stride: Sequence[int], size: Sequence[int]) -> Layout:
         """The layout of the output (spatial dims of `size`) of an operation with `stride`."""
-        return Layout(self.batch, tuple(map(strided_bounds, self.cuts, stride, size)))
+        each = zip(self.cuts, stride, size, strict=True)
+        return Layout(self.batch, tuple(strided_bounds(*one) for one in each))
 
     def scaled(self, scale: Sequence[int], size: Sequence[int]) -> Layout:
         """The layout of the output (spatial dims of `size`) of an operation that enlarges."""
-        return Layout(self.batch, tuple(map(scaled_bounds, self.cuts, scale, size)))
+        each = zip(self.cuts, scale, size, strict=True)
+        return Layout(self.batch, tuple(scaled_bounds(*one) for one in each))
 
     def describe(self) -> str:
         """Short text for messages: ``2x1 over 70x93``."""

@@ -134,6 +134,13 @@ def test_the_same_cut_comes_out_whatever_led_to_it():
     assert hash(conv) == hash(Layout(conv.batch, conv.cuts))
 
 
+def test_a_grid_with_other_dims_makes_no_layout():
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        Layout.even(1, (4, 5, 6), (2, 1))
+    with pytest.raises(ValueError, match="argument 3 is longer"):
+        Layout.even(1, (4, 5), (2, 1)).strided((2, 2), (2, 3, 4))
+
+
 def test_describe_names_grid_and_size():
     assert Layout.even(4, (70, 93), (2, 1)).describe() == "2x1 over 70x93"
     assert Layout.even(4, (9, 70, 93), (1, 2, 1)).describe() == "1x2x1 over 9x70x93"
