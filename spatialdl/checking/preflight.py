@@ -49,7 +49,7 @@ class Preflight:
     errors: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
     stages: list[nn.Module] = field(default_factory=list)
-    entering: list[tuple[int, int] | None] = field(default_factory=list)
+    entering: list[tuple[int, ...] | None] = field(default_factory=list)
 
     @property
     def is_clear(self) -> bool:
@@ -59,7 +59,7 @@ class Preflight:
 def preflight(
     model: nn.Module,
     placement: Placement,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     *,
     names: Sequence[str] | None = None,
     gather_before: str | Sequence[str] = (),
@@ -103,7 +103,7 @@ class _Run:
         self,
         found: Preflight,
         placement: Placement,
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> None:
         self._found, self._placement, self._shape = found, placement, shape
@@ -117,7 +117,7 @@ class _Run:
         arrived = self._shapes.entering(samples)
         for number, module in enumerate(self._modules):
             taken = {value: _leaf(value, x) for value, x in arrived[number].items()}
-            self._found.entering.append(_largest(arrived[number].values()))
+            self._found.entering.append(_largest(arrived[number].values(), self._placement.dims))
             outputs = self._tried(number, partial(run_stage, module, taken, samples))
             if outputs is None:
                 return
@@ -177,8 +177,8 @@ class _Run:
 
     def _check_task(self, criterion: Criterion, segments: bool, columns: int | None) -> None:
         """An output of another shape than the task's is told before anybody looks at values."""
-        samples, _, height, width = self._shape
-        size = (height, width) if segments else ()
+        samples, _, *size = self._shape
+        size = size if segments else []
         target = torch.empty(samples, *size, dtype=torch.int64, device="meta")
         if columns is not None:
             target = torch.empty(samples, columns, dtype=torch.float64, device="meta")
@@ -190,8 +190,8 @@ class _Run:
             return  # there are no values
 
 
-def _largest(tensors: Iterable[Tensor]) -> tuple[int, int] | None:
-    sizes = [(int(x.shape[-2]), int(x.shape[-1])) for x in tensors if x.dim() == 4]
+def _largest(tensors: Iterable[Tensor], dims: int) -> tuple[int, ...] | None:
+    sizes = [tuple(map(int, x.shape[2:])) for x in tensors if x.dim() == dims + 2]
     return max(sizes, key=prod, default=None)
 
 

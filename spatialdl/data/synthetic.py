@@ -1,7 +1,8 @@
 """Synthetic images: the same global picture in every layout, made box by box.
 
 Every pixel follows from (seed, sample, row, column) alone, so a rank makes just the box that it
-needs. The class is the direction of wide stripes under strong noise.
+needs. The class is the direction of wide stripes under strong noise; of signals, which have no
+directions, their number. Volumes and signals are made as images are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class SyntheticDataset:
 
     Args:
         samples: how many.
-        image_size: (H, W).
+        image_size: (H, W), of volumes (D, H, W), of signals (L,).
         num_classes: labels are 0 to num_classes - 1, equally often.
         channels: of an image.
         seed: other seeds give other images.
@@ -30,7 +31,7 @@ class SyntheticDataset:
     def __init__(
         self,
         samples: int,
-        image_size: tuple[int, int],
+        image_size: tuple[int, ...],
         num_classes: int = 10,
         channels: int = 3,
         seed: int = 0,
@@ -50,20 +51,16 @@ class SyntheticDataset:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image_size(self, sample: int) -> tuple[int, int]:
-        """(H, W) of a sample."""
+    def image_size(self, sample: int) -> tuple[int, ...]:
+        """(H, W) of a sample, and so on."""
         return self._size
 
     def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
-        height, width = self._size
-        row0, row1, col0, col1 = own = self._box(box)
-        rows = np.arange(row0, row1, dtype=np.float64)[:, None] / height
-        cols = np.arange(col0, col1, dtype=np.float64)[None, :] / width
+        own = self._box(box)
         angle = np.pi * self.labels[sample] / len(self.classes)
         phase = mix(self._key(sample)) / 2.0**64
-        waves = rows * np.sin(angle) + cols * np.cos(angle) + phase
-        stripes = 48.0 * np.sin(2 * np.pi * STRIPES * waves)
+        stripes = 48.0 * np.sin(2 * np.pi * STRIPES * (along(own, self._size, angle) + phase))
         grain = noise(self._key(sample), own, self.channels)
         return np.asarray(np.clip(128 + stripes[..., None] + grain, 0, 255), dtype=np.uint8)
 
@@ -76,21 +73,40 @@ class SyntheticDataset:
         raise ValueError("synthetic images with labels have no masks")
 
     def _box(self, box: tuple[int, ...] | None) -> tuple[int, ...]:
-        return box or (0, self._size[0], 0, self._size[1])
+        return box or tuple(bound for size in self._size for bound in (0, size))
 
     def _key(self, sample: int) -> np.uint64:
         return np.uint64(self._seed * 1_000_003 + sample)
 
 
+def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDArray[np.float64]:
+    """How far each pixel of a box lies along a direction, in sizes of the image.
+
+    Args:
+        angle: 0 is along the columns, pi / 2 along the rows, and of volumes along the slices too.
+            Signals are stretched by it instead.
+    """
+    if len(size) == 1:
+        return np.arange(box[0], box[1], dtype=np.float64) / size[0] * (1 + angle)
+    far = np.zeros(())
+    for number, extent in enumerate(size):
+        part = np.cos(angle) if number == len(size) - 1 else np.sin(angle)
+        places = np.arange(box[2 * number], box[2 * number + 1], dtype=np.float64) / extent
+        far = far[..., None] + places * part
+    return far
+
+
 def noise(key: np.uint64, box: tuple[int, ...], channels: int) -> npt.NDArray[np.int16]:
     """Equally distributed in [-64, 64), independent per pixel and channel."""
-    row0, row1, col0, col1 = box
-    rows = np.arange(row0, row1, dtype=np.uint64)[:, None]
-    cols = np.arange(col0, col1, dtype=np.uint64)[None, :]
+    places = np.zeros((), np.uint64)
+    for first, end in zip(box[::2], box[1::2], strict=True):
+        if places.ndim >= 2:  # there is no room for a third number: what came before is mixed
+            places = mix(places)
+        places = (places[..., None] << np.uint64(32)) + np.arange(first, end, dtype=np.uint64)
     start = mix(key + np.uint64(1 << 40))
     layers = []
     for block in range(-(-channels // 8)):
-        bits = mix(start + np.uint64(block) + (rows << np.uint64(32)) + cols)
+        bits = mix(start + np.uint64(block) + places)
         layers.append(np.ascontiguousarray(bits).view(np.uint8).reshape(*bits.shape, 8))
     values = np.concatenate(layers, axis=-1)[..., :channels]
     return (values.astype(np.int16) - 128) // 2

@@ -1,7 +1,7 @@
 """Synthetic images with a class for every pixel, made box by box like those with labels.
 
-Discs of random classes lie on a background of class 0, later ones on top. Every class has its own
-colour, under noise so strong that a pixel alone does not tell its class.
+Discs of random classes, in volumes balls, lie on a background of class 0, later ones on top. Every
+class has its own colour, under noise so strong that a pixel alone does not tell its class.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ DISCS = 12
 class Disc(NamedTuple):
     """Where a disc lies, in pixels, and its class."""
 
-    row: int
-    col: int
+    centre: tuple[int, ...]
     radius: int
     label: int
 
@@ -41,40 +40,48 @@ class SyntheticMasks(SyntheticDataset):
 
     def read_mask(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """The class of every pixel of a box: uint8 (rows, columns)."""
-        row0, row1, col0, col1 = own = self._box(box)
-        mask = np.zeros((row1 - row0, col1 - col0), np.uint8)
+        own = self._box(box)
+        mask = np.zeros([stop - start for start, stop in _intervals(own)], np.uint8)
         for disc in self._discs(sample):
             _draw(mask, own, disc)
         return mask
 
     def _discs(self, sample: int) -> list[Disc]:
-        height, width = self._size
+        numbers = len(self._size) + 2
         draws = mix(
             self._key(sample)
             + (np.uint64(1) << np.uint64(41))
-            + np.arange(4 * DISCS, dtype=np.uint64)
+            + np.arange(numbers * DISCS, dtype=np.uint64)
         )
-        shorter, classes = min(height, width), len(self.classes)
+        shorter, classes = min(self._size), len(self.classes)
         discs = []
-        for row, col, radius, label in draws.reshape(DISCS, 4).tolist():
+        for *places, radius, label in draws.reshape(DISCS, numbers).tolist():
             span = 3 * shorter // 16 + 1
-            discs.append(
-                Disc(row % height, col % width, shorter // 16 + radius % span, label % classes)
-            )
+            centre = tuple(place % n for place, n in zip(places, self._size, strict=True))
+            discs.append(Disc(centre, shorter // 16 + radius % span, label % classes))
         return discs
+
+
+def _intervals(box: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(box[::2], box[1::2], strict=True))
 
 
 def _draw(mask: Pixels, box: tuple[int, ...], disc: Disc) -> None:
     """Fill the part of a disc that lies in `box`."""
-    top, bottom, left, right = box
-    row0, row1 = max(top, disc.row - disc.radius), min(bottom, disc.row + disc.radius + 1)
-    col0, col1 = max(left, disc.col - disc.radius), min(right, disc.col + disc.radius + 1)
-    if row0 >= row1 or col0 >= col1:
+    inside = [
+        (max(start, place - disc.radius), min(stop, place + disc.radius + 1))
+        for (start, stop), place in zip(_intervals(box), disc.centre, strict=True)
+    ]
+    if any(start >= stop for start, stop in inside):
         return
-    rows = np.arange(row0, row1, dtype=np.int64)[:, None] - disc.row
-    cols = np.arange(col0, col1, dtype=np.int64)[None, :] - disc.col
-    part = mask[row0 - top : row1 - top, col0 - left : col1 - left]
-    part[rows * rows + cols * cols <= disc.radius * disc.radius] = disc.label
+    squares = np.zeros((), np.int64)
+    for (start, stop), place in zip(inside, disc.centre, strict=True):
+        squares = squares[..., None] + (np.arange(start, stop, dtype=np.int64) - place) ** 2
+    window = tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(inside, _intervals(box), strict=True)
+    )
+    mask[window][squares <= disc.radius * disc.radius] = disc.label
 
 
 @lru_cache(maxsize=16)

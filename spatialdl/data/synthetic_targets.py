@@ -9,7 +9,7 @@ from math import sqrt
 
 import numpy as np
 
-from spatialdl.data.synthetic import STRIPES, Pixels, SyntheticDataset, mix, noise
+from spatialdl.data.synthetic import STRIPES, Pixels, SyntheticDataset, along, mix, noise
 
 _STRENGTHS = np.uint64(1) << np.uint64(42)
 
@@ -25,7 +25,7 @@ class SyntheticTargets(SyntheticDataset):
     def __init__(
         self,
         samples: int,
-        image_size: tuple[int, int],
+        image_size: tuple[int, ...],
         num_classes: int = 10,
         channels: int = 3,
         seed: int = 0,
@@ -44,16 +44,12 @@ class SyntheticTargets(SyntheticDataset):
 
     def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
-        row0, row1, col0, col1 = own = self._box(box)
-        height, width = self._size
-        rows = np.arange(row0, row1, dtype=np.float64)[:, None] / height
-        cols = np.arange(col0, col1, dtype=np.float64)[None, :] / width
-        total = np.zeros((row1 - row0, col1 - col0))
+        own, total = self._box(box), np.zeros(())
         phase = mix(self._key(sample)) / 2.0**64
         for number, strength in enumerate(self.labels[sample]):
             angle = np.pi * number / len(self.classes)
-            waves = rows * np.sin(angle) + cols * np.cos(angle) + phase
-            total += strength * np.sin(2 * np.pi * STRIPES * waves)
+            waves = along(own, self._size, angle) + phase
+            total = total + strength * np.sin(2 * np.pi * STRIPES * waves)
         stripes = 64.0 / sqrt(len(self.classes)) * total
         grain = noise(self._key(sample), own, self.channels)
         return np.asarray(np.clip(128 + stripes[..., None] + grain, 0, 255), dtype=np.uint8)

@@ -52,12 +52,13 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         Whether it would run.
     """
     errors = list(known)
-    placement = _tried(errors, lambda: placement_of(config.parallel))
+    seed, task = int(config.seed), None
+    sources = _tried(errors, lambda: open_sources(config.data, seed, config.task.name))
+    dims = len(sources.image_size) if sources is not None else None
+    placement = _tried(errors, lambda: placement_of(config.parallel, dims))
     schedule = None
     if placement is not None:
         schedule = _tried(errors, lambda: schedule_of(config.parallel, placement))
-    seed, task = int(config.seed), None
-    sources = _tried(errors, lambda: open_sources(config.data, seed, config.task.name))
     if sources is not None:
         task = _tried(errors, lambda: task_of(config.task, sources.num_classes, sources.train))
     if placement is None or sources is None:
@@ -227,7 +228,7 @@ class _Table:
             [stop - start for start, stop in pairwise(even_bounds(count, parts))]
             for count, parts in zip(size, self._placement.grids[stage], strict=True)
         ]
-        return " x ".join(map(_range, sides)), f"0:{sides[0][0]}, 0:{sides[1][0]}"
+        return " x ".join(map(_range, sides)), ", ".join(f"0:{side[0]}" for side in sides)
 
     def _memory(self, prediction: Prediction) -> Iterator[str]:
         kinds: dict[tuple[int, ...], list[int]] = {}

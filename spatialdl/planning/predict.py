@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
@@ -184,9 +185,8 @@ def _images(
     loaded = tile * sum(action.copy == copy for action in actions)
     if cluster.cores is None:
         return loaded
-    channels, height, width = job.image
-    rows, cols = placement.grids[0]
-    pixels = -(-height // rows) * -(-width // cols)
+    channels, *size = job.image
+    pixels = prod(-(-n // parts) for n, parts in zip(size, placement.grids[0], strict=True))
     samples = -(-job.batch // placement.data)
     # this batch and the next one as bytes, and what the thread that reads keeps to itself
     return loaded + 2 * samples * channels * pixels + job.read_bytes * pixels

@@ -118,10 +118,10 @@ def _predicted(
     job: Job, cluster: Cluster, base: DictConfig, layout: Layout, recompute: Recompute
 ) -> Prediction:
     config = layout.config(base)
-    placement = placement_of(config)
+    placement = placement_of(config, len(job.image) - 1)
     schedule = schedule_of(config, placement)
     check_batch(job.batch, schedule.microbatches, placement.data)
-    check_image((job.image[1], job.image[2]), placement)
+    check_image(job.image[1:], placement)
     return predict(job, cluster, placement, schedule, recompute)
 
 

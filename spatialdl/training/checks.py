@@ -45,7 +45,8 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError(f"seed={config.seed} must be a whole number of at least 0")
     _check_choices(config)
     check_timeout(config.comm.timeout)
-    placement = placement_of(config.parallel)
+    size = config.data.image_size
+    placement = placement_of(config.parallel, len(size) if isinstance(size, ListConfig) else None)
     accumulate = _check_trainer(config)
     _check_metrics(config)
     _check_input(config)
@@ -55,8 +56,8 @@ def check_config(config: DictConfig) -> Placement:
     check_batch(config.data.batch_size, microbatches, placement.data, local)
     check_task(config.task, placement)
     check_loggers(config.get("logger") or {})
-    if isinstance(config.data.image_size, ListConfig) and len(config.data.image_size) == 2:
-        check_image(tuple(config.data.image_size), placement)
+    if isinstance(size, ListConfig):
+        check_image(tuple(size), placement)
     _check_files(config)
     check_values(config)
     return placement

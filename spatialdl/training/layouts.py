@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.parallel.layout import by
+from spatialdl.parallel.layout import by, spatial_names
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule, repeated
 from spatialdl.pipeline.schedule import GEMS, make_schedule
@@ -18,8 +18,11 @@ from spatialdl.pipeline.shardable import check_shardable
 RECOMPUTE = ("none", "block", "stage")
 
 
-def placement_of(parallel: DictConfig) -> Placement:
+def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
     """The ranks that a layout needs.
+
+    Args:
+        dims: spatial dims of the images, where they are known: 2 for images, 3 for volumes.
 
     Raises:
         ValueError: if its numbers contradict each other.
@@ -31,7 +34,7 @@ def placement_of(parallel: DictConfig) -> Placement:
             f"parallel.spatial_stages={spatial_stages} must lie between 0 and "
             f"parallel.stages={stages}"
         )
-    spatial = _grids(parallel, spatial_stages)
+    spatial = _grids(parallel, spatial_stages, dims)
     if parallel.recompute not in RECOMPUTE:
         raise ValueError(
             f"parallel.recompute={parallel.recompute} is unknown: take one of "
@@ -54,7 +57,8 @@ def placement_of(parallel: DictConfig) -> Placement:
             f"parallel={parallel.name} has one stage: take parallel=lp or pp, or a sum with one of "
             "them, or leave it out"
         )
-    grids = spatial + [(1, 1)] * (stages - spatial_stages)
+    whole = (1,) * (dims or (len(spatial[0]) if spatial else 2))
+    grids = spatial + [whole] * (stages - spatial_stages)
     batch = _batch(parallel, stages, spatial_stages)
     return Placement(data, tuple(grids), interleave, _variant(parallel) is not None, batch)
 
@@ -116,7 +120,7 @@ def _count(settings: DictConfig, key: str, least: int = 1) -> int:
     return value
 
 
-def _grids(parallel: DictConfig, spatial_stages: int) -> list[tuple[int, int]]:
+def _grids(parallel: DictConfig, spatial_stages: int, dims: int | None) -> list[tuple[int, ...]]:
     """The grid of each spatial stage: one for all of them, or one each."""
     given = parallel.grid
     each = isinstance(given, ListConfig) and any(isinstance(one, ListConfig) for one in given)
@@ -125,8 +129,12 @@ def _grids(parallel: DictConfig, spatial_stages: int) -> list[tuple[int, int]]:
             f"parallel.grid names {len(given)} grids, but there are "
             f"parallel.spatial_stages={spatial_stages}: name one for each, or one for all"
         )
-    grids = [_grid(one) for one in given] if each else [_grid(given)] * max(1, spatial_stages)
-    if spatial_stages == 0 and grids != [(1, 1)]:
+    grids = (
+        [_grid(one, dims) for one in given]
+        if each
+        else [_grid(given, dims)] * max(1, spatial_stages)
+    )
+    if spatial_stages == 0 and max(grids[0]) > 1:
         raise ValueError(
             f"parallel.grid={list(grids[0])} cuts images, but parallel={parallel.name} has no "
             "spatial stage: take parallel=sp, sp+lp or sp+pp, or set parallel.spatial_stages"
@@ -134,16 +142,24 @@ def _grids(parallel: DictConfig, spatial_stages: int) -> list[tuple[int, int]]:
     return grids[:spatial_stages]
 
 
-def _grid(given: object) -> tuple[int, int]:
-    numbers = list(given) if isinstance(given, ListConfig) else given
-    if not isinstance(numbers, list) or [type(number) for number in numbers] != [int, int]:
+def _grid(given: object, dims: int | None) -> tuple[int, ...]:
+    numbers = list(given) if isinstance(given, ListConfig | list) else []
+    if not 1 <= len(numbers) <= 3 or any(type(number) is not int for number in numbers):
         raise ValueError(
-            "parallel.grid is [rows,columns], or a list of these, one for each spatial stage, got "
-            f"{given}"
+            "parallel.grid is [rows,columns], for volumes [slices,rows,columns], or a list of "
+            f"these, one for each spatial stage, got {given}"
         )
     if min(numbers) < 1:
-        raise ValueError(f"parallel.grid={given} needs at least 1 row and 1 column")
-    return numbers[0], numbers[1]
+        raise ValueError(f"parallel.grid={given} needs numbers of at least 1")
+    if dims is not None and len(numbers) != dims:
+        if max(numbers) == 1:
+            return (1,) * dims
+        names = ",".join(spatial_names(dims))
+        raise ValueError(
+            f"parallel.grid={given} has {len(numbers)} numbers, but the images have {dims} spatial "
+            f"dims: give one for each, parallel.grid=[{names}]"
+        )
+    return tuple(numbers)
 
 
 def check_batch(batch_size: int, microbatches: int, replicas: int, local: int = 1) -> None:
@@ -183,7 +199,12 @@ def check_task(task: DictConfig, placement: Placement) -> None:
 
 
 def check_image(size: Sequence[int], placement: Placement) -> None:
-    """Refuse an image with fewer pixels in a dim than a grid has parts."""
+    """Refuse an image with other dims, or fewer pixels in one, than a grid has parts."""
+    if len(size) != placement.dims:
+        raise ValueError(
+            f"images of {by(size)} have {len(size)} spatial dims, but parallel.grid has "
+            f"{placement.dims} numbers: give one for each"
+        )
     for grid in placement.grids:
         if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
             raise ValueError(

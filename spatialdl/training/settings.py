@@ -44,7 +44,7 @@ class Sources:
 
     train: ImageSource
     validation: ImageSource | None
-    image_size: tuple[int, int]
+    image_size: tuple[int, ...]
     channels: int
     num_classes: int
     names: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     both = [one for one in (train, validation) if one is not None]
     for source in both:
         _check_samples(source, path, task)
-    size = _pair(data.image_size)
+    size = _size(data.image_size)
     if size is None:
         size = common_size(path, (one.image_size(k) for one in both for k in range(len(one))))
     names: list[str] = []
@@ -160,7 +160,7 @@ def _check_targets(data: DictConfig, task: str) -> None:
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
-    size = _pair(data.image_size)
+    size = _size(data.image_size)
     if size is None:
         raise ValueError("data.image_size is [rows,columns], got null")
     classes, channels = int(data.num_classes), int(data.channels)
@@ -194,14 +194,17 @@ def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
         )
 
 
-def _pair(size: object) -> tuple[int, int] | None:
-    """[rows,columns] of a configuration, or None for null."""
+def _size(size: object) -> tuple[int, ...] | None:
+    """[rows,columns] of a configuration, of volumes [slices,rows,columns]; None for null."""
     if size is None:
         return None
     sides = list(size) if isinstance(size, ListConfig) else []
-    if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
-        raise ValueError(f"data.image_size is [rows,columns], got {size}")
-    return sides[0], sides[1]
+    is_number = all(type(side) is int and side >= 1 for side in sides)
+    if not 1 <= len(sides) <= 3 or not is_number:
+        raise ValueError(
+            f"data.image_size is [rows,columns], of volumes [slices,rows,columns], got {size}"
+        )
+    return tuple(sides)
 
 
 def _background(value: object) -> float | None:
