@@ -7,6 +7,8 @@ directions, their number. Volumes and signals are made as images are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -98,7 +100,7 @@ def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDAr
 
 def noise(key: np.uint64, box: tuple[int, ...], channels: int) -> npt.NDArray[np.int16]:
     """Equally distributed in [-64, 64), independent per pixel and channel."""
-    places = np.zeros((), np.uint64)
+    places: npt.NDArray[Any] = np.zeros((), np.uint64)
     for first, end in zip(box[::2], box[1::2], strict=True):
         if places.ndim >= 2:  # there is no room for a third number: what came before is mixed
             places = mix(places)
