@@ -100,7 +100,7 @@ class Validation:
         views = sources.validation_views
         assert views is not None
         self._gallery = self._heat_maps = None
-        if pictures:
+        if pictures and pipeline.placement.dims == 2:  # examples are pictures of images
             self._gallery = Gallery(world, pipeline.placement, views, sources.names)
             tells_classes = task.name in ("classification", "multilabel")
             self._heat_maps = HeatMaps(pipeline) if tells_classes else None

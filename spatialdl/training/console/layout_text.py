@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
+from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement
 from spatialdl.text import width
 
@@ -58,12 +60,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def _block(placement: Placement, stage: int) -> Iterator[str]:
     """A title, and below it the tiles, or the ranks that divide samples."""
-    rows, cols = placement.grids[stage]
-    parts = placement.batch_parts(stage)
+    grid, parts = placement.grids[stage], placement.batch_parts(stage)
+    slices, rows, cols = (*(1,) * (3 - len(grid)), *grid)
     ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
-    what = f"{rows}x{cols} tiles" if rows * cols > 1 else "whole"
+    what = f"{by(grid)} tiles" if prod(grid) > 1 else "whole"
     yield f"stage {stage}: " + (f"{parts} by samples" if parts > 1 else what)
-    yield from _grid(parts if parts > 1 else rows, cols, ranks)
+    for number in _shown(slices):
+        if slices > 1:
+            yield "..." if number is None else f"slices, part {number}"
+        if number is not None:
+            first = number * rows * cols
+            yield from _grid(parts if parts > 1 else rows, cols, [one[first:] for one in ranks])
 
 
 def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
+from spatialdl.parallel.layout import by
 from spatialdl.spatial.losses import split_as_target
 from spatialdl.spatial.tensor import SpatialTensor, redistribute
 
@@ -150,14 +151,15 @@ def segmentation_loss(
     )
     if weight is None and not dice:
         return total / (target != UNLABELLED).sum().clamp(min=1)
-    numbers = torch.arange(output.shape[1], device=output.device).view(1, -1, 1, 1)
+    spatial, over = (1,) * (output.dim() - 2), (0, *range(2, output.dim()))
+    numbers = torch.arange(output.shape[1], device=output.device).view(1, -1, *spatial)
     is_class = (target.unsqueeze(1) == numbers).to(output.dtype)
-    counts = is_class.sum((0, 2, 3))
+    counts = is_class.sum(over)
     loss = _over(total, counts.sum() if weight is None else (counts * weight.to(counts)).sum())
     if not dice:
         return loss
     shares = output.softmax(1) * (target != UNLABELLED).unsqueeze(1)
-    overlap, told = (shares * is_class).sum((0, 2, 3)), shares.sum((0, 2, 3))
+    overlap, told = (shares * is_class).sum(over), shares.sum(over)
     return loss + dice * dice_loss(overlap, told, counts)
 
 
@@ -252,14 +254,15 @@ def check_columns(output: Tensor, target: Tensor, what: str) -> None:
 def check_maps(
     output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
 ) -> None:
-    """Refuse what is no (N, classes, H, W), by its shape."""
+    """Refuse what is no (N, classes, *spatial), by its shape."""
     samples, *size = target.shape
-    fits = isinstance(output, Tensor) and output.dim() == 4 and output.shape[0] == samples
+    fits = isinstance(output, Tensor) and output.dim() == 2 + len(size)
+    fits = fits and output.shape[0] == samples
     if not fits or tuple(output.shape[2:]) != tuple(size):
         raise ValueError(
-            f"the network gives {_shape(output)} for {samples} masks of {size[0]}x{size[1]}: to "
-            f"segment, it must give ({samples}, classes, {size[0]}, {size[1]}); a network that "
-            "tells one class an image trains with task=classification"
+            f"the network gives {_shape(output)} for {samples} masks of {by(size)}: to segment, it "
+            f"must give ({samples}, classes, {', '.join(map(str, size))}); a network that tells "
+            "one class an image trains with task=classification"
         )
     if classes is not None:
         _check_number(output, classes)
@@ -269,7 +272,7 @@ def check_maps(
 def check_masks(
     output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
 ) -> None:
-    """Refuse what is no (N, classes, H, W) of enough classes for the masks."""
+    """Refuse what is no (N, classes, *spatial) of enough classes for the masks."""
     check_maps(output, target, weight, classes)
     labels = own_pixels(target)
     labels = labels[labels != UNLABELLED]
