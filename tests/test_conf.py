@@ -62,7 +62,8 @@ def options(group: str) -> list[str]:
 def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
     assert options("cluster") == ["infiniband", "nvlink_node", "this_machine"]
-    models = ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet", "wide_view"]
+    models = ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet", "unet3d"]
+    models.append("wide_view")
     assert options("model") == models
     assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
     assert options("data") == ["shards", "synthetic"]
@@ -73,7 +74,10 @@ def test_the_groups_have_the_promised_options():
     assert options("launcher") == ["local", "slurm"]
 
 
-SMALL = {"amoebanet_d": ["model.layers=3", "model.filters=16"]}
+SMALL = {
+    "amoebanet_d": ["model.layers=3", "model.filters=16"],
+    "unet3d": ["data=synthetic", "data.image_size=[12,10,8]", "model.width=2", "model.depth=2"],
+}
 TINY = [
     *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
     *("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu"),

@@ -140,3 +140,13 @@ def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
     assert done.returncode != 0
     assert "Asks cannot be cut into 2 stages" in done.stderr
     assert "take parallel=sp or dp, which cut no network" in done.stderr
+
+
+def test_a_volume_on_three_ranks_equals_one_process(tmp_path):
+    volume = ("data.image_size=[20,25,17]", "data.channels=1", "data.num_classes=3")
+    unet = (*volume, "model=unet3d", "model.width=2", "model.depth=2", "parallel.microbatches=2")
+    plain = alone(tmp_path / "plain", *unet)
+    ours = train(tmp_path / "ours", *unet, "parallel=sp+pp", "parallel.grid=[2,1,1]")
+    assert ours["world_size"] == 3
+    assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
+    assert ours["validation"][0]["loss"] == pytest.approx(plain["validation"][0]["loss"], abs=1e-10)

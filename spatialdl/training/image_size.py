@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from spatialdl.data.format import Manifest, RegionSample
 from spatialdl.parallel.placement import Placement
 
-Size = tuple[int, int]
+Size = tuple[int, ...]
 
 
 def common_size(path: Path, sizes: Iterable[Size]) -> Size:
@@ -23,8 +23,8 @@ def common_size(path: Path, sizes: Iterable[Size]) -> Size:
     if len(different) > 1:
         raise ValueError(
             f"the images of {path} have {len(different)} different sizes, such as "
-            f"{', '.join(f'{rows} x {cols}' for rows, cols in different[:3])}: one batch needs one "
-            "size, which data.image_size=[rows,columns] cuts or pads them to"
+            f"{', '.join(' x '.join(map(str, size)) for size in different[:3])}: one batch needs "
+            "one size, which data.image_size=[rows,columns] cuts or pads them to"
         )
     return different[0]
 
@@ -45,11 +45,11 @@ def check_stored_size(data: DictConfig, placement: Placement) -> None:
         return
     path = Path(data.path).expanduser()
     manifest = Manifest.load(path)
-    size = manifest.tile_size
+    size: Size | None = manifest.tile_size
     if size is None:
         splits = {data.split, data.validation_split} - {None}
         sizes = {
-            (sample.height, sample.width)
+            sample.size
             for sample in manifest.samples
             if isinstance(sample, RegionSample) and (data.split is None or sample.split in splits)
         }

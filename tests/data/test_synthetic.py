@@ -7,22 +7,27 @@ from hypothesis import strategies as st
 
 from spatialdl.data.synthetic import SyntheticDataset
 
+sizes = st.integers(1, 3).flatmap(lambda dims: st.tuples(*[st.integers(1, 40 // dims)] * dims))
+"""Of signals, images and volumes."""
 
-@given(
-    st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    st.integers(1, 20),
-    st.integers(0, 3),
-    st.data(),
-)
+
+@given(sizes, st.integers(1, 20), st.integers(0, 3), st.data())
 def test_any_box_is_the_slice_of_the_whole(size, channels, sample, data):
     images = SyntheticDataset(4, size, channels=channels, seed=5)
-    row0, row1 = sorted(data.draw(st.integers(0, size[0])) for _ in range(2))
-    col0, col1 = sorted(data.draw(st.integers(0, size[1])) for _ in range(2))
+    ends = [sorted(data.draw(st.integers(0, n)) for _ in range(2)) for n in size]
     whole = images.read(sample)
     assert (whole.dtype, whole.shape) == (np.uint8, (*size, channels))
-    box = images.read(sample, (row0, row1, col0, col1))
-    assert box.shape == (row1 - row0, col1 - col0, channels)
-    assert (box == whole[row0:row1, col0:col1]).all()
+    box = images.read(sample, tuple(bound for pair in ends for bound in pair))
+    assert (box == whole[tuple(slice(*pair) for pair in ends)]).all()
+
+
+@pytest.mark.parametrize("size", [(4096,), (12, 16, 20)])
+def test_signals_and_volumes_have_noise_of_their_own_everywhere(size):
+    image = SyntheticDataset(1, size, channels=1).read(0)[..., 0].astype(float)
+    for dim in range(image.ndim):
+        for step in (1, 2):
+            neighbours = np.roll(image, step, dim)
+            assert (image == neighbours).mean() < 0.05
 
 
 def test_images_follow_from_seed_and_sample():

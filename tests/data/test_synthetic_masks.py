@@ -8,22 +8,27 @@ from hypothesis import strategies as st
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
 
+sizes = st.integers(1, 3).flatmap(lambda dims: st.tuples(*[st.integers(1, 60 // dims)] * dims))
+"""Of signals, images and volumes."""
 
-@given(
-    st.tuples(st.integers(1, 60), st.integers(1, 60)),
-    st.integers(1, 12),
-    st.integers(0, 3),
-    st.data(),
-)
+
+@given(sizes, st.integers(1, 12), st.integers(0, 3), st.data())
 def test_any_box_is_the_slice_of_the_whole(size, classes, sample, data):
     images = SyntheticMasks(4, size, classes, seed=5)
-    row0, row1 = sorted(data.draw(st.integers(0, size[0])) for _ in range(2))
-    col0, col1 = sorted(data.draw(st.integers(0, size[1])) for _ in range(2))
-    box = (row0, row1, col0, col1)
+    ends = [sorted(data.draw(st.integers(0, n)) for _ in range(2)) for n in size]
+    box = tuple(bound for pair in ends for bound in pair)
     for read, tail in ((images.read, (3,)), (images.read_mask, ())):
         whole = read(sample)
         assert (whole.dtype, whole.shape) == (np.uint8, (*size, *tail))
-        assert (read(sample, box) == whole[row0:row1, col0:col1]).all()
+        assert (read(sample, box) == whole[tuple(slice(*pair) for pair in ends)]).all()
+
+
+def test_volumes_have_balls_of_all_classes():
+    images = SyntheticMasks(4, (24, 28, 20), 3, seed=1)
+    masks = np.stack([images.read_mask(sample) for sample in range(4)])
+    shares = np.bincount(masks.ravel(), minlength=3) / masks.size
+    assert (shares > 0.001).all()
+    assert shares[0] < 0.99
 
 
 def test_masks_follow_from_seed_and_sample():

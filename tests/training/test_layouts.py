@@ -83,11 +83,25 @@ def test_numbers_can_be_changed():
     assert placement_of(parallel) == expected
 
 
+def test_grids_have_a_number_for_each_spatial_dim():
+    assert placement_of(config("parallel=none").parallel, 3) == Placement(1, ((1, 1, 1),))
+    volumes = config("parallel=sp+pp", "parallel.grid=[1,2,2]").parallel
+    assert placement_of(volumes) == placement_of(volumes, 3) == Placement(1, ((1, 2, 2), (1, 1, 1)))
+    assert placement_of(config("parallel=sp", "parallel.grid=[3]").parallel, 1) == Placement(
+        1, ((3,),)
+    )
+    sentence = r"grid=\[2, 1\] has 2 numbers, but the images have 3 spatial dims: give one for each"
+    with pytest.raises(ValueError, match=sentence):
+        placement_of(config("parallel=sp").parallel, 3)
+    with pytest.raises(ValueError, match=r"of 8x8x8 have 3 spatial dims, but parallel.grid has 2"):
+        check_image((8, 8, 8), Placement(1, ((2, 1),)))
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["parallel.grid=[2]"], r"parallel.grid is \[rows,columns\], or a list .*, got \[2\]"),
-        (["parallel.grid=[2,1,1]"], r"parallel.grid is \[rows,columns\]"),
+        (["parallel.grid=[]"], r"parallel.grid is \[rows,columns\], .* or a list .*, got \[\]"),
+        (["parallel.grid=[2,1,1,1]"], r"parallel.grid is \[rows,columns\]"),
         (["parallel.spatial_stages=2"], "spatial_stages=2 must lie between 0 and.*stages=1"),
         (["parallel.spatial_stages=-1"], "spatial_stages is a whole number of at least 0"),
         (["parallel.grid=[2,2]"], r"grid=\[2, 2\] cuts images, but parallel=none has no spatial"),
@@ -99,15 +113,15 @@ def test_numbers_can_be_changed():
         (["parallel.stages=0"], "parallel.stages is a whole number of at least 1, got 0"),
         (
             ["parallel=sp", "parallel.grid=[0,2]"],
-            r"grid=\[0, 2\] needs at least 1 row and",
+            r"grid=\[0, 2\] needs numbers of at least 1",
         ),
-        (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], or a list .*, got 2x1"),
+        (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], .* or a list .*, got 2x1"),
         (["parallel.grid=[a,b]"], r"parallel.grid is \[rows,columns\].*, got \['a', 'b'\]"),
         (["parallel=sp", "parallel.grid=[[2,1],[1,2]]"], "2 grids, but .*spatial_stages=1: name"),
         (["parallel=sp", "parallel.grid=[[2,1],3]"], "2 grids, but .*spatial_stages=1: name"),
         (
             ["parallel=sp+pp", "parallel.spatial_stages=2", "parallel.grid=[[2,1],3]"],
-            r"parallel.grid is \[rows,columns\], or a list .*, got 3",
+            r"parallel.grid is \[rows,columns\], .* or a list .*, got 3",
         ),
         (["parallel.stages=two"], "parallel.stages is a whole number of at least 1, got two"),
         (["parallel.schedule=dualpipe"], "schedule dualpipe is unknown.*: take one of gpipe, 1f1b"),

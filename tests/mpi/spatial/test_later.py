@@ -9,7 +9,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from spatialdl import Mesh, average_gradients, shard, trace
+from spatialdl import Mesh, average_gradients, shard
+from spatialdl.comm import trace
 from spatialdl.spatial.later import LaterGradients
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.weights_apart import WeightsApart
