@@ -76,7 +76,7 @@ def test_the_groups_have_the_promised_options():
 
 SMALL = {
     "amoebanet_d": ["model.layers=3", "model.filters=16"],
-    "unet3d": ["data=synthetic", "data.image_size=[12,10,8]", "model.width=2", "model.depth=2"],
+    "unet3d": ["model.width=2", "model.depth=2"],
 }
 TINY = [
     *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
@@ -107,8 +107,9 @@ def make_model(name: str, folder: Path) -> None:
     )
     network = instantiate(cfg.model).eval()
     assert isinstance(network, nn.Sequential | ResNet | ResNetV2 | UNet)
-    pixels = (16, 16) if cfg.task.name == "segmentation" else ()
-    assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 4, *pixels)
+    image = (16,) * (3 if name.endswith("3d") else 2)
+    pixels = image if cfg.task.name == "segmentation" else ()
+    assert network(torch.zeros(2, 1, *image)).shape == (2, 4, *pixels)
 
 
 def make_data(name: str, folder: Path) -> None:
