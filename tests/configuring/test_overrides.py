@@ -115,8 +115,8 @@ def test_configurations_of_the_users_are_known(tmp_path):
     check_overrides(["model=net", "model.width=3", "++model.more=1"], config_dir=folder)
     check_overrides(["+mine=some"], config_dir=folder)
     check_overrides([f"hydra.searchpath=[file://{folder}]", "model=net"])
-    with pytest.raises(ValueError, match=r"model=ned is unknown; nearest: model=net"):
-        check_overrides(["model=ned"], config_dir=folder)
+    with pytest.raises(ValueError, match=r"model=nett is unknown; nearest: model=net"):
+        check_overrides(["model=nett"], config_dir=folder)
     with pytest.raises(ValueError, match=r"model=net is unknown"):
         check_overrides(["model=net"])
     with pytest.raises(ValueError, match=r"nowhere is no folder"):
