@@ -34,7 +34,7 @@ def test_validation_can_be_left_out():
 
 
 def test_an_image_size_is_a_pair():
-    with pytest.raises(ValueError, match=r"data.image_size is \[rows,columns\], got 64"):
+    with pytest.raises(ValueError, match=r"data.image_size is \[rows,columns\], .*, got 64"):
         open_sources(config("data.image_size=64").data, 0)
 
 
@@ -119,8 +119,8 @@ def test_another_size_than_the_shards_have_is_cropped_or_padded(tmp_path):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("data.image_size=16", r"data.image_size is \[rows,columns\], got 16"),
-        ("data.image_size=[16,0]", r"data.image_size is \[rows,columns\], got \[16, 0\]"),
+        ("data.image_size=16", r"data.image_size is \[rows,columns\], .*, got 16"),
+        ("data.image_size=[16,0]", r"data.image_size is \[rows,columns\], .*, got \[16, 0\]"),
         ("data.background=256", "data.background=256 is no value of uint8 images: take 0 to 255"),
         ("data.background=white", "data.background=white must be a number, or null for white"),
         ("data.workers=-1", "data.workers=-1 must be a whole number of at least 0"),

@@ -111,12 +111,12 @@ def test_a_flipped_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_manifest_of_a_newer_version(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 4}))
-    with pytest.raises(ShardError, match=r"format version 4 is newer than 3.*upgrade spatialdl"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 5}))
+    with pytest.raises(ShardError, match=r"format version 5 is newer than 4.*upgrade spatialdl"):
         read_all(folder)
     code, told = verified(folder, capsys)
     assert code == 1
-    assert "format version 4 is newer than 3" in told
+    assert "format version 5 is newer than 4" in told
 
 
 def test_a_shard_of_another_data_set_of_the_same_length(
