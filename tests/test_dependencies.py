@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 NEEDED = PROJECT["dependencies"] + [
-    one for extra in ("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes") for one in EXTRAS[extra]
+    one
+    for extra in ("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes")
+    for one in EXTRAS[extra]
 ]
 # through their own programs, libraries, or other packages
 NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
