@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.image_source import pairs, whole_box
+
 Pixels = npt.NDArray[np.uint8]
 STRIPES = 6.0
 """Stripes across an image, whatever its size: the class is visible at large scale only."""
@@ -75,7 +77,7 @@ class SyntheticDataset:
         raise ValueError("synthetic images with labels have no masks")
 
     def _box(self, box: tuple[int, ...] | None) -> tuple[int, ...]:
-        return box or tuple(bound for size in self._size for bound in (0, size))
+        return box or whole_box(self._size)
 
     def _key(self, sample: int) -> np.uint64:
         return np.uint64(self._seed * 1_000_003 + sample)
@@ -91,9 +93,9 @@ def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDAr
     if len(size) == 1:
         return np.arange(box[0], box[1], dtype=np.float64) / size[0] * (1 + angle)
     far = np.zeros(())
-    for number, extent in enumerate(size):
+    for number, ((first, end), extent) in enumerate(zip(pairs(box), size, strict=True)):
         part = np.cos(angle) if number == len(size) - 1 else np.sin(angle)
-        places = np.arange(box[2 * number], box[2 * number + 1], dtype=np.float64) / extent
+        places = np.arange(first, end, dtype=np.float64) / extent
         far = far[..., None] + places * part
     return far
 
@@ -101,7 +103,7 @@ def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDAr
 def noise(key: np.uint64, box: tuple[int, ...], channels: int) -> npt.NDArray[np.int16]:
     """Equally distributed in [-64, 64), independent per pixel and channel."""
     places: npt.NDArray[Any] = np.zeros((), np.uint64)
-    for first, end in zip(box[::2], box[1::2], strict=True):
+    for first, end in pairs(box):
         if places.ndim >= 2:  # there is no room for a third number: what came before is mixed
             places = mix(places)
         places = (places[..., None] << np.uint64(32)) + np.arange(first, end, dtype=np.uint64)

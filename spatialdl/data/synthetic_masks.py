@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.image_source import extents, pairs
 from spatialdl.data.synthetic import Pixels, SyntheticDataset, mix, noise
 
 DISCS = 12
@@ -41,7 +42,7 @@ class SyntheticMasks(SyntheticDataset):
     def read_mask(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """The class of every pixel of a box: uint8 (rows, columns)."""
         own = self._box(box)
-        mask = np.zeros([stop - start for start, stop in _intervals(own)], np.uint8)
+        mask = np.zeros(extents(own), np.uint8)
         for disc in self._discs(sample):
             _draw(mask, own, disc)
         return mask
@@ -62,15 +63,11 @@ class SyntheticMasks(SyntheticDataset):
         return discs
 
 
-def _intervals(box: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(box[::2], box[1::2], strict=True))
-
-
 def _draw(mask: Pixels, box: tuple[int, ...], disc: Disc) -> None:
     """Fill the part of a disc that lies in `box`."""
     inside = [
         (max(start, place - disc.radius), min(stop, place + disc.radius + 1))
-        for (start, stop), place in zip(_intervals(box), disc.centre, strict=True)
+        for (start, stop), place in zip(pairs(box), disc.centre, strict=True)
     ]
     if any(start >= stop for start, stop in inside):
         return
@@ -79,7 +76,7 @@ def _draw(mask: Pixels, box: tuple[int, ...], disc: Disc) -> None:
         squares = squares[..., None] + (np.arange(start, stop, dtype=np.int64) - place) ** 2
     window = tuple(
         slice(start - first, stop - first)
-        for (start, stop), (first, _) in zip(inside, _intervals(box), strict=True)
+        for (start, stop), (first, _) in zip(inside, pairs(box), strict=True)
     )
     mask[window][squares <= disc.radius * disc.radius] = disc.label
 

@@ -213,6 +213,11 @@ def spatial_names(count: int) -> tuple[str, ...]:
     return _NAMES[count]
 
 
+def image_shape(count: int) -> str:
+    """The shape of an image with so many spatial dims, for messages: ``(N, C, H, W)``."""
+    return f"(N, C, {', '.join('DHW'[-count:] if count > 1 else 'L')})"
+
+
 def by(sizes: Sequence[int]) -> str:
     """Sizes as text: ``70x93``."""
     return "x".join(map(str, sizes))

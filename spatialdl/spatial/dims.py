@@ -123,7 +123,7 @@ def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tenso
     count = len(extents)
     if not dims.is_image:
         sizes, where = _unmerged(tensor.shape, dims, extents)
-        tensor = tensor.reshape(sizes).movedim(where, tuple(range(-count, 0)))
+        tensor = tensor.reshape(sizes).movedim(where, image_dims(count).at)
     return tensor if tensor.dim() > count else tensor.unsqueeze(0)
 
 
@@ -136,7 +136,7 @@ def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor
     sizes, where = _unmerged(shape, dims, extents)
     if len(sizes) == count:
         image = image.squeeze(0)
-    return image.movedim(tuple(range(-count, 0)), where).reshape(dims.sizes(shape, extents))
+    return image.movedim(image_dims(count).at, where).reshape(dims.sizes(shape, extents))
 
 
 def samples_of(shape: Sequence[int], dims: SpatialDims) -> int:

@@ -11,12 +11,11 @@ from torch import Tensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.parallel.layout import Bounds, Box
+from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.reindex import (
     DimMap,
     Segment,
     apart_dims,
-    last_dims,
-    one_sample,
     reindex,
 )
 from spatialdl.spatial.span import without_data
@@ -121,14 +120,14 @@ def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Ten
 
 def _transposed(x: SpatialTensor, first: int, second: int) -> SpatialTensor:
     """Two split dims change places: every rank's box goes to where the grid cuts the new image."""
-    dims, layout = apart_dims(torch.rot90, x), one_sample(x.spatial_layout)
+    dims, layout = apart_dims(torch.rot90, x), x.spatial_layout.of_samples(1)
     order = list(range(1 + len(dims)))
     one, other = 1 + dims.index(first), 1 + dims.index(second)
     order[one], order[other] = other, one
     output = x.mesh.layout(1, [layout.size[number - 1] for number in order[1:]])
     owned = tuple(Box(box[number] for number in order) for box in layout.boxes)
     plan = plan_for(owned, output.boxes, x.mesh.part)
-    last = last_dims(len(dims))
+    last = image_dims(len(dims)).at
     turned = [last[number - 1] for number in order[1:]]
     image = to_tile(x).movedim(dims, turned).unsqueeze(0)
     moved = repartition(image, x.mesh.grid_comm, plan, name="rot90").squeeze(0)

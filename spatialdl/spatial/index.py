@@ -15,14 +15,12 @@ from torch import Tensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.parallel.layout import Bounds, Box, Layout
-from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.dims import SpatialDims, image_dims
 from spatialdl.spatial.operands import lift
 from spatialdl.spatial.reindex import (
     DimMap,
     Segment,
     apart_dims,
-    last_dims,
-    one_sample,
     reindex,
 )
 from spatialdl.spatial.span import without_data
@@ -176,13 +174,13 @@ def _local(entries: Sequence[_Entry], dims: SpatialDims) -> tuple[Item, ...]:
 
 def _line(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:
     """Part of one row, or of one column, on every rank."""
-    layout, dims = one_sample(x.spatial_layout), x.spatial_dims.at
+    layout, dims = x.spatial_layout.of_samples(1), x.spatial_dims.at
     needed = (Box(((0, 1), *map(_interval, items, layout.size))),) * len(layout.boxes)
     plan = plan_for(layout.boxes, needed, x.mesh.part)
-    image = to_tile(x).movedim(dims, last_dims(len(dims))).unsqueeze(0)
+    image = to_tile(x).movedim(dims, image_dims(len(dims)).at).unsqueeze(0)
     box = repartition(image, x.mesh.grid_comm, plan, name="__getitem__").squeeze(0)
     local = dict(zip(dims, map(_within, items), strict=True))
-    whole: Tensor = box.movedim(last_dims(len(dims)), dims)
+    whole: Tensor = box.movedim(image_dims(len(dims)).at, dims)
     line = whole[tuple(local.get(e.dim, e.item) if e.item is not None else None for e in entries)]
     return x._family.watched(line)
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.parallel.layout import Box, Layout, even_bounds, last_slices
+from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.operands import own_box_of
-from spatialdl.spatial.reindex import apart_dims, fetch, last_dims, one_sample
+from spatialdl.spatial.reindex import apart_dims, fetch
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
@@ -64,7 +65,7 @@ def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) ->
             '"patch_embed.norm") in a ViT of timm; python -m spatialdl.check names the module',
         )
     dims = apart_dims(torch.cat, first)
-    along, last = dims.index(dim), last_dims(len(dims))
+    along, last = dims.index(dim), image_dims(len(dims)).at
     sizes = [x.shape[dim] for x in given]
     output = _longer(first.spatial_layout, sum(sizes), along)
     starts = accumulate(sizes, initial=0)
@@ -85,11 +86,11 @@ def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: 
     """What of `x`, which begins at `start` of the output, lies in this rank's box of it."""
     _check_dims(x, first)
     dims, mesh = first.spatial_dims.at, first.mesh
-    last = last_dims(len(dims))
+    last = image_dims(len(dims)).at
     size = x.shape[dims[along]]
     needed = tuple(_shifted(box, start, size, along) for box in output.boxes)
     if isinstance(x, SpatialTensor):
-        plan = plan_for(one_sample(x.spatial_layout).boxes, needed, mesh.part)
+        plan = plan_for(x.spatial_layout.of_samples(1).boxes, needed, mesh.part)
         return fetch(to_tile(x).movedim(dims, last), plan, mesh, name="cat")
     own = (slice(*interval) for interval in needed[mesh.part].spatial)
     return x.movedim(dims, last)[last_slices(own)]

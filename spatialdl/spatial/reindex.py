@@ -21,6 +21,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition, view_of
 from spatialdl.parallel.layout import Bounds, Box, Layout, spatial_names, strided_bounds
+from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -187,11 +188,6 @@ def stays(plan: Plan) -> bool:
     )
 
 
-def one_sample(layout: Layout) -> Layout:
-    """The layout for plans that do not care how many samples there are; see `fetch`."""
-    return layout.of_samples(1)
-
-
 def apart_dims(func: object, x: SpatialTensor) -> tuple[int, ...]:
     """The dims (negative) of the spatial dims.
 
@@ -202,11 +198,6 @@ def apart_dims(func: object, x: SpatialTensor) -> tuple[int, ...]:
         names = " and ".join(spatial_names(len(x.spatial_dims.at)))
         raise refusal(func, [x], f"view it with {names} each in a dim of its own before it")
     return x.spatial_dims.at
-
-
-def last_dims(count: int) -> tuple[int, ...]:
-    """The last dims, negative, in their order."""
-    return tuple(range(-count, 0))
 
 
 def reindex(
@@ -227,7 +218,7 @@ def reindex(
     layout = x.spatial_layout
     if maps == tuple(map(DimMap.identity, layout.cuts)):
         return x
-    dims, last = apart_dims(func, x), last_dims(len(maps))
+    dims, last = apart_dims(func, x), image_dims(len(maps)).at
     name = getattr(func, "__name__", str(func))
     tile = to_tile(x)
     image = tile.movedim(dims, last)
@@ -258,7 +249,7 @@ def _passes(layout: Layout, maps: tuple[DimMap, ...]) -> tuple[tuple[DimMap, ...
 
 def _stays(x: SpatialTensor, maps: tuple[DimMap, ...]) -> bool:
     """Whether slices leave all pixels where they are; the same answer on every rank."""
-    fetches = _fetches(one_sample(x.spatial_layout), maps, x.mesh.part)
+    fetches = _fetches(x.spatial_layout.of_samples(1), maps, x.mesh.part)
     return all(stays(fetch.plan) for fetch in fetches)
 
 
@@ -266,9 +257,9 @@ def _pass(
     image: Tensor, layout: Layout, maps: tuple[DimMap, ...], mesh: Mesh, fill: float, name: str
 ) -> Tensor:
     pieces = []
-    for plan, reads in _fetches(one_sample(layout), maps, mesh.part):
+    for plan, reads in _fetches(layout.of_samples(1), maps, mesh.part):
         box = fetch(image, plan, mesh, fill, name)
-        for dim, segments in zip(last_dims(len(maps)), reads, strict=True):
+        for dim, segments in zip(image_dims(len(maps)).at, reads, strict=True):
             box = take(box, segments, dim)
         pieces.append(box)
     if len(pieces) == 1:

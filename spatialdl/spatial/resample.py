@@ -25,7 +25,7 @@ from spatialdl.parallel.layout import (
     scaled_bounds,
     strided_bounds,
 )
-from spatialdl.spatial.reindex import fetch, one_sample
+from spatialdl.spatial.reindex import fetch
 from spatialdl.spatial.span import without_data
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.taps import Resampling, Taps, taps_of
@@ -51,9 +51,8 @@ def _resampling(
     corners = () if mode.startswith("nearest") else (align_corners,)
     size, *scales = arguments
     whole = function(without_data(input), size, *corners, *scales)
-    factors = scales[0] if len(scales) == 1 and dims > 1 else scales
-    if factors and isinstance(factors[0], list | tuple):
-        factors = factors[0]
+    is_list = len(scales) == 1 and not isinstance(scales[0], float)
+    factors = scales[0] if is_list else scales
     each = tuple(
         Resampling(mode, n, m, align_corners, antialias, scale, dims)
         for n, m, scale in zip(
@@ -122,7 +121,7 @@ def _kernel_plan(layout: Layout, each: tuple[Resampling, ...], part: int) -> Pla
     output = _output(layout, each)
     needs = product(*map(_kernel_needs, output.cuts, each))
     needed = tuple(Box(((0, 1), *intervals)) for intervals in needs)
-    return plan_for(one_sample(layout).boxes, needed, part)
+    return plan_for(layout.of_samples(1).boxes, needed, part)
 
 
 def _by_kernel(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
@@ -135,7 +134,7 @@ def _by_kernel(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
         return from_tile(tile, output, x.mesh)
     size = [how.factor * pixels for how, pixels in zip(each, window.shape[2:], strict=True)]
     corners = () if each[0].mode.startswith("nearest") else (False,)
-    grown = KERNELS[each[0].mode, len(each)](window, size, *corners, *_no_scales(len(each)))
+    grown = KERNELS[each[0].mode, len(each)](window, size, *corners, *(None,) * len(each))
     inside = (
         slice(start - how.factor * first, stop - how.factor * first)
         for how, (start, stop), (first, _) in zip(each, own.spatial, need.spatial, strict=True)
@@ -146,11 +145,6 @@ def _by_kernel(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
     elif tile is window:
         tile = window.clone()
     return from_tile(tile, output, x.mesh)
-
-
-def _no_scales(dims: int) -> tuple[None, ...]:
-    """The scale arguments of PyTorch's kernels."""
-    return (None,) * dims
 
 
 # --- by a table
@@ -171,7 +165,7 @@ def _move(layout: Layout, each: tuple[Resampling, ...], dtype: torch.dtype, part
         for how, bounds in zip(each, output.cuts, strict=True)
     ]
     needed = tuple(Box(((0, 1), *intervals)) for intervals in product(*reads))
-    return _Move(plan_for(one_sample(layout).boxes, needed, part), output.boxes[part])
+    return _Move(plan_for(layout.of_samples(1).boxes, needed, part), output.boxes[part])
 
 
 def _by_table(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:

@@ -12,7 +12,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import move, view_of
-from spatialdl.parallel.layout import Layout, by
+from spatialdl.parallel.layout import Layout, by, image_shape
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
@@ -98,10 +98,10 @@ def from_local(tile: Tensor, mesh: Mesh, size: Sequence[int]) -> SpatialTensor:
 def _layout_for(tensor: Tensor, size: tuple[int, ...], mesh: Mesh) -> Layout:
     dims = len(mesh.grid)
     if len(size) != dims or tensor.dim() not in (dims + 1, dims + 2):
-        spatial = {1: "L", 2: "H, W", 3: "D, H, W"}[dims]
+        shape = image_shape(dims)
         raise ValueError(
-            f"an image to be split over a grid of {by(mesh.grid)} is (N, C, {spatial}) or "
-            f"(N, {spatial}), got shape {tuple(tensor.shape)} and a size of {by(size)}"
+            f"an image to be split over a grid of {by(mesh.grid)} is {shape} or "
+            f"{shape.replace(' C,', '')}, got shape {tuple(tensor.shape)} and a size of {by(size)}"
         )
     if isinstance(tensor, SpatialTensor):
         raise ValueError("this image is split already")

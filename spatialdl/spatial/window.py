@@ -12,7 +12,14 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, view_of
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.layout import Layout, Window, by, needed_boxes, spatial_names
+from spatialdl.parallel.layout import (
+    Layout,
+    Window,
+    by,
+    image_shape,
+    needed_boxes,
+    spatial_names,
+)
 from spatialdl.spatial.tensor import SpatialTensor
 
 
@@ -59,7 +66,7 @@ def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def check_image(name: str, x: SpatialTensor, dims: int) -> None:
     """Refuse what is no (N, C, *spatial) with so many spatial dims, all of them split."""
-    takes = {1: "(N, C, L)", 2: "(N, C, H, W)", 3: "(N, C, D, H, W)"}[dims]
+    takes = image_shape(dims)
     if len(x.mesh.grid) != dims:
         raise UnsupportedSpatialOp(
             f"{name} on a split image takes {takes}, got {tuple(x.shape)} split {x.describe()}: "
