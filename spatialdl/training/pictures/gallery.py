@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from spatialdl.training.pictures.thumbnails import (
     gather_thumbnails,
     joined,
     middles,
+    overlaid,
     thumbnail_size,
 )
 from spatialdl.training.tasks.extremes import errors_of, extremes
@@ -38,16 +39,6 @@ Picture = npt.NDArray[np.uint8]
 CANDIDATES = 64
 """Of maps so many samples are looked at, over the whole set."""
 
-COLOURS = np.array(
-    [
-        *((230, 60, 40), (40, 110, 220), (250, 190, 0), (20, 160, 90), (160, 60, 190)),
-        *((0, 180, 200), (240, 110, 170), (120, 80, 40), (150, 200, 40), (90, 90, 160)),
-    ],
-    np.float64,
-)
-"""Of the classes from 1 on; class 0 is left as it is."""
-
-_OPACITY = 0.45
 _WIDTH, _LINE = 320, 16  # of the title of a picture: pixels at least
 
 
@@ -175,14 +166,6 @@ class Gallery:
         }
         name = _name_of(self._views.source, sample)
         return Example(sample, name, f"{1 - error:.1%} of pixels right", error, pictures)
-
-
-def overlaid(image: Picture, classes: npt.NDArray[Any]) -> Picture:
-    """An image with its classes in colours."""
-    tint = COLOURS[(classes - 1) % len(COLOURS)]
-    shown = ((classes > 0) & (classes != UNLABELLED))[..., None]
-    mixed = (1 - _OPACITY) * image + _OPACITY * tint
-    return np.where(shown, mixed, image).round().astype(np.uint8)
 
 
 def labelled(example: Example) -> Picture:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.data.format import UNLABELLED
 from spatialdl.data.views import Views
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.parallel.placement import Placement
@@ -23,6 +24,16 @@ Array = npt.NDArray[Any]
 SIDE = 320
 """Pixels of the longer side at most."""
 
+COLOURS = np.array(
+    [
+        *((230, 60, 40), (40, 110, 220), (250, 190, 0), (20, 160, 90), (160, 60, 190)),
+        *((0, 180, 200), (240, 110, 170), (120, 80, 40), (150, 200, 40), (90, 90, 160)),
+    ],
+    np.float64,
+)
+"""Of the classes from 1 on; class 0 is left as it is."""
+
+_OPACITY = 0.45
 _DARK = 64  # what is less bright cannot be made out
 
 
@@ -142,3 +153,11 @@ def as_rgb(pixels: Array) -> npt.NDArray[np.uint8]:
         channels = 255.0 * (channels - low) / (high - low if high > low else 1.0)
     found = np.asarray(np.nan_to_num(channels).round().clip(0, 255), np.uint8)
     return stretched(found) if np.percentile(found.max(-1), 99) < _DARK else found
+
+
+def overlaid(image: npt.NDArray[np.uint8], classes: Array) -> npt.NDArray[np.uint8]:
+    """An image with its classes in colours."""
+    tint = COLOURS[(classes - 1) % len(COLOURS)]
+    shown = ((classes > 0) & (classes != UNLABELLED))[..., None]
+    mixed = (1 - _OPACITY) * image + _OPACITY * tint
+    return np.where(shown, mixed, image).round().astype(np.uint8)

@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_module
 from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardWriter
 from spatialdl.training.pictures import gallery
-from spatialdl.training.pictures.gallery import Example, labelled, overlaid
+from spatialdl.training.pictures.gallery import Example, labelled
+from spatialdl.training.pictures.thumbnails import overlaid
 from spatialdl.training.trainer import Trainer
 
 TINY = [

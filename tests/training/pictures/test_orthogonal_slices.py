@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spatialdl.training.pictures.orthogonal_slices import (
+    draw_planes,
+    joined_planes,
+    orthogonal_slices,
+    plane_patches,
+    planes_of,
+)
+from spatialdl.training.pictures.thumbnails import COLOURS
+
+
+def test_slices_lie_side_by_side_in_one_scale_of_millimetres():
+    volume = np.zeros((5, 20, 10), np.int16)
+    picture = orthogonal_slices(volume, (4.0, 1.0, 1.5), side=40)
+    assert picture.dtype == np.uint8
+    # 20 x 20 x 15 mm, two pixels each
+    assert picture.shape == (40, 30 + 4 + 30 + 4 + 40, 3)
+    assert orthogonal_slices(volume, side=40).shape == (40, 20 + 4 + 20 + 4 + 40, 3)
+
+
+def test_each_slice_goes_through_the_middle():
+    volume = np.zeros((4, 6, 8))
+    volume[2, 0, 0] = volume[0, 3, 0] = volume[0, 0, 4] = 1
+    axial, coronal, sagittal = planes_of(volume)
+    assert axial[0, 0] == coronal[0, 0] == sagittal[0, 0] == 1
+    picture = orthogonal_slices(volume, side=8)
+    assert picture[0, 0].tolist() == picture[0, 12].tolist() == picture[0, 24].tolist() == [255] * 3
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.float32, np.float64, bool, np.int32])
+def test_darkest_is_black_and_brightest_white(dtype):
+    volume = np.zeros((8, 8, 8), dtype)
+    volume[4] = 1
+    picture = orthogonal_slices(volume, side=8)
+    assert picture[:, :8].min() == 255
+    assert picture[0, 12:20].max() == 0
+
+
+def test_voxels_that_are_no_numbers_are_black():
+    volume = np.arange(512.0).reshape(8, 8, 8)
+    volume[4, 0, 0], volume[4, 0, 1], volume[4, 0, 2] = np.nan, np.inf, -np.inf
+    picture = orthogonal_slices(volume, side=8)
+    assert picture[0, :3].max() == 0
+    assert picture[0, 3].max() > 0
+    assert orthogonal_slices(np.full((2, 2, 2), np.nan)).max() == 0
+
+
+def test_classes_lie_over_the_voxels():
+    classes = np.zeros((6, 6, 6), np.uint8)
+    classes[3, :3, :3], classes[3, :3, 3:], classes[0] = 1, 2, 255
+    picture = orthogonal_slices(np.zeros((6, 6, 6)), classes=classes, side=12)
+    expected = (0.45 * COLOURS[:2]).round()
+    np.testing.assert_array_equal(picture[0, 0], expected[0])
+    np.testing.assert_array_equal(picture[0, 11], expected[1])
+    assert picture[11, 0].max() == picture[0, 16].max() == 0  # class 0, and without one
+
+
+def test_a_volume_of_one_voxel_and_a_thin_one_are_drawn():
+    assert orthogonal_slices(np.ones((1, 1, 1)), side=5).shape == (5, 23, 3)
+    assert orthogonal_slices(np.ones((1, 100, 100)), (0.001, 1, 1), side=100).shape[0] == 100
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1), (3, 2, 2), (1, 5, 1)])
+def test_parts_make_the_slices_of_the_whole_volume(grid):
+    volume = np.random.default_rng(0).normal(size=(5, 7, 4))
+    bounds = [
+        np.linspace(0, n, parts + 1).astype(int)
+        for n, parts in zip(volume.shape, grid, strict=True)
+    ]
+    patches = []
+    for part in np.ndindex(*grid):
+        spans = [(b[k], b[k + 1]) for b, k in zip(bounds, part, strict=True)]
+        box = tuple(number for span in spans for number in span)
+        own = volume[tuple(slice(*span) for span in spans)]
+        patches.append(plane_patches(own, box, volume.shape))
+    for found, expected in zip(
+        joined_planes(patches, volume.shape), planes_of(volume), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    picture = draw_planes(joined_planes(patches, volume.shape), (1, 2, 3))
+    np.testing.assert_array_equal(picture, orthogonal_slices(volume, (1, 2, 3)))
