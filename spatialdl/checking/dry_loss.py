@@ -19,8 +19,9 @@ def dry_loss(output: Any, segments: bool, shape: Sequence[int], mesh: Mesh) -> T
         return None
     samples, _, *size = shape
     if segments and output.dim() == len(shape) and list(output.shape[2:]) == size:
-        target = torch.empty(samples, *size, dtype=torch.int64)
-        if mesh.parts > 1:
+        if mesh.parts == 1:
+            target = torch.empty(samples, *size, dtype=torch.int64)
+        else:
             layout = mesh.layout(samples, size)
             if isinstance(output, SpatialTensor):
                 layout = output.spatial_layout

@@ -25,7 +25,7 @@ from spatialdl.spatial.norm import (
     normalised,
     update_running,
 )
-from spatialdl.spatial.span import split_dims, without_data, without_dims
+from spatialdl.spatial.span import asked, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
@@ -123,7 +123,7 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     _check("group_norm", input)
-    F.group_norm(without_data(input), num_groups)  # PyTorch's own errors, on all ranks alike
+    asked(F.group_norm, input, num_groups)  # PyTorch's own errors, on all ranks alike
     tile = in_float32(to_tile(input))
     moments = _group_moments(input, tile, num_groups, "group_norm")
     y = _GroupNorm.apply(tile, weight, bias, moments, eps, input.mesh)  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ def instance_norm(
         tile = to_tile(input)
         y = F.instance_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
         return without_dims(input, y, ())
-    F.instance_norm(without_data(input))
+    asked(F.instance_norm, input)
     tile = to_tile(input)
     moments = _group_moments(input, tile, input.shape[1], "instance_norm")
     if running_mean is not None or running_var is not None:

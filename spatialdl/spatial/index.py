@@ -23,7 +23,7 @@ from spatialdl.spatial.reindex import (
     apart_dims,
     reindex,
 )
-from spatialdl.spatial.span import without_data
+from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -50,7 +50,8 @@ def _entries(x: SpatialTensor, index: Any) -> list[_Entry]:
         for one in [ALL] * missing if isinstance(item, EllipsisType) else [item]:
             entries.append(_Entry(one, dim))
             dim += _width(one)
-    without_data(x)[tuple(ALL if isinstance(e.item, Tensor) else e.item for e in entries)]
+    plain = tuple(ALL if isinstance(e.item, Tensor) else e.item for e in entries)
+    asked(lambda whole: whole[plain], x)
     return entries
 
 

@@ -13,7 +13,7 @@ from spatialdl.parallel.layout import Box, Layout, even_bounds, last_slices
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.operands import own_box_of
 from spatialdl.spatial.reindex import apart_dims, fetch
-from spatialdl.spatial.span import without_data
+from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
@@ -23,7 +23,7 @@ CAT_NAMES = (torch.cat, torch.concat, torch.concatenate)
 @register_op(*CAT_NAMES, split=("tensors",))
 def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
     dim = dim if axis is None else axis
-    whole = torch.cat([without_data(tensor) for tensor in tensors], dim)
+    whole = asked(torch.cat, tensors, dim)
     given = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch's legacy: empty vectors
     first = next(x for x in given if isinstance(x, SpatialTensor))
     dim = dim % first.dim() - first.dim()
@@ -103,7 +103,7 @@ def _shifted(box: Box, start: int, size: int, along: int) -> Box:
 
 @register_op(torch.stack, split=("tensors",))
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    torch.stack([without_data(x) for x in tensors], dim)
+    asked(torch.stack, tensors, dim)
     return cat([x.unsqueeze(dim) for x in tensors], dim)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import moments_over
-from spatialdl.spatial.span import Span, span_of, without_data, without_dims
+from spatialdl.spatial.span import Span, asked, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
@@ -57,7 +57,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    F.layer_norm(without_data(input), normalized_shape)  # PyTorch's errors, on all ranks alike
+    asked(F.layer_norm, input, normalized_shape)  # PyTorch's errors, on all ranks alike
     span = span_of(input, _last_dims(input, normalized_shape))
     if not span.crosses:
         y = F.layer_norm(to_tile(input), normalized_shape, weight, bias, eps)
@@ -88,7 +88,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    F.rms_norm(without_data(input), normalized_shape)
+    asked(F.rms_norm, input, normalized_shape)
     span = span_of(input, _last_dims(input, normalized_shape))
     tile = to_tile(input)
     if not span.crosses:

@@ -20,7 +20,7 @@ from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.composite import inside
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
-from spatialdl.spatial.span import split_dims, without_data, without_dims
+from spatialdl.spatial.span import asked, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
@@ -52,13 +52,9 @@ def _over_ranks(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) ->
 # --- pixel by pixel
 
 
-def _plain(value: Any) -> Any:
-    return without_data(value) if isinstance(value, Tensor) else value
-
-
 def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: Any) -> Tensor:
     """A loss of tensors that broadcast to one image; `options` follow the reduction."""
-    func(*map(_plain, operands), reduction, *options)  # PyTorch's errors, on all ranks
+    asked(func, *operands, reduction, *options)  # PyTorch's errors, on all ranks
     (lifted, _) = on_one_layout(func, operands, {})
     first = next(x for x in lifted if isinstance(x, SpatialTensor))
     tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
@@ -233,7 +229,7 @@ def _over_classes(
 ) -> Tensor:
     if isinstance(input, SpatialTensor):
         _check_classes(func, input)
-    func(_plain(input), _plain(target), _plain(weight), reduction, ignore_index, *options)
+    asked(func, input, target, weight, reduction, ignore_index, *options)
     if not isinstance(input, SpatialTensor):
         if not isinstance(target, SpatialTensor):
             raise refusal(func, spatial_in([weight]), "its weights of classes are split")

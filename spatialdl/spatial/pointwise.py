@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.spatial.norm import check_channels
-from spatialdl.spatial.span import split_dims, without_data, without_dims
+from spatialdl.spatial.span import asked, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
@@ -31,7 +31,7 @@ def logsigmoid(input: SpatialTensor) -> Tensor:
 
 @register_op(F.glu, split=("input",))
 def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
-    F.glu(without_data(input), dim)  # PyTorch's own errors, on all ranks alike
+    asked(F.glu, input, dim)  # PyTorch's own errors, on all ranks alike
     if dim % input.dim() in split_dims(input):
         raise refusal(F.glu, [input], f"dim {dim} is split; halve one that is not")
     return without_dims(input, F.glu(to_tile(input), dim), ())

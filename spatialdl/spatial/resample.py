@@ -26,7 +26,7 @@ from spatialdl.parallel.layout import (
     strided_bounds,
 )
 from spatialdl.spatial.reindex import fetch
-from spatialdl.spatial.span import without_data
+from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.taps import Resampling, Taps, taps_of
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -50,7 +50,7 @@ def _resampling(
     check_image(function.__name__, input, dims)
     corners = () if mode.startswith("nearest") else (align_corners,)
     size, *scales = arguments
-    whole = function(without_data(input), size, *corners, *scales)
+    whole = asked(function, input, size, *corners, *scales)
     is_list = len(scales) == 1 and not isinstance(scales[0], float)
     factors = scales[0] if is_list else scales
     each = tuple(

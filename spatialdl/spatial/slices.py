@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spatialdl.spatial.span import without_data
+from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -21,7 +21,7 @@ def _at(x: Tensor, dim: int, item: slice | int) -> Tensor:
 
 @register_op(torch.narrow, Tensor.narrow, split=("input",))
 def narrow(input: SpatialTensor, dim: int, start: Any, length: int) -> Tensor:
-    torch.narrow(without_data(input), dim, int(start), length)
+    asked(torch.narrow, input, dim, int(start), length)
     first = int(start) % input.shape[dim] if start < 0 else int(start)
     return _at(input, dim, slice(first, first + length))
 
@@ -33,7 +33,7 @@ def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
 
 @register_op(torch.unbind, Tensor.unbind, split=("input",))
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
-    without_data(input).unbind(dim)
+    asked(torch.unbind, input, dim)
     if input.spatial_dims.holds(dim, input.dim()):
         raise refusal(torch.unbind, [input], "split dims stay together; slice them")
     return tuple(_at(input, dim, place) for place in range(input.shape[dim]))
@@ -50,7 +50,7 @@ def _pieces(x: SpatialTensor, whole: Sequence[Tensor], dim: int) -> Iterator[Ten
 
 @register_op(torch.split, Tensor.split, split=("tensor",))
 def split(tensor: SpatialTensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tensor, ...]:
-    whole = torch.split(without_data(tensor), split_size_or_sections, dim)
+    whole = asked(torch.split, tensor, split_size_or_sections, dim)
     return tuple(_pieces(tensor, whole, dim))
 
 
@@ -61,7 +61,7 @@ def split_with_sizes(input: SpatialTensor, split_sizes: Any, dim: int = 0) -> tu
 
 @register_op(torch.chunk, Tensor.chunk, split=("input",))
 def chunk(input: SpatialTensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    return tuple(_pieces(input, torch.chunk(without_data(input), chunks, dim), dim))
+    return tuple(_pieces(input, asked(torch.chunk, input, chunks, dim), dim))
 
 
 @register_op(torch.tensor_split, Tensor.tensor_split, split=("input",))
@@ -73,7 +73,7 @@ def tensor_split(
     if isinstance(indices_or_sections, Tensor):
         indices_or_sections = indices_or_sections.tolist()
     if isinstance(indices_or_sections, int):
-        whole = torch.tensor_split(without_data(input), indices_or_sections, dim)
+        whole = asked(torch.tensor_split, input, indices_or_sections, dim)
         return tuple(_pieces(input, whole, dim))
     edges = [0, *indices_or_sections, size]
     return tuple(_at(input, dim, slice(start, stop)) for start, stop in pairwise(edges))
@@ -81,25 +81,25 @@ def tensor_split(
 
 @register_op(torch.hsplit, Tensor.hsplit, split=("input",))
 def hsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
-    torch.hsplit(without_data(input), indices_or_sections)
+    asked(torch.hsplit, input, indices_or_sections)
     return tensor_split(input, indices_or_sections, 1)
 
 
 @register_op(torch.vsplit, Tensor.vsplit, split=("input",))
 def vsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
-    torch.vsplit(without_data(input), indices_or_sections)
+    asked(torch.vsplit, input, indices_or_sections)
     return tensor_split(input, indices_or_sections, 0)
 
 
 @register_op(torch.dsplit, Tensor.dsplit, split=("input",))
 def dsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
-    torch.dsplit(without_data(input), indices_or_sections)
+    asked(torch.dsplit, input, indices_or_sections)
     return tensor_split(input, indices_or_sections, 2)
 
 
 @register_op(torch.index_select, Tensor.index_select, split=("input",))
 def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
-    torch.index_select(without_data(input), dim, index.to("meta"))
+    asked(torch.index_select, input, dim, index)
     if input.spatial_dims.holds(dim, input.dim()):
         raise refusal(
             torch.index_select, [input], "it may choose channels or samples; slice split dims"

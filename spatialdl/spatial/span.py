@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_ranks
@@ -174,7 +175,7 @@ def checked(function: Call, handler: Call) -> Call:
         try:
             expected = _expected(function, x.shape, x.dtype, args[1:], tuple(kwargs.items()))
         except TypeError:  # dims in a list, or what PyTorch refuses
-            expected = function(without_data(x), *args[1:], **kwargs)
+            expected = asked(function, *args, **kwargs) if args else asked(function, x, **kwargs)
         return _shaped(handler(function, x, *args[1:], **kwargs), expected)
 
     return call
@@ -183,12 +184,32 @@ def checked(function: Call, handler: Call) -> Call:
 @lru_cache(maxsize=4096, typed=True)
 def _expected(function: Call, shape: torch.Size, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """What `function` gives for a tensor of `shape`, on the meta device, where this is slow."""
-    return function(torch.empty(shape, dtype=dtype, device="meta"), *args, **dict(kwargs))
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    return _unseen(lambda: function(like, *args, **dict(kwargs)))
 
 
-def without_data(x: Tensor) -> Tensor:
-    """A tensor such as `x`, plain and whole, on the meta device."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+def asked(function: Call, *args: Any, **kwargs: Any) -> Any:
+    """What `function` gives for plain, whole tensors without data; or PyTorch's own error.
+
+    The planner, which counts the tensors that a rank makes, does not see these.
+    """
+    return _unseen(lambda: function(*map(_without_data, args), **kwargs))
+
+
+def _unseen(call: Callable[[], Any]) -> Any:
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return call()
+    with _disable_current_modes():
+        return call()
+
+
+def _without_data(value: Any) -> Any:
+    """`value` with each tensor in it replaced by a plain, whole one on the meta device."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        return [_without_data(v) for v in value]
+    return value
 
 
 def _shaped(result: Any, expected: Any) -> Any:

@@ -138,6 +138,18 @@ def test_what_is_said_on_a_grid():
     assert tiles.lives.held(1, 2, ()) * 3 == whole.lives.held(1, 2, ())
 
 
+def test_memory_depends_on_the_tile_and_not_on_the_whole_image():
+    """What an operation asks without data, of the whole image, was counted as memory once."""
+    model = program(unet(num_classes=3, width=4, depth=2), (48, 64))
+
+    def peak(parts: int) -> int:
+        found = count(model, (1, 3, 16 * parts, 64), (parts, 1), segments=True)
+        assert found.loss is not None
+        return found.lives.forward_peak(0, len(found.layers))
+
+    assert peak(30) == pytest.approx(peak(3), rel=1e-3)
+
+
 def test_other_numbers_of_samples_lie_on_a_line():
     model = program(unet(num_classes=3, width=4, depth=2), (24, 20))
     two, four, seven = (
