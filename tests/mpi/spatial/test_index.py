@@ -63,7 +63,11 @@ def test_any_index(dims: int, seed: int) -> None:
     def read(x: Tensor) -> Tensor:
         return x.permute(order)[index]
 
-    if read(s.image).numel():
+    try:
+        drawn = read(s.image)
+    except IndexError:  # two lists of unequal lengths, which PyTorch refuses
+        return
+    if drawn.numel():
         check(read, s.image, [], s.mesh, f"{s}, {order}, {index}")
 
 
