@@ -144,7 +144,8 @@ def _nearest(classes: Array, rows: int, cols: int) -> Array:
         (2 * np.arange(many) + 1) * few // (2 * many)
         for many, few in zip((rows, cols), classes.shape, strict=True)
     ]
-    return classes[at[0][:, None], at[1][None, :]]
+    shown: Array = classes[at[0][:, None], at[1][None, :]]
+    return shown
 
 
 def _side_by_side(pictures: Sequence[Picture]) -> Picture:
