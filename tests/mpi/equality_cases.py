@@ -16,8 +16,8 @@ class Case(NamedTuple):
 
     parallel: str
     network: str
-    size: tuple[int, int]
-    grids: tuple[tuple[int, int], ...]
+    size: tuple[int, ...]
+    grids: tuple[tuple[int, ...], ...]
     data: int = 1
     microbatches: int = 1
     batch: int = 4
@@ -42,10 +42,10 @@ class Case(NamedTuple):
         return Placement(self.data, self.grids, *more)
 
     def __str__(self) -> str:
-        grids = "-".join(f"{rows}x{cols}" for rows, cols in self.grids)
-        height, width = self.size
+        grids = "-".join("x".join(map(str, grid)) for grid in self.grids)
+        size = "x".join(map(str, self.size))
         return (
-            f"{self.parallel}-{self.network}-{height}x{width}-{grids}-d{self.data}"
+            f"{self.parallel}-{self.network}-{size}-{grids}-d{self.data}"
             f"-m{self.microbatches}-b{self.batch}"
             + "-recompute" * bool(self.recompute)
             + "-stage" * (self.recompute == "stage")
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
     @property
     def segments(self) -> bool:
-        return self.network == "unet"
+        return self.network in ("unet", "unet3d")
 
 
 # 32 x 32 leaves ranks without pixels in the last layers; there BatchNorm sees one pixel a sample,
@@ -486,10 +486,66 @@ EIGHT_RANKS = [
 ]
 
 
+SIGNALS = [
+    Case("sp", "odd_signal", (101,), ((2,),)),
+    Case("sp", "odd_signal", (67,), ((2,),), microbatches=3, batch=7, recompute=True),
+    Case("pp", "odd_signal", (67,), ((1,),) * 2, 1, 3, 7, schedule="1f1b"),
+    Case("dp", "odd_signal", (67,), ((1,),), 2, 2, 5, shard=True),
+    Case("sp", "odd_signal", (103,), ((3,),), clip=0.05),
+    Case("sp+pp", "odd_signal", (101,), ((2,), (1,)), 1, 3, 6),
+    Case("sp+gems", "odd_signal", (101,), ((2,), (1,)), 1, 4, 6, schedule="mast"),
+    Case("sp+pp", "odd_signal", (101,), ((1,), (2,)), 1, 3, 6, schedule="zero_bubble"),
+    Case("sp", "odd_signal", (211,), ((4,),)),
+    Case("dp+sp", "odd_signal", (67,), ((2,),), 2, 2, 9, sync=True),
+    Case("sp+pp", "odd_signal", (101,), ((2,), (2,)), 1, 3, 6),
+    Case("sp", "odd_signal", (301,), ((5,),)),
+    Case("sp", "odd_signal", (403,), ((8,),), batch=3),
+]
+
+VOLUMES = [
+    Case("none", "unet3d", (11, 13, 10), ((1, 1, 1),), microbatches=2, recompute=True),
+    Case("sp", "odd_volume", (13, 21, 18), ((2, 1, 1),)),
+    Case("sp", "odd_volume", (13, 21, 18), ((1, 1, 2),), microbatches=2, batch=5, recompute=True),
+    Case("sp", "random_volume", (13, 11, 10), ((1, 2, 1),)),
+    Case("sp", "unet3d", (13, 11, 10), ((2, 1, 1),), microbatches=2, batch=3),
+    Case("sp", "unet3d", (13, 11, 10), ((1, 2, 1),), batch=3, gather_before="head"),
+    Case("lp", "odd_volume", (13, 21, 18), ((1, 1, 1),) * 2),
+    Case("pp", "unet3d", (13, 11, 10), ((1, 1, 1),) * 2, 1, 2, 3, schedule="1f1b"),
+    Case("gems", "odd_volume", (13, 21, 18), ((1, 1, 1),) * 2, 1, 2, 5, schedule="mast"),
+    Case("dp", "odd_volume", (13, 21, 18), ((1, 1, 1),), 2, 2, 5, sync=True),
+    # three ranks
+    Case("sp", "odd_volume", (16, 21, 18), ((3, 1, 1),), clip=0.05),
+    Case("sp", "unet3d", (13, 11, 10), ((1, 3, 1),), batch=3),
+    Case("sp+lp", "odd_volume", (13, 21, 18), ((2, 1, 1), (1, 1, 1))),
+    Case("sp+pp", "odd_volume", (13, 21, 18), ((1, 2, 1), (1, 1, 1)), 1, 3, 6, recompute="stage"),
+    Case("sp+pp", "unet3d", (13, 11, 10), ((2, 1, 1), (1, 1, 1)), 1, 2, 3),
+    Case("sp+pp", "random_volume", (13, 11, 10), ((1, 1, 2), (1, 1, 1)), 1, 3, 7, ("voxels",)),
+    Case(
+        *("sp+gems", "odd_volume", (13, 21, 18), ((2, 1, 1), (1, 1, 1)), 1, 4, 6),
+        schedule="basic",
+    ),
+    Case("pp", "odd_volume", (13, 21, 18), ((1, 1, 1),) * 2, 1, 2, 5, local=(1, 2)),
+    # four ranks: two dims are cut
+    Case("sp", "odd_volume", (13, 21, 18), ((2, 2, 1),)),
+    Case("sp", "odd_volume", (13, 21, 18), ((2, 1, 2),), recompute=True),
+    Case("sp", "unet3d", (13, 11, 10), ((1, 2, 2),), batch=3),
+    Case("sp", "odd_volume", (19, 21, 18), ((4, 1, 1),)),
+    Case("dp+sp", "unet3d", (13, 11, 10), ((2, 1, 1),), 2, 2, 7),
+    Case("dp+sp", "odd_volume", (13, 21, 18), ((1, 2, 1),), 2, 2, 9, shard=True, clip=0.05),
+    Case("sp+pp", "odd_volume", (13, 21, 18), ((2, 1, 1), (1, 2, 1)), 1, 3, 6),
+    Case("sp+pp", "unet3d", (13, 11, 10), ((2, 1, 1), (1, 1, 2)), 1, 2, 3, schedule="zero_bubble"),
+    # more, up to a cut of all three
+    Case("sp+pp", "odd_volume", (13, 21, 18), ((2, 2, 1), (1, 1, 1)), 1, 3, 6, schedule="1f1b"),
+    Case("sp", "odd_volume", (13, 21, 18), ((2, 2, 2),)),
+    Case("sp", "unet3d", (13, 11, 10), ((2, 2, 2),), batch=2),
+    Case("sp+pp", "unet3d", (13, 11, 10), ((1, 2, 2), (2, 2, 1)), 1, 2, 3),
+]
+
+
 LAYOUTS = [
     *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
     *ORDERED,
-    *EIGHT_RANKS,
+    *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),
 ]
 OVER_A_BACKEND = [*BACKENDS, *SHARDED]

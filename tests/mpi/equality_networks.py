@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet
+from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet, unet3d
 from spatialdl.random import scope
 from tests.mpi.sample_networks import SAMPLE_NETWORKS
 from tests.mpi.stateful_networks import STATEFUL
@@ -33,6 +33,73 @@ class OddNet(nn.Sequential):
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(12, 5),
+        )
+
+
+class OddSignalNet(nn.Sequential):
+    """`OddNet` for signals (N, 3, L); its padding travels around the signal once."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv1d(3, 8, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm1d(8),
+            nn.ReLU(inplace=True),
+            nn.MaxPool1d(3, 2, 1, ceil_mode=True),
+            nn.Conv1d(8, 12, 4, padding=2, groups=4, padding_mode="circular"),
+            nn.Sigmoid(),
+            nn.Upsample(scale_factor=1.5, mode="linear"),
+            nn.ConvTranspose1d(12, 12, 4, stride=3, padding=1, output_padding=1),
+            nn.InstanceNorm1d(12, affine=True),
+            nn.Conv1d(12, 12, 3, padding=2, dilation=2),
+            nn.BatchNorm1d(12, momentum=None),
+            nn.Tanh(),
+            nn.AvgPool1d(3, 2, 1, count_include_pad=False),
+            nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(),
+            nn.Linear(12, 5),
+        )
+
+
+class OddVolumeNet(nn.Sequential):
+    """`OddNet` for volumes (N, 3, D, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv3d(3, 8, (3, 5, 3), stride=(1, 2, 2), padding=(1, 2, 1), bias=False),
+            nn.BatchNorm3d(8),
+            nn.ReLU(inplace=True),
+            nn.MaxPool3d(3, 2, 1, ceil_mode=True),
+            nn.Conv3d(8, 12, (4, 2, 3), padding=(2, 1, 1), groups=4, padding_mode="circular"),
+            nn.Sigmoid(),
+            nn.ConvTranspose3d(12, 8, (2, 3, 2), stride=2, padding=(0, 1, 0)),
+            nn.GroupNorm(2, 8),
+            nn.Conv3d(8, 12, 3, padding=2, dilation=2),
+            nn.BatchNorm3d(12, momentum=None),
+            nn.Tanh(),
+            nn.AvgPool3d(3, 2, 1, count_include_pad=False),
+            nn.AdaptiveAvgPool3d(1),
+            nn.Flatten(),
+            nn.Linear(12, 5),
+        )
+
+
+class RandomVolumeNet(nn.Sequential):
+    """Drops voxels, channels and features of volumes (N, 3, D, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            OrderedDict(
+                conv1=nn.Conv3d(3, 8, 3, stride=2, padding=1),
+                relu=nn.ReLU(inplace=True),
+                channels=nn.Dropout3d(0.3),
+                conv2=nn.Conv3d(8, 8, 3, padding=1),
+                voxels=nn.Dropout(0.3, inplace=True),
+                norm=nn.BatchNorm3d(8),
+                pool=nn.AdaptiveAvgPool3d(1),
+                flatten=nn.Flatten(),
+                features=nn.Dropout(0.2),
+                linear=nn.Linear(8, 5),
+            )
         )
 
 
@@ -230,6 +297,10 @@ NETWORKS = {
     "resnet50": tame_resnet50,
     "resnet110_v2": lambda: resnet110_v2(num_classes=5),
     "odd": OddNet,
+    "odd_signal": OddSignalNet,
+    "odd_volume": OddVolumeNet,
+    "random_volume": RandomVolumeNet,
+    "unet3d": lambda: unet3d(num_classes=5, in_channels=3, width=4, depth=2),
     **STATEFUL,
     **SAMPLE_NETWORKS,
 }

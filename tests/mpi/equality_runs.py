@@ -28,7 +28,7 @@ from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
 from spatialdl.training.tasks.losses import segmentation_loss
 from tests.mpi.equality_cases import Case
-from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain
+from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain, RandomVolumeNet
 
 STEPS = 3
 SEED = 11
@@ -73,7 +73,7 @@ def slices(case: Case) -> list[list[tuple[int, int]]]:
 def forward(model: nn.Module, x: Tensor) -> Tensor:
     if isinstance(model, Plain):
         model.scoped = True
-    if not isinstance(model, RandomChain):
+    if not isinstance(model, RandomChain | RandomVolumeNet):
         return model(x)
     for name, layer in model.named_children():
         with scope(name):
@@ -166,12 +166,13 @@ def parallel(
 
 
 def own_tile(case: Case, mesh: Mesh, images: Tensor) -> Tensor:
-    r0, r1, c0, c1 = mesh.box(case.size)
-    return images[..., r0:r1, c0:c1].clone()
+    bounds = mesh.box(case.size)
+    own = [slice(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
+    return images[(..., *own)].clone()
 
 
 def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
-    if not case.segments or mesh.grid == (1, 1):
+    if not case.segments or mesh.parts == 1:
         return target
     return from_local(own_tile(case, mesh, target), mesh, case.size)
 
