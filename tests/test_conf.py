@@ -66,7 +66,7 @@ def test_the_groups_have_the_promised_options():
     models.append("wide_view")
     assert options("model") == models
     assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
-    assert options("data") == ["shards", "synthetic"]
+    assert options("data") == ["fractals", "shards", "synthetic"]
     assert options("logger") == ["csv", "mlflow", "tensorboard", "wandb"]
     assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
     rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
@@ -114,10 +114,13 @@ def make_model(name: str, folder: Path) -> None:
 
 def make_data(name: str, folder: Path) -> None:
     given = [f"data.path={folder}"] if name == "shards" else ["data.image_size=[40,36]"]
+    shape: tuple[int, ...] = (40, 36, 3)
+    if name == "fractals":
+        given, shape = ["task=segmentation", "data.image_size=[20,18,16]"], (20, 18, 16, 1)
     cfg = config(f"data={name}", *given)
     assert not OmegaConf.missing_keys(cfg)
-    sources = open_sources(cfg.data, 0)
-    assert sources.train.read(0).shape == (40, 36, 3)
+    sources = open_sources(cfg.data, 0, cfg.task.name)
+    assert sources.train.read(0).shape == shape
     assert sources.validation is not None
     assert {"image_size", "channels", "num_classes", "batch_size"} <= set(cfg.data)
 

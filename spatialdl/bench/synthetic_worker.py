@@ -91,7 +91,7 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
 def _settled(config: DictConfig, steps: int) -> DictConfig:
     """As many steps as are timed, for rules of the learning rate; a batch is all the data."""
     config.trainer.max_steps, config.trainer.max_epochs = steps, None
-    if config.data.name == "synthetic":
+    if config.data.name != "shards":
         config.data.samples = int(config.data.batch_size) * int(config.trainer.accumulate)
         config.data.validation_samples = 0
     return config

@@ -18,6 +18,7 @@ from spatialdl.data.loader import check_workers
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.synthetic import SyntheticDataset
+from spatialdl.data.synthetic_fractals import SyntheticFractals
 from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.data.targets import set_targets
@@ -28,6 +29,9 @@ log = logging.getLogger("spatialdl.data")
 
 TARGETED = ("multilabel", "regression")
 """Tasks whose labels are columns of numbers."""
+
+SYNTHETIC = ("synthetic", "fractals")
+"""Values of `data=` that no folder belongs to."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     """
     check_workers(data.workers, data.prefetch)
     augmentation = Augmentation.from_config(data.augment)
-    sources = (_synthetic if data.name == "synthetic" else _shards)(data, seed, task)
+    sources = (_synthetic if data.name in SYNTHETIC else _shards)(data, seed, task)
     augmentation.check_channels(sources.channels)
     background = _background(data.background)
     normalisation = Normalisation.from_config(data)
@@ -111,7 +115,7 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
 
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
-        raise ValueError(f"data={data.name} is unknown: take synthetic or shards")
+        raise ValueError(f"data={data.name} is unknown: take shards, {' or '.join(SYNTHETIC)}")
     _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
@@ -160,13 +164,15 @@ def _check_targets(data: DictConfig, task: str) -> None:
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
+    if data.name == "fractals" and task != "segmentation":
+        raise ValueError(f"data=fractals is for task=segmentation, got task={task}")
     size = _size(data.image_size)
     if size is None:
         raise ValueError("data.image_size is [rows,columns], got null")
     classes, channels = int(data.num_classes), int(data.channels)
     kind: Callable[..., SyntheticDataset] = SyntheticDataset
     if task == "segmentation":
-        kind = SyntheticMasks
+        kind = SyntheticMasks if data.name == "synthetic" else SyntheticFractals
     elif task in TARGETED:
         kind = partial(SyntheticTargets, present=task == "multilabel")
     train = kind(int(data.samples), size, classes, channels, seed)

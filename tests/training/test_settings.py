@@ -67,7 +67,9 @@ def test_the_normalisation_fits_the_images(tmp_path):
 def test_an_unknown_data_set_is_refused():
     data = config().data
     data.name = "imagenet"
-    with pytest.raises(ValueError, match="data=imagenet is unknown: take synthetic or shards"):
+    with pytest.raises(
+        ValueError, match="data=imagenet is unknown: take shards, synthetic or frac"
+    ):
         open_sources(data, 0)
 
 
@@ -205,6 +207,16 @@ def test_synthetic_masks():
     for source in (sources.train, sources.validation):
         assert source.has_masks
         assert source.read_mask(1).max() < 3
+
+
+def test_fractals_are_volumes_with_masks():
+    data = config("data=fractals", "data.image_size=[12,9,10]", "data.num_classes=3").data
+    sources = open_sources(data, 4, "segmentation")
+    assert sources.names == ("background", "Sierpinski tetrahedron", "Menger sponge")
+    assert sources.train.read_mask(0).shape == (12, 9, 10)
+    assert (sources.train.read(0) != sources.validation.read(0)).any()
+    with pytest.raises(ValueError, match="data=fractals is for task=segmentation, got task=regr"):
+        open_sources(data, 4, "regression")
 
 
 def test_targets_take_the_place_of_labels(tmp_path):

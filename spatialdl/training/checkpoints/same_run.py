@@ -43,7 +43,7 @@ def identity(config: DictConfig) -> dict[str, Any]:
         "data": str(data.name),
         "optimizer._target_": str(config.optimizer["_target_"]),
     }
-    if data.name == "synthetic":
+    if data.name != "shards":
         return {**found, "data.samples": int(data.samples)}
     folder = Path(data.path).expanduser()
     found |= {"data.split": str(data.split), "the manifest of data.path": sha256(folder / MANIFEST)}
