@@ -25,7 +25,7 @@ from spatialdl.data.synthetic import Pixels, SyntheticDataset, mix, noise
 Floats = npt.NDArray[np.float64]
 
 _RADII = 1 / 4, 5 / 16  # of objects, in shorter sides of the volume
-_THINNEST = 1.1  # voxels from the middle of the smallest copies to their faces
+_THINNEST = 1.0  # voxels from the middle of the smallest copies to their faces
 _AIR, _DARKEST, _BRIGHTEST = 64.0, 120.0, 216.0
 _DRAWS = 9  # random numbers of an object
 

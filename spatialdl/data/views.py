@@ -27,9 +27,9 @@ class Views:
 
     Attributes:
         source: the stored images.
-        size: (H, W) of the views, (D, H, W) of volumes. Smaller images lie in the middle of the
+        size: (H, W) of the views, (D, H, W) of volumes, (L,) of signals. Smaller images lie in the middle of the
             background.
-        background: what lies beyond an image, in its own units; None is white, of volumes 0.
+        background: what lies beyond an image, in its own units; None is white, of volumes and signals 0.
         augmentation: None takes the centre and changes nothing.
         seed: of what is drawn.
         white: the largest pixel value, `data.scale`; None is that of an integer type, 1 for floats.
@@ -44,7 +44,7 @@ class Views:
 
     def __post_init__(self) -> None:
         if self.augmentation is not None:
-            self.augmentation.check_values(self._volumes, self.dtype)
+            self.augmentation.check_values(len(self.size), self.dtype)
             self.augmentation.check_channels(self.source.channels)
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Views:
         """
         self._check(box)
         drawn = self._draw(epoch, sample)
-        if self._volumes:
+        if not self._is_image:
             return self._place(drawn, sample, box, masks=False)
         wanted = with_margin(box, self.size, drawn.sigma)
         pixels = self._place(drawn, sample, wanted, masks=False)
@@ -88,12 +88,12 @@ class Views:
     def stored_box(self, epoch: int, sample: int, box: Box) -> Box:
         """The part of the stored image that lies under a box of a view; may be empty."""
         drawn, stored = self._draw(epoch, sample), self.source.image_size(sample)
-        wanted = box if self._volumes else with_margin(box, self.size, drawn.sigma)
+        wanted = with_margin(box, self.size, drawn.sigma) if self._is_image else box
         return clipped(window_of(drawn, stored, self.size).source_box(wanted), stored)
 
     @property
-    def _volumes(self) -> bool:
-        return len(self.size) == 3
+    def _is_image(self) -> bool:
+        return len(self.size) == 2
 
     def _check(self, box: Box) -> None:
         check_box(box, self.size, "a view")
@@ -136,7 +136,7 @@ class Views:
             ValueError: it is no value of such images.
         """
         white = value_range(self.dtype) if self.white is None else self.white
-        usual = 0 if self._volumes else white
+        usual = white if self._is_image else 0
         if self.background is None:
             return usual
         fill, least = self.background, np.iinfo(self.dtype).min if self.dtype.kind == "i" else 0

@@ -100,9 +100,9 @@ class Validation:
         views = sources.validation_views
         assert views is not None
         self._gallery = self._heat_maps = None
-        if pictures and pipeline.placement.dims == 2:  # examples are pictures of images
+        if pictures:
             self._gallery = Gallery(world, pipeline.placement, views, sources.names)
-            tells_classes = task.name in ("classification", "multilabel")
+            tells_classes = task.name in ("classification", "multilabel") and len(views.size) == 2
             self._heat_maps = HeatMaps(pipeline) if tells_classes else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:

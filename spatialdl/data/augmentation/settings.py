@@ -86,15 +86,15 @@ class Augmentation:
         """Whether pixels come from elsewhere in the image another time."""
         return self.crop == "random" or self.rotate or self.flip > 0
 
-    def check_values(self, volumes: bool, dtype: np.dtype[Any]) -> None:
+    def check_values(self, dims: int, dtype: np.dtype[Any]) -> None:
         """Refuse changes of pixel values, which are those of light from 0 to white, elsewhere.
 
         Raises:
-            ValueError: the images are volumes, or have negative values; names the keys.
+            ValueError: the images are signals or volumes, or have negative values; names the keys.
         """
         wrong = [f"data.augment.{name}" for name in _VALUES if getattr(self, name)]
-        if wrong and (volumes or dtype.kind == "i"):
-            what = "volumes" if volumes else f"images of {dtype}"
+        if wrong and (dims != 2 or dtype.kind == "i"):
+            what = {1: "signals", 2: f"images of {dtype}", 3: "volumes"}[dims]
             raise ValueError(
                 f"{', '.join(wrong)} change colours of images from 0 to white, these are {what}: "
                 "set to 0 (flip, rotate and crop remain)"

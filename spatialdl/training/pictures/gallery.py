@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh
-from spatialdl.data.format import UNLABELLED
-from spatialdl.data.image_source import ImageSource
+from spatialdl.data.format import UNLABELLED, VolumeSample
+from spatialdl.data.image_source import ImageSource, whole_box
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
 from spatialdl.data.views import Views
 from spatialdl.parallel.placement import Placement
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.pictures.heat_maps import HeatMaps, heated
+from spatialdl.training.pictures.orthogonal_slices import Planes, draw_planes
 from spatialdl.training.pictures.thumbnails import (
     Patch,
+    as_rgb,
+    drawn_signal,
     gather_thumbnails,
-    joined,
-    middles,
+    joined_sections,
+    mask_patches,
     overlaid,
     thumbnail_size,
 )
@@ -35,10 +37,15 @@ from spatialdl.training.tasks.losses import own_pixels, split_alike
 from spatialdl.training.tasks.predictions import Predictions
 
 Picture = npt.NDArray[np.uint8]
+Thumbnails = list[npt.NDArray[Any]]
+"""Of the sections of a sample."""
 
 CANDIDATES = 64
 """Of maps so many samples are looked at, over the whole set."""
 
+_VOLUME = 200  # pixels of the longest edge of a volume in a picture
+_PIXELS = {1: "places", 2: "pixels", 3: "voxels"}
+_GAP = 4  # pixels between pictures that lie below each other
 _WIDTH, _LINE = 320, 16  # of the title of a picture: pixels at least
 
 
@@ -60,11 +67,11 @@ class Example(NamedTuple):
 
 
 class _MapPart(NamedTuple):
-    """What a rank has of a sample's masks, and its pixels predicted right and known."""
+    """What a rank has of the sections of a sample's masks; its pixels predicted right and known."""
 
     sample: int
-    predicted: Patch
-    truth: Patch
+    predicted: list[Patch | None]
+    truth: list[Patch | None]
     right: int
     known: int
 
@@ -91,16 +98,15 @@ class Gallery:
         self._maps = []
 
     def note(self, samples: range, output: Tensor, target: Tensor, mesh: Mesh) -> None:
-        """Maps (n, classes, H, W) of samples and their masks; all ranks of their grid call it."""
+        """Maps (n, classes, *spatial) of samples and their masks; all ranks of a grid call it."""
         wanted = [place for place, sample in enumerate(samples) if sample in self._candidates]
         if not wanted:
             return
-        height, width = self._views.size
-        box = (0, height, 0, width)
+        box = whole_box(self._views.size)
         output, target = split_alike(output, target)
         if isinstance(output, SpatialTensor):
-            _, rows, cols = mesh.own_box(output.spatial_layout)
-            box = (*rows, *cols)
+            own = mesh.own_box(output.spatial_layout)
+            box = tuple(bound for interval in own.spatial for bound in interval)
         elif mesh.part > 0:  # an equal copy
             return
         scores, truth = own_pixels(output)[wanted], own_pixels(target)[wanted]
@@ -112,8 +118,8 @@ class Gallery:
             self._maps.append(
                 _MapPart(
                     samples[number],
-                    _small(predicted[place], box, self._views.size),
-                    _small(truth[place], box, self._views.size),
+                    mask_patches(predicted[place], box, self._views.size),
+                    mask_patches(truth[place], box, self._views.size),
                     int((right & known)[place].sum()),
                     int(known[place].sum()),
                 )
@@ -140,11 +146,12 @@ class Gallery:
         if everybody is None or images is None:
             return None
         found = []
-        for (sample, error), image in zip(chosen, images, strict=True):
+        for (sample, error), pixels in zip(chosen, images, strict=True):
             parts = [part for part in maps if part.sample == sample]
             if parts:
-                found.append(self._example_of_map(sample, error, image, parts))
+                found.append(self._example_of_map(sample, error, pixels, parts))
             elif predictions is not None:
+                image = self._drawn(sample, pixels)
                 pictures = {"image": image}
                 if sample in heat:
                     name = _named(predictions.names, heat[sample].label)
@@ -154,23 +161,47 @@ class Gallery:
         return found
 
     def _example_of_map(
-        self, sample: int, error: float, image: Picture, parts: Sequence[_MapPart]
+        self, sample: int, error: float, pixels: Thumbnails, parts: Sequence[_MapPart]
     ) -> Example:
-        shape = thumbnail_size(self._views.size)
-        truth = joined([part.truth for part in parts], shape)
-        predicted = joined([part.predicted for part in parts], shape)
+        size = self._views.size
+        truth = joined_sections([part.truth for part in parts], size)
+        predicted = joined_sections([part.predicted for part in parts], size)
         pictures = {
-            "image": image,
-            "truth": overlaid(image, truth),
-            "predicted": overlaid(image, predicted),
+            "image": self._drawn(sample, pixels),
+            "truth": self._drawn(sample, pixels, truth),
+            "predicted": self._drawn(sample, pixels, predicted),
         }
-        name = _name_of(self._views.source, sample)
-        return Example(sample, name, f"{1 - error:.1%} of pixels right", error, pictures)
+        name, what = _name_of(self._views.source, sample), _PIXELS[len(size)]
+        return Example(sample, name, f"{1 - error:.1%} of {what} right", error, pictures)
+
+    def _drawn(self, sample: int, pixels: Thumbnails, classes: Thumbnails | None = None) -> Picture:
+        """A picture of the thumbnails of a sample's sections, classes over them in colours."""
+        size = self._views.size
+        if len(size) == 3:
+            small = thumbnail_size(size)
+            voxels = _spacing(self._views.source, sample) or (1.0, 1.0, 1.0)
+            spacing = [n * mm / few for n, mm, few in zip(size, voxels, small, strict=True)]
+            grey = Planes(*(one[..., 0] for one in pixels))
+            over = None if classes is None else Planes(*classes)
+            return draw_planes(grey, spacing, over, side=_VOLUME)
+        if len(size) == 1:
+            return drawn_signal(pixels[0][0], None if classes is None else classes[0][0])
+        image = as_rgb(pixels[0])
+        return image if classes is None else overlaid(image, classes[0])
+
+
+def stacked(example: Example) -> bool:
+    """Whether its pictures belong below each other: three slices, and lines, are wide."""
+    return any(one.shape[1] > 2 * one.shape[0] for one in example.pictures.values())
 
 
 def labelled(example: Example) -> Picture:
-    """The pictures of an example side by side, its title above."""
-    strip = np.concatenate(list(example.pictures.values()), axis=1)
+    """The pictures of an example side by side, wide ones below each other; its title above."""
+    pictures = list(example.pictures.values())
+    if stacked(example):
+        gap = np.full((_GAP, pictures[0].shape[1], 3), 255, np.uint8)
+        pictures = [part for one in pictures for part in (one, gap)][:-1]
+    strip = np.concatenate(pictures, axis=0 if stacked(example) else 1)
     canvas = Image.new("RGB", (max(strip.shape[1], _WIDTH), strip.shape[0] + _LINE), "white")
     canvas.paste(Image.fromarray(strip), (0, _LINE))
     text = f"{example.name}: {example.title}"
@@ -180,6 +211,11 @@ def labelled(example: Example) -> Picture:
     return np.asarray(canvas)
 
 
+def _spacing(source: ImageSource, sample: int) -> tuple[float, ...] | None:
+    known = source.sample(sample) if isinstance(source, ShardDataset) else None
+    return known.spacing if isinstance(known, VolumeSample) else None
+
+
 def _name_of(source: ImageSource, sample: int) -> str:
     if not isinstance(source, ShardDataset):
         return f"sample {sample}"
@@ -187,10 +223,6 @@ def _name_of(source: ImageSource, sample: int) -> str:
     if not known.slide:
         return f"sample {sample_numbers(source)[sample]}"
     return f"{known.slide}, x={known.x}, y={known.y}"
-
-
-def _small(mask: Tensor, box: tuple[int, int, int, int], size: tuple[int, int]) -> Patch:
-    return middles(mask.to("cpu", torch.int32).numpy(), box, size)
 
 
 def _by_map(parts: Sequence[_MapPart]) -> list[tuple[int, float]]:

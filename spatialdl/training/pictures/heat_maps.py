@@ -14,7 +14,7 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.pictures.activation import NEEDED, Activation, Activations
-from spatialdl.training.pictures.thumbnails import Patch, means, sums
+from spatialdl.training.pictures.thumbnails import Patch, means, sections, sums, thumbnail_size
 from spatialdl.training.tasks.extremes import extremes
 
 log = logging.getLogger("spatialdl.trainer")
@@ -101,7 +101,8 @@ class HeatMaps:
             parts = [own[sample] for own, _ in everybody if sample in own]
             # ranks choose alike, unless their hardware rounds differently
             if parts and sum(part.places for part in parts) == np.prod(parts[0].size):
-                values = means([part.patch for part in parts], parts[0].size)[..., 0]
+                (shown,) = sections(parts[0].size)
+                values = means([part.patch for part in parts], shown)[..., 0]
                 found[sample] = HeatMap(parts[0].label, values)
         return found
 
@@ -111,7 +112,8 @@ def _part(seen: Activation, place: int, error: float) -> _Part:
     rows, cols = values.shape
     box = (seen.row, seen.row + rows, seen.col, seen.col + cols)
     label = int(seen.logits[place].argmax())
-    return _Part(error, label, seen.size, values.size, sums(values[..., None], box, seen.size))
+    patch = sums(values[..., None], box, seen.size, thumbnail_size(seen.size))
+    return _Part(error, label, seen.size, values.size, patch)
 
 
 def heated(image: npt.NDArray[np.uint8], values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

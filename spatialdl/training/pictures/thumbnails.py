@@ -1,5 +1,6 @@
 """Small pictures of images that no rank holds: each rank brings its part.
 
+Of volumes three slices through the middle are shown, and a signal is an image of one row.
 A pixel of a thumbnail is the mean of the pixels below it, of a mask the one in their middle; both
 are the same in every layout.
 """
@@ -11,9 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.format import UNLABELLED
+from spatialdl.data.image_source import Box, pairs
 from spatialdl.data.views import Views
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.parallel.placement import Placement
@@ -34,6 +39,8 @@ COLOURS = np.array(
 """Of the classes from 1 on; class 0 is left as it is."""
 
 _OPACITY = 0.45
+_HEIGHT = 120  # of the picture of a signal
+_LINES = ("#1c1f23", "#1f5fa8", "#a1622d")
 _DARK = 64  # what is less bright cannot be made out
 
 
@@ -45,21 +52,73 @@ class Patch(NamedTuple):
     values: Array
 
 
-def thumbnail_size(size: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the thumbnail of an image; never more than the image has."""
+class Section(NamedTuple):
+    """What is shown of an image: all of it, of a volume one of three slices through its middle.
+
+    A signal is an image of one row.
+
+    Attributes:
+        at: the place along each spatial dim that is not shown, None along the others.
+        size: rows and columns.
+        small: rows and columns of its thumbnail.
+    """
+
+    at: tuple[int | None, ...]
+    size: tuple[int, int]
+    small: tuple[int, int]
+
+    def within(self, box: Box) -> Box | None:
+        """The part of a box that is shown; None if there is none."""
+        found: list[int] = []
+        for (first, end), at in zip(pairs(box), self.at, strict=True):
+            inside = first < end if at is None else first <= at < end
+            if not inside:
+                return None
+            found += (first, end) if at is None else (at, at + 1)
+        return tuple(found)
+
+    def rows_and_cols(self, box: Box) -> tuple[int, int, int, int]:
+        """Where a box lies in the section."""
+        shown = [pair for pair, at in zip(pairs(box), self.at, strict=True) if at is None]
+        (top, bottom), (left, right) = shown if len(shown) == 2 else ((0, 1), *shown)
+        return top, bottom, left, right
+
+    def flat(self, values: Array, box: Box) -> Array:
+        """Values (*spatial, ...) of a box within, as (rows, columns, ...)."""
+        top, bottom, left, right = self.rows_and_cols(box)
+        return values.reshape(bottom - top, right - left, *values.shape[len(self.at) :])
+
+
+def sections(size: Sequence[int]) -> list[Section]:
+    """Of an image of (H, W), of a volume of (D, H, W) axial, coronal and sagittal, of a signal."""
+    small = thumbnail_size(size)
+    if len(size) < 3:
+        rows, cols = ((1, *sizes)[-2:] for sizes in (size, small))
+        return [Section((None,) * len(size), (rows[0], rows[1]), (cols[0], cols[1]))]
+    found = []
+    for hidden in range(3):
+        first, second = (dim for dim in range(3) if dim != hidden)
+        at = tuple(n // 2 if dim == hidden else None for dim, n in enumerate(size))
+        shown, few = (size[first], size[second]), (small[first], small[second])
+        found.append(Section(at, shown, few))
+    return found
+
+
+def thumbnail_size(size: Sequence[int]) -> tuple[int, ...]:
+    """The size of the thumbnail of an image; never more than the image has."""
     zoom = min(1.0, SIDE / max(size))
-    return max(1, int(size[0] * zoom)), max(1, int(size[1] * zoom))
+    return tuple(max(1, int(n * zoom)) for n in size)
 
 
-def sums(pixels: Array, box: tuple[int, int, int, int], size: tuple[int, int]) -> Patch:
+def sums(pixels: Array, box: Box, size: Sequence[int], small: Sequence[int]) -> Patch:
     """What a box adds to the pixels of the thumbnail that it touches.
 
     Args:
         pixels: (rows, columns, channels) of the box.
         box: (row0, row1, col0, col1) of an image.
         size: (H, W) of the image.
+        small: of its thumbnail.
     """
-    small = thumbnail_size(size)
     row, rows = _starts(box[0], box[1], size[0], small[0])
     col, cols = _starts(box[2], box[3], size[1], small[1])
     dtype = np.float64 if pixels.dtype.kind == "f" else np.int64
@@ -67,12 +126,34 @@ def sums(pixels: Array, box: tuple[int, int, int, int], size: tuple[int, int]) -
     return Patch(row, col, added)
 
 
-def middles(mask: Array, box: tuple[int, int, int, int], size: tuple[int, int]) -> Patch:
-    """Those pixels of a box (..., rows, columns) that the thumbnail of a mask takes."""
-    small = thumbnail_size(size)
+def middles(mask: Array, box: Box, size: Sequence[int], small: Sequence[int]) -> Patch:
+    """Those pixels of a box (rows, columns) that the thumbnail of a mask takes; see `sums`."""
     row, rows = _middles(box[0], box[1], size[0], small[0])
     col, cols = _middles(box[2], box[3], size[1], small[1])
-    return Patch(row, col, mask[..., rows[:, None], cols[None, :]])
+    return Patch(row, col, mask[rows[:, None], cols[None, :]])
+
+
+def mask_patches(mask: Tensor, box: Box, size: Sequence[int]) -> list[Patch | None]:
+    """What a rank has of the sections of a mask; None of those beside its box.
+
+    Args:
+        mask: (*spatial) of the box.
+        box: of the rank in an image of `size`.
+    """
+    found: list[Patch | None] = []
+    for section in sections(size):
+        inside = section.within(box)
+        if inside is None:
+            found.append(None)
+            continue
+        starts = [first for first, _ in pairs(box)]
+        window = tuple(
+            slice(first - start, end - start)
+            for (first, end), start in zip(pairs(inside), starts, strict=True)
+        )
+        values = section.flat(mask[window].to("cpu", torch.int32).numpy(), inside)
+        found.append(middles(values, section.rows_and_cols(inside), section.size, section.small))
+    return found
 
 
 def _starts(begin: int, end: int, size: int, small: int) -> tuple[int, Array]:
@@ -99,44 +180,67 @@ def joined(patches: Sequence[Patch], shape: tuple[int, ...]) -> Array:
     return whole
 
 
+def joined_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]) -> list[Array]:
+    """The sections of a mask of `size`, of the `mask_patches` of all ranks."""
+    return [
+        joined([patch for patch in own if patch is not None], section.small)
+        for section, own in zip(sections(size), zip(*parts, strict=True), strict=True)
+    ]
+
+
 def gather_thumbnails(
     world: Communicator, placement: Placement, views: Views, samples: Sequence[int]
-) -> list[npt.NDArray[np.uint8]] | None:
-    """RGB thumbnails (rows, columns, 3) of samples on rank 0; all ranks must call it.
+) -> list[list[Array]] | None:
+    """Thumbnails (rows, columns, channels) of the sections of samples; all ranks must call it.
 
-    The ranks of the first stage read their boxes, nobody else reads anything.
+    The ranks of the first stage read what is shown of their boxes, nobody else reads anything.
+
+    Returns:
+        Of each sample, on rank 0.
     """
-    patches, box = [], _own_box(world.rank, placement, views.size)
-    if box is not None and box[1] > box[0] and box[3] > box[2]:
-        patches = [sums(views.read(0, sample, box), box, views.size) for sample in samples]
+    shown, box = sections(views.size), _own_box(world.rank, placement, views.size)
+    patches: dict[tuple[int, int], Patch] = {}
+    for number, section in enumerate(shown):
+        inside = None if box is None else section.within(box)
+        if inside is None:
+            continue
+        place = section.rows_and_cols(inside)
+        for sample in samples:
+            pixels = section.flat(views.read(0, sample, inside), inside)
+            patches[sample, number] = sums(pixels, place, section.size, section.small)
     everybody = world.gather(patches)
     if everybody is None:
         return None
     return [
-        as_rgb(means([one[number] for one in everybody if one], views.size))
-        for number in range(len(samples))
+        [
+            means([own[key] for own in everybody if (key := (sample, number)) in own], section)
+            for number, section in enumerate(shown)
+        ]
+        for sample in samples
     ]
 
 
-def means(patches: Sequence[Patch], size: tuple[int, int]) -> Array:
-    """The thumbnail (rows, columns, channels) of an image (H, W), of its boxes' `sums`."""
-    small = thumbnail_size(size)
-    rows, cols = (np.diff(even_bounds(n, few)) for n, few in zip(size, small, strict=True))
-    whole = joined(patches, (*small, patches[0].values.shape[2]))
+def means(patches: Sequence[Patch], section: Section) -> Array:
+    """The thumbnail (rows, columns, channels) of a section, of its boxes' `sums`."""
+    rows, cols = (
+        np.diff(even_bounds(n, few)) for n, few in zip(section.size, section.small, strict=True)
+    )
+    whole = joined(patches, (*section.small, patches[0].values.shape[2]))
     return np.asarray(whole / (rows[:, None] * cols[None, :])[..., None])
 
 
-def _own_box(
-    rank: int, placement: Placement, size: tuple[int, int]
-) -> tuple[int, int, int, int] | None:
+def _own_box(rank: int, placement: Placement, size: Sequence[int]) -> Box | None:
     """Of the first copy of the first replica's first stage."""
     ranks = placement.ranks(0, 0)
     if rank not in ranks:
         return None
-    rows, cols = placement.grids[0]
-    row, col = divmod(ranks.index(rank), cols)
-    down, right = even_bounds(size[0], rows), even_bounds(size[1], cols)
-    return down[row], down[row + 1], right[col], right[col + 1]
+    parts = np.unravel_index(ranks.index(rank), placement.grids[0])
+    bounds = [even_bounds(n, many) for n, many in zip(size, placement.grids[0], strict=True)]
+    return tuple(
+        int(end)
+        for along, part in zip(bounds, parts, strict=True)
+        for end in along[part : part + 2]
+    )
 
 
 def as_rgb(pixels: Array) -> npt.NDArray[np.uint8]:
@@ -161,3 +265,26 @@ def overlaid(image: npt.NDArray[np.uint8], classes: Array) -> npt.NDArray[np.uin
     shown = ((classes > 0) & (classes != UNLABELLED))[..., None]
     mixed = (1 - _OPACITY) * image + _OPACITY * tint
     return np.where(shown, mixed, image).round().astype(np.uint8)
+
+
+def drawn_signal(values: Array, classes: Array | None = None) -> npt.NDArray[np.uint8]:
+    """A line for each of the first three channels, on the colours of classes.
+
+    Args:
+        values: (places, channels).
+        classes: (places,).
+    """
+    width = max(SIDE, len(values))
+    canvas = np.full((_HEIGHT, width, 3), 255, np.uint8)
+    if classes is not None:
+        below = classes[np.arange(width) * len(classes) // width]
+        canvas = overlaid(canvas, np.broadcast_to(below, (_HEIGHT, width)))
+    known = np.nan_to_num(values[:, :3].astype(np.float64))
+    low, high = known.min(), known.max()
+    heights = (_HEIGHT - 9) * (1 - (known - low) / (high - low if high > low else 1)) + 4
+    across = (np.arange(len(known)) + 0.5) * width / len(known)
+    image = Image.fromarray(canvas)
+    for line, colour in zip(heights.T, _LINES, strict=False):
+        ends = [(0.0, line[0]), *zip(across, line, strict=True), (float(width), line[-1])]
+        ImageDraw.Draw(image).line([(float(x), float(y)) for x, y in ends], colour, 1)
+    return np.asarray(image)

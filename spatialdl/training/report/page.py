@@ -27,7 +27,7 @@ from spatialdl.training.console.validation_table import (
     told_name,
     told_value,
 )
-from spatialdl.training.pictures.gallery import Example
+from spatialdl.training.pictures.gallery import Example, stacked
 from spatialdl.training.report.curves import curves
 from spatialdl.training.report.settings_lines import settings_lines
 from spatialdl.training.time_split import PARTS
@@ -182,8 +182,13 @@ def _shown(example: Example) -> dict[str, Any]:
         rows, cols = pixels.shape[:2]
         data = _as_data(out.getvalue(), "jpeg")
         pictures.append({"name": name, "data": data, "rows": rows, "cols": cols})
-    title, error = example.title, f"{example.error:.3f}"
-    return {"name": example.name, "title": title, "error": error, "pictures": pictures}
+    return {
+        "name": example.name,
+        "title": example.title,
+        "error": f"{example.error:.3f}",
+        "pictures": pictures,
+        "stacked": stacked(example),
+    }
 
 
 def _as_data(content: bytes, kind: str) -> str:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
+from torch import nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardWriter
 from spatialdl.training.pictures import gallery
 from spatialdl.training.pictures.gallery import Example, labelled
-from spatialdl.training.pictures.thumbnails import overlaid
+from spatialdl.training.pictures.orthogonal_slices import orthogonal_slices
+from spatialdl.training.pictures.thumbnails import drawn_signal, overlaid
 from spatialdl.training.trainer import Trainer
 
 TINY = [
@@ -65,6 +67,64 @@ def test_masks_lie_over_their_images():
         assert one.title == f"{1 - one.error:.1%} of pixels right"
 
 
+VOLUMES = ["data.image_size=[10,20,16]", *TINY[2:]]
+
+
+def test_volumes_show_three_slices():
+    words = ["model=unet3d", "model.width=4", "model.depth=1"]
+    ours, examples = looked_at(*words, tiny=VOLUMES)
+    assert len(examples) == 8
+    for one in examples:
+        volume = ours.sources.validation.read(one.sample)[..., 0]
+        mask = ours.sources.validation.read_mask(one.sample)
+        for name, classes in (("image", None), ("truth", mask)):
+            expected = orthogonal_slices(volume, classes=classes, side=200)
+            np.testing.assert_array_equal(one.pictures[name], expected)
+        assert (
+            one.pictures["predicted"].shape == expected.shape == (200, 160 + 4 + 160 + 4 + 200, 3)
+        )
+        assert one.title == f"{1 - one.error:.1%} of voxels right"
+        assert labelled(one).shape == (3 * 200 + 2 * 4 + 16, 528, 3)
+
+
+def test_slices_are_drawn_in_millimetres(tmp_path):
+    rng = np.random.default_rng(0)
+    with ShardWriter(tmp_path, classes=["a", "b"], kind="volumes") as writer:
+        for number in range(4):
+            volume = rng.integers(0, 256, (4, 10, 8), np.uint8)
+            split = "train" if number < 2 else "val"
+            writer.add(volume, label=number % 2, split=split, spacing=(5.0, 1.0, 1.0))
+    tiny = ["device=cpu", *TINY[5:], "data=shards", f"data.path={tmp_path}"]
+    network = "++model._target_=tests.training.pictures.test_gallery.mean_of_voxels"
+    ours, examples = looked_at(network, "~model.width", tiny=tiny)
+    assert len(examples) == 2
+    for one in examples:
+        (picture,) = one.pictures.values()
+        volume = ours.sources.validation.read(one.sample)[..., 0]
+        np.testing.assert_array_equal(picture, orthogonal_slices(volume, (5.0, 1.0, 1.0), side=200))
+
+
+def mean_of_voxels(num_classes: int, in_channels: int) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(in_channels, num_classes))
+
+
+def test_signals_are_lines():
+    network = "++model._target_=tests.training.pictures.test_gallery.classes_of_places"
+    words = [network, "~model.width", "task=segmentation", "data.image_size=[300]"]
+    ours, examples = looked_at(*words, tiny=TINY[2:])
+    assert len(examples) == 8
+    for one in examples:
+        signal = ours.sources.validation.read(one.sample)
+        mask = ours.sources.validation.read_mask(one.sample)
+        np.testing.assert_array_equal(one.pictures["image"], drawn_signal(signal))
+        np.testing.assert_array_equal(one.pictures["truth"], drawn_signal(signal, mask))
+        assert one.title == f"{1 - one.error:.1%} of places right"
+
+
+def classes_of_places(num_classes: int, in_channels: int) -> nn.Module:
+    return nn.Conv1d(in_channels, num_classes, 3, padding=1)
+
+
 def test_class_0_and_pixels_without_a_class_are_left_as_they_are():
     image = np.full((1, 3, 3), 100, np.uint8)
     mixed = overlaid(image, np.array([[0, 1, 255]]))
@@ -79,11 +139,11 @@ def test_many_maps_are_looked_at_here_and_there(monkeypatch):
 
 
 def test_a_title_stands_above_the_pictures():
-    pixels = np.full((10, 400, 3), 7, np.uint8)
+    pixels = np.full((200, 400, 3), 7, np.uint8)
     picture = labelled(
         Example(3, "sample 3", "true a, predicted b ✓", 0.5, {"image": pixels, "truth": pixels})
     )
-    assert picture.shape == (26, 800, 3)
+    assert picture.shape == (216, 800, 3)
     assert (picture[16:] == 7).all()
     assert picture[:16].min() < 50
 

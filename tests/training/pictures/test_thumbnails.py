@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+import torch
 
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.pictures import thumbnails
 from spatialdl.training.pictures.thumbnails import (
+    COLOURS,
     Patch,
     as_rgb,
+    drawn_signal,
     joined,
+    joined_sections,
+    mask_patches,
     means,
-    middles,
+    sections,
     sums,
-    thumbnail_size,
 )
 
 
@@ -21,34 +27,88 @@ def small(monkeypatch):
     monkeypatch.setattr(thumbnails, "SIDE", 13)
 
 
-def boxes(size: tuple[int, int], grid: tuple[int, int]) -> list[tuple[int, int, int, int]]:
-    down, right = even_bounds(size[0], grid[0]), even_bounds(size[1], grid[1])
+def boxes(size: Sequence[int], grid: Sequence[int]) -> list[tuple[int, ...]]:
+    bounds = [even_bounds(n, parts) for n, parts in zip(size, grid, strict=True)]
     return [
-        (down[r], down[r + 1], right[c], right[c + 1])
-        for r in range(grid[0])
-        for c in range(grid[1])
+        tuple(end for b, k in zip(bounds, part, strict=True) for end in b[k : k + 2])
+        for part in np.ndindex(*grid)
     ]
 
 
-@pytest.mark.parametrize("size", [(61, 37), (13, 13), (5, 7), (200, 3), (26, 260)])
-@pytest.mark.parametrize("grid", [(1, 1), (2, 1), (3, 2), (5, 3)])
-def test_parts_make_the_thumbnail_of_the_whole_image(size, grid):
-    rng = np.random.default_rng(0)
+def window(box: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(*pair) for pair in zip(box[::2], box[1::2], strict=True))
+
+
+def shown(values: np.ndarray, dims: int) -> list[np.ndarray]:
+    """An image, a signal as a row, or the three slices through the middle of a volume."""
+    if dims < 3:
+        return [values if dims == 2 else values[None]]
+    depth, height, width = (n // 2 for n in values.shape[:3])
+    return [values[depth], values[:, height], values[:, :, width]]
+
+
+SIZES = [(61, 37), (13, 13), (5, 7), (200, 3), (26, 260), (40,), (7,), (9, 20, 31), (3, 5, 4)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1), (3, 2, 2), (5, 3, 1)])
+def test_parts_make_the_thumbnails_of_the_whole_image(size, grid):
+    rng, grid = np.random.default_rng(0), grid[: len(size)]
     image = rng.integers(0, 256, (*size, 3), np.uint8)
-    mask = rng.integers(0, 9, size, np.int32)
-    rows, cols = thumbnail_size(size)
-    assert max(rows, cols) <= 13
-    down, right = even_bounds(size[0], rows), even_bounds(size[1], cols)
-    expected, picked = np.zeros((rows, cols, 3)), np.zeros((rows, cols))
-    for r in range(rows):
-        for c in range(cols):
-            expected[r, c] = image[down[r] : down[r + 1], right[c] : right[c + 1]].mean((0, 1))
-            picked[r, c] = mask[(down[r] + down[r + 1]) // 2, (right[c] + right[c + 1]) // 2]
-    cut = [(box, np.s_[box[0] : box[1], box[2] : box[3]]) for box in boxes(size, grid)]
-    pixels = means([sums(image[s], box, size) for box, s in cut], size)
-    np.testing.assert_allclose(pixels, expected, rtol=1e-12)
-    classes = joined([middles(mask[s], box, size) for box, s in cut], (rows, cols))
-    np.testing.assert_array_equal(classes, picked)
+    mask = torch.from_numpy(rng.integers(0, 9, size))
+    own = boxes(size, grid)
+    parts = [mask_patches(mask[window(box)], box, size) for box in own]
+    found = joined_sections(parts, size)
+    images, masks = shown(image, len(size)), shown(mask.numpy(), len(size))
+    for section, whole, classes, drawn in zip(sections(size), images, masks, found, strict=True):
+        rows, cols = section.small
+        assert max(rows, cols) <= 13
+        assert section.size == whole.shape[:2]
+        down, right = even_bounds(len(whole), rows), even_bounds(whole.shape[1], cols)
+        expected, picked = np.zeros((rows, cols, 3)), np.zeros((rows, cols))
+        for r in range(rows):
+            for c in range(cols):
+                expected[r, c] = whole[down[r] : down[r + 1], right[c] : right[c + 1]].mean((0, 1))
+                at = (down[r] + down[r + 1]) // 2, (right[c] + right[c + 1]) // 2
+                picked[r, c] = classes[at]
+        np.testing.assert_array_equal(drawn, picked)
+        inside = [one for box in own if (one := section.within(box)) is not None]
+        patches = [
+            sums(
+                section.flat(image[window(one)], one),
+                section.rows_and_cols(one),
+                section.size,
+                section.small,
+            )
+            for one in inside
+        ]
+        np.testing.assert_allclose(means(patches, section), expected, rtol=1e-12)
+
+
+def test_the_sections_of_a_volume_have_one_scale():
+    small = [section.small for section in sections((26, 52, 104))]
+    assert small == [(6, 13), (3, 13), (3, 6)]
+    assert [section.at for section in sections((4, 6, 9))] == [
+        (2, None, None),
+        (None, 3, None),
+        (None, None, 4),
+    ]
+
+
+def test_a_signal_is_a_line_on_the_colours_of_its_classes():
+    values = np.array([[0.0], [0.0], [1.0], [1.0]])
+    plain = drawn_signal(values)
+    assert plain.shape == (120, 13, 3)
+    dark = plain.max(2) < 60
+    assert dark[115, 0]  # low on the left, high on the right
+    assert dark[4, -1]
+    assert not dark[:100, 0].any()
+    assert (plain[60] == 255).all(1).any()
+    classes = np.array([0, 0, 1, 255])
+    coloured = drawn_signal(values, classes)[60]
+    assert coloured[0].tolist() == coloured[-1].tolist() == [255] * 3
+    assert coloured[8].tolist() == (0.55 * 255 + 0.45 * COLOURS[0]).round().tolist()
+    assert drawn_signal(np.full((5, 2), np.nan)).shape == (120, 13, 3)
 
 
 def test_numbers_of_any_range_become_colours():

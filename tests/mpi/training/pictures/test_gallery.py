@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
+from torch import nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.training.pictures import thumbnails
@@ -16,6 +19,10 @@ TINY = [
     "trainer.precision=float64",
 ]
 UNET = ["model=unet", "model.depth=1", "model.width=4"]
+SIGNALS = [
+    "++model._target_=tests.mpi.training.pictures.test_gallery.classes_of_places",
+    *("~model.width", "task=segmentation"),
+]
 ENDS_WITH_MEAN = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
 LAYOUTS = {
     2: [
@@ -43,7 +50,9 @@ def examples(world, *overrides: str):
     return found
 
 
-def check_equal(world, monkeypatch, *overrides: str) -> list[list[str]]:
+def check_equal(
+    world, monkeypatch, *overrides: str, size: Sequence[int] = (43, 38)
+) -> list[list[str]]:
     """The names of the pictures of all examples."""
     monkeypatch.setattr(thumbnails, "SIDE", 9)
     ours = examples(world, *overrides)
@@ -57,9 +66,28 @@ def check_equal(world, monkeypatch, *overrides: str) -> list[list[str]]:
         assert one.error == pytest.approx(other.error, abs=1e-9)
         assert list(one.pictures) == list(other.pictures)
         for name, picture in one.pictures.items():
-            assert max(picture.shape[:2]) <= 9
+            assert max(picture.shape[:2]) <= 9 or len(size) != 2
             np.testing.assert_array_equal(picture, other.pictures[name])
     return [list(one.pictures) for one in ours]
+
+
+@pytest.mark.parametrize("size", [(9, 13, 11), (45,)])
+def test_slices_and_lines_are_those_of_one_process(size, world, monkeypatch):
+    """No part has all of a slice, and some have none of one."""
+    words = ["model=unet3d", *UNET[1:]] if len(size) == 3 else SIGNALS
+    layouts = {1: "none", 2: "sp", 4: "dp+sp"}
+    layout = layouts.get(world.size, "sp")
+    ranks = world.size // 2 if layout == "dp+sp" else world.size
+    grid = [ranks, 1, 1][: len(size)]
+    words = [*words, f"data.image_size={list(size)}", f"parallel={layout}"]
+    if layout != "none":
+        words.append(f"parallel.grid={grid}")
+    found = check_equal(world, monkeypatch, *words, size=size)
+    assert all(names == ["image", "truth", "predicted"] for names in found)
+
+
+def classes_of_places(num_classes: int, in_channels: int) -> nn.Module:
+    return nn.Conv1d(in_channels, num_classes, 3, padding=1)
 
 
 def test_masks_are_those_of_one_process(world, monkeypatch):
