@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ SMALL = {
     "hyfi_amoebanet": (6, ["model.layers=3", "model.filters=16", "data.image_size=[64,72]"]),
     "camelyon_like": (4, ["model.width=2", "scheduler.warmup_steps=1", "data.batch_size=4"]),
     "whole_vs_tiles": (2, ["model.width=2", "data.batch_size=4"]),
+    "volume_fractals": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
 }
 
 
@@ -67,18 +69,40 @@ def test_a_preset_trains_on_its_ranks(name, tmp_path):
     assert np.isfinite(summary["loss"]).all()
 
 
-@pytest.mark.slow
-def test_quickstart_learns(tmp_path):
+def trained(name: str, folder: Path, *words: str, limit: int = 250) -> dict[str, Any]:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "spatialdl.train", "experiment=quickstart"),
-            f"hydra.run.dir={tmp_path}",
+            *(sys.executable, "-m", "spatialdl.train", f"experiment={name}", *words),
+            f"hydra.run.dir={folder}",
         ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=limit,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    validation = json.loads((tmp_path / "summary.json").read_text())["validation"]
-    assert validation[-1]["accuracy"] > 0.9
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_quickstart_learns(tmp_path):
+    assert trained("quickstart", tmp_path)["validation"][-1]["accuracy"] > 0.9
+
+
+def test_fractals_are_learned_a_little(tmp_path):
+    small = ["data.image_size=[24,24,24]", "data.num_classes=2", "data.samples=32"]
+    small += ["model.width=4", "model.depth=2", "data.validation_samples=4", "trainer.max_epochs=4"]
+    summary = trained("volume_fractals", tmp_path, *small)
+    assert summary["world_size"] == 2
+    losses = summary["loss"]
+    assert np.mean(losses[-8:]) < 0.7 * np.mean(losses[:8])
+    first, *_, last = (one["mean_dice"] for one in summary["validation"])
+    assert last > first + 0.1
+
+
+@pytest.mark.slow
+def test_fractals_are_learned(tmp_path):
+    summary = trained("volume_fractals", tmp_path, limit=1800)  # 5 minutes on two idle cores
+    assert summary["validation"][-1]["mean_dice"] > 0.95

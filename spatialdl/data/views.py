@@ -27,9 +27,10 @@ class Views:
 
     Attributes:
         source: the stored images.
-        size: (H, W) of the views, (D, H, W) of volumes, (L,) of signals. Smaller images lie in the middle of the
-            background.
-        background: what lies beyond an image, in its own units; None is white, of volumes and signals 0.
+        size: (H, W) of the views, (D, H, W) of volumes, (L,) of signals. Smaller images lie in the
+            middle of the background.
+        background: what lies beyond an image, in its own units; None is white, of volumes and
+            signals 0.
         augmentation: None takes the centre and changes nothing.
         seed: of what is drawn.
         white: the largest pixel value, `data.scale`; None is that of an integer type, 1 for floats.

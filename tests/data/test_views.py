@@ -240,6 +240,28 @@ def test_boxes_of_changed_volumes_are_those_of_the_whole_view(size):
     assert len(seen) > (12 if square else 6)
 
 
+def test_signals_are_cropped_padded_and_flipped():
+    signal = np.arange(1, 8, dtype=np.uint8)[:, None]
+
+    class Signals(Images):
+        def __init__(self):
+            super().__init__([(7, 1)], channels=1)
+
+        def image_size(self, sample):
+            return (7,)
+
+        def read(self, sample, box=None):
+            return signal[slice(*box)]
+
+    assert Views(Signals(), (9,)).read(0, 0, (0, 9)).ravel().tolist() == [0, *range(1, 8), 0]
+    assert Views(Signals(), (3,)).read(0, 0, (1, 3)).ravel().tolist() == [4, 5]
+    flipped = Views(Signals(), (7,), augmentation=Augmentation(flip=1.0))
+    assert flipped.read(0, 0, (0, 7)).ravel().tolist() == [7, 6, 5, 4, 3, 2, 1]
+    assert flipped.stored_box(0, 0, (0, 2)) == (5, 7)
+    with pytest.raises(ValueError, match=r"augment\.rotate turns images, these are signals"):
+        Views(Signals(), (7,), augmentation=Augmentation(rotate=True))
+
+
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "stain", "blur"])
 def test_changes_of_colour_are_refused_of_volumes_by_name(name):
     with pytest.raises(ValueError, match=rf"data\.augment\.{name} change colours .* are volumes"):

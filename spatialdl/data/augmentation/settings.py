@@ -99,6 +99,8 @@ class Augmentation:
                 f"{', '.join(wrong)} change colours of images from 0 to white, these are {what}: "
                 "set to 0 (flip, rotate and crop remain)"
             )
+        if self.rotate and dims == 1:
+            raise ValueError("data.augment.rotate turns images, these are signals: set to false")
 
     def check_channels(self, channels: int) -> None:
         """Refuse what is about red, green and blue where there are other channels.
