@@ -93,7 +93,7 @@ def test_quickstart_learns(tmp_path):
 
 def test_fractals_are_learned_a_little(tmp_path):
     small = ["data.image_size=[24,24,24]", "data.num_classes=2", "data.samples=32"]
-    small += ["model.width=4", "model.depth=2", "data.validation_samples=4", "trainer.max_epochs=4"]
+    small += ["model.width=4", "model.depth=2", "data.validation_samples=4", "trainer.max_epochs=7"]
     summary = trained("volume_fractals", tmp_path, *small)
     assert summary["world_size"] == 2
     losses = summary["loss"]

@@ -54,6 +54,17 @@ def test_an_unknown_word_is_told_without_a_traceback(monkeypatch, capsys):
     assert str(ended.value).startswith("error: wrld is unknown; nearest: world; `python -m spati")
 
 
+def test_volumes_are_planned(tmp_path, capsys):
+    words = ["model=unet3d", "model.width=2", "model.depth=1", "data.image_size=[16,12,8]"]
+    words += ["cluster=nvlink_node", "data.batch_size=2", "world=4"]
+    rows = plan.plan(config(*words), words, tmp_path)
+    assert "images of 16x12x8 a step" in capsys.readouterr().out
+    grids = {tuple(dict(row.layout.keys).get("grid", ())) for row in rows}
+    assert {(2, 1, 1), (4, 1, 1), (2, 2, 1)} <= grids
+    with Image.open(tmp_path / "layout.png") as picture:
+        assert len(picture.convert("RGB").getcolors(100_000)) > 5
+
+
 def test_a_cut_is_for_layouts_with_so_many_stages(tmp_path):
     rows = plan.plan(config(*SMALL, "world=2", "parallel.cut=[layer2]"), SMALL, tmp_path)
     assert {len(row.prediction.placement.grids) for row in rows} == {2}

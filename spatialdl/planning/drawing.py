@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.trace import Span
+from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import describe
 from spatialdl.planning.job import Job
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 MOST_STAGES = 8
 """So many stages are drawn, the first ones."""
+
+MOST_SLABS = 8
+"""Of a volume, likewise."""
+
+_SKEW = 0.4  # of the depth of a slab, how far its sides are drawn to the right
+_FRONT, _SIDE = ("#c6dbef", "#9ecae1"), ("#a9c4de", "#85b3d1")
 
 
 def draw_timeline(row: Row, path: Path) -> None:
@@ -48,9 +55,11 @@ def draw_layout(row: Row, job: Job, path: Path) -> None:
     """Of every stage the image, and which rank holds which tile."""
     from matplotlib.figure import Figure
 
-    placement = row.prediction.placement
+    placement, size = row.prediction.placement, job.image[1:]
     stages = min(placement.stages, MOST_STAGES)
-    figure = Figure(figsize=(max(5.0, 2.6 * stages), 3.6), dpi=130, layout="constrained")
+    slabs = max(grid[0] for grid in placement.grids) if len(size) == 3 else 1
+    inches = 2.6 * min(slabs, MOST_SLABS)
+    figure = Figure(figsize=(max(5.0, inches * stages), 3.6), dpi=130, layout="constrained")
     panels = figure.subplots(1, stages, squeeze=False)[0]
     again = row.prediction.recompute == "block"
     bounds = job.bounds(placement.widths, row.prediction.schedule.microbatches, again)
@@ -59,34 +68,87 @@ def draw_layout(row: Row, job: Job, path: Path) -> None:
         names = steps[first:after]
         what = names[0] if len(names) == 1 else f"{names[0]}\nto {names[-1]}"
         panel.set_title(f"stage {stage}: {what or 'all layers'}", fontsize=9)
-        _draw_stage(panel, placement, stage, job.image[1:])
+        _draw_stage(panel, placement, stage, size)
     shown = "" if stages == placement.stages else f", the first {stages} stages"
-    height, width = job.image[1:]
-    figure.suptitle(f"{height}x{width} on {placement.describe()}{shown}", fontsize=10)
+    figure.suptitle(f"{by(size)} on {placement.describe()}{shown}", fontsize=10)
     figure.savefig(path)
 
 
 def _draw_stage(panel: Axes, placement: Placement, stage: int, size: Sequence[int]) -> None:
-    """The tiles of a stage, with the rank of the first replica, and of its other copy."""
-    from matplotlib.patches import Rectangle
-
-    height, width = size
-    rows, cols = placement.grids[stage]
-    ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
-    written = max(rows, cols) <= 16
-    for part in range(rows * cols):
-        row, col = divmod(part, cols)
-        y0, y1 = row * height // rows, (row + 1) * height // rows
-        x0, x1 = col * width // cols, (col + 1) * width // cols
-        colour = ("#c6dbef", "#9ecae1")[(row + col) % 2]
-        panel.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, facecolor=colour, edgecolor="white"))
-        if written:
-            text = "\n".join(str(one[part]) for one in ranks)
-            panel.text((x0 + x1) / 2, (y0 + y1) / 2, text, ha="center", va="center", fontsize=8)
-    panel.set_xlim(0, width)
-    panel.set_ylim(height, 0)
+    """The tiles of a stage; a volume is pulled apart into its slabs of slices, side by side."""
+    grid = placement.grids[stage]
+    if len(size) == 3:
+        bounds = even_bounds(size[0], grid[0])
+        for slab, (first, end) in enumerate(islice(pairwise(bounds), MOST_SLABS)):
+            left = slab * (1.2 * size[2] + _SKEW * bounds[1])
+            _draw_sides(panel, left, size[1:], grid[1:], _SKEW * (end - first))
+            _draw_tiles(panel, placement, stage, size[1:], (left, slab))
+            text = f"slices {first}:{end}"
+            panel.text(left + size[2] / 2, 1.03 * size[1], text, ha="center", va="top", fontsize=8)
+        if grid[0] > MOST_SLABS:
+            panel.set_xlabel(f"the first {MOST_SLABS} of {grid[0]} slabs", fontsize=8)
+        panel.autoscale_view()
+        panel.invert_yaxis()
+        panel.set_xticks([])
+        panel.spines[:].set_visible(False)
+    else:
+        # a signal is as high as its ranks can be read
+        height, width = size if len(size) == 2 else (max(1, size[0] // 8), size[0])
+        _draw_tiles(panel, placement, stage, (height, width), (0, 0))
+        panel.set_xlim(0, width)
+        panel.set_ylim(height, 0)
+        panel.set_xticks([0, width])
+        panel.spines[["top", "right"]].set_visible(False)
+    panel.set_yticks([0, size[0]] if len(size) == 2 else [])
     panel.set_aspect("equal")
     panel.tick_params(labelsize=7)
-    panel.set_xticks([0, width])
-    panel.set_yticks([0, height])
-    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_tiles(
+    panel: Axes,
+    placement: Placement,
+    stage: int,
+    size: Sequence[int],
+    slab: tuple[float, int],
+) -> None:
+    """Those of an image or a slab, with the rank of the first replica, and of its other copy.
+
+    Args:
+        slab: where its left edge is drawn, and its number.
+    """
+    from matplotlib.patches import Rectangle
+
+    rows, cols = (1, *placement.grids[stage])[-2:]
+    ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
+    left, number = slab
+    for (row, (y0, y1)), (col, (x0, x1)) in product(
+        enumerate(pairwise(even_bounds(size[0], rows))),
+        enumerate(pairwise(even_bounds(size[1], cols))),
+    ):
+        colour = _FRONT[(row + col) % 2]
+        place = (left + x0, y0)
+        panel.add_patch(Rectangle(place, x1 - x0, y1 - y0, facecolor=colour, edgecolor="white"))
+        if max(rows, cols) <= 16:
+            part = (number * rows + row) * cols + col
+            text = "\n".join(str(one[part]) for one in ranks)
+            middle = left + (x0 + x1) / 2, (y0 + y1) / 2
+            panel.text(*middle, text, ha="center", va="center", fontsize=8)
+
+
+def _draw_sides(
+    panel: Axes, left: float, size: Sequence[int], grid: Sequence[int], deep: float
+) -> None:
+    """The upper and the right faces of the tiles of a slab, as seen from above and the right."""
+    from matplotlib.patches import Polygon
+
+    height, width = size
+    up = 0.6 * deep
+    faces = []
+    for col, (x0, x1) in enumerate(pairwise(even_bounds(width, grid[1]))):
+        faces.append((col, [(x0, 0), (x1, 0), (x1 + deep, -up), (x0 + deep, -up)]))
+    for row, (y0, y1) in enumerate(pairwise(even_bounds(height, grid[0]))):
+        right = [(width, y0), (width, y1), (width + deep, y1 - up), (width + deep, y0 - up)]
+        faces.append((row + grid[1] - 1, right))
+    for number, corners in faces:
+        moved = [(left + x, y) for x, y in corners]
+        panel.add_patch(Polygon(moved, facecolor=_SIDE[number % 2], edgecolor="white"))

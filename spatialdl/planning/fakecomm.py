@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spatialdl.checking.preflight import Preflight, preflight
 from spatialdl.comm.alone import Alone
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 from spatialdl.planning.auto import cluster_file
@@ -96,8 +96,8 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     return found.is_clear and not errors
 
 
-def _layout(placement: Placement, size: tuple[int, int], ranks: bool) -> Iterator[str]:
-    yield f"layout: {placement.describe()}, images of {size[0]}x{size[1]}"
+def _layout(placement: Placement, size: tuple[int, ...], ranks: bool) -> Iterator[str]:
+    yield f"layout: {placement.describe()}, images of {by(size)}"
     yield ""
     yield from drawn(placement)
     if ranks:

@@ -82,7 +82,8 @@ def search(
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world={world} must be a whole number of at least 1 rank")
     rows, nearest, reason = [], None, ""
-    tried = list(layouts(world, job.batch, len(job.program().names)))
+    dims = len(job.image) - 1
+    tried = list(layouts(world, job.batch, len(job.program().names), dims))
     for layout in tqdm(tried, desc="layouts", unit="layout", disable=not show, leave=False):
         for recompute in _again(job, base, layout):
             made = _with(layout, recompute)
@@ -137,13 +138,13 @@ def _nothing_fits(
     )
 
 
-def layouts(world: int, batch: int, layers: int) -> Iterator[Layout]:
-    """All layouts that are tried, without a look at their costs."""
+def layouts(world: int, batch: int, layers: int, dims: int = 2) -> Iterator[Layout]:
+    """All layouts of images of so many dims that are tried, without a look at their costs."""
     for data in range(1, min(world, batch) + 1):
         if world % data == 0:
             replicated = (("data", data),) if data > 1 else ()
             prefix = "dp+" if data > 1 else ""
-            for shape in _shapes(world // data, layers):
+            for shape in _shapes(world // data, layers, dims):
                 for name, keys in _orders(shape, batch // data):
                     full = (prefix + name).rstrip("+")
                     full = {"": "none", "dp+none": "dp"}.get(full, full)
@@ -152,7 +153,7 @@ def layouts(world: int, batch: int, layers: int) -> Iterator[Layout]:
 
 @dataclass(frozen=True)
 class _Shape:
-    grid: tuple[int, int] | None
+    grid: tuple[int, ...] | None
     stages: int
     spatial: int
 
@@ -168,14 +169,14 @@ class _Shape:
         return tuple(found)
 
 
-def _shapes(ranks: int, layers: int) -> Iterator[_Shape]:
+def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_Shape]:
     """Grids and stages that need so many ranks."""
     most = min(layers, MOST_STAGES)
     if ranks <= most:
         yield _Shape(None, ranks, 0)
     parts = 2
     while parts <= min(ranks, LARGEST_GRID):
-        for grid in grids(parts):
+        for grid in grids(parts, dims):
             if ranks % parts == 0 and ranks // parts <= most:
                 yield _Shape(grid, ranks // parts, ranks // parts)
             for spatial in (1, 2):
@@ -185,10 +186,18 @@ def _shapes(ranks: int, layers: int) -> Iterator[_Shape]:
         parts *= 2
 
 
-def grids(parts: int) -> list[tuple[int, int]]:
-    """Rows alone, and the grid nearest to a square."""
-    cols = max(c for c in range(1, parts + 1) if parts % c == 0 and c * c <= parts)
-    return list(dict.fromkeys([(parts // cols, cols), (parts, 1)]))
+def grids(parts: int, dims: int = 2) -> list[tuple[int, ...]]:
+    """The grid nearest to a cube, to a square, and cuts along the first dim alone."""
+    found = [(*_nearly_equal(parts, cut), *(1,) * (dims - cut)) for cut in range(dims, 0, -1)]
+    return list(dict.fromkeys(found))
+
+
+def _nearly_equal(parts: int, factors: int) -> tuple[int, ...]:
+    """So many factors of a number, the largest first."""
+    if factors == 1:
+        return (parts,)
+    least = max(c for c in range(1, parts + 1) if parts % c == 0 and c**factors <= parts)
+    return (*_nearly_equal(parts // least, factors - 1), least)
 
 
 def _orders(shape: _Shape, samples: int) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import tracemalloc
+from math import prod
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from spatialdl.data.image_source import whole_box
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
@@ -23,7 +25,7 @@ log = logging.getLogger("spatialdl.plan")
 
 MEASURED = "this_machine"
 READ_SIDE = 256
-"""Reading is tried on a box of at most so many rows and columns."""
+"""Reading is tried on a box of at most so many rows and columns, of volumes on as many voxels."""
 
 
 def cluster_named(settings: DictConfig, again: bool = False) -> Cluster:
@@ -111,13 +113,14 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
 
 def _read_bytes(sources: Sources) -> float:
     """Memory for each pixel, while a box of an image is read."""
-    rows, cols = (min(side, READ_SIDE) for side in sources.image_size)
-    box = (0, rows, 0, cols)
+    longest: int = round(READ_SIDE ** (2 / len(sources.image_size)))
+    sides = [min(int(side), longest) for side in sources.image_size]
+    box = whole_box(sides)
     views = sources.train_views
     views.read(0, 0, box)  # files are opened, tables are made
     tracemalloc.start()
     try:
         views.read(0, 0, box)
-        return tracemalloc.get_traced_memory()[1] / (rows * cols)
+        return tracemalloc.get_traced_memory()[1] / prod(sides)
     finally:
         tracemalloc.stop()

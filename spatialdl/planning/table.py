@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spatialdl.parallel.layout import by
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job
 from spatialdl.planning.search import Row
@@ -27,9 +28,8 @@ def limit(given: Any, cluster: Cluster, world: Any) -> float | None:
 
 def table(rows: Sequence[Row], job: Job, cluster: Cluster, found: int) -> str:
     """A line a layout."""
-    height, width = job.image[1:]
     lines = [
-        f"{type(job.model).__name__}, {job.batch} images of {height}x{width} a step, on "
+        f"{type(job.model).__name__}, {job.batch} images of {by(job.image[1:])} a step, on "
         f"{cluster.name}: {len(rows)} of {found} layouts",
         "",
         f"{'GB a rank':>9}{'s a step':>10}{'images/s':>10}{'MB sent':>10}{'waiting':>9}  layout",

@@ -48,6 +48,13 @@ def test_grids_are_rows_or_nearly_square():
     assert grids(8) == [(4, 2), (8, 1)]
 
 
+def test_grids_of_volumes_are_nearly_cubes_squares_or_slabs():
+    assert grids(2, 3) == [(2, 1, 1)]
+    assert grids(4, 3) == [(4, 1, 1), (2, 2, 1)] or grids(4, 3) == [(2, 2, 1), (4, 1, 1)]
+    assert grids(16, 3) == [(4, 2, 2), (4, 4, 1), (16, 1, 1)]
+    assert grids(8, 1) == [(8,)]
+
+
 def test_the_fastest_comes_first(job, paper, base):
     rows = search(job, paper, base, 4, None, show=False)
     seconds = [row.prediction.seconds for row in rows]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+from PIL import Image
+
+from spatialdl.parallel.placement import Placement
+from spatialdl.planning import drawing
+from spatialdl.planning.drawing import draw_layout
+
+
+def stage(size, *grids, number=0, **more):
+    """The panel of a stage."""
+    panel = Figure().subplots()
+    drawing._draw_stage(panel, Placement(1, grids, **more), number, size)
+    return panel
+
+
+def texts(panel):
+    return [text.get_text() for text in panel.texts]
+
+
+def tiles(panel):
+    return [
+        (one.get_x(), one.get_y(), one.get_width(), one.get_height())
+        for one in panel.patches
+        if isinstance(one, Rectangle)
+    ]
+
+
+def test_the_tiles_of_an_image_have_their_ranks():
+    panel = stage((5, 6), (2, 2), (1, 1))
+    assert tiles(panel) == [(0, 0, 3, 2), (3, 0, 3, 2), (0, 2, 3, 3), (3, 2, 3, 3)]
+    assert texts(panel) == ["0", "1", "2", "3"]
+    assert texts(stage((5, 6), (2, 2), (1, 1), number=1)) == ["4"]
+    assert texts(stage((5, 6), (2, 1), (2, 1), mirrored=True)) == ["0\n3", "1\n2"]
+
+
+def test_a_signal_is_a_bar():
+    panel = stage((100,), (3,))
+    assert tiles(panel) == [(0, 0, 33, 12), (33, 0, 33, 12), (66, 0, 34, 12)]
+    assert texts(panel) == ["0", "1", "2"]
+
+
+def test_a_volume_is_pulled_apart_into_slabs():
+    panel = stage((9, 8, 6), (2, 2, 3))
+    first, second = texts(panel)[:7], texts(panel)[7:]
+    assert first == [*"012345", "slices 0:4"]
+    assert second == ["6", "7", "8", "9", "10", "11", "slices 4:9"]
+    ours = tiles(panel)
+    assert [one[1:] for one in ours[:6]] == [one[1:] for one in ours[6:]]
+    assert min(one[0] for one in ours[6:]) > 6  # they do not overlap
+    faces = [one.get_xy() for one in panel.patches if isinstance(one, Polygon)]
+    assert len(faces) == 2 * (3 + 2)  # above and to the right
+    widths = [face[:, 0].max() - face[:, 0].min() for face in (faces[3], faces[8])]
+    assert widths == pytest.approx([0.4 * 4, 0.4 * 5])
+
+
+def test_of_many_slabs_the_first_are_drawn():
+    panel = stage((64, 8, 8), (16, 1, 1))
+    assert texts(panel)[-1] == "slices 28:32"
+    assert panel.get_xlabel() == "the first 8 of 16 slabs"
+
+
+@pytest.mark.parametrize(
+    ("size", "grids"), [((8, 6, 4), ((2, 1, 1), (1, 1, 1))), ((9,), ((2,), (1,)))]
+)
+def test_a_picture_of_all_stages_is_written(size, grids, tmp_path):
+    placement = Placement(1, grids)
+    job = SimpleNamespace(
+        image=(1, *size),
+        bounds=lambda *_: [0, 1, 2],
+        program=lambda _: SimpleNamespace(names=["encoder", "head"]),
+    )
+    prediction = SimpleNamespace(
+        placement=placement, recompute="none", schedule=SimpleNamespace(microbatches=1)
+    )
+    draw_layout(SimpleNamespace(prediction=prediction), job, tmp_path / "layout.png")
+    with Image.open(tmp_path / "layout.png") as picture:
+        assert len(picture.convert("RGB").getcolors(100_000)) > 5
