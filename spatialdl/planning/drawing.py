@@ -58,7 +58,7 @@ def draw_layout(row: Row, job: Job, path: Path) -> None:
     placement, size = row.prediction.placement, job.image[1:]
     stages = min(placement.stages, MOST_STAGES)
     slabs = max(grid[0] for grid in placement.grids) if len(size) == 3 else 1
-    inches = 2.6 * min(slabs, MOST_SLABS)
+    inches = max(2.6, 1.7 * min(slabs, MOST_SLABS))
     figure = Figure(figsize=(max(5.0, inches * stages), 3.6), dpi=130, layout="constrained")
     panels = figure.subplots(1, stages, squeeze=False)[0]
     again = row.prediction.recompute == "block"
