@@ -144,7 +144,7 @@ class Setting(NamedTuple):
         )
 
 
-_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 def draw(rng: random.Random, meshes: dict[tuple[int, ...], Mesh], pooling: bool = False) -> Setting:
@@ -163,8 +163,8 @@ def draw(rng: random.Random, meshes: dict[tuple[int, ...], Mesh], pooling: bool 
     stride = tuple(rng.randint(1, most) for most in (4, 3, 2)[:dims])
     generator = torch.Generator().manual_seed(rng.randint(0, 1000))
     image = torch.randn(2, 4, *size, dtype=torch.float64, generator=generator)
-    if rng.random() < 0.3 and dims in _CHANNELS_LAST:
-        image = image.contiguous(memory_format=_CHANNELS_LAST[dims])
+    if rng.random() < 0.3 and dims in CHANNELS_LAST:
+        image = image.contiguous(memory_format=CHANNELS_LAST[dims])
     return Setting(meshes[grid], image, kernel, stride, padding, dilation)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from spatialdl import UnsupportedSpatialOp, shard
 from tests.mpi.equality import (
+    CHANNELS_LAST,
     Operation,
     check,
     close,
@@ -52,6 +55,32 @@ def test_convolution_with_padding_by_name(padding: str, dims: int, seed: int) ->
         return functional("conv", dims)(x, weight, None, 1, padding, s.dilation)
 
     check(convolve, s.image, [parameter(rng, 3, 4, *kernel)], s.mesh, f"{s}, padding {padding}")
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_the_cases_of_distconv(dims: int, kernel: int, mode: str) -> None:
+    """Its tests' table: periodic padding, strides, channels last, any dims cut, sizes that divide.
+
+    LLNL's DistConv (https://github.com/LBANN/DistConv), `tests`; networks written for it find here
+    what they had there.
+    """
+    rng = random.Random(kernel)
+    for stride in (1, 2):
+        module = getattr(torch.nn, f"Conv{dims}d")
+        conv = module(4, 8, kernel, stride, kernel // 2, padding_mode=mode, dtype=torch.float64)
+        image = parameter(rng, 1, 4, *(16 if dims < 3 else 8,) * dims)
+        for last in (None, CHANNELS_LAST.get(dims)):
+            if last is not None:
+                image, conv = image.contiguous(memory_format=last), conv.to(memory_format=last)
+
+            def convolve(x: Tensor, weight: Tensor, bias: Tensor, conv: Any = conv) -> Tensor:
+                return functional_call(conv, {"weight": weight, "bias": bias}, (x,))
+
+            parameters = [conv.weight.detach(), conv.bias.detach()]
+            for grid, mesh in every_mesh(dims).items():
+                check(convolve, image, parameters, mesh, f"{mode} {stride} {last} on {grid}")
 
 
 def test_convolutions_of_one_pixel_a_rank(meshes: dict) -> None:
