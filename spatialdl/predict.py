@@ -20,7 +20,7 @@ from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.predicting.checks import check_config, names_own_network
-from spatialdl.predicting.given import given_slides
+from spatialdl.predicting.given import given_slides, given_volumes
 from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
     alone,
@@ -68,8 +68,10 @@ def _hydra_main(config: DictConfig) -> None:
     run_dir = Path(job.runtime.output_dir)
     try:
         placement = check_config(config)
-        if config.slides is not None:
-            given_slides(config.slides)  # mistakes are told before minutes go into starting ranks
+        if config.slides is not None:  # mistakes are told before minutes go into starting ranks
+            given_slides(config.slides)
+        if config.volumes is not None:
+            given_volumes(config.volumes)
         if placement.world_size > 1:
             if names_own_network(str(config.ckpt_path)):
                 from spatialdl.predicting.network import check_own_network

@@ -20,6 +20,7 @@ from spatialdl.data.format import (
     RegionSample,
     Sample,
     TileSample,
+    VolumeSample,
     sha256_of,
     shard_status,
 )
@@ -137,6 +138,10 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     def sample(self, sample: int) -> Sample:
         """What the manifest says of a sample: slide, coordinates, split, where it lies."""
         return self._samples[self._number(sample)]
+
+    def volumes(self) -> list[VolumeSample]:
+        """What the manifest says of all samples of a data set of volumes."""
+        return [sample for sample in self._samples if isinstance(sample, VolumeSample)]
 
     def image_size(self, sample: int) -> Size:
         """Rows and columns of a sample; of a volume slices before them."""

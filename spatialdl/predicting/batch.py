@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,23 @@ from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import SlideError
+from spatialdl.parallel.layout import by
 from spatialdl.predicting.checks import check_whole
 from spatialdl.predicting.cutting import Cutting, cutting_of
-from spatialdl.predicting.given import given_slides
-from spatialdl.predicting.inputs import Input, SlideImages, shard_inputs, slide_input
+from spatialdl.predicting.given import given_slides, given_volumes, volume_names
+from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
 from spatialdl.predicting.records import Record, key_of
 from spatialdl.predicting.report import Report, table
 from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import Outcome, Runner
 from spatialdl.predicting.tables import save_tables
 from spatialdl.predicting.trained import Trained, find_trained
+from spatialdl.predicting.volume_inputs import (
+    VolumeImages,
+    shard_volume_input,
+    volume_input,
+)
+from spatialdl.predicting.volume_results import VolumeMaps
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.text import counted
 from spatialdl.training.layouts import placement_of
@@ -85,22 +93,36 @@ class _Batch:
         if config.shards is not None:
             yield from self._of_shards(Path(config.shards).expanduser())
             return
+        if config.volumes is not None:
+            _check_dims(trained, volumes=True, given=f"volumes={config.volumes}")
+            self._check_whole()
+            for path, name in volume_names(given_volumes(config.volumes)).items():
+                yield _Todo(name, self._key(None, path), partial(volume_input, path, name, trained))
+            return
+        _check_dims(trained, volumes=False, given=f"slides={config.slides}")
         cutting = cutting_of(config, trained)
         if cutting.whole:
             self._check_whole()
         slides = given_slides(config.slides)
         for path, name in slide_names(slides).items():
-            yield _Todo(name, self._key(cutting, path), _finder(path, name, cutting))
+            yield _Todo(name, self._key(cutting, path), partial(slide_input, path, name, cutting))
 
     def _of_shards(self, folder: Path) -> Iterator[_Todo]:
         trained = self._trained
         dataset = ShardDataset(folder, self._config.split, whole=False)
+        key = self._key(None, folder / "manifest.json")
+        _check_dims(trained, volumes=dataset.kind == "volumes", given=f"shards={folder}")
+        if dataset.kind == "volumes":
+            self._check_whole()
+            for number, name in named_samples(dataset):
+                yield _Todo(name, key, partial(shard_volume_input, dataset, number, name, trained))
+            return
         maps = trained.task == "segmentation"
         found = shard_inputs(dataset, trained.image_size, maps=maps)
         if any(one.whole for one in found):
             self._check_whole()
         for one in found:
-            yield _Todo(one.name, self._key(None, folder / "manifest.json"), _known(one))
+            yield _Todo(one.name, key, partial(_known, one))
 
     def _check_whole(self) -> None:
         parallel = self._config.parallel
@@ -144,7 +166,7 @@ class _Batch:
                 log.warning("%s", problem)
             self._reports.append(Report(todo.name, problem=problem, failed=True))
         elif record is not None:
-            report = _report(record, self._trained)
+            report = _report(record, self._trained, "" if given is None else given.remark)
             self._records.append(record)
             self._reports.append(report)
             told = counted(report.tiles, "tile"), report.predicted, report.value
@@ -152,11 +174,16 @@ class _Batch:
 
     def _predicted(self, given: Input, key: str) -> Record | None:
         """What is known of a slide in the end, on rank 0."""
+        if given.remark and self._world.rank == 0:
+            log.warning("%s: %s", given.name, given.remark)
         outcome = self._runner.run(given)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
-            maps = Maps(self._run_dir, given, self._trained, self._shown, self._world)
-            files = maps.save(outcome)
+            of_volumes = isinstance(given.source, VolumeImages)
+            writer = VolumeMaps if of_volumes else Maps
+            if self._trained.task == "segmentation" or not of_volumes:
+                maps = writer(self._run_dir, given, self._trained, self._shown, self._world)
+                files = maps.save(outcome)
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files)
@@ -174,12 +201,24 @@ def _in_keys(text: str) -> str:
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda m: m[1].replace("-", "_") + "=...", text)
 
 
-def _finder(path: Path, name: str, cutting: Cutting) -> Callable[[], Input]:
-    return lambda: slide_input(path, name, cutting)
+def _known(given: Input) -> Input:
+    return given
 
 
-def _known(given: Input) -> Callable[[], Input]:
-    return lambda: given
+def _check_dims(trained: Trained, *, volumes: bool, given: str) -> None:
+    """Refuse images of other dims than the network takes.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if volumes == trained.takes_volumes:
+        return
+    has, takes = ("volumes", "images") if volumes else ("images", "volumes")
+    remedy = "volumes=" if trained.takes_volumes else "slides="
+    raise ValueError(
+        f"{given} has {has}, but the network of {trained.path} was trained on {takes} of "
+        f"{by(trained.image_size)}: give {takes} by {remedy}..., or a data set of them"
+    )
 
 
 def _check_drawn(config: DictConfig, trained: Trained) -> None:
@@ -188,6 +227,11 @@ def _check_drawn(config: DictConfig, trained: Trained) -> None:
     Raises:
         ValueError: if they are asked for.
     """
+    if config.activation and trained.takes_volumes:
+        raise ValueError(
+            f"activation=true draws maps over images, but the network of {trained.path} was "
+            f"trained on volumes of {by(trained.image_size)}: leave it out"
+        )
     if config.activation and trained.task not in ("classification", "multilabel"):
         raise ValueError(
             "activation=true shows what places give to a class of the image, but the network of "
@@ -223,7 +267,7 @@ def _record(given: Input, outcome: Outcome, key: str, files: Sequence[str]) -> R
     return Record(given.name, key, places, given.span, values, left_out, files)
 
 
-def _report(record: Record, trained: Trained) -> Report:
+def _report(record: Record, trained: Trained, remark: str) -> Report:
     means = record.values.mean(0)
     best = int(means.argmax())
     return Report(
@@ -231,6 +275,6 @@ def _report(record: Record, trained: Trained) -> Report:
         len(record.values),
         trained.classes[best],
         float(means[best]),
-        f"{counted(record.left_out, 'tile')} could not be read" if record.left_out else "",
+        f"{counted(record.left_out, 'tile')} could not be read" if record.left_out else remark,
         failed=record.left_out > 0,
     )

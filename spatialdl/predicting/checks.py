@@ -40,7 +40,7 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("parallel=auto is for training: name the layout, such as parallel=dp")
     if config.parallel.shard_state:
         raise ValueError("parallel.shard_state=true is for training: leave it out")
-    placement = placement_of(config.parallel)
+    placement = placement_of(config.parallel, None if config.volumes is None else 3)
     schedule = schedule_of(config.parallel, placement)
     least = schedule.microbatches * placement.data * max(placement.batch, default=1)
     if config.batch_size < least:
@@ -50,7 +50,7 @@ def check_config(config: DictConfig) -> Placement:
         )
     if config.activation and not config.maps:
         raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
-    if config.whole:
+    if config.whole or config.volumes is not None:
         check_whole(placement, schedule.microbatches)
     check_values(config)
     return placement
@@ -79,8 +79,8 @@ def check_whole(placement: Placement, microbatches: int) -> None:
     for key, count in counts.items():
         if count > 1:
             raise ValueError(
-                f"{key}={count} divides several images, but a whole region is one: take "
-                "parallel=sp, which divides it by rows and columns, or lp, or whole=false"
+                f"{key}={count} divides several images, but a whole region or volume is one: take "
+                "parallel=sp, which divides it by parallel.grid, or lp, or tiles by whole=false"
             )
 
 
@@ -120,19 +120,25 @@ def need_pyarrow() -> Any:
 
 
 def _check_input(config: DictConfig) -> None:
-    if (config.slides is None) == (config.shards is None):
-        what = "neither is" if config.slides is None else "both are"
-        raise ValueError(f"slides=... or shards=... say what to predict, and {what} given")
-    if config.shards is not None:
-        folder = Path(config.shards).expanduser()
-        if not folder.is_dir():
-            raise ValueError(f"shards={config.shards} is no folder")
+    given = [key for key in ("slides", "volumes", "shards") if config[key] is not None]
+    if len(given) != 1:
+        what = f"{' and '.join(given)} are" if given else "none is"
+        raise ValueError(
+            f"slides=..., volumes=... or shards=... says what to predict, and {what} given"
+        )
+    if given == ["shards"] and not Path(config.shards).expanduser().is_dir():
+        raise ValueError(f"shards={config.shards} is no folder")
+    if given != ["slides"]:
         cutting = ("tile_size", "mpp", "level", "overlap", "min_tissue", "slide_mpp", "whole")
-        for key in (*cutting, "stain_reference"):
+        for key in (*cutting, "edge", "stain_reference"):
             if config[key] is not None:
-                raise ValueError(f"{key} says how to cut slides, but shards are cut: leave it out")
-    elif config.split is not None:
-        raise ValueError(f"split={config.split} is of shards=..., slides have none: leave it out")
+                raise ValueError(
+                    f"{key} says how to cut slides, but {given[0]} are not cut: leave it out"
+                )
+    if given != ["shards"] and config.split is not None:
+        raise ValueError(
+            f"split={config.split} is of shards=..., {given[0]} have none: leave it out"
+        )
 
 
 def _check_numbers(config: DictConfig) -> None:

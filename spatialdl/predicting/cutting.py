@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from spatialdl.data.fields import shown
+from spatialdl.data.image_source import Size
 from spatialdl.predicting.records import key_of
 from spatialdl.predicting.trained import Trained
 from spatialdl.slides.cutting.filters import FILTERS
@@ -39,7 +40,7 @@ class Cutting:
     """
 
     tile_size: int
-    view: tuple[int, int]
+    view: Size
     wanted: Wanted
     whole: bool
     overlap: int = 0

@@ -1,14 +1,16 @@
-"""The slides that a command names. No PyTorch here: it is asked before there are ranks."""
+"""The slides and volumes that a command names, found before there are ranks: no PyTorch here."""
 
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import ListConfig
 
-from spatialdl.slides.batch.finding_slides import find_slides
+from spatialdl.data.importing.volume_file import SUFFIXES, is_volume, volume_name
+from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.reading.paths import series_at
 
 
@@ -18,22 +20,48 @@ def given_slides(given: Any) -> list[Path]:
     Raises:
         ValueError: one of them is not there, or matches nothing.
     """
-    paths: list[Path] = []
-    for one in given if isinstance(given, list | ListConfig) else [given]:
-        path = Path(str(one)).expanduser()
-        there = path.exists() or series_at(path) is not None
-        found = [path] if there else _matching(str(path))
-        if not found:
-            raise ValueError(f"slides={one} matches no file or folder")
-        paths += found
-    if not paths:
-        raise ValueError("slides=[] names no slide")
+    paths = _paths(given, "slides", lambda path: path.exists() or series_at(path) is not None)
     try:
         return find_slides(paths)
     except ValueError as error:
         nested = "those in folders of folders by a pattern such as 'FOLDER/**/*.svs'"
         text = str(error).replace("folders in it are looked into with --recursive", nested)
         raise ValueError(text) from error
+
+
+def given_volumes(given: Any) -> list[Path]:
+    """NIfTI files and TIFF stacks; of folders those that lie in them.
+
+    Raises:
+        ValueError: one of them is not there, or no volume by its name.
+    """
+    files: dict[Path, None] = {}
+    for path in _paths(given, "volumes", Path.exists):
+        found = sorted(filter(is_volume, path.iterdir())) if path.is_dir() else [path]
+        if not found or not is_volume(found[0]):
+            what = "has no files" if path.is_dir() else "is no file"
+            raise ValueError(f"volumes={path} {what} of {', '.join(SUFFIXES)}")
+        files |= dict.fromkeys(found)
+    return list(files)
+
+
+def volume_names(volumes: Sequence[Path]) -> dict[Path, str]:
+    """Their names without suffix; with the folders above where several have the same."""
+    return slide_names(volumes, volume_name)
+
+
+def _paths(given: Any, key: str, there: Callable[[Path], bool]) -> list[Path]:
+    """Files and folders as given, and those that match patterns."""
+    paths: list[Path] = []
+    for one in given if isinstance(given, list | ListConfig) else [given]:
+        path = Path(str(one)).expanduser()
+        found = [path] if there(path) else _matching(str(path))
+        if not found:
+            raise ValueError(f"{key}={one} matches no file or folder")
+        paths += found
+    if not paths:
+        raise ValueError(f"{key}=[] names no {key.removesuffix('s')}")
+    return paths
 
 
 def _matching(pattern: str) -> list[Path]:

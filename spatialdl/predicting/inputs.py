@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,35 +32,37 @@ _NEIGHBOURS = 4  # rows and columns of tiles that tell how far neighbours are ap
 
 @dataclass(frozen=True)
 class Input:
-    """A slide: its images, and where they lie.
+    """A slide or a volume: its images, and where they lie.
 
     Attributes:
         name: of the slide.
         source: the images.
-        size: (rows, columns) that the network sees, in the middle of each.
+        size: (rows, columns) that the network sees, in the middle of each; of volumes with slices.
         places: level-0 (x, y) of their top-left corners.
         span: level-0 (rows, columns) of each; None where nobody knows.
         extent: level-0 (rows, columns) of the slide; None where nobody knows.
         mpp: micrometres per level-0 pixel, if known.
         slide: the file, if there is one.
         whole: whether its one image is all that there is of the slide.
+        remark: why its prediction may be wrong.
     """
 
     name: str
     source: ImageSource
-    size: tuple[int, int]
+    size: Size
     places: Sequence[tuple[int, int]]
     span: tuple[float, float] | None
     extent: tuple[int, int] | None
     mpp: float | None
     slide: Path | None = None
     whole: bool = False
+    remark: str = ""
 
     @property
     def scale(self) -> float:
         """Level-0 pixels per pixel of its images, whose span is known."""
         assert self.span is not None
-        return self.span[0] / self.size[0]
+        return float(self.span[0] / self.size[0])
 
 
 @dataclass
@@ -264,28 +266,32 @@ class Some:
         return self.dataset.read_mask(self.numbers[sample], box)
 
 
-def shard_inputs(dataset: ShardDataset, size: tuple[int, int], *, maps: bool) -> list[Input]:
-    """The samples of a data set slide by slide; those without a slide are one of its name.
+def shard_inputs(dataset: ShardDataset, size: Size, *, maps: bool) -> list[Input]:
+    """The samples of a data set of images slide by slide.
 
     Args:
         size: of the images that a network has seen: those of tiles are cut or padded to it.
         maps: whether a class is told for each pixel, so that regions are taken as they are.
-
-    Raises:
-        ValueError: it is a data set of volumes.
     """
-    if dataset.kind == "volumes":
-        raise ValueError(f"{dataset.path} is a data set of volumes, and predict takes images only")
+    if maps or dataset.kind == "regions":
+        return [_region_input(dataset, number, name) for number, name in named_samples(dataset)]
+    slides = _slides(dataset).items()
+    return [_tiles_input(dataset, numbers, name, size) for name, numbers in slides]
+
+
+def named_samples(dataset: ShardDataset) -> Iterator[tuple[int, str]]:
+    """The samples of a data set, each with a name of its own: that of its slide, and a number."""
+    for name, numbers in _slides(dataset).items():
+        for place, number in enumerate(numbers, 1):
+            yield number, name if len(numbers) == 1 else f"{name}_{place}"
+
+
+def _slides(dataset: ShardDataset) -> dict[str, list[int]]:
+    """Samples by slide; those without a slide are one of the data set's name."""
     slides: dict[str, list[int]] = {}
     for number in range(len(dataset)):
         slides.setdefault(dataset.sample(number).slide or dataset.path.name, []).append(number)
-    if maps or dataset.kind == "regions":
-        return [
-            _region_input(dataset, number, name if len(numbers) == 1 else f"{name}_{place}")
-            for name, numbers in slides.items()
-            for place, number in enumerate(numbers, 1)
-        ]
-    return [_tiles_input(dataset, numbers, name, size) for name, numbers in slides.items()]
+    return slides
 
 
 def _region_input(dataset: ShardDataset, number: int, name: str) -> Input:
@@ -296,9 +302,7 @@ def _region_input(dataset: ShardDataset, number: int, name: str) -> Input:
     return Input(name, Some(dataset, [number]), size, [(0, 0)], span, size, mpp, None, True)
 
 
-def _tiles_input(
-    dataset: ShardDataset, numbers: Sequence[int], name: str, size: tuple[int, int]
-) -> Input:
+def _tiles_input(dataset: ShardDataset, numbers: Sequence[int], name: str, size: Size) -> Input:
     samples = [dataset.sample(number) for number in numbers]
     places = [(sample.x, sample.y) for sample in samples]
     stored = dataset.image_size(numbers[0])

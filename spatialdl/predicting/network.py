@@ -15,7 +15,9 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
 from spatialdl.configuring.own_keys import is_own_network
+from spatialdl.data.image_source import Size
 from spatialdl.errors import CheckpointError
+from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline
@@ -52,12 +54,13 @@ class Network:
         self._trained, self._config, self._world = trained, config, world
         self._device = device_of(config.device)
         self.precision = precision_of(config.precision or settings.precision, self._device)
-        self.placement = placed_by_nodes(placement_of(config.parallel), Nodes(world).of)
+        placement = placement_of(config.parallel, len(trained.image_size))
+        self.placement = placed_by_nodes(placement, Nodes(world).of)
         self.schedule = schedule_of(config.parallel, self.placement)
         self._pipeline: Pipeline | None = None
 
-    def pipeline(self, size: tuple[int, int]) -> Pipeline:
-        """This rank's part of it, for images of (H, W), with its weights.
+    def pipeline(self, size: Size) -> Pipeline:
+        """This rank's part of it, for images of (H, W) or (D, H, W), with its weights.
 
         Raises:
             ValueError: the network does not take such images.
@@ -72,7 +75,7 @@ class Network:
             self._pipeline = found = self._made(size)
         return found
 
-    def _made(self, size: tuple[int, int]) -> Pipeline:
+    def _made(self, size: Size) -> Pipeline:
         parallel, trained = self._config.parallel, self._trained
         with Checkpoint(trained.path) as source:
             model = built(trained, source).to(self.precision.dtype)
@@ -99,7 +102,7 @@ class Network:
         return pipeline
 
     @torch.no_grad()
-    def _check_takes(self, model: nn.Module, size: tuple[int, int]) -> None:
+    def _check_takes(self, model: nn.Module, size: Size) -> None:
         """Run it without memory on an image of another size than it was trained with."""
         trained = self._trained
         if size == trained.image_size:
@@ -111,11 +114,11 @@ class Network:
         except NotImplementedError:  # an operation without a shape of its own, which may well run
             return
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            rows, cols = trained.image_size
-            said = str(error).partition("\n")[0]
+            said, known = str(error).partition("\n")[0], trained.image_size
+            remedy = "give such volumes" if trained.takes_volumes else f"take tile_size={known[0]}"
             raise ValueError(
-                f"{type(model).__name__} does not take images of {size[0]}x{size[1]} ({said}); it "
-                f"was trained on {rows}x{cols}: take tile_size={rows}"
+                f"{type(model).__name__} does not take images of {by(size)} ({said}); it was "
+                f"trained on {by(known)}: {remedy}"
             ) from error
 
 

@@ -14,15 +14,14 @@ from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.validation import Evaluated
 
 Floats = npt.NDArray[np.float64] | npt.NDArray[np.float32]
-Part = tuple[int, int, Floats]
+Part = tuple[tuple[int, ...], Floats]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a map: its first row and column, and values (classes, rows, columns)."""
+    """A part of a map: its first slice, row and column, and values (classes, *spatial)."""
 
-    row: int
-    col: int
+    start: tuple[int, ...]
     values: Tensor
 
 
@@ -30,46 +29,46 @@ def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:
     """What this rank holds of the map of one image, that no other holds before it.
 
     Args:
-        local: (1, classes, rows, columns), its values.
+        local: (1, classes, *spatial), its values.
         one: where they lie.
     """
-    row = col = 0
+    start = (0,) * (local.dim() - 2)
     if isinstance(one.output, SpatialTensor):
-        _, (row, _), (col, _) = one.mesh.own_box(one.output.spatial_layout)
+        start = tuple(first for first, _ in one.mesh.own_box(one.output.spatial_layout).spatial)
     elif not one.counts:
         return []
-    return [Piece(row, col, local[0].cpu())] if local.numel() else []
+    return [Piece(start, local[0].cpu())] if local.numel() else []
 
 
 class PiecedMap:
     """The map of a region; all ranks make it and go through its bands together.
 
     Attributes:
-        size: rows and columns.
+        size: of its spatial dims; bands lie along the first.
 
     Args:
         pieces: of this rank.
-        offset: row and column of the map where the region begins.
+        offset: where the region begins in the map.
     """
 
     def __init__(
         self,
         world: Communicator,
-        size: tuple[int, int],
+        size: tuple[int, ...],
         pieces: Sequence[Piece],
-        region: tuple[int, int],
-        offset: tuple[int, int] = (0, 0),
+        region: tuple[int, ...],
+        offset: tuple[int, ...] | None = None,
     ) -> None:
         self._world, self.size, self._pieces = world, size, pieces
-        self._region, self._offset = region, offset
+        self._region, self._offset = region, offset or (0,) * len(size)
 
     def bands(self, column: int, rows: int) -> Iterator[Floats]:
-        """The map of a class, some rows at a time, from top to bottom, on rank 0.
+        """The map of a class, some rows (slices) at a time, from first to last, on rank 0.
 
         Others go through it as well, and get bands without a column. Where there is no value, it
         is NaN.
         """
-        top, left = self._offset
+        top, *inset = self._offset
         for first in range(0, self.size[0], rows):
             last = min(first + rows, self.size[0])
             everybody: list[list[Part]] | None = [] if self._world.rank == 0 else None
@@ -77,19 +76,20 @@ class PiecedMap:
                 parts = (_cut(piece, column, first - top, last - top) for piece in self._pieces)
                 everybody = self._world.gather([part for one in parts for part in one])
             if everybody is None:
-                yield np.empty((last - first, 0))
+                yield np.empty((last - first, *(0 for _ in inset)))
                 continue
-            band = np.full((last - first, self.size[1]), np.nan)
-            for row, col, values in (part for one in everybody for part in one):
-                at_row, at_col = row + top - first, col + left
-                width = min(values.shape[1], self.size[1] - at_col)
-                band[at_row : at_row + len(values), at_col : at_col + width] = values[:, :width]
+            band = np.full((last - first, *self.size[1:]), np.nan)
+            for start, values in (part for one in everybody for part in one):
+                at = (start[0] + top - first, *map(sum, zip(start[1:], inset, strict=True)))
+                under = band[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))]
+                under[...] = values[tuple(map(slice, under.shape))]  # cut at the map's end
             yield band
 
 
 def _cut(piece: Piece, column: int, first: int, last: int) -> Iterator[Part]:
     """Those rows of a piece that lie in a band of the region."""
-    row0, row1 = max(first, piece.row), min(last, piece.row + piece.values.shape[1])
-    if row0 < row1:
-        part = piece.values[column, row0 - piece.row : row1 - piece.row]
-        yield row0, piece.col, np.ascontiguousarray(part.numpy())
+    row = piece.start[0]
+    begin, end = max(first, row), min(last, row + piece.values.shape[1])
+    if begin < end:
+        part = piece.values[column, begin - row : end - row]
+        yield (begin, *piece.start[1:]), np.ascontiguousarray(part.numpy())

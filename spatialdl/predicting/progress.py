@@ -13,7 +13,8 @@ import numpy.typing as npt
 from torch import nn
 from tqdm import tqdm
 
-from spatialdl.data.image_source import Box, ImageSource, Pixels, Size
+from spatialdl.data.format import VOLUME_CHUNK
+from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, extents, whole_box
 from spatialdl.training.console.progress import has_terminal
 
 BAND = 1024  # rows that are read at a time
@@ -62,13 +63,14 @@ class ReadInBands:
         return self.source.image_size(sample)
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
-        rows, cols = self.image_size(sample)
-        row0, row1, col0, col1 = box or (0, rows, 0, cols)
-        found = np.empty((row1 - row0, col1 - col0, self.channels), self.dtype)
-        with bar(self.name, "reading", row1 - row0, "row") as rows_read:
-            for first in range(row0 // BAND * BAND, row1, BAND):
-                top, end = max(first, row0), min(first + BAND, row1)
-                band = self.source.read(sample, (top, end, col0, col1))
+        size = self.image_size(sample)
+        row0, row1, *rest = box or whole_box(size)
+        found = np.empty((*extents((row0, row1, *rest)), self.channels), self.dtype)
+        unit, step = ("row", BAND) if len(size) == 2 else ("slice", VOLUME_CHUNK)
+        with bar(self.name, "reading", row1 - row0, unit) as rows_read:
+            for first in range(row0 // step * step, row1, step):
+                top, end = max(first, row0), min(first + step, row1)
+                band = self.source.read(sample, (top, end, *rest))
                 found[top - row0 : end - row0] = band
                 rows_read.update(end - top)
         return found

@@ -171,9 +171,9 @@ class Maps:
                 means[number] = self._passed(told, number)
         if self._world.rank != 0:
             return
-        self._picture("heatmap", means, _scale(found, scale), "probability", (0.0, 1.0))
+        self._picture("heatmap", means, _scale(told, scale), "probability", (0.0, 1.0))
         stack = np.stack([means[k] for k in range(len(means))])
-        features = region_features(stack, _scale(found, scale), classes, self._shown)
+        features = region_features(stack, _scale(told, scale), classes, self._shown)
         save_geojson(self._named(".geojson"), features)
 
     def _bar(self, bands: int) -> AbstractContextManager[Any]:
@@ -207,7 +207,7 @@ class Maps:
             name = self._trained.classes[number]
             said = {"class": name, "what": what, "value_at_1": limits[0], "value_at_255": limits[1]}
             write_pyramid(
-                self._named(f"-{self._file_names()[number]}{ending}.tif"),
+                self._named(f"-{class_files(self._trained.classes)[number]}{ending}.tif"),
                 (_as_bytes(band, limits) for band in overview.seen(bands)),
                 found.size,
                 mpp,
@@ -245,30 +245,32 @@ class Maps:
         self._files.append(name)
         return self._run_dir / name
 
-    def _file_names(self) -> list[str]:
-        """Of the classes, each another one, whatever they are called."""
-        names = [re.sub(r"[^\w.+-]", "_", name)[:40] for name in self._trained.classes]
-        if len({name.casefold() for name in names}) == len(names):
-            return names
-        return [f"{name}_{number}" for number, name in enumerate(names)]
-
 
 @dataclass
 class _Told:
     """A map whose bands a bar counts."""
 
-    given: ClassMap
+    given: PiecedMap
     bar: tqdm[Any] | None
 
     @property
     def size(self) -> tuple[int, int]:
-        return self.given.size
+        rows, cols = self.given.size
+        return rows, cols
 
     def bands(self, column: int, rows: int) -> Bands:
         for band in self.given.bands(column, rows):
             yield band
             if self.bar is not None:
                 self.bar.update()
+
+
+def class_files(classes: Sequence[str]) -> list[str]:
+    """Classes as parts of file names, each another one, whatever they are called."""
+    names = [re.sub(r"[^\w.+-]", "_", name)[:40] for name in classes]
+    if len({name.casefold() for name in names}) == len(names):
+        return names
+    return [f"{name}_{number}" for number, name in enumerate(names)]
 
 
 def _scale(found: ClassMap, scale: float) -> float:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.data.image_source import Size
 from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
+from spatialdl.parallel.layout import by
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.activation import ActivationMaps
 from spatialdl.predicting.inputs import Input
@@ -93,8 +96,8 @@ class Runner:
             raise SlideError(f"{given.name}: {error}") from error
         told = given.whole and self._world.rank == 0
         if told:
-            rows, cols = given.size
-            log.info("%s: an image of %d x %d is read and predicted", given.name, rows, cols)
+            size = " x ".join(map(str, given.size))
+            log.info("%s: an image of %s is read and predicted", given.name, size)
             views = replace(views, source=ReadInBands(given.source, given.name))
         feed = Feed(
             OmegaConf.create({"workers": 0, "prefetch": 2}),
@@ -150,16 +153,16 @@ class Runner:
             own += own_pieces(probabilities, one)
         sums = torch.zeros(columns, dtype=torch.float64)
         for piece in own:
-            sums += piece.values.double().sum((1, 2))
-        means = self._world.all_reduce(sums) / (given.size[0] * given.size[1])
+            sums += piece.values.double().flatten(1).sum(1)
+        means = self._world.all_reduce(sums) / prod(given.size)
         kept, problem = self._kept(given)
         return Outcome(means[None] if self._world.rank == 0 else None, kept, problem, own)
 
-    def _check_map(self, output: Tensor, size: tuple[int, int], columns: int) -> None:
+    def _check_map(self, output: Tensor, size: Size, columns: int) -> None:
         if tuple(output.shape) != (1, columns, *size):
             raise ValueError(
-                f"the network gives {list(output.shape)} for an image of {size[0]}x{size[1]}, but "
-                f"a class for every pixel is {[1, columns, *size]}"
+                f"the network gives {list(output.shape)} for an image of {by(size)}, but a class "
+                f"for every pixel is {[1, columns, *size]}"
             )
 
     def _microbatches(self, feed: Feed, given: Input) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from spatialdl.data import fields
 from spatialdl.data.format import Manifest
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.pixels import DTYPES
+from spatialdl.data.volume_geometry import Geometry
 from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.training.checkpoints.folder import CONTENT, candidates
 from spatialdl.training.checkpoints.reading import Checkpoint, first_whole, sha256
@@ -34,9 +35,10 @@ class Trained:
         digest: of all that is in it.
         config: of the run.
         classes: names of the classes or targets, one for each output.
-        kind: "tiles" or "regions", where it was trained on shards.
+        kind: "tiles", "regions" or "volumes", where it was trained on shards.
         made_with: how these were cut from slides.
         dtype: of the pixels that it was trained on; None if unknown.
+        geometry: of the volumes that it was trained on.
     """
 
     path: Path
@@ -47,16 +49,21 @@ class Trained:
     kind: str | None = None
     made_with: Mapping[str, Any] = field(default_factory=dict)
     dtype: np.dtype[Any] | None = None
+    geometry: Geometry = field(default_factory=Geometry)
 
     @property
     def task(self) -> str:
         return str(self.config.task.name)
 
     @property
-    def image_size(self) -> tuple[int, int]:
-        """(H, W) of the images that it has seen."""
-        rows, cols = self.config.data.image_size
-        return int(rows), int(cols)
+    def image_size(self) -> tuple[int, ...]:
+        """(H, W) of the images that it has seen, (D, H, W) of volumes."""
+        return tuple(map(int, self.config.data.image_size))
+
+    @property
+    def takes_volumes(self) -> bool:
+        """Whether it has seen volumes."""
+        return len(self.image_size) == 3
 
     @property
     def channels(self) -> int:
@@ -116,13 +123,17 @@ def trained_in(path: Path) -> Trained:
         names = fields.texts({"classes": told.get("classes") or []}, "classes")[:classes]
         made_with = fields.table({"made_with": told.get("made_with") or {}}, "made_with")
         dtype = _dtype(told.get("input") or {})
+        geometry = Geometry()
+        if told.get("geometry") is not None:
+            geometry = Geometry.parsed(fields.table(told, "geometry"))
     except (*_UNREADABLE, OmegaConfBaseException) as error:
         raise CheckpointError(
             f"{path} does not say how its network is built ({fields.missing(error)}): name a "
             "checkpoint of spatialdl.train"
         ) from error
     names = [*names, *map(str, range(len(names), classes))]
-    return Trained(path, step, digest, config, tuple(names), told.get("kind"), made_with, dtype)
+    named, kind = tuple(names), told.get("kind")
+    return Trained(path, step, digest, config, named, kind, made_with, dtype, geometry)
 
 
 def _dtype(recorded: Mapping[str, Any]) -> np.dtype[Any] | None:
@@ -154,7 +165,7 @@ def _check_types(config: DictConfig) -> None:
             raise ValueError(f"data.{key} is {data[key]}")
     for side in tuple(data["image_size"]):
         fields.whole({"data.image_size": side}, "data.image_size", 1)
-    if len(data["image_size"]) != 2:
+    if len(data["image_size"]) not in (2, 3):
         raise ValueError(f"data.image_size is {data['image_size']}")
     Normalisation.from_config(data).check_channels(data["channels"])
     background = data["background"]

@@ -23,6 +23,7 @@ from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
+from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.image_size import common_size
 
 log = logging.getLogger("spatialdl.data")
@@ -80,6 +81,8 @@ class Sources:
         if isinstance(self.train, ShardDataset):
             found["kind"] = self.train.kind
             found["made_with"] = dict(self.train.manifest.made_with)
+            if self.train.kind == "volumes":
+                found["geometry"] = Geometry.of(self.train.volumes()).described()
         return found
 
 

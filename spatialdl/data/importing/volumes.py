@@ -1,36 +1,21 @@
 """A folder of NIfTI files and TIFF stacks as a data set of volumes.
 
-Voxels are kept as they are stored. The last dim of NIfTI, which is usually from feet to head, comes
-first: (k, j, i) are slices, rows and columns; the affine says where they lie in the patient.
+Voxels are kept as they are stored, see `VolumeFile`; the affine says where they lie in the patient.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tifffile
 from tqdm import tqdm
 
 from spatialdl.data.importing.clam import label_of, read_labels
 from spatialdl.data.importing.image_folder import BrokenImagesError
+from spatialdl.data.importing.volume_file import SUFFIXES, is_volume, open_volume, volume_name
 from spatialdl.data.writer import ShardWriter
-
-SUFFIXES = (".nii", ".nii.gz", ".tif", ".tiff")
-_MILLIMETRES = {"unknown": 1.0, "mm": 1.0, "meter": 1e3, "micron": 1e-3}
-_STACKS = {"ZYX", "QYX", "IYX"}
-
-
-@dataclass(frozen=True)
-class Volume:
-    """Pixels (slices, rows, columns), their spacing in millimetres, and the affine to RAS+."""
-
-    pixels: npt.NDArray[Any]
-    spacing: tuple[float, ...] | None = None
-    affine: npt.NDArray[np.float64] | None = None
 
 
 def import_volumes(
@@ -72,10 +57,10 @@ def import_volumes(
         for name, path in tqdm(files.items(), "volumes", disable=off, leave=False):
             label = given[name]
             try:
-                made = read_volume(path)
+                made = open_volume(path)
                 mask = None if of_masks is None else _mask(name, of_masks)
                 writer.add(
-                    made.pixels,
+                    _narrowed(made.read()),
                     label.label if label else None,
                     label.split if label else None,
                     slide=name,
@@ -100,50 +85,14 @@ def find_volumes(folder: Path) -> dict[str, Path]:
         raise ValueError(f"{folder} is no folder; give one of {', '.join(SUFFIXES)} files")
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        suffix = next((end for end in SUFFIXES if path.name.lower().endswith(end)), None)
-        if suffix is None or path.name[0] == ".":
+        if not is_volume(path):
             continue
-        name = path.name[: -len(suffix)]
+        name = volume_name(path)
         if found.setdefault(name, path) != path:
             raise ValueError(f"{found[name]} and {path} have the same name; rename one")
     if not found:
         raise ValueError(f"{folder} has no files {', '.join(SUFFIXES)} in it")
     return found
-
-
-def read_volume(path: Path) -> Volume:
-    """A NIfTI file, or a TIFF file of several pages, which says nothing of spacing here.
-
-    Raises:
-        ValueError: nibabel is missing, or it is no volume of one channel; others if it is damaged.
-    """
-    if path.suffix.lower() in (".tif", ".tiff"):
-        with tifffile.TiffFile(path) as tiff:
-            series: Any = tiff.series[0]
-            if len(tiff.series) > 1 or series.axes not in _STACKS:
-                raise ValueError(f"it has {series.axes} of {series.shape}, expected pages of grey")
-            return Volume(_narrowed(series.asarray()))
-    return _nifti(path)
-
-
-def _nifti(path: Path) -> Volume:
-    try:
-        import nibabel
-    except ImportError:
-        raise ValueError("NIfTI needs nibabel: pip install 'spatialdl[volumes]'") from None
-    image: Any = nibabel.load(path)
-    if len(image.shape) < 3 or set(image.shape[3:]) - {1}:
-        raise ValueError(f"it has shape {image.shape}, expected one volume; split series of them")
-    pixels = np.asanyarray(image.dataobj).reshape(image.shape[:3])
-    if pixels.dtype == np.float64 and image.get_data_dtype() != np.float64:
-        pixels = pixels.astype(np.float32)  # integers with a slope
-    scale = _MILLIMETRES[image.header.get_xyzt_units()[0]]
-    if not (image.header["qform_code"] or image.header["sform_code"]):
-        zooms = [float(x) * scale for x in image.header.get_zooms()[2::-1]]
-        return Volume(_narrowed(pixels.T), tuple(zooms))
-    affine = np.asarray(image.affine, np.float64)[:3, [2, 1, 0, 3]] * scale
-    spacing = tuple(np.linalg.norm(affine[:, :3], axis=0).tolist())
-    return Volume(_narrowed(pixels.T), spacing, affine)
 
 
 def _narrowed(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -158,7 +107,10 @@ def _narrowed(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _mask(name: str, masks: dict[str, Path]) -> npt.NDArray[Any]:
     if name not in masks:
         raise ValueError(f"there is no mask of the name {name}")
-    pixels = read_volume(masks[name]).pixels
+    found = open_volume(masks[name])
+    if found.channels > 1:
+        raise ValueError(f"mask {masks[name]} has {found.channels} channels, expected one")
+    pixels = _narrowed(found.read()[..., 0])
     if pixels.dtype.kind == "f":  # as some programs save classes
         whole = pixels.astype(np.int64)
         if not (whole == pixels).all():

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from spatialdl.slides.reading.paths import (
@@ -77,7 +77,9 @@ def _check_folders(slides: Iterable[Path]) -> None:
             )
 
 
-def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
+def slide_names(
+    slides: Sequence[Path], named: Callable[[Path], str] = slide_name
+) -> dict[Path, str]:
     """What slides are called in the data set: as short as tells them from each other.
 
     The file name without suffix, of a DICOM series its folder or UID; with the suffix, or with the
@@ -85,7 +87,7 @@ def slide_names(slides: Sequence[Path]) -> dict[Path, str]:
     Bytes that are no UTF-8 are written out, and what is longer than a file system takes is
     shortened and ends with a digest.
     """
-    names = {slide: slide_name(slide) for slide in slides}
+    names = {slide: named(slide) for slide in slides}
     for depth in range(1, max(len(slide.resolve().parts) for slide in slides) + 1):
         for slide in _not_alone(names):
             names[slide] = "_".join(slide.resolve().parts[-depth:]).lstrip("/")

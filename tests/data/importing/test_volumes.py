@@ -77,7 +77,7 @@ def test_broken_files_have_a_sentence_each_and_the_others_are_written(folders, c
     for number, part in (
         (2, "float32"),
         (3, "mask has shape"),
-        (5, "(5, 7, 4, 3)"),
+        (5, "3 channels of int16, those before it 1"),
         (6, "no mask"),
     ):
         assert part in said[number]

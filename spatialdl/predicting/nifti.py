@@ -1,0 +1,143 @@
+"""Volumes that lie in pieces on the ranks, written as NIfTI files.
+
+Uncompressed, every rank writes its own box into the file. Compressed, rank 0 takes band after band
+of slices from all ranks; it never holds more than one of them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.image_source import Size
+from spatialdl.data.importing.volume_file import load_nifti
+from spatialdl.data.saving import unfinished
+from spatialdl.predicting.pieces import Piece, PiecedMap
+from spatialdl.predicting.volume_inputs import StoredVolume
+
+_BAND = 2**22  # voxels that rank 0 takes at a time; at least a slice
+_LEVEL = 1  # of gzip, as nibabel has it: more takes far longer for little
+_MOST_OF_NIFTI_1 = 2**15 - 1  # voxels along a dim
+_GEOMETRY = (
+    *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),
+    *("qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"),
+)
+
+
+def nifti_header(stored: StoredVolume, source: Path | None, dtype: np.dtype[Any]) -> bytes:
+    """The header of a volume that lies in the patient as a stored one.
+
+    Args:
+        stored: the volume.
+        source: its file, if there is one; a NIfTI header says exactly where its voxels lie.
+        dtype: of the voxels to be written.
+    """
+    import nibabel
+
+    large = max(stored.size) > _MOST_OF_NIFTI_1
+    kind: Any = nibabel.Nifti2Header if large else nibabel.Nifti1Header
+    header = kind()
+    header.set_data_dtype(dtype)
+    header.set_data_shape(stored.size[::-1])
+    header.set_slope_inter(1, 0)
+    if source is not None and source.name.lower().endswith((".nii", ".nii.gz")):
+        known = load_nifti(source).header
+        for name in _GEOMETRY:
+            header[name] = known[name]
+        header["pixdim"][4:] = 1
+        header.set_xyzt_units(known.get_xyzt_units()[0])
+    elif stored.spacing is not None:
+        header.set_zooms(stored.spacing[::-1])
+        header.set_xyzt_units("mm")
+        if stored.affine is not None:
+            affine = np.vstack([stored.affine[:, [2, 1, 0, 3]], (0, 0, 0, 1)])
+            header.set_sform(affine, "scanner")
+            header.set_qform(affine, "scanner")
+    out = BytesIO()
+    header.write_to(out)
+    return out.getvalue()
+
+
+def save_nifti(
+    path: Path,
+    world: Communicator,
+    header: bytes,
+    size: Size,
+    pieces: Sequence[Piece],
+    dtype: np.dtype[Any],
+) -> None:
+    """Write a volume; all ranks call it together. The file appears whole or not at all.
+
+    Args:
+        path: compressed if its name ends in .gz; else on a file system that all ranks have.
+        header: on rank 0, see `nifti_header`.
+        size: (slices, rows, columns).
+        pieces: of this rank, of one class.
+        dtype: of the voxels, to which they are rounded.
+
+    Raises:
+        OSError: some rank cannot write.
+    """
+    with unfinished(path) if world.rank == 0 else nullcontext() as temporary:
+        if path.name.endswith(".gz"):
+            _write_bands(temporary, world, header, size, pieces, dtype)
+            return
+        if temporary is not None:
+            with temporary.open("r+b") as file:
+                file.write(header)
+        problem = ""
+        place, offset = world.bcast((temporary, len(header)))
+        try:
+            with place.open("r+b") as file:
+                for piece in pieces:
+                    _write_box(file.fileno(), offset, size, piece, dtype)
+                os.fsync(file.fileno())  # or another machine may not have it when it is renamed
+        except OSError as error:
+            problem = f"{path} cannot be written by rank {world.rank}: {error}"
+        problems = [one for one in world.allgather(problem) if one]
+        if problems:
+            raise OSError(problems[0])
+
+
+def _write_bands(
+    temporary: Path | None,
+    world: Communicator,
+    header: bytes,
+    size: Size,
+    pieces: Sequence[Piece],
+    dtype: np.dtype[Any],
+) -> None:
+    slices = max(1, _BAND // (size[1] * size[2]))
+    bands = PiecedMap(world, size, pieces, size).bands(0, slices)
+    if temporary is None:
+        for _ in bands:
+            pass
+        return
+    with (
+        temporary.open("r+b") as out,
+        gzip.GzipFile("", "wb", _LEVEL, out, mtime=0) as compressed,
+    ):
+        compressed.write(header)
+        for band in bands:
+            compressed.write(band.astype(dtype).tobytes())
+
+
+def _write_box(file: int, offset: int, size: Size, piece: Piece, dtype: np.dtype[Any]) -> None:
+    """Voxels that follow one another in the file are written at once."""
+    box = piece.values[0].numpy().astype(dtype, copy=False)
+    run = 3 if box.shape[1:] == tuple(size[1:]) else 2 if box.shape[2] == size[2] else 1
+    for outer in np.ndindex(*box.shape[: 3 - run]):
+        first = [a + b for a, b in zip(piece.start, (*outer, 0, 0, 0), strict=False)]
+        at = offset + int(np.ravel_multi_index(first, size)) * dtype.itemsize
+        left = memoryview(box[outer].tobytes())
+        while left:
+            written = os.pwrite(file, left, at)
+            left, at = left[written:], at + written
