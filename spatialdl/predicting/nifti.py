@@ -54,13 +54,14 @@ def nifti_header(stored: StoredVolume, source: Path | None, dtype: np.dtype[Any]
             header[name] = known[name]
         header["pixdim"][4:] = 1
         header.set_xyzt_units(known.get_xyzt_units()[0])
+    elif stored.affine is not None:
+        affine = np.vstack([stored.affine[:, [2, 1, 0, 3]], (0, 0, 0, 1)])
+        header.set_qform(affine, "scanner")
+        header.set_sform(affine, "scanner")
+        header.set_xyzt_units("mm")
     elif stored.spacing is not None:
         header.set_zooms(stored.spacing[::-1])
         header.set_xyzt_units("mm")
-        if stored.affine is not None:
-            affine = np.vstack([stored.affine[:, [2, 1, 0, 3]], (0, 0, 0, 1)])
-            header.set_sform(affine, "scanner")
-            header.set_qform(affine, "scanner")
     out = BytesIO()
     header.write_to(out)
     return out.getvalue()

@@ -80,12 +80,14 @@ class VolumeImages:
     """One volume, turned to the orientation of the training set; a data set as `Feed` takes it.
 
     Attributes:
+        name: of it, in messages.
         stored: the volume.
         turn: from there to what is read.
         dtype: of the voxels that are read; integers have exactly the values that are stored.
         unreadable: why something could not be read in this process; it is 0.
     """
 
+    name: str
     stored: StoredVolume
     turn: Turn
     dtype: np.dtype[Any]
@@ -111,7 +113,7 @@ class VolumeImages:
             found = self.stored.read(self.turn.stored_box(box, size))
             return self.turn.seen(_exactly(found, self.dtype))
         except Exception as error:  # what decoders raise of damaged files is anything
-            self.unreadable[sample] = " ".join(str(error).split()) or type(error).__name__
+            self.unreadable[sample] = f"{self.name}: {_said(error)}"
             return np.zeros((*extents(box), self.channels), self.dtype)
 
     def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
@@ -127,8 +129,7 @@ def volume_input(path: Path, name: str, trained: Trained) -> Input:
     try:
         found: VolumeFile = open_volume(path)
     except Exception as error:  # what decoders raise of damaged files is anything
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise SlideError(f"{path}: {said or type(error).__name__}") from error
+        raise SlideError(f"{path}: {_said(error)}") from error
     return _input(found, name, trained, path)
 
 
@@ -151,12 +152,17 @@ def _input(stored: StoredVolume, name: str, trained: Trained, path: Path | None)
     if dtype.name not in DTYPES:
         raise SlideError(f"{name} has voxels of {dtype}, expected one of {', '.join(DTYPES)}")
     turn = trained.geometry.turn(stored.affine)
-    source = VolumeImages(stored, turn, dtype)
+    source = VolumeImages(name, stored, turn, dtype)
     size = source.image_size(0) if trained.task == "segmentation" else trained.image_size
     spacing = None if stored.spacing is None else turn.seen_size(stored.spacing)
     remark = trained.geometry.remark(spacing)
     span = float(stored.size[1]), float(stored.size[2])
     return Input(name, source, size, [(0, 0)], span, None, None, path, whole=True, remark=remark)
+
+
+def _said(error: Exception) -> str:
+    said = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return said or type(error).__name__
 
 
 def _exactly(voxels: Pixels, dtype: np.dtype[Any]) -> Pixels:

@@ -134,14 +134,15 @@ def _planes_of(stored: StoredVolume) -> Planes:
 
 
 def _save_figure(path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str]) -> None:
-    """The slices, below them the same with classes, and the colours of these."""
+    """The slices, beside or below them the same with classes, and the colours of these."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows, cols = pictures[0].shape[:2]
-    width = 9.0
-    figure = Figure(figsize=(width, 2 * width * rows / cols + 1.2), dpi=130, layout="constrained")
-    for panel, picture in zip(figure.subplots(2, 1), pictures, strict=True):
+    down, across = (1, 2) if 2 * rows > cols else (2, 1)
+    inches = 7.0 * across, 7.0 * down * rows / cols + 1
+    figure = Figure(figsize=inches, dpi=130, layout="constrained")
+    for panel, picture in zip(figure.subplots(down, across), pictures, strict=True):
         panel.imshow(picture, interpolation="nearest")
         panel.set_axis_off()
     marks = [

@@ -16,7 +16,7 @@ def test_a_region_lies_at_its_place_in_the_map(offset, rows):
     size, (top, left) = (17, 20), offset
     values = torch.rand(2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = [(0, 0, 5, 4), (0, 4, 5, 11), (5, 0, 9, 7), (5, 7, 9, 11)]  # 2 x 2, uneven
-    pieces = [Piece(r0, c0, values[:, r0:r1, c0:c1]) for r0, c0, r1, c1 in parts]
+    pieces = [Piece((r0, c0), values[:, r0:r1, c0:c1]) for r0, c0, r1, c1 in parts]
     found = PiecedMap(Alone(), size, pieces, (9, 11), offset)
     assert found.size == size
     for column in (0, 1):

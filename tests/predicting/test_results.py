@@ -139,7 +139,7 @@ def region(slide: Path) -> tuple[Input, torch.Tensor]:
 def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monkeypatch):
     monkeypatch.setattr("spatialdl.predicting.overview.LONGEST", longest)
     given, values = region(slide)
-    outcome = Outcome(pieces=[Piece(0, 0, values[:, :13]), Piece(13, 0, values[:, 13:])])
+    outcome = Outcome(pieces=[Piece((0, 0), values[:, :13]), Piece((13, 0), values[:, 13:])])
     trained = known_network(("no", "yes"), "segmentation")
     names = Maps(tmp_path, given, trained, [1], Alone()).save(outcome)
     assert sorted(names) == ["a-heatmap.png", "a-yes.tif", "a.geojson"]

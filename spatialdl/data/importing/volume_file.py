@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tifffile
 
-from spatialdl.data.image_source import Box, pairs, whole_box
+from spatialdl.data.image_source import Box, extents, pairs, whole_box
 
 SUFFIXES = (".nii", ".nii.gz", ".tif", ".tiff")
 _MILLIMETRES = {"unknown": 1.0, "mm": 1.0, "meter": 1e3, "micron": 1e-3}
@@ -55,7 +55,10 @@ class VolumeFile:
         Raises:
             Exception: whatever the decoder raises of a damaged file.
         """
-        spans = pairs(whole_box(self.size) if box is None else box)
+        box = whole_box(self.size) if box is None else box
+        if not all(extents(box)):  # nibabel fails to
+            return np.empty((*extents(box), self.channels), self.dtype)
+        spans = pairs(box)
         voxels = self._read(tuple(slice(*span) for span in spans))
         return np.asarray(voxels, self.dtype)
 
@@ -141,8 +144,7 @@ def _nifti_reader(path: Path) -> _Read:
     def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:
         at = (*box[::-1], *more[: len(image.shape) - 3])
         found = np.asanyarray(image.dataobj[at])
-        by_column = found.reshape(*found.shape[:3], -1)
-        return np.asarray(by_column.transpose(2, 1, 0, 3))
+        return np.asarray((found if found.ndim == 4 else found[..., None]).transpose(2, 1, 0, 3))
 
     return read
 

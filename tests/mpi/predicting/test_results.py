@@ -36,7 +36,7 @@ def test_a_map_in_pieces_is_that_of_one_process(dim, tmp_path):
     bounds = even_bounds(SIZE[dim], WORLD.size)
     first, last = bounds[WORLD.rank], bounds[WORLD.rank + 1]
     own = values.narrow(1 + dim, first, last - first)
-    pieces = [Piece(first, 0, own) if dim == 0 else Piece(0, first, own)]
+    pieces = [Piece((first, 0) if dim == 0 else (0, first), own)]
     trained = known_network(("a", "b", "c"), "segmentation")
     names = Maps(run_dir, given, trained, [2, 0], WORLD).save(Outcome(pieces=pieces))
     assert WORLD.gather(names, 0) is None or len(names) == 4
