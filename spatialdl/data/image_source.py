@@ -16,8 +16,8 @@ Box = tuple[int, ...]
 Pixels = npt.NDArray[Any]
 """(rows, columns, channels) of an image, (rows, columns) of a mask; of a volume slices before."""
 
-Size = Any
-"""([slices,] rows, columns): whole numbers. Code for images alone takes it as two of them."""
+Size = tuple[int, ...]
+"""([slices,] rows, columns)."""
 
 
 def pairs(box: Box) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -13,12 +14,14 @@ from mpi4py import MPI
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.predicting.batch import run
 from spatialdl.predicting.cutting import cutting_of
 from spatialdl.predicting.inputs import Input, slide_input
 from spatialdl.predicting.pieces import PiecedMap
 from spatialdl.predicting.running import Outcome, Runner
 from spatialdl.predicting.trained import find_trained
 from tests.predicting.runs import MAPS, NETWORK, command, train, write_slide
+from tests.predicting.volumes import AFFINE, UNET, save, train_on_volumes, voxels
 
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
 TILES = {
@@ -34,6 +37,11 @@ REGIONS = {
     2: ["parallel=lp"],
     3: ["parallel=sp parallel.grid=[3,1]"],
     4: ["parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.grid=[1,4]"],
+}.get(WORLD.size, [])
+VOLUMES = {
+    2: ["parallel=sp parallel.grid=[2,1,1]", "parallel=sp parallel.grid=[1,1,2]", "parallel=lp"],
+    3: ["parallel=sp parallel.grid=[3,1,1]", "parallel=sp+pp parallel.grid=[1,2,1]"],
+    4: ["parallel=sp parallel.grid=[1,2,2]", "parallel=sp+lp parallel.grid=[3,1,1]"],
 }.get(WORLD.size, [])
 TOLERANCE = 1e-10
 
@@ -121,3 +129,54 @@ def test_a_map_has_no_seams(layout, maps):
     assert expected.std() > 1e-3
     assert torch.allclose(ours.values, plain.values, rtol=0, atol=TOLERANCE)
     assert np.allclose(plain.values[0], expected.mean((1, 2)), rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory) -> Path:
+    """A network that was trained on volumes, files of two orientations, and their maps."""
+    folder = tmp_path_factory.mktemp("volumes") if WORLD.rank == 0 else None
+    if folder is not None:
+        train_on_volumes(folder, *UNET, "optimizer.lr=0.02", "seed=3", "data.std=0.1")
+        (folder / "new").mkdir()
+        save(folder / "new" / "a.nii.gz", voxels((11, 9, 10)))
+        # columns, rows and slices lead elsewhere than in the training set
+        save(folder / "new" / "b.nii", voxels((9, 11, 13)), AFFINE[:, [2, 0, 1, 3]] * [1, -1, 1, 1])
+        predict_volumes(folder, Alone(), "parallel=none")
+    return Path(WORLD.bcast(folder))
+
+
+def predict_volumes(folder: Path, comm: Any, layout: str) -> Path:
+    out = folder / layout.replace(" ", "_")
+    if comm.rank == 0:
+        out.mkdir()
+    words = (f"ckpt_path={folder / 'run'}", f"volumes={folder / 'new'}", *layout.split())
+    assert run(command(*words), out, comm)
+    return out
+
+
+@pytest.mark.parametrize("layout", VOLUMES)
+def test_maps_of_volumes_equal_those_of_one_process(layout, volumes):
+    out = predict_volumes(volumes, WORLD, layout)
+    if WORLD.rank:
+        return
+    for name, suffix, shape in (("a", "nii.gz", (11, 9, 10)), ("b", "nii", (9, 11, 13))):
+        found, expected = (
+            [nibabel.load(one / f"{name}-{kind}.{suffix}") for kind in ("classes", "0", "1", "2")]
+            for one in (out, volumes / "parallel=none")
+        )
+        source = nibabel.load(volumes / "new" / f"{name}.{suffix}")
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape == source.shape == shape
+            assert (one.affine == source.affine).all()
+            ours, plain = np.asarray(one.dataobj), np.asarray(other.dataobj)
+            assert ours.dtype == plain.dtype
+            if ours.dtype == np.float64:
+                assert np.abs(ours - plain).max() < TOLERANCE
+                assert plain.std() > 1e-3  # or any would be equal
+            else:
+                assert (ours == plain).all()
+                assert len(np.unique(plain)) > 1
+        pictures = [one / f"{name}-slices.png" for one in (out, volumes / "parallel=none")]
+        assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    files = {path.name for path in out.iterdir() if path.is_file()}
+    assert files == {path.name for path in (volumes / "parallel=none").iterdir() if path.is_file()}
