@@ -296,24 +296,24 @@ def _slides(dataset: ShardDataset) -> dict[str, list[int]]:
 
 def _region_input(dataset: ShardDataset, number: int, name: str) -> Input:
     """A region is a slide of its own, of which it is level 0."""
-    sample, size = dataset.sample(number), dataset.image_size(number)
+    sample, (rows, cols) = dataset.sample(number), dataset.image_size(number)
     mpp = dataset.mpp if isinstance(sample, TileSample) else sample.mpp
-    span = (float(size[0]), float(size[1]))
+    size, span = (rows, cols), (float(rows), float(cols))
     return Input(name, Some(dataset, [number]), size, [(0, 0)], span, size, mpp, None, True)
 
 
 def _tiles_input(dataset: ShardDataset, numbers: Sequence[int], name: str, size: Size) -> Input:
     samples = [dataset.sample(number) for number in numbers]
     places = [(sample.x, sample.y) for sample in samples]
-    stored = dataset.image_size(numbers[0])
+    rows, cols = dataset.image_size(numbers[0])
     made_with = dataset.manifest.made_with
     moved = made_with.get("edge") == "shift"
-    span = _span(places, stored, made_with.get("overlap"), moved=moved)
+    span = _span(places, (rows, cols), made_with.get("overlap"), moved=moved)
     extent = mpp = None
     if span is not None:
         far = max(y for _, y in places) + span[0], max(x for x, _ in places) + span[1]
         extent = round(far[0]), round(far[1])
-        mpp = None if dataset.mpp is None else dataset.mpp * stored[0] / span[0]
+        mpp = None if dataset.mpp is None else dataset.mpp * rows / span[0]
     return Input(name, Some(dataset, numbers), size, places, span, extent, mpp)
 
 

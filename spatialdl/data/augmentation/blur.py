@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from spatialdl.data.augmentation.color import to_type, working_type
-from spatialdl.data.image_source import Box, Pixels
+from spatialdl.data.image_source import Box, Pixels, Size
 
 _SIGMAS = 3  # to either side; 0.3 % lies beyond
 _ROWS_BYTES = 2**22  # of floats at a time
@@ -21,7 +21,7 @@ def radius_of(sigma: float) -> int:
     return math.ceil(_SIGMAS * sigma)
 
 
-def with_margin(box: Box, size: tuple[int, int], sigma: float) -> Box:
+def with_margin(box: Box, size: Size, sigma: float) -> Box:
     """What must be read to blur a box of an image of `size`."""
     radius = radius_of(sigma)
     row0, row1, col0, col1 = box
@@ -33,9 +33,7 @@ def with_margin(box: Box, size: tuple[int, int], sigma: float) -> Box:
     )
 
 
-def blur(
-    pixels: Pixels, box: Box, size: tuple[int, int], sigma: float, white: float | None = None
-) -> Pixels:
+def blur(pixels: Pixels, box: Box, size: Size, sigma: float, white: float | None = None) -> Pixels:
     """Blur a box.
 
     Args:
