@@ -20,6 +20,7 @@ from spatialdl.data.volume_geometry import Turn
 from spatialdl.errors import SlideError
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.trained import Trained
+from spatialdl.text import counted
 
 
 class StoredVolume(Protocol):
@@ -174,9 +175,10 @@ def _exactly(voxels: Pixels, dtype: np.dtype[Any]) -> Pixels:
     if voxels.dtype.kind == "f":
         bad = int(np.size(voxels) - np.isfinite(voxels).sum())
         if bad:
+            many = counted(voxels.size, "voxel")
             raise ValueError(
-                f"{bad} voxels of {voxels.size} that were read are NaN or infinite: replace them, "
-                "by numpy.nan_to_num, say"
+                f"{bad} of {many} that were read are NaN or infinite: replace them, by "
+                "numpy.nan_to_num, say"
             )
     with np.errstate(invalid="ignore", over="ignore"):
         found = voxels.astype(dtype, copy=False)

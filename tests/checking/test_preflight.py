@@ -187,6 +187,25 @@ def test_an_output_that_does_not_fit_the_task_is_an_error(network, task, sentenc
     assert [error[: len(sentence)] for error in found.errors] == [sentence]
 
 
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ("classification", "the network gives (2, 3, 8, 9, 7) for 2 images: to classify"),
+        ("segmentation", None),
+    ],
+)
+def test_an_output_of_volumes_is_compared_with_the_task(task, sentence):
+    found = preflight(
+        nn.Conv3d(1, 3, 3, padding=1),
+        Placement(1, ((2, 1, 1),)),
+        (2, 1, 8, 9, 7),
+        criterion=TASKS[task].loss,
+        segments=task == "segmentation",
+    )
+    errors = [error[: len(sentence or "")] for error in found.errors]
+    assert errors == ([] if sentence is None else [sentence])
+
+
 def test_the_network_stays_as_it_is():
     model = Refused()
     before = {name: p.clone() for name, p in model.named_parameters()}

@@ -16,6 +16,9 @@ from tests.planning.conftest import FIGURES
 SMALL = ["model.width=4", "data.image_size=[40,24]", "data.batch_size=6"]
 
 
+VOLUMES = ("model=unet3d", "model.depth=1", "data.num_classes=3")
+
+
 def config(*overrides: str):
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         return compose("train", [*SMALL, *overrides])
@@ -64,4 +67,7 @@ def test_reading_a_box_takes_memory_for_each_of_its_pixels(figures):
         for size in ("[256,256]", "[5000,6000]")
     )
     assert 3 < small < 300
+    volumes = job_of(config("data.image_size=[40,50,60]", "data.channels=1", *VOLUMES), cluster)
+    assert volumes.image == (1, 40, 50, 60)
+    assert 1 < volumes.read_bytes < 300
     assert large == pytest.approx(small, rel=0.2)

@@ -27,6 +27,7 @@ def given(tmp_path) -> str:
         ("parallel=dp parallel.data=4 batch_size=4", 4),
         ("slides=null shards=SET split=val", 1),
         ("classes=[a,b] activation=true", 1),
+        ("slides=null volumes=a.nii parallel=sp parallel.grid=[2,1,3]", 6),
     ],
 )
 def test_what_fits(words, ranks, given, tmp_path):
@@ -39,7 +40,14 @@ def test_what_fits(words, ranks, given, tmp_path):
     ("words", "sentence"),
     [
         ("ckpt_path=latest", "ckpt_path=latest of which run"),
-        ("shards=SET", "both are given"),
+        ("shards=SET", "slides and shards are given"),
+        ("slides=null", "none is given"),
+        ("volumes=a.nii", "slides and volumes are given"),
+        ("slides=null volumes=a.nii tile_size=9", "how to cut slides, but volumes are not cut"),
+        ("slides=null volumes=a.nii split=val", "split=val is of shards=..., volumes have none"),
+        ("slides=null volumes=a.nii parallel=sp", r"parallel.grid=\[2, 1\] has 2 numbers"),
+        ("slides=null volumes=a.nii parallel=dp", "parallel.data=2 divides several images"),
+        ("slides=null shards=SET edge=pad", "edge says how to cut slides"),
         ("slides=null shards=SET/none", "is no folder"),
         ("slides=null shards=SET min_tissue=0", "min_tissue says how to cut slides"),
         ("slides=null shards=SET whole=false", "whole says how to cut slides"),

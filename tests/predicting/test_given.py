@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.predicting.given import given_slides
+from spatialdl.predicting.given import given_slides, given_volumes, volume_names
 from spatialdl.predicting.records import key_of
 from tests.slides.dicom_series import uid, write_series
 from tests.slides.tiled_tiffs import picture
@@ -37,3 +37,28 @@ def test_a_series_is_predicted_anew_when_one_of_its_files_changes(cases: Path) -
     assert key_of([], cases / "one") == before == key_of([], cases / "one" / A)
     write_series(cases / "one", 255 - picture(200, 150), A, name="level-{}.dcm")
     assert key_of([], cases / "one") != before
+
+
+def test_volumes_are_given_by_files_folders_and_patterns(tmp_path: Path) -> None:
+    files = [tmp_path / case / name for case in "pq" for name in ("ct.nii.gz", "pet.nii")]
+    for path in (*files, tmp_path / "p" / "notes.txt", tmp_path / "p" / ".hidden.nii"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert given_volumes(str(tmp_path / "p")) == files[:2]
+    assert given_volumes([str(tmp_path / "q"), str(files[0]), str(files[0])]) == [
+        *files[2:],
+        files[0],
+    ]
+    assert given_volumes(str(tmp_path / "*" / "ct*")) == files[::2]
+    assert list(volume_names(files[:2]).values()) == ["ct", "pet"]
+    assert list(volume_names(files[::2]).values()) == ["p_ct.nii.gz", "q_ct.nii.gz"]
+    (tmp_path / "empty").mkdir()
+    for given, said in (
+        ("none*", "matches no file or folder"),
+        ("empty", r"empty has no files of \.nii, \.nii\.gz"),
+        ("p/notes.txt", r"notes\.txt is no file of \.nii"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            given_volumes(str(tmp_path / given))
+    with pytest.raises(ValueError, match=r"volumes=\[\] names no volume"):
+        given_volumes([])
