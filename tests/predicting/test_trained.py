@@ -10,6 +10,7 @@ import pytest
 from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardWriter
 from spatialdl.data.normalisation import Normalisation
+from spatialdl.data.volume_geometry import Geometry
 from spatialdl.errors import CheckpointError
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.training.checkpoints.folder import CONTENT, SEAL, sealed
@@ -70,6 +71,14 @@ def test_settings_of_the_data(changed):
     )
     assert (found.background, found.image_size) == (0.0, (40, 24))
     assert (found.kind, dict(found.made_with)) == ("tiles", {"mpp": 0.5})
+
+
+def test_volumes_of_its_training_set(changed):
+    geometry = {"orientation": "SAR", "spacing": [[2, 1, 1], [3, 1, 1]]}
+    found = changed(config__data__image_size=[9, 40, 24], data={"geometry": geometry})
+    assert (found.image_size, found.takes_volumes) == ((9, 40, 24), True)
+    assert found.geometry == Geometry("SAR", ((2, 1, 1), (3, 1, 1)))
+    assert changed(data={"geometry": None}).geometry == Geometry()
 
 
 def test_the_normalisation_of_its_input(run, changed):
@@ -141,6 +150,9 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
         ("config__trainer__tf32", "yes"),
         ("data", {"classes": [1, 2, 3]}),
         ("data", {"made_with": [1]}),
+        ("data", {"geometry": {"orientation": "XYZ", "spacing": None}}),
+        ("data", {"geometry": {"orientation": None}}),
+        ("data", {"geometry": "SAR"}),
         ("config__data", {}),
     ],
 )

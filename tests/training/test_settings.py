@@ -242,3 +242,16 @@ def test_synthetic_targets(task):
     assert sources.names == ("0", "1", "2")
     assert sources.train.labels.shape == (64, 3)
     assert (sources.train.labels[:16] != sources.validation.labels).any()
+
+
+def test_volumes_are_described_by_orientation_and_spacing(tmp_path):
+    affine = np.array([[0, 0, 1, 0], [0, 1, 0, 0], [2, 0, 0, 0.0]])
+    with ShardWriter(tmp_path / "set", classes=["a", "b"], kind="volumes") as writer:
+        for number in range(3):
+            split = "val" if number == 2 else "train"
+            spacing = (2.0 + number, 1, 1)
+            writer.add(np.zeros((4, 5, 6)), 0, split, spacing=spacing, affine=affine)
+    data = config("data=shards", f"data.path={tmp_path / 'set'}", "data.channels=1").data
+    found = open_sources(data, 0).described()["geometry"]
+    assert found == {"orientation": "SAR", "spacing": [[2, 1, 1], [3, 1, 1]]}
+    assert "geometry" not in open_sources(config().data, 0).described()
