@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import nibabel
 import numpy as np
 import openslide
 import pytest
@@ -27,6 +28,7 @@ from spatialdl.predicting.given import given_slides
 from spatialdl.training.run_lock import held
 from tests.mpi.training import small
 from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
+from tests.predicting.volumes import of_own, save, train_on_volumes, voxels
 from tests.slides.tiled_tiffs import write_tiff
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -349,3 +351,46 @@ def test_numbers_and_pixels_have_no_activation_maps(task, case, here):
     code, said = here(f"ckpt_path={task}", "slides=b.tif", "level=0", "activation=true")
     assert code == 1
     assert f"was trained with task={task}: leave it out" in said
+
+
+def test_volumes_are_predicted_in_ranks_and_bad_files_are_reported(tmp_path, here, monkeypatch):
+    train_on_volumes(tmp_path, *of_own("pointwise"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    volume = save(tmp_path / "new" / "whole.nii.gz", voxels((10, 9, 6)))
+    Case(tmp_path).start(
+        *("ckpt_path=run", "volumes=new", "hydra.run.dir=p"),
+        *("parallel=sp", "parallel.grid=[1,2,1]"),
+    )
+    found, source = nibabel.load(tmp_path / "p" / "whole-classes.nii.gz"), nibabel.load(volume)
+    assert found.shape == source.shape
+    assert (found.affine == source.affine).all()
+    save(tmp_path / "new" / "flat.nii", voxels((10, 9, 6))[:, :, 0])
+    save(tmp_path / "new" / "contrasts.nii", voxels((10, 9, 6, 2)))
+    holed = voxels((10, 9, 6)).astype(np.float32)
+    holed[3, 4, 5] = np.nan
+    save(tmp_path / "new" / "holed.nii", holed)
+    save(tmp_path / "new" / "thick.nii", voxels((10, 9, 1)), np.diag([0.7, 0.8, 9, 1]))
+    (tmp_path / "new" / "broken.nii").write_text("no volume")
+    code, said = here("ckpt_path=run", "volumes=new", "hydra.run.dir=q")
+    assert code == 1
+    for sentence in (
+        "new/broken.nii: Cannot work out file type",
+        "new/flat.nii: it has shape (10, 9), expected a volume",
+        "contrasts has 2 channels, the network was trained on 1",
+        "holed: 1 of 540 voxels that were read are NaN or infinite",
+        "thick: its voxels are 9 x 0.8 x 0.7 mm",
+        "training set 2.5 x 0.805 x 0.704 mm",
+    ):
+        assert sentence in said
+    status = {row["slide"]: row["status"] for row in Case(tmp_path).table("q/slides.csv")}
+    good = {"whole", "thick"}
+    assert status == {
+        name: "processed" if name in good else "failed"
+        for name in ("broken", "contrasts", "flat", "holed", "thick", "whole")
+    }
+    maps = {path.name.partition("-")[0] for path in (tmp_path / "q").glob("*.nii*")}
+    assert maps == good
+    code, said = here("ckpt_path=run", f"slides={volume}", "hydra.run.dir=r")
+    assert code == 1
+    assert "was trained on volumes of 7x8x9: give volumes by volumes=..." in said

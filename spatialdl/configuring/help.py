@@ -14,7 +14,7 @@ _NAME, _DEFAULT = 28, 18  # columns
 _WHAT = {
     "train": "Train a network on images that are split over ranks. Starts the ranks itself.",
     "plan": "List the layouts that fit a number of ranks, the fastest first. Runs nothing.",
-    "predict": "Predict slides or shards by a trained network, in any layout. Starts the ranks.",
+    "predict": "Predict slides, volumes or shards by a trained network. Starts the ranks itself.",
 }
 _EXAMPLES = {
     "train": (
@@ -35,6 +35,7 @@ _EXAMPLES = {
     "predict": (
         ("ckpt_path=RUN slides='/data/*.svs'", "cut as the training set was"),
         ("ckpt_path=RUN slides=a.svs parallel=sp parallel.grid=[2,2]", "over four ranks"),
+        ("ckpt_path=RUN volumes=scans parallel=sp parallel.grid=[2,1,1]", "NIfTI, over two ranks"),
         ("ckpt_path=RUN shards=tiles split=test maps=false", "tables only"),
     ),
 }
