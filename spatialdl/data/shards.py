@@ -75,7 +75,10 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         if split is not None:
             samples = [sample for sample in samples if sample.split == split]
             if not samples:
-                known = ", ".join(self._manifest.splits) or "none"
+                known = (
+                    ", ".join(self._manifest.splits)
+                    or "none: take all samples by split=null (None)"
+                )
                 raise ValueError(f"data set {path} has no split {split!r}; its splits: {known}")
         self._samples = samples
         self.labels: npt.NDArray[np.int64] = np.array(

@@ -18,10 +18,9 @@ import numpy as np
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.image_source import Size
-from spatialdl.data.importing.volume_file import load_nifti
+from spatialdl.data.importing.volume_file import StoredVolume, load_nifti
 from spatialdl.data.saving import unfinished
 from spatialdl.predicting.pieces import Piece, PiecedMap
-from spatialdl.predicting.volume_inputs import StoredVolume
 
 _BAND = 2**22  # voxels that rank 0 takes at a time; at least a slice
 _LEVEL = 1  # of gzip, as nibabel has it: more takes far longer for little

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from spatialdl.data.format import VolumeSample
 from spatialdl.data.image_source import Box, Pixels, Size, extents, whole_box
-from spatialdl.data.importing.volume_file import VolumeFile, open_volume
+from spatialdl.data.importing.volume_file import StoredVolume, open_volume
 from spatialdl.data.pixels import DTYPES
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.volume_geometry import Turn
@@ -21,59 +20,6 @@ from spatialdl.errors import SlideError
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.trained import Trained
 from spatialdl.text import counted
-
-
-class StoredVolume(Protocol):
-    """A volume in a file or in shards, with dims as they are stored there; see `VolumeFile`."""
-
-    @property
-    def size(self) -> Size: ...
-    @property
-    def channels(self) -> int: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    @property
-    def spacing(self) -> tuple[float, ...] | None: ...
-    @property
-    def affine(self) -> npt.NDArray[np.float64] | None: ...
-    def read(self, box: Box | None = None) -> Pixels: ...
-
-
-@dataclass(frozen=True, eq=False)
-class ShardVolume:
-    """A sample of a data set of volumes."""
-
-    dataset: ShardDataset
-    number: int
-
-    @cached_property
-    def _sample(self) -> VolumeSample:
-        found = self.dataset.sample(self.number)
-        assert isinstance(found, VolumeSample)
-        return found
-
-    @property
-    def size(self) -> Size:
-        return self._sample.size
-
-    @property
-    def channels(self) -> int:
-        return self.dataset.channels
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.dataset.dtype
-
-    @property
-    def spacing(self) -> tuple[float, ...] | None:
-        return self._sample.spacing
-
-    @property
-    def affine(self) -> npt.NDArray[np.float64] | None:
-        return None if self._sample.affine is None else np.array(self._sample.affine)
-
-    def read(self, box: Box | None = None) -> Pixels:
-        return self.dataset.read(self.number, box)
 
 
 @dataclass
@@ -128,7 +74,7 @@ def volume_input(path: Path, name: str, trained: Trained) -> Input:
         SlideError: it cannot be opened, or does not fit the network.
     """
     try:
-        found: VolumeFile = open_volume(path)
+        found = open_volume(path)
     except Exception as error:  # what decoders raise of damaged files is anything
         raise SlideError(f"{path}: {_said(error)}") from error
     return _input(found, name, trained, path)
@@ -140,7 +86,16 @@ def shard_volume_input(dataset: ShardDataset, number: int, name: str, trained: T
     Raises:
         SlideError: it does not fit the network.
     """
-    return _input(ShardVolume(dataset, number), name, trained, None)
+    return _input(shard_volume(dataset, number), name, trained, None)
+
+
+def shard_volume(dataset: ShardDataset, number: int) -> StoredVolume:
+    """A sample of a data set of volumes."""
+    sample = dataset.sample(number)
+    assert isinstance(sample, VolumeSample)
+    affine = None if sample.affine is None else np.array(sample.affine)
+    read = partial(dataset.read, number)
+    return StoredVolume(sample.size, dataset.channels, dataset.dtype, sample.spacing, affine, read)
 
 
 def _input(stored: StoredVolume, name: str, trained: Trained, path: Path | None) -> Input:

@@ -18,6 +18,7 @@ import torch
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.image_source import Box, pairs, whole_box
+from spatialdl.data.importing.volume_file import StoredVolume
 from spatialdl.data.saving import replacing
 from spatialdl.data.volume_geometry import Turn
 from spatialdl.predicting.inputs import Input
@@ -26,7 +27,7 @@ from spatialdl.predicting.pieces import Piece
 from spatialdl.predicting.results import class_files
 from spatialdl.predicting.running import Outcome
 from spatialdl.predicting.trained import Trained
-from spatialdl.predicting.volume_inputs import StoredVolume, VolumeImages
+from spatialdl.predicting.volume_inputs import VolumeImages
 from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.text import fitted
 from spatialdl.training.pictures.orthogonal_slices import (

@@ -10,7 +10,7 @@ from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.importing.volume_file import open_volume
 from spatialdl.predicting.nifti import nifti_header, save_nifti
 from spatialdl.predicting.pieces import Piece
-from spatialdl.predicting.volume_inputs import ShardVolume
+from spatialdl.predicting.volume_inputs import shard_volume
 from tests.predicting.volumes import AFFINE, save, voxels
 
 SIZE = (5, 7, 6)
@@ -55,7 +55,7 @@ def test_pieces_become_a_file_that_lies_as_its_source(cut, ending, tmp_path):
 def test_a_sample_of_shards_becomes_a_file_that_lies_as_it_says(spacing, affine, tmp_path):
     with ShardWriter(tmp_path / "set", kind="volumes") as writer:
         writer.add(np.zeros(SIZE, np.int16), spacing=spacing, affine=affine)
-    stored = ShardVolume(ShardDataset(tmp_path / "set"), 0)
+    stored = shard_volume(ShardDataset(tmp_path / "set"), 0)
     header = nifti_header(stored, None, np.dtype(np.uint8))
     save_nifti(tmp_path / "a.nii", Alone(), header, SIZE, pieces("whole"), np.dtype(np.uint8))
     found = nibabel.load(tmp_path / "a.nii")

@@ -22,27 +22,27 @@ _Read = Callable[[tuple[slice, ...]], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class VolumeFile:
-    """A volume in a file, as `open_volume` finds it.
+class StoredVolume:
+    """A volume in a file, or in shards, with dims as they are stored there.
 
-    The last dim of NIfTI, which is usually from feet to head, comes first: (k, j, i) are slices,
+    Of NIfTI the last dim, which is usually from feet to head, comes first: (k, j, i) are slices,
     rows and columns.
 
     Attributes:
-        path: the file.
         size: (slices, rows, columns).
         channels: contrasts of NIfTI files of four dims, or of five with a fourth of 1.
         dtype: of the voxels as they are read.
         spacing: millimetres along these dims, if known.
         affine: (3, 4), which takes (slice, row, column, 1) to millimetres in RAS+, if known.
+        voxels: reads a box that is not empty.
     """
 
-    path: Path
     size: tuple[int, ...]
     channels: int
     dtype: np.dtype[Any]
-    spacing: tuple[float, ...] | None = None
-    affine: npt.NDArray[np.float64] | None = None
+    spacing: tuple[float, ...] | None
+    affine: npt.NDArray[np.float64] | None
+    voxels: Callable[[Box], npt.NDArray[Any]]
 
     def read(self, box: Box | None = None) -> npt.NDArray[Any]:
         """A box (slices, rows, columns, channels); others of the file take no memory.
@@ -58,19 +58,27 @@ class VolumeFile:
         box = whole_box(self.size) if box is None else box
         if not all(extents(box)):  # nibabel fails to
             return np.empty((*extents(box), self.channels), self.dtype)
-        spans = pairs(box)
-        voxels = self._read(tuple(slice(*span) for span in spans))
-        return np.asarray(voxels, self.dtype)
+        return np.asarray(self.voxels(box), self.dtype)
+
+
+@dataclass(eq=False)
+class _File:
+    """Reads boxes of a file, which each process opens when it first does."""
+
+    path: Path
+
+    def __call__(self, box: Box) -> npt.NDArray[Any]:
+        return self._read(tuple(slice(*span) for span in pairs(box)))
 
     @cached_property
     def _read(self) -> _Read:
         return (_tiff_reader if _is_tiff(self.path) else _nifti_reader)(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_read"}
+        return {"path": self.path}
 
 
-def open_volume(path: Path) -> VolumeFile:
+def open_volume(path: Path) -> StoredVolume:
     """A NIfTI file, or a TIFF file of several pages of grey, which says nothing of spacing here.
 
     Raises:
@@ -79,7 +87,8 @@ def open_volume(path: Path) -> VolumeFile:
     if _is_tiff(path):
         with tifffile.TiffFile(path) as tiff:
             series = _stack(tiff)
-            return VolumeFile(path, tuple(series.shape), 1, np.dtype(series.dtype))
+            size, dtype = tuple(series.shape), np.dtype(series.dtype)
+            return StoredVolume(size, 1, dtype, None, None, _File(path))
     image = load_nifti(path)
     size, channels = image.shape[2::-1], image.shape[3:]
     if len(size) < 3 or len(channels) > 2 or (len(channels) == 2 and channels[0] != 1):
@@ -89,7 +98,8 @@ def open_volume(path: Path) -> VolumeFile:
     if 0 in image.shape:
         raise ValueError(f"it has shape {image.shape}, and no voxels")
     spacing, affine = _geometry(image)
-    return VolumeFile(path, size, int(np.prod(channels)), _dtype(image), spacing, affine)
+    many = int(np.prod(channels))
+    return StoredVolume(size, many, _dtype(image), spacing, affine, _File(path))
 
 
 def load_nifti(path: Path) -> Any:

@@ -1,6 +1,6 @@
 """A folder of NIfTI files and TIFF stacks as a data set of volumes.
 
-Voxels are kept as they are stored, see `VolumeFile`; the affine says where they lie in the patient.
+Voxels are kept as they are stored; the affine says where they lie in the patient.
 """
 
 from __future__ import annotations
