@@ -41,7 +41,7 @@ def test_the_plain_network_loads_what_was_trained(run, tmp_path, capsys):
     plain = network().double()
     plain.load_state_dict(load_file(out), strict=True)
     x = torch.randn(2, 3, 9, 8, dtype=torch.float64)
-    assert torch.equal(plain.eval()(x), trainer.pipeline.stages[0].eval()(x))
+    assert torch.equal(plain.eval()(x), trainer.parts.pipeline.stages[0].eval()(x))
     with safe_open(out, "pt") as file:
         found = {key: json.loads(file.metadata()[key]) for key in ("step", "config", "versions")}
     assert found["step"] == 2
@@ -56,8 +56,8 @@ def test_averaged_weights_have_the_plain_names_too(average, tmp_path, capsys):
     out = tmp_path / "model.safetensors"
     export.main([f"ckpt_path={tmp_path / 'run'}", f"out={out}", f"average={average}".lower()])
     assert ("the averaged weights of" in capsys.readouterr().out) == average
-    found, stage = load_file(out), trainer.pipeline.stages[0]
-    with trainer.update.averaged():
+    found, stage = load_file(out), trainer.parts.pipeline.stages[0]
+    with trainer.parts.update.averaged():
         averages = {name: value.clone() for name, value in stage.state_dict().items()}
     plain = stage.state_dict()
     assert any(not torch.equal(averages[name], plain[name]) for name in plain)

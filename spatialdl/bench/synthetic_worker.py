@@ -25,7 +25,7 @@ from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
 from spatialdl.comm.world import start_world
 from spatialdl.starting import choose_gpu
 from spatialdl.training.network.building import peak_memory_mb
-from spatialdl.training.trainer import Trainer
+from spatialdl.training.parts import Parts
 
 
 def main() -> None:
@@ -53,15 +53,15 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
     """Time `options.rounds` rounds of `options.steps` steps, after `options.warmup` steps."""
     check.enable(bool(config.comm.check))
     total = options.warmup + options.rounds * options.steps
-    trainer = Trainer(_settled(config, total), world)
-    feed = trainer.train_feed
+    parts = Parts(_settled(config, total), world)
+    feed = parts.train_feed
     batch = feed.microbatches(next(iter(feed.batches())))
     images = feed.samples(0)
 
     def steps(first: int, count: int) -> Iterator[int]:
         for number in range(first, first + count):
-            trainer.pipeline.train_step(batch, number, trainer.update.scale)
-            trainer.update.step()
+            parts.pipeline.train_step(batch, number, parts.update.scale)
+            parts.update.step()
             yield number
 
     rounds = []
@@ -70,21 +70,21 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
         for _ in steps(0, options.warmup):
             bar.update()
         for number in range(options.rounds):
-            started = _now(world, trainer.device)
+            started = _now(world, parts.device)
             for _ in steps(options.warmup + number * options.steps, options.steps):
                 bar.update()
-            rounds.append(_now(world, trainer.device) - started)
+            rounds.append(_now(world, parts.device) - started)
             rate = images * options.steps / rounds[-1] / world.size
             if world.rank == 0:
                 bar.write(f"round {number + 1}: {rate:.2f} img/sec per rank")
     feed.close()
-    memory = world.gather(peak_memory_mb(trainer.device)) or [0.0]
+    memory = world.gather(peak_memory_mb(parts.device)) or [0.0]
     return {
         "rounds": rounds,
         "images": images,
         "ranks": world.size,
         "memory_mb": max(memory),
-        "device": _name(trainer.device),
+        "device": _name(parts.device),
     }
 
 

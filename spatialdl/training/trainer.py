@@ -16,34 +16,26 @@ from spatialdl.comm import check, trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.world import world
-from spatialdl.data.views import Views
 from spatialdl.errors import NotFinite
-from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training.checkpoints.keeping import Checkpoints, Resumed
 from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.console.run_log import tell_warnings
 from spatialdl.training.console.start_table import start_table
-from spatialdl.training.course import Course, total_steps
+from spatialdl.training.course import Course
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.feeding import Feed
-from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.meeting import Meeting
-from spatialdl.training.network.building import make_pipeline, peak_memory_mb
-from spatialdl.training.optimization.precision import precision_of, set_arithmetic
-from spatialdl.training.optimization.update import Update
+from spatialdl.training.network.building import peak_memory_mb
+from spatialdl.training.parts import Parts
 from spatialdl.training.pictures.timeline import Timeline
 from spatialdl.training.reporter import Reporter
-from spatialdl.training.settings import device_of, open_sources
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import stage_feeds
 from spatialdl.training.step import Step
 from spatialdl.training.tasks.metrics import Scores
-from spatialdl.training.tasks.task import task_of
 from spatialdl.training.time_split import COLUMNS, TimeSplit
-from spatialdl.training.validation import Validation
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -60,81 +52,59 @@ def run(config: DictConfig, run_dir: Path) -> None:
 
 
 class Trainer:
-    """One rank's part of a training run.
+    """One rank's part of a training run; every rank of `world` makes it together.
 
     Args:
+        config: of the run.
+        world: all ranks.
         nodes: of the world, if they are known.
 
     Attributes:
-        pipeline: this rank's stage, and how it talks to the others.
+        parts: data, network and optimizer.
         course: how far the run is.
+
+    Raises:
+        ValueError: if the configuration does not fit together.
     """
 
     def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
         self.config, self.world = config, world
-        settings = config.trainer
-        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
-        self.device = device_of(config.device)
-        self.precision = precision_of(settings.precision, self.device)
-        self.nodes = nodes or Nodes(world)
-        self.sources = open_sources(config.data, int(config.seed), config.task.name)
-        placement = placement_of(config.parallel, len(self.sources.image_size))
-        self.placement = placed_by_nodes(placement, self.nodes.of)
-        self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
-        check_image(self.sources.image_size, self.placement)
-        schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
-        self.microbatches = schedule.microbatches
-        self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
-        check_batch(self.batch_size, self.microbatches, self.placement.data)
-        self.pipeline = make_pipeline(
-            config,
-            *(self.sources, self.task, self.placement, schedule),
-            *(self.precision, self.device, world, self.nodes),
-        )
+        self.parts = parts = Parts(config, world, nodes)
         self._overfit = Overfit() if config.debug.name == "overfit" else None
-        self.train_feed = self._feed(self.sources.train_views, int(config.seed))
-        self.validation_feed: Feed | None
-        self.validation: Validation | None
-        self.validation_feed, self.validation = self._validation()
-        self.steps = total_steps(settings, len(self.train_feed))
-        self._check_last_batch()
-        self.update = Update(
-            config,
-            self.pipeline,
-            batch=self.batch_size,
-            steps=self.steps,
-            steps_per_epoch=len(self.train_feed),
-        )
         self._step = Step(
-            config, self.pipeline, self.update, self.task.mixup, self.sources.num_classes, world
+            *(config, parts.pipeline, parts.update),
+            *(parts.task.mixup, parts.sources.num_classes, world),
         )
-        self.course = Course(config.trainer, self.steps, len(self.train_feed))
+        self.course = Course(config.trainer, parts.steps, len(parts.train_feed))
         self._timeline: Timeline | None = None
         self._split = TimeSplit()
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
         run_dir = self.world.bcast(run_dir)
-        images = self.sources.normalisation.text(self.sources.train_views.dtype)
-        table = start_table(self.pipeline, self.world, self.config, self.batch_size, images)
+        parts, sources = self.parts, self.parts.sources
+        images = sources.normalisation.text(sources.train_views.dtype)
+        table = start_table(parts.pipeline, self.world, self.config, parts.batch_size, images)
         if self.config.comm.map:
-            tell_ranks(self.pipeline, self.world)
+            tell_ranks(parts.pipeline, self.world)
         with ExitStack() as stack:
             resumed = self._open_checkpoints(stack, run_dir)
             reporter = None
             if table is not None:
                 reporter = stack.enter_context(self._reporter(run_dir, table, resumed))
                 (run_dir / MARKER).unlink(missing_ok=True)
-            feeds = self.train_feed, self.validation_feed
+            feeds = parts.train_feed, parts.validation_feed
             staging = stack.enter_context(
-                stage_feeds(self.world, self.config, *feeds, self.course, self.nodes)
+                stage_feeds(self.world, self.config, *feeds, self.course, parts.nodes)
             )
-            stack.callback(self._close_feeds)
+            stack.callback(parts.close_feeds)
             writer = self.checkpoints.writer
             self._meeting = Meeting(self.world, writer, staging, self.course, self._split)
             if self.config.trainer.trace:
-                train = self.pipeline.schedule.train
-                self._timeline = Timeline(self.world, self.device, self.placement, train, run_dir)
+                self._timeline = Timeline(
+                    *(self.world, parts.device, parts.placement),
+                    *(parts.pipeline.schedule.train, run_dir),
+                )
             trace.count()
             stack.callback(trace.stop_counting)
             try:
@@ -154,8 +124,8 @@ class Trainer:
     def _open_checkpoints(self, stack: ExitStack, run_dir: Path) -> Resumed | None:
         """Also takes up the run where its checkpoint ends, if it goes on from one."""
         self.checkpoints = Checkpoints(
-            *(self.config, self.world, self.pipeline, self.update, run_dir),
-            self.sources.described(),
+            *(self.config, self.world, self.parts.pipeline, self.parts.update, run_dir),
+            self.parts.sources.described(),
         )
         stack.callback(self.checkpoints.writer.close)
         resumed = self.checkpoints.resume()
@@ -167,10 +137,10 @@ class Trainer:
         return Reporter(
             self.config,
             run_dir,
-            steps=self.steps,
+            steps=self.parts.steps,
             table=table,
-            names=self.sources.names,
-            columns=[*self.update.told, *COLUMNS],
+            names=self.parts.sources.names,
+            columns=[*self.parts.update.told, *COLUMNS],
             resumed=resumed,
         )
 
@@ -183,7 +153,7 @@ class Trainer:
 
     def _finish(self, reporter: Reporter | None) -> None:
         summary = self._summary()
-        examples = self.validation.examples() if self.validation is not None else None
+        examples = self.parts.validation.examples() if self.parts.validation is not None else None
         if reporter is None:
             return
         if self._overfit is not None:
@@ -194,7 +164,7 @@ class Trainer:
         """What all ranks together know of the run; each must call it."""
         return {
             "world_size": self.world.size,
-            "peak_memory_mb": self.world.gather(peak_memory_mb(self.device)),
+            "peak_memory_mb": self.world.gather(peak_memory_mb(self.parts.device)),
             "time_split": self._split.summary(),
         }
 
@@ -206,7 +176,7 @@ class Trainer:
         summary = self._summary()
         if reporter is not None:
             reporter.stopped(
-                summary, f"Stopped by {number.name} after step {step} of {self.steps}."
+                summary, f"Stopped by {number.name} after step {step} of {self.parts.steps}."
             )
 
     def _give_up(self, reporter: Reporter | None, error: NotFinite) -> None:
@@ -226,12 +196,12 @@ class Trainer:
         epoch, first = self.course.epoch, self.course.batch
         self._split.restart()
         started = time.perf_counter()
-        batches = self.train_feed.batches(epoch, first)
+        batches = self.parts.train_feed.batches(epoch, first)
         for batch in trace.each("data", "wait for the batch", batches):
             waiting.at(f"step {self.course.step + 1}")
             waited = time.perf_counter() - started
-            images = self.train_feed.samples(self.course.batch)
-            loss = self._train_step(self.train_feed.microbatches(batch))
+            images = self.parts.train_feed.samples(self.course.batch)
+            loss = self._train_step(self.parts.train_feed.microbatches(batch))
             seconds = time.perf_counter() - started
             if self._timeline is not None:
                 self._timeline.step_done(last=self.course.is_over())
@@ -240,11 +210,11 @@ class Trainer:
                     step=self.course.step,
                     epoch=epoch,
                     loss=loss,
-                    learning_rate=self.update.learning_rate,
+                    learning_rate=self.parts.update.learning_rate,
                     images_per_second=images / seconds,
                     data_wait=waited / seconds,
-                    memory_mb=peak_memory_mb(self.device),
-                    **self.update.told,
+                    memory_mb=peak_memory_mb(self.parts.device),
+                    **self.parts.update.told,
                     **{part: self._split.last[part] for part in COLUMNS},
                 )
             self._between_steps(reporter)
@@ -285,19 +255,19 @@ class Trainer:
         Returns:
             Nothing if there are no such samples, or the run was told to stop meanwhile.
         """
-        if self.validation is None or self.validation_feed is None:
+        if self.parts.validation is None or self.parts.validation_feed is None:
             return None
-        with self.update.averaged():
-            own = self.validation.own(self._until_stopped(self.validation_feed))
+        with self.parts.update.averaged():
+            own = self.parts.validation.own(self._until_stopped(self.parts.validation_feed))
         trace.take()  # no part of the next step
         if self.course.stopped is not None:
             return None
-        found = self.validation.scores(own)
+        found = self.parts.validation.scores(own)
         if reporter is not None:
             reporter.validated(self.course.step, found)
-            self.validation.write(reporter.record.path)
+            self.parts.validation.write(reporter.record.path)
         if wants_images(self.config.get("logger") or {}):
-            examples = self.validation.examples()
+            examples = self.parts.validation.examples()
             if reporter is not None:
                 reporter.show(self.course.step, examples or ())
         return found
@@ -308,47 +278,3 @@ class Trainer:
             if self.course.stopped is not None:
                 return
             yield feed.microbatches(batch)
-
-    def _validation(self) -> tuple[Feed, Validation] | tuple[None, None]:
-        """What there is to validate on, and what does it."""
-        views, early = self.sources.validation_views, self.config.trainer.early_stopping.metric
-        if views is None or self._overfit is not None:
-            if early is not None:
-                raise ValueError(
-                    f"trainer.early_stopping.metric={early} would never stop the run, as there is "
-                    "nothing to validate on: give data a split to validate on, or leave it out"
-                )
-            return None, None
-        feed = self._feed(views, None)
-        pictures = wants_images(self.config.get("logger") or {}) or self.config.trainer.report
-        return feed, Validation(
-            *(self.pipeline, self.task, self.sources, feed, self.world), pictures=bool(pictures)
-        )
-
-    def _feed(self, views: Views, seed: int | None) -> Feed:
-        return Feed(
-            self.config.data,
-            views,
-            self.pipeline,
-            batch_size=self.batch_size,
-            masks=self.config.task.name == "segmentation",
-            normalisation=self.sources.normalisation,
-            dtype=self.precision.dtype,
-            channels_last=bool(self.config.trainer.channels_last),
-            seed=seed,
-            one_batch=self._overfit is not None,
-        )
-
-    def _close_feeds(self) -> None:
-        for feed in (self.train_feed, self.validation_feed):
-            if feed is not None:
-                feed.close()
-
-    def _check_last_batch(self) -> None:
-        """That of an epoch may be smaller."""
-        samples, size = len(self.sources.train), self.batch_size
-        left = samples % size
-        is_met = self.steps >= len(self.train_feed) and self._overfit is None
-        if self.config.parallel.shard_state and left and is_met:
-            what = f"the last batch of an epoch of {samples}"
-            check_samples(left, self.microbatches, self.placement.data, what)

@@ -6,12 +6,12 @@ from hydra import compose, initialize_config_module
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data.loader import sample_order, to_input
-from spatialdl.training.trainer import Trainer
+from spatialdl.training.parts import Parts
 
 NETWORKS = {"segmentation": "unet", "classification": "resnet18"}
 
 
-def trainer(*overrides: str) -> Trainer:
+def parts(*overrides: str) -> Parts:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
@@ -21,12 +21,12 @@ def trainer(*overrides: str) -> Trainer:
                 *("parallel.microbatches=2", "trainer.precision=float64", *overrides),
             ],
         )
-    return Trainer(config, Alone())
+    return Parts(config, Alone())
 
 
 @pytest.mark.parametrize("task", NETWORKS)
 def test_micro_batches_hold_images_as_the_network_takes_them_and_their_targets(task):
-    made = trainer("data/augment=pathology", f"model={NETWORKS[task]}")
+    made = parts("data/augment=pathology", f"model={NETWORKS[task]}")
     feed, views = made.train_feed, made.sources.train_views
     order = sample_order(7, 0, 3).tolist()
     (batch,) = feed.batches(epoch=3, first=1)  # the last, of 3 samples
@@ -51,7 +51,7 @@ def test_micro_batches_hold_images_as_the_network_takes_them_and_their_targets(t
 
 
 def test_validation_is_in_order_and_not_augmented():
-    made = trainer("data/augment=pathology", "data.validation_samples=5")
+    made = parts("data/augment=pathology", "data.validation_samples=5")
     labels, images = made.sources.validation.labels, made.sources.validation
     batches = list(made.validation_feed.batches())
     assert [list(map(list, made.validation_feed.own(n))) for n in (0, 1)] == [
@@ -61,4 +61,4 @@ def test_validation_is_in_order_and_not_augmented():
     found = torch.cat([part.labels for batch in batches for part in batch])
     assert found.tolist() == labels.tolist()
     assert (batches[0][0].tiles[0].numpy() == images.read(0)).all()
-    assert trainer("data.validation_samples=0").validation_feed is None
+    assert parts("data.validation_samples=0").validation_feed is None

@@ -55,7 +55,7 @@ def test_a_run_stops_before_its_weights_are_spoilt(overrides, where, tmp_path, c
     assert checkpoints(tmp_path) == [1, 2]
     latest = (tmp_path / "checkpoints" / "latest").read_text().strip()
     kept = load_file(tmp_path / "checkpoints" / latest / "stage-00.safetensors")
-    for name, weight in run.pipeline.named_parameters():
+    for name, weight in run.parts.pipeline.named_parameters():
         assert torch.equal(kept[name], weight), "no step was made since"
         assert weight.isfinite().all()
     assert [row["step"] for row in table(tmp_path / "metrics.csv")] == ["1", "2"]
@@ -95,7 +95,7 @@ def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
         fit(run, tmp_path / choice)
     rows = [table(tmp_path / choice / "metrics.csv") for choice in runs]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
-    for one, other in zip(*(run.pipeline.parameters() for run in runs.values()), strict=True):
+    for one, other in zip(*(run.parts.pipeline.parameters() for run in runs.values()), strict=True):
         assert torch.equal(one, other)
 
 
@@ -109,9 +109,9 @@ def test_whoever_wants_it_trains_on(tmp_path, caplog):
 
 def test_overflows_of_scaled_gradients_do_not_stop_a_run(tmp_path):
     run = trainer("trainer.precision=fp16-mixed", "trainer.max_steps=1")
-    run.update.scaler.scale = 2.0**100
+    run.parts.update.scaler.scale = 2.0**100
     fit(run, tmp_path / "scaled")
-    assert run.update.skipped
+    assert run.parts.update.skipped
     run = trainer("trainer.precision=fp16-mixed", "+model.kind=from")
     with pytest.raises(NotFinite, match=r"step 1: NaN in poison \(Poison\), forward"):
         run.fit(tmp_path / "wrong")
@@ -124,7 +124,7 @@ def test_no_checkpoint_has_a_weight_that_the_update_has_spoilt(tmp_path, monkeyp
     def overflowing(update: Update) -> None:
         step(update)
         if run.course.step == 2:
-            run.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("inf")
+            run.parts.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("inf")
 
     monkeypatch.setattr(Update, "step", overflowing)
     with pytest.raises(NotFinite, match=r"step 3: conv2\.weight is no longer finite after the upd"):

@@ -7,31 +7,31 @@ from hydra import compose, initialize_config_module
 from spatialdl.comm.alone import Alone
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.placed import Microbatch
+from spatialdl.training.parts import Parts
 from spatialdl.training.step import Step
-from spatialdl.training.trainer import Trainer
 
 
-def trainer(*overrides: str) -> Trainer:
+def parts(*overrides: str) -> Parts:
     given = [
         *("model=resnet18", "model.width=4", "device=cpu", "trainer.precision=float64"),
         *("data.image_size=[16,12]", "data.samples=8", "data.batch_size=4", "data.num_classes=3"),
         *("trainer.max_steps=4", *overrides),
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Trainer(compose("train", given), Alone())
+        return Parts(compose("train", given), Alone())
 
 
-def step_of(run: Trainer) -> Step:
+def step_of(run: Parts) -> Step:
     return Step(run.config, run.pipeline, run.update, run.task.mixup, 3, Alone())
 
 
-def first(run: Trainer) -> list[Microbatch]:
+def first(run: Parts) -> list[Microbatch]:
     return run.train_feed.microbatches(next(run.train_feed.batches(0, 0)))
 
 
 @pytest.mark.parametrize("looks", ["debug=detect_nan", "trainer.stop_on_nan=true"])
 def test_it_is_forward_backward_and_update_however_it_looks_for_nan(looks: str) -> None:
-    by_hand, run = trainer("trainer.stop_on_nan=false"), trainer(looks)
+    by_hand, run = parts("trainer.stop_on_nan=false"), parts(looks)
     expected = by_hand.pipeline.train_step(first(by_hand), 0, by_hand.update.scale)
     by_hand.update.step()
     assert step_of(run).run(first(run), 0) == expected
@@ -41,7 +41,7 @@ def test_it_is_forward_backward_and_update_however_it_looks_for_nan(looks: str) 
 
 @pytest.mark.parametrize("looks", [False, True])
 def test_weights_are_checked_before_a_checkpoint_where_nan_is_looked_for(looks: bool) -> None:
-    run = trainer(f"trainer.stop_on_nan={looks}")
+    run = parts(f"trainer.stop_on_nan={looks}")
     step = step_of(run)
     step.check_weights(3)
     with torch.no_grad():

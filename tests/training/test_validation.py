@@ -10,10 +10,10 @@ import torch
 from hydra import compose, initialize_config_module
 
 from spatialdl.comm.alone import Alone
-from spatialdl.training.trainer import Trainer
+from spatialdl.training.parts import Parts
 
 
-def trainer(*overrides: str) -> Trainer:
+def parts(*overrides: str) -> Parts:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
@@ -23,17 +23,17 @@ def trainer(*overrides: str) -> Trainer:
                 *overrides,
             ],
         )
-    return Trainer(config, Alone())
+    return Parts(config, Alone())
 
 
-def validated(ours: Trainer, batches: int | None = None) -> dict[str, Any]:
+def validated(ours: Parts, batches: int | None = None) -> dict[str, Any]:
     feed = ours.validation_feed
     microbatches = map(feed.microbatches, islice(feed.batches(), batches))
     return ours.validation.scores(ours.validation.own(microbatches))
 
 
 def test_a_class_without_auroc_is_named_once(tmp_path, caplog):
-    ours = trainer("data.validation_samples=2")
+    ours = parts("data.validation_samples=2")
     with caplog.at_level(logging.WARNING):
         validated(ours)
         validated(ours)
@@ -41,7 +41,7 @@ def test_a_class_without_auroc_is_named_once(tmp_path, caplog):
 
 
 def test_samples_that_are_met_twice_are_noticed():
-    ours = trainer("data.validation_samples=4")
+    ours = parts("data.validation_samples=4")
     assert validated(ours)["samples"] == 4
     with pytest.raises(RuntimeError, match="met 3 outputs for 4 samples"):
         validated(ours, batches=1)
@@ -50,7 +50,7 @@ def test_samples_that_are_met_twice_are_noticed():
 @pytest.mark.parametrize("task", ["classification", "multilabel", "regression", "segmentation"])
 def test_outputs_that_are_no_numbers_have_no_metrics(task):
     unet = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
-    ours = trainer(*unet, f"task={task}", "data.validation_samples=4")
+    ours = parts(*unet, f"task={task}", "data.validation_samples=4")
     with torch.no_grad():
         next(ours.pipeline.parameters()).fill_(torch.nan)
     found = validated(ours)
@@ -63,7 +63,7 @@ def test_outputs_that_are_no_numbers_have_no_metrics(task):
 def test_without_a_report_nobody_keeps_pictures(task):
     unet = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
     given = [*unet, f"task={task}", "data.validation_samples=4"]
-    with_pictures, without = trainer(*given), trainer(*given, "trainer.report=false")
+    with_pictures, without = parts(*given), parts(*given, "trainer.report=false")
     assert validated(with_pictures) == validated(without)
     assert with_pictures.validation.examples()
     assert without.validation.examples() is None

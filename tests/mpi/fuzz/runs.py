@@ -102,11 +102,11 @@ def trained(case: Case, world: Communicator, folder: Path, data: Data) -> Outcom
     trainer = Trainer(config, world)
     fit(trainer, folder / "run")
     if case.parallel["shard_state"]:  # of which a rank alone knows nothing
-        own = copies(trainer.pipeline, trainer.update, world.rank).values()
+        own = copies(trainer.parts.pipeline, trainer.parts.update, world.rank).values()
         state: dict[str, Tensor] = {name: value for one in own for name, value in one.items()}
     else:
-        state = held(trainer.pipeline, trainer.update.optimizer)
-        averages = trainer.update.average.state_dict() if trainer.update.average else {}
+        state = held(trainer.parts.pipeline, trainer.parts.update.optimizer)
+        averages = trainer.parts.update.average.state_dict() if trainer.parts.update.average else {}
         state |= {f"average/{name}": value for name, value in averages.items()}
     run = Path(world.bcast(folder)) / "run"
     with (run / "metrics.csv").open(newline="") as lines:

@@ -83,7 +83,7 @@ def run(run_dir: Path, comm: Communicator, *overrides: str) -> Outcome:
 
 
 def _own(trainer: Trainer, comm: Communicator) -> dict[str, dict[str, Tensor]]:
-    return copies(trainer.pipeline, trainer.update, comm.rank)
+    return copies(trainer.parts.pipeline, trainer.parts.update, comm.rank)
 
 
 def _with_own_keys(config):

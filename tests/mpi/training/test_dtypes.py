@@ -53,7 +53,7 @@ def losses(run_dir: Path, data: Path, channels: int, comm, *more: str) -> list[f
             ],
         )
     trainer = Trainer(config, comm)
-    assert trainer.sources.channels == channels
+    assert trainer.parts.sources.channels == channels
     fit(trainer, run_dir)
     if comm.rank != 0:
         return []

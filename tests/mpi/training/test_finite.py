@@ -62,6 +62,6 @@ def test_every_layout_stops(ranks, overrides, where, world, tmp_path):
     texts = MPI.COMM_WORLD.allgather(str(found.value))
     assert texts == [texts[0]] * world.size
     assert texts[0].startswith(where)
-    assert all(weight.isfinite().all() for weight in trainer.pipeline.parameters())
+    assert all(weight.isfinite().all() for weight in trainer.parts.pipeline.parameters())
     if world.rank == 0:
         assert checkpoints(tmp_path) == [1]

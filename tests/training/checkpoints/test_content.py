@@ -30,14 +30,14 @@ def test_generators_draw_the_same_again():
 
 def test_weights_have_their_plain_names_and_optimizers_those_of_their_parameters(tmp_path):
     trainer = train(tmp_path, "optimizer=adamw", "trainer.max_steps=2", "trainer.checkpoint.keep=0")
-    (found,) = copies(trainer.pipeline, trainer.update, rank=0).values()
+    (found,) = copies(trainer.parts.pipeline, trainer.parts.update, rank=0).values()
     plain = network()
     names = set(plain.state_dict())
     for name, _ in plain.named_parameters():
         names |= {f"optimizer/{name}/{key}" for key in ("exp_avg", "exp_avg_sq", "step")}
     assert set(found) == names
     assert found["optimizer/0.weight/step"] == 2.0
-    assert copies(trainer.pipeline, trainer.update, rank=1) == {}
+    assert copies(trainer.parts.pipeline, trainer.parts.update, rank=1) == {}
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_averages_and_the_scale_of_the_loss_go_on_bit_for_bit(tmp_path):
         rows = [(tmp_path / one / name).read_text().splitlines() for one in ("whole", "run")]
         numbers = [[row.split(",")[:3] for row in of_one] for of_one in rows]
         assert numbers[0] == numbers[1]
-    ours, expected = run.update.average.state_dict(), whole.update.average.state_dict()
+    ours, expected = run.parts.update.average.state_dict(), whole.parts.update.average.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
-    assert run.update.state() == whole.update.state()
-    assert run.update.state()["scaler"]["steps"] == 5
+    assert run.parts.update.state() == whole.parts.update.state()
+    assert run.parts.update.state()["scaler"]["steps"] == 5
 
 
 def test_an_average_that_was_not_kept_begins_with_the_weights(tmp_path):
@@ -79,20 +79,20 @@ def test_an_average_that_was_not_kept_begins_with_the_weights(tmp_path):
     path = tmp_path / "run" / "checkpoints"
     more = (f"ckpt_path={path}", "trainer.ema=0.999", "trainer.max_steps=3")
     run = train(tmp_path / "more", *more)
-    weights = dict(run.pipeline.named_parameters())
-    averages = run.update.average.state_dict()
+    weights = dict(run.parts.pipeline.named_parameters())
+    averages = run.parts.update.average.state_dict()
     assert all(torch.equal(averages[name], weight) for name, weight in weights.items())
 
 
 def test_what_is_no_tensor_is_told(tmp_path):
     trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
-    parameter = next(trainer.pipeline.parameters())
-    trainer.update.optimizer.state[parameter]["count"] = 3
-    found = copies(trainer.pipeline, trainer.update, 0)[stage_file(0)]
+    parameter = next(trainer.parts.pipeline.parameters())
+    trainer.parts.update.optimizer.state[parameter]["count"] = 3
+    found = copies(trainer.parts.pipeline, trainer.parts.update, 0)[stage_file(0)]
     assert found["number/0.weight/count"] == 3
-    trainer.update.optimizer.state[parameter]["history"] = [torch.zeros(2)]
+    trainer.parts.update.optimizer.state[parameter]["history"] = [torch.zeros(2)]
     with pytest.raises(CheckpointError, match=r"SGD keeps a list as 'history' of 0\.weight"):
-        copies(trainer.pipeline, trainer.update, 0)
+        copies(trainer.parts.pipeline, trainer.parts.update, 0)
 
 
 class Extra(torch.nn.Linear):
@@ -105,6 +105,6 @@ class Extra(torch.nn.Linear):
 
 def test_state_of_a_module_that_is_no_tensor_is_told(tmp_path):
     trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
-    trainer.pipeline.stages[0].add_module("extra", Extra(1, 1))
+    trainer.parts.pipeline.stages[0].add_module("extra", Extra(1, 1))
     with pytest.raises(CheckpointError, match=r"keeps 'extra\._extra_state', a dict, in its state"):
-        copies(trainer.pipeline, trainer.update, 0)
+        copies(trainer.parts.pipeline, trainer.parts.update, 0)

@@ -288,10 +288,10 @@ def test_a_frozen_run_begins_with_weights_and_goes_on_with_its_own(tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     tables = [(tmp_path / run / "predictions.csv").read_text() for run in ("run", "whole")]
     assert tables[0] == tables[1]
-    found, expected = ours.pipeline.state_dict(), whole.pipeline.state_dict()
+    found, expected = ours.parts.pipeline.state_dict(), whole.parts.pipeline.state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert torch.equal(found["0.weight"], start["0.weight"].double())
-    average = ours.update.average.state_dict()
+    average = ours.parts.update.average.state_dict()
     assert torch.equal(average["0.weight"], start["0.weight"].double())
 
 
@@ -300,9 +300,9 @@ def test_a_run_with_other_layers_frozen_goes_on(tmp_path):
     more = ("ckpt_path=latest", "trainer.freeze=[0.*,1.*]", "trainer.max_steps=6", NO_BEST)
     before = Checkpoint(tmp_path / "checkpoints" / "step-00000003").read("0.weight")
     ours = train(tmp_path, *more)
-    assert torch.equal(ours.pipeline.state_dict()["0.weight"], before)
+    assert torch.equal(ours.parts.pipeline.state_dict()["0.weight"], before)
     again = train(tmp_path, "ckpt_path=latest", "trainer.max_steps=8", NO_BEST)
-    assert not torch.equal(again.pipeline.state_dict()["0.weight"], before)
+    assert not torch.equal(again.parts.pipeline.state_dict()["0.weight"], before)
 
 
 def test_predictions_of_a_run_that_has_nothing_left_to_do_stay(tmp_path):

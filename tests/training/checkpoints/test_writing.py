@@ -88,10 +88,10 @@ def test_what_is_handed_over_may_change_afterwards_in_the_run_only(tmp_path):
     from spatialdl.training.checkpoints.content import copies
 
     trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
-    files = copies(trainer.pipeline, trainer.update, 0)
+    files = copies(trainer.parts.pipeline, trainer.parts.update, 0)
     before = {name: value.clone() for name, value in files[stage_file(0)].items()}
     with torch.no_grad():
-        for parameter in trainer.pipeline.parameters():
+        for parameter in trainer.parts.pipeline.parameters():
             parameter.add_(1)
     assert all(torch.equal(value, before[name]) for name, value in files[stage_file(0)].items())
 

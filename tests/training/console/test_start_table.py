@@ -13,7 +13,7 @@ from spatialdl.training.console.start_table import (
     stage_lines,
     start_table,
 )
-from spatialdl.training.trainer import Trainer
+from spatialdl.training.parts import Parts
 
 TINY = ["model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"]
 
@@ -26,9 +26,9 @@ def test_bytes_are_those_of_tensors(optimizer, states, precision, size):
     overrides = [f"optimizer={optimizer}", f"trainer.precision={precision}", "trainer.max_steps=1"]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*TINY, *overrides, "trainer.freeze=['conv1.*']"])
-    trainer = Trainer(config, Alone())
-    table = start_table(trainer.pipeline, trainer.world, config, trainer.batch_size, "input: uint8")
-    parameters = list(trainer.pipeline.parameters())
+    parts = Parts(config, Alone())
+    table = start_table(parts.pipeline, parts.world, config, parts.batch_size, "input: uint8")
+    parameters = list(parts.pipeline.parameters())
     weights = size * sum(p.numel() for p in parameters)
     learning = size * sum(p.numel() for p in parameters if p.requires_grad)
     (row,) = (line for line in table.splitlines() if line.startswith("      0  whole images"))

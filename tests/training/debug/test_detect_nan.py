@@ -60,7 +60,7 @@ def test_the_first_of_them_is_named(overrides, where, tmp_path):
 
 def test_a_weight_that_is_not_finite_is_found_where_it_is_used(tmp_path):
     run = trainer()
-    run.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("-inf")
+    run.parts.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("-inf")
     with pytest.raises(NotFinite, match=r"step 1: .* in conv2 \(Conv2d\), forward, micro-batch 0"):
         run.fit(tmp_path)
 
@@ -69,13 +69,15 @@ def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
     watched, plain = trainer(), trainer("debug=none")
     for run in (watched, plain):
         fit(run, tmp_path / run.config.debug.name)
-    for one, other in zip(watched.pipeline.parameters(), plain.pipeline.parameters(), strict=True):
+    for one, other in zip(
+        watched.parts.pipeline.parameters(), plain.parts.pipeline.parameters(), strict=True
+    ):
         assert torch.equal(one, other)
 
 
 def test_what_overflows_between_modules_is_the_input_of_the_next(tmp_path):
     run = trainer()
-    stage = run.pipeline.stages[0]
+    stage = run.parts.pipeline.stages[0]
     stage.conv2.register_forward_pre_hook(lambda _, args: (args[0] / 0,), prepend=True)
     with pytest.raises(NotFinite, match=r"in the input of conv2 \(Conv2d\), forward"):
         run.fit(tmp_path)
@@ -95,11 +97,11 @@ def test_what_comes_first_does_not_depend_on_the_rank():
 def test_gradients_of_scaled_losses_may_overflow(tmp_path):
     """The update leaves such a step out; activations and losses are looked at all the same."""
     run = trainer("trainer.precision=fp16-mixed", "trainer.max_steps=1")
-    run.update.scaler.scale = 2.0**100
+    run.parts.update.scaler.scale = 2.0**100
     fit(run, tmp_path / "scaled")
-    assert run.update.skipped
+    assert run.parts.update.skipped
     run = trainer("trainer.precision=fp16-mixed")
-    stage = run.pipeline.stages[0]
+    stage = run.parts.pipeline.stages[0]
     stage.conv2.register_forward_pre_hook(lambda _, args: (args[0] / 0,), prepend=True)
     with pytest.raises(NotFinite, match=r"in the input of conv2 \(Conv2d\), forward"):
         run.fit(tmp_path / "wrong")

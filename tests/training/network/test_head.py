@@ -68,10 +68,10 @@ def test_a_network_that_looks_at_values_is_checked_by_its_first_loss(tmp_path):
     check("", Net(1000, looks=True))
     words = f"{DATA} ++model._target_={__name__}.looking trainer.max_steps=1"
     trainer = Trainer(composed("train", words), Alone())
-    weights = [p.detach().clone() for p in trainer.pipeline.parameters()]
+    weights = [p.detach().clone() for p in trainer.parts.pipeline.parameters()]
     with pytest.raises(ValueError, match="has 1000 outputs for the 3 classes of the data"):
         fit(trainer, tmp_path)
-    pairs = zip(weights, trainer.pipeline.parameters(), strict=True)
+    pairs = zip(weights, trainer.parts.pipeline.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 

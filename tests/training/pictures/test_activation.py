@@ -9,23 +9,23 @@ from torch import Tensor, nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.pipeline.placed import Microbatch
+from spatialdl.training.parts import Parts
 from spatialdl.training.pictures.activation import Activations
-from spatialdl.training.trainer import Trainer
 from tests.mpi.training.small import small
 
 HERE = "tests.training.pictures.test_activation"
 
 
-def trainer(network: str) -> Trainer:
+def parts(network: str) -> Parts:
     words = [f"++model._target_={network}", "~model.width", "data.image_size=[23,19]"]
     words += ["data.num_classes=3", "trainer.precision=float64", "trainer.max_steps=1"]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Trainer(compose("train", [*words, "device=cpu"]), Alone())
+        return Parts(compose("train", [*words, "device=cpu"]), Alone())
 
 
 def evaluated(network: str, images: Tensor, all_classes: bool) -> tuple[Activations, Tensor]:
     """After a bias has been set by which classes differ from image to image."""
-    pipeline = trainer(network).pipeline
+    pipeline = parts(network).pipeline
     batch = Microbatch(len(images), 1.0, images, torch.zeros(len(images)))
     if hasattr(pipeline.stages[0], "fc"):
         pipeline.stages[0].fc.bias.data -= pipeline.evaluate([batch])[0].mean(0)
@@ -54,7 +54,7 @@ def test_the_mean_of_a_map_is_the_logit():
 
 
 def test_a_closed_one_sees_nothing():
-    ours = trainer("tests.mpi.training.small.small")
+    ours = parts("tests.mpi.training.small.small")
     watch = Activations(ours.pipeline, all_classes=False)
     watch.close()
     output = ours.pipeline.evaluate([Microbatch(5, 1.0, IMAGES, torch.zeros(5))])[0]

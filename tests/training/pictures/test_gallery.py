@@ -9,11 +9,11 @@ from torch import nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardWriter
+from spatialdl.training.parts import Parts
 from spatialdl.training.pictures import gallery
 from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.pictures.orthogonal_slices import orthogonal_slices
 from spatialdl.training.pictures.thumbnails import drawn_signal, overlaid
-from spatialdl.training.trainer import Trainer
 
 TINY = [
     *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"),
@@ -21,10 +21,10 @@ TINY = [
 ]
 
 
-def looked_at(*overrides: str, tiny: Sequence[str] = TINY) -> tuple[Trainer, list[Example]]:
+def looked_at(*overrides: str, tiny: Sequence[str] = TINY) -> tuple[Parts, list[Example]]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*tiny, *overrides])
-    ours = Trainer(config, Alone())
+    ours = Parts(config, Alone())
     assert ours.validation is not None
     feed = ours.validation_feed
     ours.validation.scores(ours.validation.own(map(feed.microbatches, feed.batches())))

@@ -10,11 +10,11 @@ from matplotlib import colormaps
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data.loader import to_input
+from spatialdl.training.parts import Parts
 from spatialdl.training.pictures import thumbnails
 from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.pictures.heat_maps import OPACITY, faint, heated
 from spatialdl.training.tasks.extremes import extremes
-from spatialdl.training.trainer import Trainer
 
 SMALL = "tests.mpi.training.small.small"
 NETWORKS = "tests.training.pictures.test_activation"
@@ -25,10 +25,10 @@ TINY = [
 ]
 
 
-def looked_at(network: str, *overrides: str) -> tuple[Trainer, list[Example]]:
+def looked_at(network: str, *overrides: str) -> tuple[Parts, list[Example]]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [f"++model._target_={network}", *TINY, *overrides])
-    ours = Trainer(config, Alone())
+    ours = Parts(config, Alone())
     feed = ours.validation_feed
     ours.validation.scores(ours.validation.own(map(feed.microbatches, feed.batches())))
     return ours, ours.validation.examples()

@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_module
 from torch import nn
 
 from spatialdl.comm.alone import Alone
+from spatialdl.training.parts import Parts
 from spatialdl.training.pictures import thumbnails
-from spatialdl.training.trainer import Trainer
 
 TINY = [
     *("data.image_size=[43,38]", "data.num_classes=3", "device=cpu"),
@@ -42,11 +42,11 @@ LAYOUTS = {
 def examples(world, *overrides: str):
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*TINY, *overrides])
-    trainer = Trainer(config, world)
-    feed = trainer.validation_feed
-    trainer.validation.scores(trainer.validation.own(map(feed.microbatches, feed.batches())))
-    found = trainer.validation.examples()
-    trainer._close_feeds()
+    parts = Parts(config, world)
+    feed = parts.validation_feed
+    parts.validation.scores(parts.validation.own(map(feed.microbatches, feed.batches())))
+    found = parts.validation.examples()
+    parts.close_feeds()
     return found
 
 

@@ -1,0 +1,130 @@
+"""What a training run is made of on this rank, built from its configuration."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
+from spatialdl.data.views import Views
+from spatialdl.parallel.node_order import placed_by_nodes
+from spatialdl.pipeline.shardable import check_samples
+from spatialdl.training.course import total_steps
+from spatialdl.training.feeding import Feed
+from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.loggers.choosing import wants_images
+from spatialdl.training.network.building import make_pipeline
+from spatialdl.training.optimization.precision import precision_of, set_arithmetic
+from spatialdl.training.optimization.update import Update
+from spatialdl.training.settings import device_of, open_sources
+from spatialdl.training.tasks.task import task_of
+from spatialdl.training.validation import Validation
+
+
+class Parts:
+    """Data, network and optimizer of one rank; every rank of `world` builds them together.
+
+    Args:
+        config: of the run.
+        world: all ranks.
+        nodes: of the world, if they are known.
+
+    Attributes:
+        sources: the data sets.
+        placement: which ranks hold what.
+        task: losses and metrics.
+        microbatches: of a step.
+        batch_size: samples of a step, over all replicas.
+        pipeline: this rank's stages, and how they talk to the others.
+        train_feed: the batches to train on.
+        validation_feed: those to validate on; None if there are none.
+        validation: what validates; None likewise.
+        steps: of the whole run.
+        update: what follows backward.
+
+    Raises:
+        ValueError: if the configuration does not fit together.
+    """
+
+    def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
+        self.config, self.world = config, world
+        settings = config.trainer
+        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
+        self.device = device_of(config.device)
+        self.precision = precision_of(settings.precision, self.device)
+        self.nodes = nodes or Nodes(world)
+        self.sources = open_sources(config.data, int(config.seed), config.task.name)
+        placement = placement_of(config.parallel, len(self.sources.image_size))
+        self.placement = placed_by_nodes(placement, self.nodes.of)
+        self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
+        check_image(self.sources.image_size, self.placement)
+        schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
+        self.microbatches = schedule.microbatches
+        self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
+        check_batch(self.batch_size, self.microbatches, self.placement.data)
+        self.pipeline = make_pipeline(
+            config,
+            *(self.sources, self.task, self.placement, schedule),
+            *(self.precision, self.device, world, self.nodes),
+        )
+        self.train_feed = self._feed(self.sources.train_views, int(config.seed))
+        self.validation_feed: Feed | None
+        self.validation: Validation | None
+        self.validation_feed, self.validation = self._validation()
+        self.steps = total_steps(settings, len(self.train_feed))
+        self._check_last_batch()
+        self.update = Update(
+            config,
+            self.pipeline,
+            batch=self.batch_size,
+            steps=self.steps,
+            steps_per_epoch=len(self.train_feed),
+        )
+
+    def close_feeds(self) -> None:
+        for feed in (self.train_feed, self.validation_feed):
+            if feed is not None:
+                feed.close()
+
+    @property
+    def _overfits(self) -> bool:
+        return bool(self.config.debug.name == "overfit")
+
+    def _validation(self) -> tuple[Feed, Validation] | tuple[None, None]:
+        """What there is to validate on, and what does it."""
+        views, early = self.sources.validation_views, self.config.trainer.early_stopping.metric
+        if views is None or self._overfits:
+            if early is not None:
+                raise ValueError(
+                    f"trainer.early_stopping.metric={early} would never stop the run, as there is "
+                    "nothing to validate on: give data a split to validate on, or leave it out"
+                )
+            return None, None
+        feed = self._feed(views, None)
+        pictures = wants_images(self.config.get("logger") or {}) or self.config.trainer.report
+        return feed, Validation(
+            *(self.pipeline, self.task, self.sources, feed, self.world), pictures=bool(pictures)
+        )
+
+    def _feed(self, views: Views, seed: int | None) -> Feed:
+        return Feed(
+            self.config.data,
+            views,
+            self.pipeline,
+            batch_size=self.batch_size,
+            masks=self.config.task.name == "segmentation",
+            normalisation=self.sources.normalisation,
+            dtype=self.precision.dtype,
+            channels_last=bool(self.config.trainer.channels_last),
+            seed=seed,
+            one_batch=self._overfits,
+        )
+
+    def _check_last_batch(self) -> None:
+        """That of an epoch may be smaller."""
+        samples, size = len(self.sources.train), self.batch_size
+        left = samples % size
+        is_met = self.steps >= len(self.train_feed) and not self._overfits
+        if self.config.parallel.shard_state and left and is_met:
+            what = f"the last batch of an epoch of {samples}"
+            check_samples(left, self.microbatches, self.placement.data, what)
