@@ -14,12 +14,11 @@ from spatialdl.training.validation import Evaluated
 
 
 class _Part(NamedTuple):
-    """Of one box of some images, and (H, W) of the whole maps."""
+    """Of one box of some images, and the size of the whole maps."""
 
     samples: range
-    size: tuple[int, int]
-    row: int
-    col: int
+    size: tuple[int, ...]
+    start: tuple[int, ...]
     values: npt.NDArray[np.float32]
 
 
@@ -43,10 +42,10 @@ class ActivationMaps:
             )
         if seen.is_split or one.counts:
             values = seen.values.float().cpu().numpy()
-            self._parts.append(_Part(one.samples, seen.size, seen.row, seen.col, values))
+            self._parts.append(_Part(one.samples, seen.size, seen.start, values))
 
     def gathered(self, world: Communicator, images: int) -> npt.NDArray[np.float32] | None:
-        """float32 (images, classes, rows, columns) on rank 0; all ranks must ask, at the end."""
+        """float32 (images, classes, *spatial) on rank 0; all ranks must ask, at the end."""
         self._watch.close()
         everybody = world.gather(self._parts)
         if everybody is None:
@@ -54,7 +53,7 @@ class ActivationMaps:
         parts = [part for one in everybody for part in one]
         found = np.zeros((images, parts[0].values.shape[1], *parts[0].size), np.float32)
         for part in parts:
-            rows, cols = part.values.shape[2:]
-            place = np.s_[part.row : part.row + rows, part.col : part.col + cols]
+            extents = zip(part.start, part.values.shape[2:], strict=True)
+            place = [slice(first, first + many) for first, many in extents]
             found[part.samples.start : part.samples.stop, :, *place] = part.values
         return found

@@ -102,7 +102,7 @@ class Validation:
         self._gallery = self._heat_maps = None
         if pictures:
             self._gallery = Gallery(world, pipeline.placement, views, sources.names)
-            tells_classes = task.name in ("classification", "multilabel") and len(views.size) == 2
+            tells_classes = task.name in ("classification", "multilabel")
             self._heat_maps = HeatMaps(pipeline) if tells_classes else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:

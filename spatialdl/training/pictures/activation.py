@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 NEEDED = "a network that ends with the mean over all places and a linear layer in one stage"
 
+_CONVOLUTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -28,16 +30,15 @@ class Activation(NamedTuple):
     """What this rank has of the maps of some images.
 
     Attributes:
-        size: (H, W) of the whole maps.
-        row, col: where its part begins.
+        size: (H, W) of the whole maps, of volumes and signals likewise.
+        start: where its part begins, along each spatial dim.
         logits: (n, classes), of the images.
-        values: (n, classes, rows, columns), or (n, rows, columns) of their most probable ones.
+        values: (n, classes, *spatial), or (n, *spatial) of their most probable ones.
         is_split: whether other ranks have the other parts.
     """
 
-    size: tuple[int, int]
-    row: int
-    col: int
+    size: tuple[int, ...]
+    start: tuple[int, ...]
     logits: Tensor
     values: Tensor
     is_split: bool
@@ -61,6 +62,7 @@ class Activations:
         self._seen: deque[Activation] = deque()
         self.refusal = ""
         self._handles: list[Any] = []
+        self._dims = pipeline.placement.dims
         last = pipeline.stages.get(pipeline.placement.stages - 1)
         if last is None:
             return
@@ -102,9 +104,10 @@ class Activations:
     def _keep(self, values: Iterable[Any]) -> None:
         """The last maps, which may be several, and the last ones with more than one place."""
         leaves = tree_leaves(list(values))
-        maps = [one for one in leaves if isinstance(one, Tensor) and one.dim() == 4]
+        dims = 2 + self._dims
+        maps = [one for one in leaves if isinstance(one, Tensor) and one.dim() == dims]
         self._last = maps or self._last
-        self._large = [m for m in maps if m.shape[2] * m.shape[3] > 1] or self._large
+        self._large = [m for m in maps if prod(m.shape[2:]) > 1] or self._large
 
     def _classified(self, module: nn.Linear, args: Any, output: Tensor) -> None:
         features, fitting = args[0], []
@@ -127,32 +130,33 @@ class Activations:
             self.refusal = "what its last linear layer gets is not the mean of the map before it"
             return
         found = fitting[self._chosen]
-        tile, row, col = found, 0, 0
+        tile, start = found, (0,) * self._dims
         if isinstance(found, SpatialTensor):
-            _, (row, _), (col, _) = found.mesh.own_box(found.spatial_layout)
-            tile = found.to_local()
-        size = int(found.shape[2]), int(found.shape[3])
+            box = found.mesh.own_box(found.spatial_layout)
+            tile, start = found.to_local(), tuple(first for first, _ in box.spatial)
+        size = tuple(map(int, found.shape[2:]))
         is_split = isinstance(found, SpatialTensor)
         values = self._values(module, tile, output.argmax(1))
-        self._seen.append(Activation(size, row, col, output, values, is_split))
+        self._seen.append(Activation(size, start, output, values, is_split))
 
     def _values(self, module: nn.Linear, tile: Tensor, classes: Tensor) -> Tensor:
         weight, bias = module.weight.detach(), module.bias
+        ones = (1,) * self._dims
         shape = (len(weight), *tile.shape[2:]) if self._all else tile.shape[2:]
         if not tile.numel():
             return weight.new_zeros(len(tile), *shape)
         with torch.autocast(tile.device.type, enabled=False):
             tile = tile.to(weight.dtype)
             if self._all:
-                return F.conv2d(tile, weight[:, :, None, None], bias)
-            values = torch.einsum("nchw,nc->nhw", tile, weight[classes])
-            return values if bias is None else values + bias.detach()[classes, None, None]
+                return _CONVOLUTION[self._dims](tile, weight.reshape(*weight.shape, *ones), bias)
+            values = torch.einsum("nc...,nc->n...", tile, weight[classes])
+            return values if bias is None else values + bias.detach()[classes].reshape(-1, *ones)
 
 
 def _is_mean(found: Tensor, features: Tensor) -> bool:
     """Whether what is classified is the mean of a map; the ranks of a grid ask together."""
     tile = found.to_local() if isinstance(found, SpatialTensor) else found
-    means = tile.double().sum((2, 3)) / (found.shape[2] * found.shape[3])
+    means = tile.double().flatten(2).sum(2) / prod(found.shape[2:])
     if isinstance(found, SpatialTensor):
         means = found.mesh.grid_comm.all_reduce(means)
     most = float((means - features.double()).abs().max())

@@ -151,11 +151,11 @@ class Gallery:
             if parts:
                 found.append(self._example_of_map(sample, error, pixels, parts))
             elif predictions is not None:
-                image = self._drawn(sample, pixels)
-                pictures = {"image": image}
+                pictures = {"image": self._drawn(sample, pixels)}
                 if sample in heat:
                     name = _named(predictions.names, heat[sample].label)
-                    pictures[f"heat map of {name}"] = heated(image, heat[sample].values)
+                    values = heat[sample].values
+                    pictures[f"heat map of {name}"] = self._drawn(sample, pixels, heat=values)
                 title, name = _title(predictions, sample), _name_of(self._views.source, sample)
                 found.append(Example(sample, name, title, error, pictures))
         return found
@@ -174,20 +174,28 @@ class Gallery:
         name, what = _name_of(self._views.source, sample), _PIXELS[len(size)]
         return Example(sample, name, f"{1 - error:.1%} of {what} right", error, pictures)
 
-    def _drawn(self, sample: int, pixels: Thumbnails, classes: Thumbnails | None = None) -> Picture:
-        """A picture of the thumbnails of a sample's sections, classes over them in colours."""
+    def _drawn(
+        self,
+        sample: int,
+        pixels: Thumbnails,
+        classes: Thumbnails | None = None,
+        heat: Thumbnails | None = None,
+    ) -> Picture:
+        """A picture of the thumbnails of a sample's sections, classes or a heat map over them."""
         size = self._views.size
         if len(size) == 3:
             small = thumbnail_size(size)
             voxels = _spacing(self._views.source, sample) or (1.0, 1.0, 1.0)
             spacing = [n * mm / few for n, mm, few in zip(size, voxels, small, strict=True)]
             grey = Planes(*(one[..., 0] for one in pixels))
-            over = None if classes is None else Planes(*classes)
-            return draw_planes(grey, spacing, over, side=_VOLUME)
+            over, warm = (None if one is None else Planes(*one) for one in (classes, heat))
+            return draw_planes(grey, spacing, over, warm, side=_VOLUME)
         if len(size) == 1:
-            return drawn_signal(pixels[0][0], None if classes is None else classes[0][0])
-        image = as_rgb(pixels[0])
-        return image if classes is None else overlaid(image, classes[0])
+            image = drawn_signal(pixels[0][0], None if classes is None else classes[0][0])
+        else:
+            image = as_rgb(pixels[0])
+            image = image if classes is None else overlaid(image, classes[0])
+        return image if heat is None else heated(image, heat[0])
 
 
 def stacked(example: Example) -> bool:

@@ -14,7 +14,12 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.pictures.activation import NEEDED, Activation, Activations
-from spatialdl.training.pictures.thumbnails import Patch, means, sections, sums, thumbnail_size
+from spatialdl.training.pictures.thumbnails import (
+    Patch,
+    mean_sections,
+    pixel_patches,
+    window_in,
+)
 from spatialdl.training.tasks.extremes import extremes
 
 log = logging.getLogger("spatialdl.trainer")
@@ -28,11 +33,12 @@ class HeatMap(NamedTuple):
 
     Attributes:
         label: of the class.
-        values: float64 (rows, columns), the mean of what these places give to its logit.
+        values: float64 (rows, columns) of each section, see `thumbnails.Section`: the mean of what
+            these places give to its logit.
     """
 
     label: int
-    values: npt.NDArray[np.float64]
+    values: list[npt.NDArray[np.float64]]
 
 
 class _Part(NamedTuple):
@@ -40,9 +46,9 @@ class _Part(NamedTuple):
 
     error: float
     label: int
-    size: tuple[int, int]
+    size: tuple[int, ...]
     places: int
-    patch: Patch
+    patches: list[Patch | None]
 
 
 class HeatMaps:
@@ -76,7 +82,7 @@ class HeatMaps:
         """
         assert self._watch is not None
         seen = self._watch.take(output)
-        if seen is not None and seen.size == (1, 1):
+        if seen is not None and max(seen.size) == 1:
             self._refusal = "its last map has but one place"
         elif seen is not None and seen.values.numel() and (seen.is_split or counts):
             known = {sample: part.error for sample, part in self._parts.items()}
@@ -101,30 +107,36 @@ class HeatMaps:
             parts = [own[sample] for own, _ in everybody if sample in own]
             # ranks choose alike, unless their hardware rounds differently
             if parts and sum(part.places for part in parts) == np.prod(parts[0].size):
-                (shown,) = sections(parts[0].size)
-                values = means([part.patch for part in parts], shown)[..., 0]
-                found[sample] = HeatMap(parts[0].label, values)
+                values = mean_sections([part.patches for part in parts], parts[0].size)
+                found[sample] = HeatMap(parts[0].label, [one[..., 0] for one in values])
         return found
 
 
 def _part(seen: Activation, place: int, error: float) -> _Part:
     values = seen.values[place].double().cpu().numpy()
-    rows, cols = values.shape
-    box = (seen.row, seen.row + rows, seen.col, seen.col + cols)
+    starts = zip(seen.start, values.shape, strict=True)
+    box = tuple(bound for start, many in starts for bound in (start, start + many))
+    patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, seen.size)
     label = int(seen.logits[place].argmax())
-    patch = sums(values[..., None], box, seen.size, thumbnail_size(seen.size))
-    return _Part(error, label, seen.size, values.size, patch)
+    return _Part(error, label, seen.size, values.size, patches)
 
 
-def heated(image: npt.NDArray[np.uint8], values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """An image (rows, columns, 3) under a map; its colours go from 0 to the most that there is."""
+def heated(
+    image: npt.NDArray[np.uint8], values: npt.NDArray[Any], most: float | None = None
+) -> npt.NDArray[np.uint8]:
+    """An image (rows, columns, 3) under a map.
+
+    Args:
+        values: (rows, columns), at most those of the image.
+        most: of the last colour, the first one is 0; None takes the highest value.
+    """
     from matplotlib import colormaps
 
     rows, cols = (
         (2 * np.arange(many) + 1) * few // (2 * many)
         for many, few in zip(image.shape[:2], values.shape, strict=True)
     )
-    most = values.max()
+    most = values.max() if most is None else most
     shares = (values / (most if most > 0 else 1.0)).clip(0, 1)
     colours = 255 * colormaps[COLOURS](shares)[rows[:, None], cols[None, :], :3]
     mixed = (1 - OPACITY) * faint(image)[..., None] + OPACITY * colours

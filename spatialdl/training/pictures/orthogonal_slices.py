@@ -10,6 +10,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from spatialdl.data.image_source import Box, pairs
+from spatialdl.training.pictures.heat_maps import heated
 from spatialdl.training.pictures.thumbnails import SIDE, Patch, joined, overlaid
 
 Array = npt.NDArray[Any]
@@ -89,6 +90,7 @@ def draw_planes(
     planes: Planes,
     spacing: Sequence[float] | None = None,
     classes: Planes | None = None,
+    heat: Planes | None = None,
     *,
     side: int = SIDE,
 ) -> Picture:
@@ -101,6 +103,7 @@ def draw_planes(
         planes: of the voxels.
         spacing: along (depth, height, width) in millimetres; None draws cubes.
         classes: to be laid over the voxels in colours.
+        heat: values to be laid over the voxels, all in one scale, see `heated`.
         side: pixels of the longest edge of the volume.
     """
     depth, height, width = (1.0, 1.0, 1.0) if spacing is None else spacing
@@ -117,6 +120,8 @@ def draw_planes(
         shown = np.repeat(np.asarray(image)[..., None], 3, axis=2)
         if classes is not None:
             shown = overlaid(shown, _nearest(classes[number], rows, cols))
+        if heat is not None:
+            shown = heated(shown, heat[number], max(plane.max() for plane in heat))
         drawn.append(shown)
     return _side_by_side(drawn)
 

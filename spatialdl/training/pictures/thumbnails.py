@@ -7,7 +7,8 @@ are the same in every layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,14 +147,37 @@ def mask_patches(mask: Tensor, box: Box, size: Sequence[int]) -> list[Patch | No
         if inside is None:
             found.append(None)
             continue
-        starts = [first for first, _ in pairs(box)]
-        window = tuple(
-            slice(first - start, end - start)
-            for (first, end), start in zip(pairs(inside), starts, strict=True)
-        )
-        values = section.flat(mask[window].to("cpu", torch.int32).numpy(), inside)
+        part = mask[window_in(inside, box)].to("cpu", torch.int32).numpy()
+        values = section.flat(part, inside)
         found.append(middles(values, section.rows_and_cols(inside), section.size, section.small))
     return found
+
+
+def pixel_patches(
+    read: Callable[[Box], Array], box: Box, size: Sequence[int]
+) -> list[Patch | None]:
+    """What a rank has of the sections of an image; None of those beside its box.
+
+    Args:
+        read: the pixels (*spatial, channels) of a box within that of the rank.
+        box: of the rank in an image of `size`.
+    """
+    found: list[Patch | None] = []
+    for section in sections(size):
+        inside = section.within(box)
+        if inside is None:
+            found.append(None)
+            continue
+        pixels, place = section.flat(read(inside), inside), section.rows_and_cols(inside)
+        found.append(sums(pixels, place, section.size, section.small))
+    return found
+
+
+def window_in(inside: Box, box: Box) -> tuple[slice, ...]:
+    """Where a box lies in the values of another one that holds it."""
+    starts = [first for first, _ in pairs(box)]
+    spans = zip(pairs(inside), starts, strict=True)
+    return tuple(slice(first - start, end - start) for (first, end), start in spans)
 
 
 def _starts(begin: int, end: int, size: int, small: int) -> tuple[int, Array]:
@@ -198,35 +222,30 @@ def gather_thumbnails(
     Returns:
         Of each sample, on rank 0.
     """
-    shown, box = sections(views.size), _own_box(world.rank, placement, views.size)
-    patches: dict[tuple[int, int], Patch] = {}
-    for number, section in enumerate(shown):
-        inside = None if box is None else section.within(box)
-        if inside is None:
-            continue
-        place = section.rows_and_cols(inside)
-        for sample in samples:
-            pixels = section.flat(views.read(0, sample, inside), inside)
-            patches[sample, number] = sums(pixels, place, section.size, section.small)
+    patches: list[list[Patch | None]] = []
+    box = _own_box(world.rank, placement, views.size)
+    if box is not None:
+        patches = [pixel_patches(partial(views.read, 0, one), box, views.size) for one in samples]
     everybody = world.gather(patches)
     if everybody is None:
         return None
     return [
-        [
-            means([own[key] for own in everybody if (key := (sample, number)) in own], section)
-            for number, section in enumerate(shown)
-        ]
-        for sample in samples
+        mean_sections([own[number] for own in everybody if own], views.size)
+        for number in range(len(samples))
     ]
 
 
-def means(patches: Sequence[Patch], section: Section) -> Array:
-    """The thumbnail (rows, columns, channels) of a section, of its boxes' `sums`."""
-    rows, cols = (
-        np.diff(even_bounds(n, few)) for n, few in zip(section.size, section.small, strict=True)
-    )
-    whole = joined(patches, (*section.small, patches[0].values.shape[2]))
-    return np.asarray(whole / (rows[:, None] * cols[None, :])[..., None])
+def mean_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]) -> list[Array]:
+    """Thumbnails (rows, columns, channels) of an image of `size`, of all ranks' `pixel_patches`."""
+    found = []
+    for section, own in zip(sections(size), zip(*parts, strict=True), strict=True):
+        patches = [patch for patch in own if patch is not None]
+        rows, cols = (
+            np.diff(even_bounds(n, few)) for n, few in zip(section.size, section.small, strict=True)
+        )
+        whole = joined(patches, (*section.small, patches[0].values.shape[2]))
+        found.append(np.asarray(whole / (rows[:, None] * cols[None, :])[..., None]))
+    return found
 
 
 def _own_box(rank: int, placement: Placement, size: Sequence[int]) -> Box | None:

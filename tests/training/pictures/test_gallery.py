@@ -99,7 +99,7 @@ def test_slices_are_drawn_in_millimetres(tmp_path):
     ours, examples = looked_at(network, "~model.width", tiny=tiny)
     assert len(examples) == 2
     for one in examples:
-        (picture,) = one.pictures.values()
+        picture = one.pictures["image"]
         volume = ours.sources.validation.read(one.sample)[..., 0]
         np.testing.assert_array_equal(picture, orthogonal_slices(volume, (5.0, 1.0, 1.0), side=200))
 

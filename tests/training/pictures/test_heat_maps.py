@@ -7,6 +7,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from matplotlib import colormaps
+from torch import nn
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data.loader import to_input
@@ -14,6 +15,8 @@ from spatialdl.training.parts import Parts
 from spatialdl.training.pictures import thumbnails
 from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.pictures.heat_maps import OPACITY, faint, heated
+from spatialdl.training.pictures.orthogonal_slices import draw_planes, planes_of
+from spatialdl.training.pictures.thumbnails import drawn_signal
 from spatialdl.training.tasks.extremes import extremes
 
 SMALL = "tests.mpi.training.small.small"
@@ -53,6 +56,38 @@ def test_they_are_those_of_the_plain_network(task):
     assert len({one.pictures[name].tobytes() for one in examples for name in one.pictures}) == 16
 
 
+def of_volumes(num_classes: int, in_channels: int) -> nn.Sequential:
+    layers = [nn.Conv3d(in_channels, 6, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool3d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6, num_classes))
+
+
+def of_signals(num_classes: int, in_channels: int) -> nn.Sequential:
+    layers = [nn.Conv1d(in_channels, 6, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool1d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6, num_classes))
+
+
+@pytest.mark.parametrize(("network", "size"), [("of_volumes", (7, 20, 16)), ("of_signals", (50,))])
+def test_those_of_volumes_and_signals(network, size):
+    ours, examples = looked_at(
+        f"tests.training.pictures.test_heat_maps.{network}", f"data.image_size={list(size)}"
+    )
+    plain = ours.pipeline.stages[0].eval()
+    for one in examples:
+        pixels = ours.sources.validation.read(one.sample)
+        image = to_input(torch.from_numpy(pixels[None]), torch.float64, torch.device("cpu"))
+        with torch.no_grad():
+            features, best = plain[:2](image), int(plain(image).argmax())
+            values = torch.einsum("nc...,c->...", features, plain[4].weight[best])
+            values = (values + plain[4].bias[best]).numpy()
+        if len(size) == 3:
+            planes = planes_of(pixels[..., 0])
+            expected = draw_planes(planes, heat=planes_of(values), side=200)
+            assert (expected != draw_planes(planes, side=200)).mean() > 0.5
+        else:
+            expected = heated(drawn_signal(pixels), values[None])
+        np.testing.assert_array_equal(one.pictures[f"heat map of {best}"], expected)
+
+
 def test_only_those_that_may_be_shown_are_kept():
     ours, examples = looked_at(SMALL, "data.validation_samples=30")
     assert sorted(ours.validation._heat_maps._parts) == sorted(one.sample for one in examples)
@@ -89,8 +124,8 @@ def test_there_are_none_of_numbers(caplog):
 def test_a_map_is_not_larger_than_a_thumbnail(monkeypatch):
     monkeypatch.setattr(thumbnails, "SIDE", 5)
     ours, _ = looked_at(SMALL)
-    patches = [part.patch.values.shape for part in ours.validation._heat_maps._parts.values()]
-    assert patches == [(5, 4, 1)] * 8
+    patches = [part.patches for part in ours.validation._heat_maps._parts.values()]
+    assert [[one.values.shape for one in own] for own in patches] == [[(5, 4, 1)]] * 8
 
 
 def test_colours_go_from_0_to_the_most():

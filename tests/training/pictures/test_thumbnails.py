@@ -16,9 +16,9 @@ from spatialdl.training.pictures.thumbnails import (
     joined,
     joined_sections,
     mask_patches,
-    means,
+    mean_sections,
+    pixel_patches,
     sections,
-    sums,
 )
 
 
@@ -59,8 +59,11 @@ def test_parts_make_the_thumbnails_of_the_whole_image(size, grid):
     own = boxes(size, grid)
     parts = [mask_patches(mask[window(box)], box, size) for box in own]
     found = joined_sections(parts, size)
+    read = [pixel_patches(lambda one: image[window(one)], box, size) for box in own]
+    thumbnails = mean_sections(read, size)
     images, masks = shown(image, len(size)), shown(mask.numpy(), len(size))
-    for section, whole, classes, drawn in zip(sections(size), images, masks, found, strict=True):
+    rows = zip(sections(size), images, masks, found, thumbnails, strict=True)
+    for section, whole, classes, drawn, pixels in rows:
         rows, cols = section.small
         assert max(rows, cols) <= 13
         assert section.size == whole.shape[:2]
@@ -72,17 +75,7 @@ def test_parts_make_the_thumbnails_of_the_whole_image(size, grid):
                 at = (down[r] + down[r + 1]) // 2, (right[c] + right[c + 1]) // 2
                 picked[r, c] = classes[at]
         np.testing.assert_array_equal(drawn, picked)
-        inside = [one for box in own if (one := section.within(box)) is not None]
-        patches = [
-            sums(
-                section.flat(image[window(one)], one),
-                section.rows_and_cols(one),
-                section.size,
-                section.small,
-            )
-            for one in inside
-        ]
-        np.testing.assert_allclose(means(patches, section), expected, rtol=1e-12)
+        np.testing.assert_allclose(pixels, expected, rtol=1e-12)
 
 
 def test_the_sections_of_a_volume_have_one_scale():

@@ -86,6 +86,16 @@ def test_slices_and_lines_are_those_of_one_process(size, world, monkeypatch):
     assert all(names == ["image", "truth", "predicted"] for names in found)
 
 
+@pytest.mark.parametrize(("network", "size"), [("of_volumes", (9, 13, 11)), ("of_signals", (45,))])
+def test_heat_maps_of_volumes_and_signals(network, size, world, monkeypatch):
+    words = [f"++model._target_=tests.training.pictures.test_heat_maps.{network}", "~model.width"]
+    words += [f"data.image_size={list(size)}", "parallel=sp" if world.size > 1 else "parallel=none"]
+    if world.size > 1:
+        words.append(f"parallel.grid={[1, world.size, 1] if len(size) == 3 else [world.size]}")
+    found = check_equal(world, monkeypatch, *words, size=size)
+    assert all(len(names) == 2 for names in found)
+
+
 def classes_of_places(num_classes: int, in_channels: int) -> nn.Module:
     return nn.Conv1d(in_channels, num_classes, 3, padding=1)
 
