@@ -103,6 +103,7 @@ def test_fractals_are_learned_a_little(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fractals_are_learned(tmp_path):
     summary = trained("volume_fractals", tmp_path, limit=1700)  # 6 minutes on two idle cores
     assert summary["validation"][-1]["mean_dice"] > 0.95
