@@ -61,7 +61,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(stops, tmp_path, caplog):
 
 def test_examples_and_the_timeline_are_in_tensorboard(tmp_path):
     Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
-    pixels = np.full((10, 400, 3), 7, np.uint8)
+    pixels = np.full((300, 400, 3), 7, np.uint8)
     shown = Example(
         3, "sample 3", "true a, predicted b", 0.5, {"image": pixels, "heat map of b": pixels}
     )
