@@ -22,10 +22,9 @@ from spatialdl.comm import trace
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world
-from spatialdl.pipeline.measured import measured_costs
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.pipeline.simulate import actions_of, simulate
+from spatialdl.pipeline.simulate import actions_of, measured_costs, simulate
 
 CLASSES = 10
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spatialdl.pipeline.deep_state import form_of
+from spatialdl.pipeline.outer_state import form_of
 
 _ALWAYS = frozenset(vars(nn.Module())) - {"training"} | {"__dict__", "__class__"}
 """What every module has; their content is looked at by itself."""

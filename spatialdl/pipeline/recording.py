@@ -30,9 +30,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.pipeline.attributes import Attributes, Key, Region, own_attributes
-from spatialdl.pipeline.deep_state import form_of
 from spatialdl.pipeline.memory import Memory
-from spatialdl.pipeline.outer_state import OuterState
+from spatialdl.pipeline.outer_state import OuterState, form_of
 from spatialdl.pipeline.source_lines import replays, users_line
 from spatialdl.pipeline.steps import (
     IMAGE,

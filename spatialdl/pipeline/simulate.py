@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
+from spatialdl.comm import trace
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Kind, Lists, describe, stages_of
 
@@ -179,3 +181,36 @@ def _arrival(action: Action, stages: int, ended: dict[Action, float], costs: Cos
 def _waiting(todo: Sequence[Sequence[Action]]) -> str:
     heads = [actions[-1] for actions in todo if actions]
     return ", ".join(f"stage {a.stage} before {a.kind} {a.microbatch}" for a in heads)
+
+
+def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> Costs:
+    """Medians over the micro-batches of what forwards, backwards and weight actions took.
+
+    An action ends with its slowest rank. The time in which it waited for another stage does not
+    count.
+
+    Args:
+        ranks: per rank the spans of one or more steps.
+        stages: of the network; those that nobody recorded cost nothing.
+    """
+    seconds: dict[tuple[Kind, int], list[float]] = {}
+    for spans in ranks:
+        for action, busy in busy_times(spans):
+            seconds.setdefault((action.kind, action.stage), []).append(busy)
+
+    def of(kind: Kind) -> list[float]:
+        return [median(seconds.get((kind, stage), [0.0])) for stage in range(stages)]
+
+    return Costs(of("forward"), of("backward"), weight=of("weight"))
+
+
+def busy_times(spans: Sequence[trace.Span]) -> list[tuple[Action, float]]:
+    """Actions of one rank with their seconds, hand-overs taken away."""
+    waits = [span for span in spans if span.kind == "hand-over"]
+    found = []
+    for span in spans:
+        if isinstance(span.detail, Action):
+            inside = (w for w in waits if span.start <= w.start and w.end <= span.end)
+            waited = sum(wait.end - wait.start for wait in inside)
+            found.append((span.detail, span.end - span.start - waited))
+    return found

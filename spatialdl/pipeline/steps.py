@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spatialdl.pipeline.deep_state import form_of
+from spatialdl.pipeline.outer_state import form_of
 from spatialdl.pipeline.source_lines import replays
 
 

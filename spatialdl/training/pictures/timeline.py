@@ -16,8 +16,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Lists, describe
-from spatialdl.pipeline.measured import measured_costs
-from spatialdl.pipeline.simulate import actions_of, simulate
+from spatialdl.pipeline.simulate import actions_of, measured_costs, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
