@@ -79,8 +79,8 @@ def check_whole(placement: Placement, microbatches: int) -> None:
     for key, count in counts.items():
         if count > 1:
             raise ValueError(
-                f"{key}={count} divides several images, but a whole region or volume is one: take "
-                "parallel=sp, which divides it by parallel.grid, or lp, or tiles by whole=false"
+                f"{key}={count} divides several images, but a whole region or volume is one: set "
+                f"{key}=1, take parallel=sp, which divides it, or cut slides by whole=false"
             )
 
 

@@ -14,8 +14,6 @@ from spatialdl.planning.setup import cluster_named, job_of, planned_type
 from tests.planning.conftest import FIGURES
 
 SMALL = ["model.width=4", "data.image_size=[40,24]", "data.batch_size=6"]
-
-
 VOLUMES = ("model=unet3d", "model.depth=1", "data.num_classes=3")
 
 

@@ -40,7 +40,10 @@ REGIONS = {
 }.get(WORLD.size, [])
 VOLUMES = {
     2: ["parallel=sp parallel.grid=[2,1,1]", "parallel=sp parallel.grid=[1,1,2]", "parallel=lp"],
-    3: ["parallel=sp parallel.grid=[3,1,1]", "parallel=sp+pp parallel.grid=[1,2,1]"],
+    3: [
+        "parallel=sp parallel.grid=[3,1,1]",
+        "parallel=sp+pp parallel.grid=[1,2,1] parallel.microbatches=1",
+    ],
     4: ["parallel=sp parallel.grid=[1,2,2]", "parallel=sp+lp parallel.grid=[3,1,1]"],
 }.get(WORLD.size, [])
 TOLERANCE = 1e-10
