@@ -20,7 +20,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.data.image_source import Box, pairs, whole_box
 from spatialdl.data.importing.volume_file import StoredVolume
 from spatialdl.data.saving import replacing
-from spatialdl.data.volume_geometry import Turn
+from spatialdl.data.volume_geometry import Geometry, Turn
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.nifti import nifti_header, save_nifti
 from spatialdl.predicting.pieces import Piece
@@ -36,9 +36,11 @@ from spatialdl.training.pictures.orthogonal_slices import (
     draw_planes,
     joined_planes,
     plane_patches,
+    turned,
 )
 from spatialdl.training.pictures.thumbnails import COLOURS
 
+_DRAWN = Geometry("IPL")  # the head above, the front of the patient above or left, the right left
 _SIDE = 420  # pixels of the longest edge of a volume
 _LEGEND = 12  # classes that it names at most
 
@@ -113,8 +115,10 @@ class VolumeMaps:
         if everybody is None:
             return
         found = joined_planes([planes for one in everybody for planes in one], stored.size)
-        planes, spacing = _planes_of(stored), stored.spacing
-        drawn = [draw_planes(planes, spacing, over, side=_SIDE) for over in (None, found)]
+        turn = _DRAWN.turn(stored.affine)
+        planes, over = turned(_planes_of(stored), turn), turned(found, turn)
+        spacing = None if stored.spacing is None else turn.seen_size(stored.spacing)
+        drawn = [draw_planes(planes, spacing, one, side=_SIDE) for one in (None, over)]
         _save_figure(self._run_dir / name, self._given.name, drawn, self._trained.classes)
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from spatialdl.data.image_source import Box, pairs
+from spatialdl.data.volume_geometry import Turn
 from spatialdl.training.pictures.heat_maps import heated
 from spatialdl.training.pictures.thumbnails import SIDE, Patch, joined, overlaid
 
@@ -57,6 +58,19 @@ def planes_of(volume: Array) -> Planes:
     """The slices through the middle of a volume (depth, height, width)."""
     depth, height, width = (n // 2 for n in volume.shape)
     return Planes(volume[depth], volume[:, height], volume[:, :, width])
+
+
+def turned(planes: Planes, turn: Turn) -> Planes:
+    """The same slices of the volume as a turn shows it."""
+    found = []
+    for dim, stored in enumerate(turn.dims):
+        rest = [other for other in range(3) if other != dim]
+        plane = planes[stored]
+        if turn.dims[rest[0]] > turn.dims[rest[1]]:
+            plane = plane.T
+        backwards = tuple(k for k, other in enumerate(rest) if other in turn.reversed)
+        found.append(np.flip(plane, backwards))
+    return Planes(*found)
 
 
 def plane_patches(values: Array, box: Box, size: Sequence[int]) -> list[Patch | None]:

@@ -3,12 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spatialdl.data.volume_geometry import Turn
 from spatialdl.training.pictures.orthogonal_slices import (
     draw_planes,
     joined_planes,
     orthogonal_slices,
     plane_patches,
     planes_of,
+    turned,
 )
 from spatialdl.training.pictures.thumbnails import COLOURS
 
@@ -83,3 +85,12 @@ def test_parts_make_the_slices_of_the_whole_volume(grid):
         np.testing.assert_array_equal(found, expected)
     picture = draw_planes(joined_planes(patches, volume.shape), (1, 2, 3))
     np.testing.assert_array_equal(picture, orthogonal_slices(volume, (1, 2, 3)))
+
+
+@pytest.mark.parametrize("stored", ["SAR", "IPL", "RAS", "ASL", "PLI"])
+def test_slices_of_a_turned_volume_are_turned_slices(stored):
+    volume = np.random.default_rng(0).normal(size=(5, 7, 9))  # the middle is that from both ends
+    turn = Turn.between(stored, "IPL")
+    found, expected = turned(planes_of(volume), turn), planes_of(turn.seen(volume))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
