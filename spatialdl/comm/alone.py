@@ -27,6 +27,7 @@ class Alone:
 
     rank = 0
     size = 1
+    overlaps = False
 
     @property
     def world_ranks(self) -> range:

@@ -46,6 +46,10 @@ class Communicator(Protocol):
     def world_ranks(self) -> Sequence[int]:
         """What they are called in the world, for messages."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it saves time to sum tensors while this rank computes."""
+
     def subset(self, ranks: Sequence[int]) -> Communicator:
         """Some of the ranks, numbered in this order; all of these, and no others, must call it.
 

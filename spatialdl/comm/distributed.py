@@ -63,6 +63,10 @@ class TorchCommunicator:
         _open.add(self)
         check.name_group(self)
 
+    @property
+    def overlaps(self) -> bool:
+        return self._has_nccl or not torch.cuda.is_available()
+
     @classmethod
     def world(cls) -> TorchCommunicator:
         """All ranks, once torch.distributed is initialised; all must call it."""

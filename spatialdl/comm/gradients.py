@@ -1,60 +1,239 @@
-"""Averaging gradients over ranks.
+"""The gradient reducer: averages over the ranks that hold copies of a parameter, in buckets.
 
-The objective is the mean over the ranks of each rank's loss. Backward works out the gradient of
+The objective is the mean over the ranks of each rank's loss. Backward computes the gradient of
 their sum (the backward of an all-reduce is an all-reduce), so the average over the ranks is right
 for spatial and data parallelism alike.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterable
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm.communicator import Communicator
+from spatialdl.comm import check, trace
+from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
+from spatialdl.comm.waiting import noted
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
+NAME = "average_gradients"
 BUCKET_BYTES = 2**20
 """Smaller gradients travel together, in a copy; larger ones alone, from where they lie."""
 
 
-def average(parameters: Iterable[nn.Parameter], comm: Communicator, copies: int) -> None:
-    """Average the gradients of parameters, the same on every rank of `comm`; all must call it.
+@dataclass(frozen=True)
+class Replicated:
+    """A module with copies on several ranks, over which its gradients are averaged.
 
-    A parameter without a gradient on every rank keeps none; without one on some ranks only, it
-    counts as zero there. Of DTensors the shards are averaged; all these ranks hold the same ones.
+    Attributes:
+        module: the same on all ranks of `comm`.
+        axes: of the mesh, along which its parameters are replicated.
+        comm: the ranks along these axes.
+        copies: gradients that are summed; more than ranks where a rank holds several copies.
+        lane: the same ranks, for buckets that are sent while backward runs; None to send all of
+            them after it.
+    """
+
+    module: nn.Module
+    axes: tuple[str, ...]
+    comm: Communicator
+    copies: int
+    lane: Communicator | None = None
+
+
+def lane_of(comm: Communicator) -> Communicator | None:
+    """A lane where the transport overlaps; all ranks of `comm` must call it."""
+    return comm.duplicate() if comm.overlaps else None
+
+
+class Reducer:
+    """Averages gradients; all ranks get the same bits, whether or not buckets overlap backward.
+
+    All ranks send the same buckets in the same order, whichever are full first: module by module,
+    in each the last parameters first. What is trained is compared with each `reduce`, so that the
+    number of messages never depends on the gradients of one rank.
 
     Args:
-        copies: whose gradients are added up; a rank may hold those of more than one.
+        modules: ranks that share several of them have these in the same order.
+
+    Attributes:
+        trained: the parameters that `follow` has found.
     """
-    if copies == 1:
-        return
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return
-    present = torch.tensor([parameter.grad is not None for parameter in trained])
-    anywhere = sum_over_ranks(comm, present.to(torch.int32), "gradients present")
-    used = [parameter for parameter, count in zip(trained, anywhere, strict=True) if count > 0]
-    for parameter in used:
-        if parameter.grad is None:
+
+    def __init__(self, modules: Iterable[Replicated]) -> None:
+        self._modules = [one for one in modules if one.copies > 1]
+        self.trained: list[nn.Parameter] = []
+        self._handles: list[Any] = []
+        self._plan: list[_Bucket] = []
+        self._of: dict[int, _Bucket] = {}
+        self._next = 0
+
+    def follow(self) -> bool:
+        """Before a forward: see backwards of the parameters that are trained now.
+
+        Returns:
+            Whether these are others than before.
+        """
+        lanes = [(p, one.lane) for one in self._modules for p in one.module.parameters()]
+        trained = [p for p, _ in lanes if p.requires_grad]
+        if len(trained) == len(self.trained) and all(map(operator.is_, trained, self.trained)):
+            return False
+        for handle in self._handles:
+            handle.remove()
+        self.trained = trained
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            for p, lane in lanes
+            if p.requires_grad and lane is not None
+        ]
+        return True
+
+    def last_backward(self, module: nn.Module) -> None:
+        """What the next backward of a module accumulates is complete."""
+        for bucket in self._plan:
+            if bucket.of.module is module and bucket.of.lane is not None and not check.enabled():
+                bucket.missing = {id(parameter) for parameter in bucket.parameters}
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        bucket = self._of.get(id(parameter))
+        if bucket is None or bucket.missing is None:
+            return
+        if bucket.total is not None:
+            raise RuntimeError(
+                f"a parameter of {tuple(parameter.shape)} gets its gradient in several parts in "
+                "one backward, but the first was already sent: take use_reentrant=False for "
+                "checkpoints of layers that share weights"
+            )
+        bucket.missing.discard(id(parameter))
+        # in order: ranks must not mix them up
+        while self._next < len(self._plan) and self._plan[self._next].missing == set():
+            self._plan[self._next].send()
+            self._next += 1
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Send what is not sent yet, and wait until all gradients are averaged.
+
+        A parameter without a gradient on every rank keeps none; without one on some ranks only, it
+        counts as zero there. Of DTensors the shards are averaged.
+
+        Raises:
+            ValueError: on all ranks, if some of them train a parameter that others do not.
+        """
+        trained = [(one, _agreed(one)) for one in self._modules]
+        new = [
+            bucket
+            for one, parameters in trained
+            for bucket in _buckets_of(one, [p for p in parameters if id(p) not in self._of])
+        ]
+        todo = [*self._plan, *new]
+        for bucket in todo:
+            bucket.send()
+        for bucket in todo:
+            bucket.finish()
+        self._next = 0
+        if new or len(self._of) != sum(len(parameters) for _, parameters in trained):
+            self._plan = [b for one, parameters in trained for b in _buckets_of(one, parameters)]
+            self._of = {id(p): bucket for bucket in self._plan for p in bucket.parameters}
+
+
+def _agreed(replicated: Replicated) -> list[nn.Parameter]:
+    """The trained parameters, the last one first; zero is the gradient that only others have."""
+    named, size = dict(replicated.module.named_parameters()), replicated.comm.size
+    flags = [(p.requires_grad, p.requires_grad and p.grad is not None) for p in named.values()]
+    own = torch.tensor(flags, dtype=torch.int32)
+    counts = sum_over_ranks(replicated.comm, own, "gradients present") if named else own
+    for (name, parameter), (trained, present) in zip(named.items(), counts.tolist(), strict=True):
+        if 0 < trained < size:
+            raise ValueError(
+                f"{name} requires a gradient on {trained} of the {size} ranks that hold copies "
+                f"(along {', '.join(replicated.axes)}): freeze it on all ranks, or on none"
+            )
+        if present and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    grads = [shard_of(parameter.grad.detach()) for parameter in used if parameter.grad is not None]
-    small = [grad for grad in grads if grad.nbytes < BUCKET_BYTES]
-    for grad in grads:
-        if grad.nbytes >= BUCKET_BYTES:
-            add_over_ranks_(comm, grad, "average_gradients")
-            grad.div_(copies)
-    for bucket in buckets(small, BUCKET_BYTES):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        add_over_ranks_(comm, flat, "average_gradients")
-        parts = torch.split(flat.div_(copies), [grad.numel() for grad in bucket])
-        for grad, part in zip(bucket, parts, strict=True):
-            grad.copy_(part.view_as(grad))
+    return [parameter for parameter in named.values() if parameter.requires_grad][::-1]
+
+
+class _Bucket:
+    """Parameters of a module whose gradients travel together.
+
+    Attributes:
+        missing: those without their gradient in the last backward of a step, by id; None before it.
+        total: what is sent; None until then.
+    """
+
+    def __init__(self, of: Replicated, parameters: list[nn.Parameter]) -> None:
+        self.of, self.parameters = of, parameters
+        self.missing: set[int] | None = None
+        self.total: Tensor | None = None
+        self._grads: list[Tensor] = []
+        self._pending: Pending | None = None
+
+    def send(self) -> None:
+        """Unless it is sent, or no rank has a gradient; without a lane, it is done at once."""
+        grads = [p.grad if p.requires_grad else None for p in self.parameters]
+        if self.total is not None or all(grad is None for grad in grads):
+            return
+        self._grads = [
+            shard_of(torch.zeros_like(p) if grad is None else grad.detach())
+            for p, grad in zip(self.parameters, grads, strict=True)
+        ]
+        comm = self.of.lane or self.of.comm
+        self.total = _joined(self._grads, comm)
+        if self.of.lane is None:
+            add_over_ranks_(comm, self.total, NAME)
+            self.finish()
+        else:
+            check.agree(comm, f"{NAME}, {self.total.dtype}, {self.total.numel()} values")
+            self._pending = comm.start_all_reduce(self.total)
+
+    def finish(self) -> None:
+        if self._pending is not None and self.of.lane is not None:
+            comm = self.of.lane
+            with trace.span("reduce", NAME):
+                noted(NAME, comm.world_ranks, check.understood, comm, self._pending.wait)
+        if self.total is not None:
+            _part(self.total.div_(self.of.copies), self._grads)
+        self.missing = self.total = self._pending = None
+
+
+def _buckets_of(replicated: Replicated, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    return [_Bucket(replicated, part) for part in buckets(parameters, BUCKET_BYTES)]
+
+
+def average_(tensors: Iterable[Tensor], comm: Communicator, copies: int) -> None:
+    """Average tensors over ranks, in place; all ranks must call it with the same ones."""
+    for some in buckets(tensors, BUCKET_BYTES):
+        total = _joined(some, comm)
+        add_over_ranks_(comm, total, NAME)
+        _part(total.div_(copies), some)
+
+
+def _joined(tensors: Sequence[Tensor], comm: Communicator) -> Tensor:
+    """Tensors of one type as one to be summed, half precision in float32; a large one itself."""
+    parts = [
+        (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one).reshape(-1)
+        for one in tensors
+    ]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return comm.home(flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat)
+
+
+def _part(joined: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy to tensors what `_joined` has made of them."""
+    joined = torch.view_as_complex(joined.view(-1, 2)) if tensors[0].is_complex() else joined
+    parts = torch.split(joined, [one.numel() for one in tensors])
+    for one, part in zip(tensors, parts, strict=True):
+        if one.data_ptr() != part.data_ptr():
+            one.copy_(part.view_as(one))
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -67,15 +246,21 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def buckets(tensors: Iterable[AnyTensor], limit: int) -> list[list[AnyTensor]]:
-    """Tensors of one type and device, in order, in portions of about `limit` bytes."""
+    """Tensors of one type and device in portions of about `limit` bytes, by their last ones.
+
+    Larger tensors are alone.
+    """
     found: list[list[AnyTensor]] = []
-    size = 0
+    filling: dict[Any, list[AnyTensor]] = {}
+    sizes: Counter[Any] = Counter()
     for tensor in tensors:
-        last = found[-1][0] if found else None
-        alike = last is not None and (last.dtype, last.device) == (tensor.dtype, tensor.device)
-        if not alike or size >= limit:
-            found.append([])
-            size = 0
-        found[-1].append(tensor)
-        size += tensor.numel() * tensor.element_size()
-    return found
+        size, kind = shard_of(tensor).nbytes, (tensor.dtype, tensor.device)
+        if size >= limit:
+            found.append([tensor])
+            continue
+        filling.setdefault(kind, []).append(tensor)
+        sizes[kind] += size
+        if sizes[kind] >= limit:
+            found.append(filling.pop(kind))
+            sizes[kind] = 0
+    return [*found, *filling.values()]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry
+from spatialdl.comm.gradients import Replicated
 from spatialdl.comm.launch import check_mpi_world
 from spatialdl.comm.limit import check_timeout
 from spatialdl.comm.nodes import Nodes
@@ -77,6 +81,16 @@ class Mesh:
     def size(self) -> int:
         """All ranks of the mesh."""
         return self.axes.size
+
+    def replicated(self, module: nn.Module, sharded: bool = False) -> Replicated:
+        """A module with copies on the ranks of the mesh.
+
+        Args:
+            sharded: whether data replicas hold a part of each of its parameters.
+        """
+        axes = self.axes.replicated(sharded)
+        comm = self.grid_comm if sharded else self.comm
+        return Replicated(module, axes, comm, prod(self.axes.degrees[axis] for axis in axes))
 
     def layout(self, samples: int, size: Sequence[int]) -> Layout:
         """The default layout on this mesh of images whose spatial dims have `size`."""

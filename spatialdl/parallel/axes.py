@@ -67,6 +67,15 @@ class Axes:
             "tensor": self.tensor,
         }
 
+    def replicated(self, sharded: bool = False) -> tuple[str, ...]:
+        """The axes along which ranks hold copies of a stage's parameters.
+
+        Args:
+            sharded: whether data replicas hold a part of each parameter.
+        """
+        divided = {"stage", "tensor", *(["data"] if sharded else [])}
+        return tuple(name for name in self.degrees if name not in divided)
+
     @property
     def parts(self) -> int:
         """Tiles of an image."""

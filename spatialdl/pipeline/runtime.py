@@ -9,8 +9,9 @@ order is GEMS.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.gradients import Replicated, lane_of
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
@@ -143,7 +145,9 @@ class Pipeline:
             reducers = reducers_over(backend, placement, holders)
         elif nodes is not None:
             reducers = reducers_by_nodes(holders, nodes.of[comm.rank])
-        self.gradients = Gradients(self.stages, self.sharded, placement, comm, holders, reducers)
+        self._train = actions_of(comm.rank, placement, schedule.train)
+        self._weights_apart = _are_weights_apart(self._train)
+        self.gradients = Gradients(self._replicated(meshes, reducers), self.sharded, comm)
         units = {stage: sharded.units for stage, sharded in self.sharded.items()}
         self._sharing = Sharing(
             placed,
@@ -155,9 +159,7 @@ class Pipeline:
             comm,
             units,
         )
-        self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
-        self._weights_apart = _are_weights_apart(self._train)
         self._later: dict[Action, LaterGradients] = {}
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
@@ -193,6 +195,22 @@ class Pipeline:
             ranks = [self.placement.ranks(stage, n)[part] for n in range(self.placement.data)]
             module, mesh = self.stages[stage], placed.mesh
             found[stage] = ShardedStage(module, blocks, mesh, ranks, backend, self.device)
+        return found
+
+    def _replicated(
+        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator]
+    ) -> dict[int, Replicated]:
+        """This rank's stages as all ranks hold them; those with several must ask in one order."""
+        if self.sharded:
+            modules = self.stages.items()
+            return {stage: meshes[stage].replicated(one, sharded=True) for stage, one in modules}
+        found = {}
+        for stage, comm in sorted(reducers.items()):
+            one = meshes[stage].replicated(self.stages[stage])
+            copies = one.copies * self.placement.copies
+            # gradients of weights that wait for weight actions must not have hooks
+            lane = None if copies == 1 or self._weights_apart else lane_of(comm)
+            found[stage] = replace(one, comm=comm, copies=copies, lane=lane)
         return found
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -244,10 +262,12 @@ class Pipeline:
             module.zero_grad()
         self._check_samples(microbatches)
         self._step, self._scale = step, scale
+        self.gradients.begin()
         self._sharing.begin(microbatches)
         total = 0.0
         todo = self._todo(self._train, microbatches)
         coming = self._given(todo)
+        last = {one.stage: number for number, one in enumerate(todo) if one.kind == "backward"}
         for number, action in enumerate(todo):
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
@@ -258,9 +278,7 @@ class Pipeline:
                 if action.kind == "forward":
                     self._forward(placed, action.microbatch, microbatch)
                 elif action.kind == "backward":
-                    if action.stage in self.sharded:
-                        is_last = all(later.kind != "backward" for later in todo[number + 1 :])
-                        self.sharded[action.stage].before_backward(is_last)
+                    self.gradients.before_backward(action.stage, number == last[action.stage])
                     with self._gathering(action):
                         total += self._backward(placed, action.microbatch, microbatch)
                 else:

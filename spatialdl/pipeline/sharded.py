@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from spatialdl.comm.gradients import average
 from spatialdl.comm.groups import new_group
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
@@ -118,8 +117,8 @@ class ShardedStage:
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
 
-    def average(self) -> None:
-        """Average over the grid what FSDP2 has averaged over the replicas.
+    def check_gradients(self) -> None:
+        """Before the gradients that FSDP2 has averaged over the replicas are so over the grid.
 
         Raises:
             ValueError: if a parameter has a gradient on some replicas only.
@@ -133,7 +132,6 @@ class ShardedStage:
                 f"parallel.shard_state=true: {int(uneven.sum())} parameters have gradients on some "
                 "replicas only, as their forwards differ; use all parameters in every forward"
             )
-        average(self._parameters, self._mesh.grid_comm, self._mesh.grid_comm.size)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

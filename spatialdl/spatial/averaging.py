@@ -1,39 +1,33 @@
-"""Gradients of a network averaged over ranks while its backward runs."""
+"""Gradients of a network averaged over ranks by its backward itself."""
 
 from __future__ import annotations
 
-import operator
+import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm import check
-from spatialdl.comm.communicator import Communicator, Pending
-from spatialdl.comm.gradients import buckets
-from spatialdl.comm.mesh import Mesh
-from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
-from spatialdl.comm.waiting import noted
+from spatialdl.comm.agreement import Agreement
+from spatialdl.comm.gradients import Reducer, Replicated, average_
+from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.spatial.agreed import note_averaged
-
-BUCKET_BYTES = 8 * 2**20
 
 
 class Averaging:
     """Averages what backward adds to parameters, and what ``torch.autograd.grad`` returns.
 
     Args:
-        mesh: the ranks.
-        comm: the same ranks, for these messages only.
+        network: whose trained parameters are averaged.
+        agreement: of its mesh.
     """
 
-    def __init__(self, mesh: Mesh, comm: Communicator) -> None:
-        self._mesh, self._comm = mesh, comm
-        self._trained: list[nn.Parameter] = []
+    def __init__(self, network: Replicated, agreement: Agreement | None) -> None:
+        self._network, self._agreement = network, agreement
+        self._reducer = Reducer([network])
         self._handles: list[Any] = []
-        self._buckets: list[_Bucket] = []
-        self._next = 0
         self._running = False
         self._returned: dict[int, Tensor] = {}
         self._task = -1
@@ -41,10 +35,11 @@ class Averaging:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Averaging:
         """For a copy of the network, over the same ranks; makes no communicator."""
-        return Averaging(self._mesh, self._comm)
+        module = copy.deepcopy(self._network.module, memo)
+        return Averaging(replace(self._network, module=module), self._agreement)
 
-    def follow(self, module: nn.Module) -> None:
-        """Average the gradients of all parameters of `module` that are trained now.
+    def follow(self) -> None:
+        """Average the gradients of all parameters that are trained now.
 
         Raises:
             RuntimeError: if an error has ended the last backward.
@@ -55,60 +50,33 @@ class Averaging:
                     "an error ended the last backward before its gradients were averaged, and "
                     "ranks have sent different numbers of them: start the program again"
                 )
-            return
-        trained = [p for p in module.parameters() if p.requires_grad]
-        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._trained = trained
-        self._handles = []
-        for number, p in enumerate(trained):
-            self._handles += [
-                p.register_post_accumulate_grad_hook(self._arrived),  # type: ignore[no-untyped-call]
-                p.register_hook(partial(self._seen, number)),  # type: ignore[no-untyped-call]
+        elif self._reducer.follow():
+            for handle in self._handles:
+                handle.remove()
+            self._handles = [
+                parameter.register_hook(partial(self._seen, number))  # type: ignore[no-untyped-call]
+                for number, parameter in enumerate(self._reducer.trained)
             ]
-        self._buckets = [_Bucket(part) for part in buckets(trained[::-1], BUCKET_BYTES)]
-
-    # --- backward
-
-    def _arrived(self, parameter: Tensor) -> None:
-        if not self._running:
-            self._running = True
-            for bucket in self._buckets:
-                bucket.missing = {id(p) for p in bucket.parameters}
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        for bucket in self._buckets:
-            bucket.missing.discard(id(parameter))
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._start_next()
-
-    def _start_next(self) -> None:
-        # in order, whichever bucket was ready first: ranks must not mix them up
-        self._buckets[self._next].start(self._comm)
-        self._next += 1
 
     def _finish(self) -> None:
-        """At the end of backward: send what had no gradient on this rank, wait for all."""
-        while self._next < len(self._buckets):
-            self._start_next()
-        for bucket in self._buckets:
-            ranks = self._comm.world_ranks
-            noted("gradients", ranks, bucket.finish, self._comm, self._mesh.size)
-        self._next, self._running = 0, False
-        note_averaged(self._trained)
-        if self._mesh.agreement is not None:
-            self._mesh.agreement.weights(self._trained)
-
-    # --- torch.autograd.grad
+        """At the end of backward."""
+        self._reducer.reduce()
+        self._running = False
+        note_averaged(self._reducer.trained)
+        if self._agreement is not None:
+            self._agreement.weights(self._reducer.trained)
 
     def _seen(self, number: int, grad: Tensor) -> Tensor | None:
-        """A gradient before it is accumulated, or returned: then it is averaged at the end."""
+        """A gradient before it is accumulated, or returned by ``torch.autograd.grad``."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._returns = task, _is_returned(self._trained[number])
+            self._task, self._returns = task, _is_returned(self._reducer.trained[number])
             self._returned = {}
         if not self._returns:
+            if not self._running:
+                self._running = True
+                self._reducer.last_backward(self._network.module)
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return None
         if not self._returned:
             torch.autograd.Variable._execution_engine.queue_callback(self._average_returned)
@@ -118,19 +86,15 @@ class Averaging:
     @torch.no_grad()
     def _average_returned(self) -> None:
         returned, self._returned = self._returned, {}
-        here = torch.tensor([n in returned for n in range(len(self._trained))], dtype=torch.int32)
-        counts = sum_over_ranks(self._comm, here, "gradients returned")
-        if bool(((counts > 0) & (counts < self._comm.size)).any()):
+        own = [number in returned for number in range(len(self._reducer.trained))]
+        comm = self._network.comm
+        counts = sum_over_ranks(comm, torch.tensor(own, dtype=torch.int32), "gradients returned")
+        if bool(((counts > 0) & (counts < comm.size)).any()):
             raise RuntimeError(
                 "torch.autograd.grad has gradients of some parameters on some ranks only, which "
                 "cannot be averaged: call backward(), which counts a missing gradient as zero"
             )
-        for bucket in buckets([returned[n] for n in sorted(returned)], BUCKET_BYTES):
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            add_over_ranks_(self._comm, flat, "gradients returned")
-            parts = torch.split(flat.div_(self._mesh.size), [grad.numel() for grad in bucket])
-            for grad, part in zip(bucket, parts, strict=True):
-                grad.copy_(part.view_as(grad))
+        average_((returned[n] for n in sorted(returned)), comm, self._network.copies)
 
 
 def _is_returned(parameter: nn.Parameter) -> bool:
@@ -141,41 +105,3 @@ def _is_returned(parameter: nn.Parameter) -> bool:
     except RuntimeError:  # which is how PyTorch says so
         return True
     return False
-
-
-class _Bucket:
-    """Parameters whose gradients travel together, with a flag each for whether there is one."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.missing: set[int] = set()
-        self._flat: Tensor | None = None
-        self._pending: Pending | None = None
-
-    def start(self, comm: Communicator) -> None:
-        like = self.parameters[0]
-        present = [parameter.grad is not None for parameter in self.parameters]
-        parts = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self.parameters
-        ]
-        flags = torch.tensor(present, dtype=like.dtype, device=like.device)
-        flat = comm.home(torch.cat([*parts, flags]).detach())
-        self._flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        check.agree(comm, f"gradients over ranks, {flat.dtype}, {flat.numel()} values")
-        self._pending = comm.start_all_reduce(self._flat)
-
-    @torch.no_grad()
-    def finish(self, comm: Communicator, ranks: int) -> None:
-        if self._pending is None or self._flat is None:
-            return
-        check.understood(comm, self._pending.wait)
-        sizes = [parameter.numel() for parameter in self.parameters]
-        *sums, flags = torch.split(self._flat, [*sizes, len(sizes)])
-        for parameter, total, present in zip(self.parameters, sums, flags, strict=True):
-            if present > 0:
-                mean = (total / ranks).view_as(parameter).to(parameter)
-                if parameter.grad is None:
-                    parameter.grad = mean
-                else:
-                    parameter.grad.copy_(mean)
-        self._pending = self._flat = None

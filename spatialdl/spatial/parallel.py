@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from spatialdl.comm.broadcast import broadcast_state
-from spatialdl.comm.gradients import average
+from spatialdl.comm.gradients import Reducer, lane_of
 from spatialdl.comm.mesh import Mesh
 from spatialdl.spatial.agreed import note_averaged
 from spatialdl.spatial.averaging import Averaging
@@ -27,23 +28,24 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
         mesh: the ranks: those of the grid and of all data replicas.
 
     Raises:
-        ValueError: if ranks have different weights, which is looked at in the first steps, and
-            then now and then.
+        ValueError: if some ranks train a parameter that others do not; or if ranks have different
+            weights, which is looked at in the first steps, and then now and then.
     """
     if mesh.agreement is not None:
         mesh.agreement.weights(model.parameters())
-    average(model.parameters(), mesh.comm, mesh.size)
+    Reducer([mesh.replicated(model)]).reduce()
     note_averaged(model.parameters())
 
 
 class SpatialParallel(nn.Module):
-    """A network whose gradients are averaged over the ranks of a mesh, overlapped with backward.
+    """A network whose gradients are averaged over the ranks of a mesh by its backward.
 
     Weights and buffers become those of rank 0, on every rank. After ``loss.backward()`` gradients
     are what `spatialdl.average_gradients` would have made of them, and so is what
-    ``torch.autograd.grad`` returns for parameters. Parameters travel in buckets, the last layers
-    first, always in the same order on all ranks; those that begin or cease to be trained are
-    noticed at the next forward.
+    ``torch.autograd.grad`` returns for parameters. They travel in buckets, the last layers first,
+    always in the same order on all ranks: while backward runs over torch.distributed, at its end
+    over MPI, which is faster there. Parameters that begin or cease to be trained are noticed at the
+    next forward.
 
     The state dict has the network's own names, and what is pickled (``torch.save``) is the network
     itself, to be wrapped again. ``copy.deepcopy`` gives a copy over the same ranks.
@@ -63,12 +65,13 @@ class SpatialParallel(nn.Module):
         super().__init__()
         self.module = module
         broadcast_state(module, mesh.comm)
-        self._averaging = Averaging(mesh, mesh.comm.duplicate())
-        self._averaging.follow(module)
+        network = replace(mesh.replicated(module), lane=lane_of(mesh.comm))
+        self._averaging = Averaging(network, mesh.agreement)
+        self._averaging.follow()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self._averaging.follow(self.module)
+            self._averaging.follow()
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -92,7 +95,7 @@ class SpatialParallel(nn.Module):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._averaging.follow(copied.module)
+        copied._averaging.follow()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

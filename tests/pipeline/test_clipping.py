@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 from spatialdl.comm.alone import Alone
-from spatialdl.pipeline.gradients import clip_gradients
+from spatialdl.comm.dry import Dry
+from spatialdl.comm.gradients import Replicated
+from spatialdl.pipeline.gradients import Gradients
+
+
+def on_ranks(*modules: nn.Module, ranks: int = 1) -> Gradients:
+    comm = Dry(0, ranks)
+    stages = {n: Replicated(one, ("data",), comm, ranks) for n, one in enumerate(modules)}
+    return Gradients(stages, {}, Alone())
 
 
 def stages() -> dict[int, nn.Module]:
@@ -23,7 +31,7 @@ def stages() -> dict[int, nn.Module]:
 @pytest.mark.parametrize("limit", [0.1, 1.0, 1000.0])
 def test_as_pytorch_does_for_a_whole_network(limit):
     ours, plain = stages(), nn.ModuleList(stages().values())
-    norm = clip_gradients(ours, {0: 1, 2: 1}, Alone(), limit)
+    norm = on_ranks(*ours.values()).clip(limit)
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), limit)))
     own = [p.grad for stage in ours.values() for p in stage.parameters()]
     for grad, expected in zip(own, plain.parameters(), strict=True):
@@ -33,13 +41,14 @@ def test_as_pytorch_does_for_a_whole_network(limit):
 
 def test_a_stage_on_several_ranks_counts_once():
     made = stages()
-    alone = clip_gradients({0: made[0]}, {0: 1}, Alone(), 1e9)
-    assert clip_gradients({0: made[0]}, {0: 4}, Alone(), 1e9) == pytest.approx(alone / 2)
+    alone = on_ranks(made[0]).clip(1e9)
+    assert on_ranks(made[0], ranks=4).clip(1e9) == pytest.approx(alone / 2)
 
 
 def test_no_gradients_and_no_numbers():
-    made = {0: nn.Linear(2, 2)}
-    assert clip_gradients(made, {0: 1}, Alone(), 1.0) == 0.0
-    made[0].weight.grad = torch.full((2, 2), math.nan)
-    assert math.isnan(clip_gradients(made, {0: 1}, Alone(), 1.0))
-    assert made[0].weight.grad.isnan().all()
+    layer = nn.Linear(2, 2)
+    made = on_ranks(layer)
+    assert made.clip(1.0) == 0.0
+    layer.weight.grad = torch.full((2, 2), math.nan)
+    assert math.isnan(made.clip(1.0))
+    assert layer.weight.grad.isnan().all()

@@ -26,7 +26,7 @@ PROOF = 40
 """More of them on each number of ranks, 200 in all."""
 LEFT_OUT: dict[str, Callable[..., object]] = {
     "spatialdl.spatial.conv._present": lambda *_: iter(()),  # pixels of neighbours
-    "spatialdl.pipeline.gradients.average": lambda *_: None,
+    "spatialdl.pipeline.gradients.Gradients.average": lambda *_: None,
     "spatialdl.pipeline.statistics.SliceStatistics.fold": lambda *_: None,
 }
 """What a layout cannot do without, and what does nothing in its place."""

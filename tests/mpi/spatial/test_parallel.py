@@ -13,16 +13,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import spatialdl
-from spatialdl.comm import broadcast
+from spatialdl.comm import broadcast, gradients
 from spatialdl.models import resnet18
-from spatialdl.spatial import averaging
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000, 2**30])
 def test_equals_average_gradients(
     bucket_bytes: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(averaging, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     mesh = spatialdl.init_mesh((1, world.size))
     torch.manual_seed(0)
     plain = resnet18(num_classes=3, width=4).double()
@@ -228,7 +227,7 @@ def test_parameters_that_are_unfrozen_or_replaced_later_are_averaged(world: MPI.
 def test_gradients_that_autograd_returns_are_averaged(
     bucket_bytes: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(averaging, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     mesh = spatialdl.init_mesh((1, world.size))
     wrapped, plain = spatialdl.SpatialParallel(small(), mesh), small()
     label = torch.tensor([0, 2])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl import init_mesh, shard
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.gradients import average
+from spatialdl.comm.gradients import Reducer, Replicated
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.recompute import recompute
@@ -38,7 +38,7 @@ def images(samples: int) -> Tensor:
 
 
 def compare(ours: nn.Module, plain: nn.Module, comm: Communicator, copies: int) -> None:
-    average(ours.parameters(), comm, copies)
+    Reducer([Replicated(ours, ("data",), comm, copies)]).reduce()
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
     for name, value in plain.state_dict().items():
