@@ -7,7 +7,6 @@ from torch import nn
 
 from spatialdl import average_gradients, init_mesh
 from spatialdl.comm import gradients
-from spatialdl.comm.gradients import buckets
 from spatialdl.comm.reduce import differentiable_sum, sum_over_ranks
 
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
@@ -37,6 +36,18 @@ def test_none_everywhere_stays_none_and_none_somewhere_is_zero(world: MPI.Intrac
     assert unused.grad is None
     assert frozen.grad is None
     assert torch.equal(some.grad, torch.tensor([2.0, 4.0]) / world.size)
+
+
+def test_what_some_ranks_freeze_is_refused_on_all(world: MPI.Intracomm) -> None:
+    weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+    bias.requires_grad_(world.rank > 0)
+    weight.grad = torch.ones(2)
+    mesh = init_mesh((1, 1), data=world.size)
+    if world.size == 1:
+        return
+    ranks = rf"p1 requires a gradient on {world.size - 1} of the {world.size} ranks .*data"
+    with pytest.raises(ValueError, match=ranks):
+        average_gradients(model_of(weight, bias), mesh)
 
 
 def test_nothing_to_average_is_no_mistake(world: MPI.Intracomm) -> None:
@@ -71,16 +82,6 @@ def test_the_size_of_the_buckets_changes_nothing(
         assert torch.equal(
             parameter.grad, torch.full_like(parameter, number + (world.size - 1) / 2)
         )
-
-
-def test_buckets_hold_one_type_in_order_up_to_a_limit() -> None:
-    grads = [torch.zeros(n, dtype=d) for n, d in zip((3, 1, 1, 2, 4), MIXED, strict=True)]
-    grads += [torch.zeros(2) for _ in range(5)]
-    portions = buckets(grads, 16)
-    flat = [grad for bucket in portions for grad in bucket]
-    assert all(a is b for a, b in zip(flat, grads, strict=True))
-    assert [len(bucket) for bucket in portions] == [1, 2, 1, 1, 2, 2, 1]
-    assert buckets([], 16) == []
 
 
 def test_every_rank_gets_the_same_bits(world: MPI.Intracomm) -> None:
