@@ -51,7 +51,7 @@ class Replicated:
 
 def lane_of(comm: Communicator) -> Communicator | None:
     """A lane where the transport overlaps; all ranks of `comm` must call it."""
-    return comm.duplicate() if comm.overlaps else None
+    return comm.duplicate() if comm.size > 1 and comm.overlaps else None
 
 
 class Reducer:
@@ -129,19 +129,15 @@ class Reducer:
             ValueError: on all ranks, if some of them train a parameter that others do not.
         """
         trained = [(one, _agreed(one)) for one in self._modules]
-        new = [
-            bucket
-            for one, parameters in trained
-            for bucket in _buckets_of(one, [p for p in parameters if id(p) not in self._of])
-        ]
+        new = _planned((one, [p for p in some if id(p) not in self._of]) for one, some in trained)
         todo = [*self._plan, *new]
         for bucket in todo:
             bucket.send()
         for bucket in todo:
             bucket.finish()
         self._next = 0
-        if new or len(self._of) != sum(len(parameters) for _, parameters in trained):
-            self._plan = [b for one, parameters in trained for b in _buckets_of(one, parameters)]
+        if new or len(self._of) != sum(len(some) for _, some in trained):
+            self._plan = _planned(trained)
             self._of = {id(p): bucket for bucket in self._plan for p in bucket.parameters}
 
 
@@ -205,8 +201,8 @@ class _Bucket:
         self.missing = self.total = self._pending = None
 
 
-def _buckets_of(replicated: Replicated, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    return [_Bucket(replicated, part) for part in buckets(parameters, BUCKET_BYTES)]
+def _planned(trained: Iterable[tuple[Replicated, list[nn.Parameter]]]) -> list[_Bucket]:
+    return [_Bucket(one, part) for one, some in trained for part in buckets(some, BUCKET_BYTES)]
 
 
 def average_(tensors: Iterable[Tensor], comm: Communicator, copies: int) -> None:

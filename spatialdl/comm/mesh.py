@@ -83,11 +83,7 @@ class Mesh:
         return self.axes.size
 
     def replicated(self, module: nn.Module, sharded: bool = False) -> Replicated:
-        """A module with copies on the ranks of the mesh.
-
-        Args:
-            sharded: whether data replicas hold a part of each of its parameters.
-        """
+        """A module on this mesh; if `sharded`, data replicas hold a part of its parameters each."""
         axes = self.axes.replicated(sharded)
         comm = self.grid_comm if sharded else self.comm
         return Replicated(module, axes, comm, prod(self.axes.degrees[axis] for axis in axes))

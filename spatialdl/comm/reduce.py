@@ -48,14 +48,10 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
 
 
 def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> None:
-    """`sum_over_ranks` in place, without a copy where the transport can do without."""
-    direct = values.is_contiguous() and not values.is_complex() and values.dtype not in _SUMMED_AS
-    if comm.size > 1 and direct and comm.home(values) is values:
-        check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
-        with trace.span("reduce", name):
-            noted(name, None, check.understood, comm, comm.all_reduce_, values)
-    else:
-        values.copy_(sum_over_ranks(comm, values, name))
+    """Sum in place a contiguous tensor of a type that the transport can sum, on its `home`."""
+    check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
+    with trace.span("reduce", name):
+        noted(name, None, check.understood, comm, comm.all_reduce_, values)
 
 
 class _SumOverRanks(torch.autograd.Function):

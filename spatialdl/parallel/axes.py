@@ -68,12 +68,8 @@ class Axes:
         }
 
     def replicated(self, sharded: bool = False) -> tuple[str, ...]:
-        """The axes along which ranks hold copies of a stage's parameters.
-
-        Args:
-            sharded: whether data replicas hold a part of each parameter.
-        """
-        divided = {"stage", "tensor", *(["data"] if sharded else [])}
+        """The axes along which ranks hold copies of a parameter, sharded over replicas or not."""
+        divided = ("stage", "tensor", "data" if sharded else "")
         return tuple(name for name in self.degrees if name not in divided)
 
     @property

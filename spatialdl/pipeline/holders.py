@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh
-from spatialdl.comm.two_levels import by_nodes
 from spatialdl.parallel.placement import Placement
 
 
@@ -35,15 +34,6 @@ def holders_of(
         return {stage: mesh.comm for stage, mesh in meshes.items()}
     # by number, because ranks with several stages must make these in one order
     return {stage: comm.subset(holding(placement, stage)) for stage in sorted(meshes)}
-
-
-def reducers_by_nodes(holders: Mapping[int, Communicator], node: int) -> dict[int, Communicator]:
-    """The same ranks as `holders`, adding up by nodes where that saves time; they all must ask.
-
-    Args:
-        node: number of this rank's node.
-    """
-    return {stage: by_nodes(holders[stage], node) for stage in sorted(holders)}
 
 
 def reducers_over(

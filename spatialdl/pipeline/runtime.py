@@ -21,13 +21,14 @@ from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Replicated, lane_of
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.two_levels import by_nodes
 from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.gradients import Gradients
-from spatialdl.pipeline.holders import holders_of, reducers_by_nodes, reducers_over
+from spatialdl.pipeline.holders import holders_of, reducers_over
 from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
@@ -144,7 +145,8 @@ class Pipeline:
         elif backend is not None and comm.size > 1:
             reducers = reducers_over(backend, placement, holders)
         elif nodes is not None:
-            reducers = reducers_by_nodes(holders, nodes.of[comm.rank])
+            own = nodes.of[comm.rank]
+            reducers = {stage: by_nodes(holders[stage], own) for stage in sorted(holders)}
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._weights_apart = _are_weights_apart(self._train)
         self.gradients = Gradients(self._replicated(meshes, reducers), self.sharded, comm)
@@ -200,17 +202,16 @@ class Pipeline:
     def _replicated(
         self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator]
     ) -> dict[int, Replicated]:
-        """This rank's stages as all ranks hold them; those with several must ask in one order."""
-        if self.sharded:
-            modules = self.stages.items()
-            return {stage: meshes[stage].replicated(one, sharded=True) for stage, one in modules}
+        """This rank's stages; ranks that share several ask for these in one order."""
         found = {}
         for stage, comm in sorted(reducers.items()):
-            one = meshes[stage].replicated(self.stages[stage])
-            copies = one.copies * self.placement.copies
-            # gradients of weights that wait for weight actions must not have hooks
-            lane = None if copies == 1 or self._weights_apart else lane_of(comm)
-            found[stage] = replace(one, comm=comm, copies=copies, lane=lane)
+            one = meshes[stage].replicated(self.stages[stage], bool(self.sharded))
+            if not self.sharded:
+                # weights whose gradients wait for weight actions must not have hooks
+                lane = None if self._weights_apart else lane_of(comm)
+                copies = one.copies * self.placement.copies
+                one = replace(one, comm=comm, copies=copies, lane=lane)
+            found[stage] = one
         return found
 
     def parameters(self) -> Iterator[nn.Parameter]:

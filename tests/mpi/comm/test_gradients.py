@@ -38,6 +38,19 @@ def test_none_everywhere_stays_none_and_none_somewhere_is_zero(world: MPI.Intrac
     assert torch.equal(some.grad, torch.tensor([2.0, 4.0]) / world.size)
 
 
+def test_complex_and_conjugated_gradients(world: MPI.Intracomm) -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 3, dtype=torch.complex128)) for _ in range(2)]
+    values = torch.arange(6.0).view(2, 3) + 1j * world.rank
+    parameters[0].grad, parameters[1].grad = (
+        values.to(torch.complex128),
+        values.to(torch.complex128).mT.conj().mT,
+    )
+    average_gradients(model_of(*parameters), init_mesh((1, world.size)))
+    mean = torch.arange(6.0).view(2, 3) + 0.5j * (world.size - 1)
+    for parameter, expected in zip(parameters, (mean, mean.conj()), strict=True):
+        torch.testing.assert_close(parameter.grad.resolve_conj(), expected.to(torch.complex128))
+
+
 def test_what_some_ranks_freeze_is_refused_on_all(world: MPI.Intracomm) -> None:
     weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
     bias.requires_grad_(world.rank > 0)
