@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from mpi4py import MPI
+from torch import nn
 
 from spatialdl.comm.mesh import dry_mesh, init_mesh, stage_mesh
 from spatialdl.parallel.layout import Layout
@@ -65,3 +66,15 @@ def test_a_box_has_two_numbers_for_each_spatial_dim(grid, size, box):
 def test_a_box_takes_a_size_for_each_spatial_dim():
     with pytest.raises(ValueError, match=r"mesh\.box takes a size for each spatial dim: the grid"):
         init_mesh((1, 1)).box((2, 3, 4))
+
+
+def test_a_module_is_replicated_on_the_grid_and_where_it_is_whole_on_replicas():
+    mesh = init_mesh()
+    layer = nn.Linear(1, 1)
+    whole, shards = mesh.replicated(layer), mesh.replicated(layer, sharded=True)
+    assert (whole.module, whole.comm, shards.comm) == (layer, mesh.comm, mesh.grid_comm)
+    assert ("data" in whole.axes, "data" in shards.axes, whole.lane) == (True, False, None)
+    assert [dry_mesh((2, 3)).replicated(layer, sharded).copies for sharded in (False, True)] == [
+        6,
+        6,
+    ]
