@@ -58,14 +58,11 @@ class TorchCommunicator:
         self.world_ranks = tuple(ranks)
         self._gloo: Any = group or _gloo_group(self.world_ranks)
         self._has_nccl = on_device and torch.cuda.is_available() and dist.is_nccl_available()
+        self.overlaps = self._has_nccl  # the threads of gloo take cores from those that compute
         self._nccl = _nccl_group(self.world_ranks) if self._has_nccl else None
         self._to_self = _ToSelf()
         _open.add(self)
         check.name_group(self)
-
-    @property
-    def overlaps(self) -> bool:
-        return self._has_nccl or not torch.cuda.is_available()
 
     @classmethod
     def world(cls) -> TorchCommunicator:

@@ -34,10 +34,6 @@ class BackendCommunicator(TorchCommunicator):
         group = new_group(name, ranks) if name == "mpi4py" else None
         super().__init__(ranks, group, on_device=name == "nccl")
 
-    @property
-    def overlaps(self) -> bool:
-        return self._name != "mpi4py" and super().overlaps
-
     def subset(self, ranks: Sequence[int]) -> BackendCommunicator:
         return BackendCommunicator([self.world_ranks[rank] for rank in ranks], self._name)
 

@@ -28,12 +28,10 @@ class MpiCommunicator(Neighbours):
     """A `Communicator` that is one of mpi4py's too.
 
     Attributes:
-        overlaps: it does not: MPI makes progress within its calls, and its `Allreduce` is faster
-            than its `Iallreduce`.
         way: how it makes exchanges, a key of `ways.WAYS`; found out at the first one.
     """
 
-    overlaps = False
+    overlaps = False  # progress is made within calls of MPI, and Allreduce beats Iallreduce
     way: str | None = None
 
     def subset(self, ranks: Sequence[int]) -> MpiCommunicator:

@@ -24,8 +24,6 @@ class TwoLevels(TorchCommunicator):
         nodes: by rank the number of its node.
     """
 
-    overlaps = False
-
     def __init__(self, comm: TorchCommunicator, nodes: Sequence[int]) -> None:
         super().__init__(comm.world_ranks, comm._gloo, on_device=False)
         on = [

@@ -43,9 +43,8 @@ class SpatialParallel(nn.Module):
     Weights and buffers become those of rank 0, on every rank. After ``loss.backward()`` gradients
     are what `spatialdl.average_gradients` would have made of them, and so is what
     ``torch.autograd.grad`` returns for parameters. They travel in buckets, the last layers first,
-    always in the same order on all ranks: while backward runs over torch.distributed, at its end
-    over MPI, which is faster there. Parameters that begin or cease to be trained are noticed at the
-    next forward.
+    always in the same order on all ranks: while backward runs over NCCL, else at its end, which is
+    faster there. Parameters that begin or cease to be trained are noticed at the next forward.
 
     The state dict has the network's own names, and what is pickled (``torch.save``) is the network
     itself, to be wrapped again. ``copy.deepcopy`` gives a copy over the same ranks.
