@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,3 +49,16 @@ def test_the_last_parameters_are_sent_first_and_one_copy_sends_nothing(monkeypat
 
 def test_a_process_by_itself_has_no_lane():
     assert lane_of(Alone()) is None
+
+
+def test_a_gradient_that_changes_after_it_was_sent_is_refused():
+    layer = nn.Linear(2, 1)
+    reducer = Reducer([Replicated(layer, ("data",), Alone(), 2, lane=Alone())])
+    assert reducer.follow()
+    assert not reducer.follow()
+    layer(torch.ones(1, 2)).sum().backward()
+    reducer.reduce()
+    reducer.last_backward(layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="in several parts in one backward"):
+        layer(torch.ones(1, 2)).sum().backward()
