@@ -22,13 +22,13 @@ from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.alone import Alone, Done
 from spatialdl.comm.datatypes import buffer, mpi_type
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Held, views_of
+from spatialdl.comm.held import Exchange, Held, views_of
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
 from spatialdl.parallel.layout import Layout, Window, needed_boxes
 from spatialdl.spatial.conv import TileGeometry, tile_geometry
 
-Exchange = Callable[[], None]
+Variant = Callable[[], None]
 HALO = Window(kernel=3, padding=1)
 
 
@@ -106,7 +106,7 @@ class Halo:
         self.bytes = sum(view.numel() for view in self.sends) * self.tile.element_size()
         self._layout = layout
 
-    def variants(self) -> dict[str, Exchange]:
+    def variants(self) -> dict[str, Variant]:
         """Us first; then by hand, all set up beforehand; then the bounds."""
         return {
             "spatialdl": self._ours(),
@@ -126,28 +126,28 @@ class Halo:
             if not torch.equal(view, view_of(self._image, self._layout.whole, piece.box)):
                 raise RuntimeError(f"wrong pixels in {piece.box}")
 
-    def _ours(self, new_strips: bool = False) -> Exchange:
+    def _ours(self, new_strips: bool = False) -> Variant:
         """As a convolution does it; it needs new strips each time, the variants by hand do not."""
         comm, plan, geometry, tile = self.mesh.grid_comm, self.plan, self.geometry, self.tile
 
         def exchange() -> None:
             strips = geometry.strips(tile) if new_strips else self.strips
-            sends, receives = [Held(tile, plan.own)], geometry.held(strips)
-            start_exchange(comm, plan, sends, receives, device=tile.device, name="halo").wait()
+            halo = Exchange(plan, [Held(tile, plan.own)], geometry.held(strips), tile.device)
+            start_exchange(comm, halo, "halo").wait()
 
         return exchange
 
-    def _nothing(self) -> Exchange:
+    def _nothing(self) -> Variant:
         """Ours with an exchanger that moves nothing."""
         alone, plan, geometry, tile = Silent(), self.plan, self.geometry, self.tile
 
         def exchange() -> None:
-            sends, receives = [Held(tile, plan.own)], geometry.held(self.strips)
-            start_exchange(alone, plan, sends, receives, device=tile.device, name="halo").wait()
+            halo = Exchange(plan, [Held(tile, plan.own)], geometry.held(self.strips), tile.device)
+            start_exchange(alone, halo, "halo").wait()
 
         return exchange
 
-    def _packed(self) -> Exchange:
+    def _packed(self) -> Variant:
         outgoing = [torch.empty(view.shape) for view in self.sends]
         incoming = [torch.empty(view.shape) for view in self.receives]
         outgoing_memory, incoming_memory = map(_memories, (outgoing, incoming))
@@ -168,7 +168,7 @@ class Halo:
 
         return exchange
 
-    def _typed(self) -> Exchange:
+    def _typed(self) -> Variant:
         outgoing, incoming = map(_typed, (self.sends, self.receives))
 
         def exchange() -> None:
@@ -184,7 +184,7 @@ class Halo:
 
         return exchange
 
-    def _persistent(self) -> Exchange:
+    def _persistent(self) -> Variant:
         requests: list[MPI.Prequest] = [
             self.comm.Recv_init(message, source)
             for message, source in zip(_typed(self.receives), self.sources, strict=True)
@@ -199,7 +199,7 @@ class Halo:
 
         return exchange
 
-    def _neighbours(self) -> Exchange:
+    def _neighbours(self) -> Variant:
         graph = self.comm.Create_dist_graph_adjacent(self.sources, self.targets)
         outgoing, incoming = map(_absolute, (self.sends, self.receives))
 
@@ -208,7 +208,7 @@ class Halo:
 
         return exchange
 
-    def _two_phases(self) -> Exchange:
+    def _two_phases(self) -> Variant:
         """Columns, then rows with what the columns brought, in a tile with a margin."""
         _, channels, height, width = self.tile.shape
         self._padded = padded = self.tile.new_zeros(channels, height + 2, width + 2)
@@ -237,7 +237,7 @@ class Halo:
 
         return exchange
 
-    def _memcpy(self) -> Exchange:
+    def _memcpy(self) -> Variant:
         source = torch.ones(self.bytes // 4)
         target = torch.empty_like(source)
 

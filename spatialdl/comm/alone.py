@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from spatialdl.comm.held import Held
-from spatialdl.comm.plan import Plan
+from spatialdl.comm.held import Exchange
 
 
 class Done:
@@ -20,6 +18,9 @@ class Done:
 
     def is_done(self) -> bool:
         return True
+
+    def peers(self) -> list[int]:
+        return []
 
 
 class Alone:
@@ -72,20 +73,7 @@ class Alone:
     def all_gather(self, values: Tensor) -> Tensor:
         return values.clone().unsqueeze(0)
 
-    def start_exchange(
-        self,
-        plan: Plan,
-        sends: Sequence[Held],
-        receives: Sequence[Held],
-        adjoint: bool,
-        device: torch.device,
-    ) -> Done:
-        if plan.talks:
-            raise RuntimeError(f"a process by itself was asked for a {plan.describe()}")
+    def start_exchange(self, exchange: Exchange) -> Done:
+        if exchange.plan.talks:
+            raise RuntimeError(f"a process by itself was asked for a {exchange.plan.describe()}")
         return Done()
-
-    def start_send(self, view: Tensor, rank: int, tag: int) -> Done:
-        raise RuntimeError(f"a process by itself cannot send to rank {rank}")
-
-    def start_receive(self, view: Tensor, rank: int, tag: int) -> Done:
-        raise RuntimeError(f"a process by itself cannot receive from rank {rank}")

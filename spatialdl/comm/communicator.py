@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from spatialdl.comm.held import Held
-from spatialdl.comm.plan import Plan
+from spatialdl.comm.held import Exchange
 
 
 class Pending(Protocol):
@@ -24,11 +22,14 @@ class Pending(Protocol):
         """Return when it is done, and its buffers may be used again."""
 
 
-class Sending(Pending, Protocol):
-    """A message under way to another rank."""
+class UnderWay(Pending, Protocol):
+    """Messages to and from other ranks."""
 
     def is_done(self) -> bool:
-        """Whether its buffer may be used again; does not wait."""
+        """Whether their buffers may be used again; does not wait."""
+
+    def peers(self) -> Sequence[int]:
+        """Ranks, as the communicator numbers them, of what `wait` is at."""
 
 
 class Communicator(Protocol):
@@ -96,21 +97,11 @@ class Communicator(Protocol):
     def all_gather(self, values: Tensor) -> Tensor:
         """(ranks, ...): the tensors of all ranks, which have one shape."""
 
-    def start_exchange(
-        self,
-        plan: Plan,
-        sends: Sequence[Held],
-        receives: Sequence[Held],
-        adjoint: bool,
-        device: torch.device,
-    ) -> Pending:
-        """Start to move tensors on `device` along a plan, see `comm.exchange`."""
+    def start_exchange(self, exchange: Exchange) -> UnderWay:
+        """Start to move tensors along a plan, see `comm.exchange`.
 
-    def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
-        """Start to send a view to a rank."""
-
-    def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
-        """Start to fill a view with what a rank sends; messages of one tag arrive in order."""
+        With a route, messages of one tag arrive in the order in which they were sent.
+        """
 
 
 def fold(objects: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:

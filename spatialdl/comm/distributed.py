@@ -1,7 +1,7 @@
 """The second transport: torch.distributed, gloo for tensors on the host, NCCL for those on a GPU.
 
 The same plans as over MPI. Views are packed, because both backends take contiguous tensors only.
-Point-to-point messages with tags (hand-overs) always go by gloo: NCCL knows no tags, and its
+Messages that have a route (hand-overs) always go by gloo: NCCL knows no tags, and its
 messages in opposite directions wait for each other.
 """
 
@@ -26,11 +26,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from spatialdl.comm import check
 from spatialdl.comm.alone import Done
-from spatialdl.comm.communicator import Pending, Sending, fold
+from spatialdl.comm.communicator import Pending, UnderWay, fold
 from spatialdl.comm.gpu import StagedExchange
-from spatialdl.comm.held import Held, pieces_of, views_of
+from spatialdl.comm.held import Exchange
 from spatialdl.comm.limit import timeout_of_groups
-from spatialdl.comm.plan import Plan
+from spatialdl.comm.messages import Message, Messages
 from spatialdl.comm.waiting import noted
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -124,7 +124,7 @@ class TorchCommunicator:
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         group = self._nccl if values.is_cuda else self._gloo
-        return _Works([dist.all_reduce(values, group=group, async_op=True)])
+        return Messages([_under_way(dist.all_reduce(values, group=group, async_op=True))])
 
     def home(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == "cpu" or self._has_nccl else tensor.cpu()
@@ -140,99 +140,68 @@ class TorchCommunicator:
         noted("all-gather", self.world_ranks, dist.all_gather, into, own, group)
         return everybody.to(values.device)
 
-    def start_exchange(
-        self,
-        plan: Plan,
-        sends: Sequence[Held],
-        receives: Sequence[Held],
-        adjoint: bool,
-        device: torch.device,
-    ) -> Pending:
-        if device.type == "cpu" or self._has_nccl:
-            return self._start_packed(plan, sends, receives, adjoint)
-
-        def talk(outgoing: Sequence[Held], incoming: Sequence[Held]) -> None:
-            self._start_packed(plan, outgoing, incoming, adjoint).wait()
-
-        return StagedExchange(plan, sends, receives, adjoint, talk, device, on_device=False)
-
-    def _start_packed(
-        self, plan: Plan, sends: Sequence[Held], receives: Sequence[Held], adjoint: bool
-    ) -> Pending:
-        outgoing, incoming = pieces_of(plan, adjoint)
-        views = views_of(incoming, receives)
+    def start_exchange(self, exchange: Exchange) -> UnderWay:
+        route = exchange.route
+        if exchange.device.type != "cpu" and (route is not None or not self._has_nccl):
+            return StagedExchange(exchange, self.start_exchange, on_device=False)
+        ranks, tag = route or (range(self.size), 0)
+        views, incoming, outgoing = exchange.landing(), exchange.incoming, exchange.outgoing
         landed = [_room_for(view) for view in views]
-        leaving = [view.contiguous() for view in views_of(outgoing, sends)]
-        to_receive = [(room, piece.peer) for room, piece in zip(landed, incoming, strict=True)]
-        to_send = [(packed, piece.peer) for packed, piece in zip(leaving, outgoing, strict=True)]
+        leaving = [view.contiguous() for view in exchange.leaving()]
+        to_receive = [(x, ranks[piece.peer]) for x, piece in zip(landed, incoming, strict=True)]
+        to_send = [(x, ranks[piece.peer]) for x, piece in zip(leaving, outgoing, strict=True)]
         arrivals = [
             (view, room) for view, room in zip(views, landed, strict=True) if room is not view
         ]
-        return _Works(self._start_messages(to_receive, to_send), arrivals, (landed, leaving))
+        return Messages(self._under_way(to_receive, to_send, tag), arrivals, (landed, leaving))
 
-    def _start_messages(
-        self, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]
-    ) -> Sequence[Any]:
+    def _under_way(
+        self, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]], tag: int
+    ) -> list[Message]:
         """Contiguous tensors from and to ranks, in the order in which the peers name them."""
         if not any(buffer.is_cuda for buffer, _ in [*receives, *sends]):
-            group = self._gloo
-            return [dist.irecv(room, group=group, group_src=peer) for room, peer in receives] + [
-                dist.isend(packed, group=group, group_dst=peer) for packed, peer in sends
+            return [self._receive(room, peer, tag) for room, peer in receives] + [
+                self._send(packed, peer, tag) for packed, peer in sends
             ]
-        return dist.batch_isend_irecv(
+        works = dist.batch_isend_irecv(
             [
                 dist.P2POp(kind, buffer, self.world_ranks[peer], self._nccl)
                 for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
                 for buffer, peer in messages
             ]
         )
+        return [_under_way(work) for work in works]
 
-    def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
-        if rank == self.rank:
-            return self._to_self.send(view, tag)
-        packed = view.cpu().contiguous()
-        work = dist.isend(packed, group=self._gloo, group_dst=rank, tag=tag)
-        return _Works([work], keep=packed)
+    def _receive(self, room: Tensor, peer: int, tag: int) -> Message:
+        if peer == self.rank:
+            return self._to_self.receive(room, tag)
+        return _under_way(dist.irecv(room, group=self._gloo, group_src=peer, tag=tag), peer)
 
-    def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
-        if rank == self.rank:
-            return self._to_self.receive(view, tag)
-        direct = view.device.type == "cpu" and view.is_contiguous()
-        landed = view if direct else torch.empty(view.shape, dtype=view.dtype)
-        work = dist.irecv(landed, group=self._gloo, group_src=rank, tag=tag)
-        return _Works([work], [] if direct else [(view, landed)], keep=landed)
+    def _send(self, packed: Tensor, peer: int, tag: int) -> Message:
+        if peer == self.rank:
+            return self._to_self.send(packed, tag)
+        return _under_way(dist.isend(packed, group=self._gloo, group_dst=peer, tag=tag), peer)
 
 
 class _ToSelf:
     """Messages of a rank to itself, which gloo refuses; matched in order, tag by tag."""
 
     def __init__(self) -> None:
-        self._under_way: dict[tuple[int, int], Tensor] = {}
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        self._sent: dict[tuple[int, int], Tensor] = {}
+        self._counts: Counter[tuple[str, int]] = Counter()
 
-    def send(self, view: Tensor, tag: int) -> Sending:
-        self._under_way[tag, self._sent[tag]] = view.clone()
-        self._sent[tag] += 1
-        return Done()
+    def send(self, packed: Tensor, tag: int) -> Message:
+        self._sent[self._next("send", tag)] = packed.clone()
+        return Message(Done().wait, Done().is_done)
 
-    def receive(self, view: Tensor, tag: int) -> Pending:
+    def receive(self, room: Tensor, tag: int) -> Message:
         """Must be sent before it is waited for."""
-        key = tag, self._received[tag]
-        self._received[tag] += 1
-        return _FromSelf(view, self._under_way, key)
+        key = self._next("receive", tag)
+        return Message(lambda: room.copy_(self._sent.pop(key)), lambda: key in self._sent)
 
-
-class _FromSelf:
-    """A message of a rank to itself, on the receiving side."""
-
-    def __init__(
-        self, view: Tensor, under_way: dict[tuple[int, int], Tensor], key: tuple[int, int]
-    ) -> None:
-        self._view, self._under_way, self._key = view, under_way, key
-
-    def wait(self) -> None:
-        self._view.copy_(self._under_way.pop(self._key))
+    def _next(self, kind: str, tag: int) -> tuple[int, int]:
+        self._counts[kind, tag] += 1
+        return tag, self._counts[kind, tag]
 
 
 def machine() -> tuple[str, str]:
@@ -326,23 +295,5 @@ def _room_for(view: Tensor) -> Tensor:
     return torch.empty(view.shape, dtype=view.dtype, device=view.device)
 
 
-class _Works:
-    """Works of torch.distributed, what to unpack after them, and buffers that must outlive them."""
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        arrivals: Sequence[tuple[Tensor, Tensor]] = (),
-        keep: object = None,
-    ) -> None:
-        self._works, self._arrivals, self._keep = works, arrivals, keep
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        for view, landed in self._arrivals:
-            view.copy_(landed)
-        self._works, self._arrivals, self._keep = (), (), None
-
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+def _under_way(work: Any, peer: int | None = None) -> Message:
+    return Message(work.wait, work.is_completed, peer)

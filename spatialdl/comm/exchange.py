@@ -3,74 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from spatialdl.comm import check, dry, trace
 from spatialdl.comm.alone import Done
-from spatialdl.comm.communicator import Communicator, Pending
-from spatialdl.comm.held import Held, pieces_of, views_of
-from spatialdl.comm.plan import Plan
+from spatialdl.comm.communicator import Communicator, Pending, UnderWay
+from spatialdl.comm.held import Exchange, Held
+from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.tape import exchange_once, taped
 from spatialdl.comm.waiting import noted
+from spatialdl.errors import CommMismatch
+from spatialdl.parallel.layout import Box
 
 
-def start_exchange(
-    comm: Communicator,
-    plan: Plan,
-    sends: Sequence[Held],
-    receives: Sequence[Held],
-    *,
-    device: torch.device,
-    adjoint: bool = False,
-    name: str = "repartition",
-) -> Pending:
+def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartition") -> Pending:
     """Start to send the plan's pieces to its peers, and to receive theirs.
 
     Every rank of `comm` must call it, with neighbours or without. Pieces must not be written into,
     nor those received read, before ``wait()`` of what is returned.
 
     Args:
-        sends: tensors that hold ``plan.sends`` (``plan.receives`` if `adjoint`); of several that
-            hold a piece the first counts.
-        receives: tensors that hold ``plan.receives`` (``plan.sends`` if `adjoint`).
-        device: where the tensors lie; on ``meta`` nothing is moved.
-        adjoint: the plan backwards.
         name: of the operation, for the check.
     """
-    if plan.talks and device.type == "meta":
-        _note(plan, sends, adjoint)
-    if not plan.talks or device.type == "meta":
+    is_meta = exchange.device.type == "meta"
+    if exchange.plan.talks and is_meta:
+        peers = {piece.peer for piece in (*exchange.outgoing, *exchange.incoming)}
+        dry.note("exchange", len(peers), sum(view.nbytes for view in exchange.leaving()))
+    if not exchange.plan.talks or is_meta:
         return Done()
     if taped():
-        views = views_of(pieces_of(plan, adjoint)[1], receives)
-        return exchange_once(
-            lambda: _start(comm, plan, sends, receives, device, adjoint, name), views
-        )
-    return _start(comm, plan, sends, receives, device, adjoint, name)
+        return exchange_once(lambda: _start(comm, exchange, name), exchange.landing())
+    return _start(comm, exchange, name)
 
 
-def _note(plan: Plan, sends: Sequence[Held], adjoint: bool) -> None:
-    """What this rank would send, to how many, for those who listen on a dry run."""
-    outgoing, incoming = pieces_of(plan, adjoint)
-    size = sum(view.nbytes for view in views_of(outgoing, sends))
-    dry.note("exchange", len({piece.peer for piece in (*outgoing, *incoming)}), size)
-
-
-def _start(
-    comm: Communicator,
-    plan: Plan,
-    sends: Sequence[Held],
-    receives: Sequence[Held],
-    device: torch.device,
-    adjoint: bool,
-    name: str,
-) -> Pending:
-    check.agree(comm, _Described(name, adjoint, plan))
-    start = comm.start_exchange
-    pending = check.understood(comm, start, plan, sends, receives, adjoint, device)
-    return _Noted(pending, comm, plan, name)
+def _start(comm: Communicator, exchange: Exchange, name: str) -> Pending:
+    check.agree(comm, _Described(name, exchange.adjoint, exchange.plan))
+    return _Noted(comm, exchange, name)
 
 
 class _Described(NamedTuple):
@@ -87,12 +60,18 @@ class _Described(NamedTuple):
 class _Noted:
     """An exchange whose wait is noted, and recorded or counted."""
 
-    def __init__(self, pending: Pending, comm: Communicator, plan: Plan, name: str) -> None:
-        self._pending, self._comm, self._plan, self._name = pending, comm, plan, name
+    kind: trace.Kind = "halo"
+
+    def __init__(self, comm: Communicator, exchange: Exchange, name: str) -> None:
+        self._comm, self._plan, self._name = comm, exchange.plan, name
+        self._pending = check.understood(comm, comm.start_exchange, exchange)
 
     def wait(self) -> None:
-        with trace.span("halo", self._name):
-            noted(self, self._peers, check.understood, self._comm, self._pending.wait)
+        with trace.span(self.kind, self._name):
+            noted(self, self._peers, check.understood, self._comm, self._wait)
+
+    def _wait(self) -> None:
+        self._pending.wait()
 
     def _peers(self) -> list[int]:
         pieces = (*self._plan.sends, *self._plan.receives)
@@ -100,3 +79,72 @@ class _Noted:
 
     def __str__(self) -> str:
         return f"exchange for {self._name} ({self._plan.describe()})"
+
+
+# --- of ranks that do not come together
+
+
+class PlanMessages(_Noted):
+    """A rank's part in an exchange with a route, from when it comes to it.
+
+    With the check on, a line of text precedes each piece.
+
+    Args:
+        name: of what moves, the same on both sides.
+    """
+
+    kind = "hand-over"
+
+    def __init__(self, comm: Communicator, exchange: Exchange, name: str) -> None:
+        self._lines: list[tuple[int, Tensor]] = []
+        self._announced: UnderWay = Done()
+        if check.enabled() and exchange.route is not None:
+            ranks = [comm.world_ranks[rank] for rank in exchange.route.ranks]
+            text = check.encode(f"{name} {exchange.plan.describe()}")
+            self._announced = self._announce(comm, exchange, text, ranks)
+        super().__init__(comm, exchange, name)
+
+    def _announce(
+        self, comm: Communicator, exchange: Exchange, text: bytes, ranks: Sequence[int]
+    ) -> UnderWay:
+        self._text = check.as_tensor(text).view(1, -1)
+        rooms = [Held(torch.empty_like(self._text), _LINE) for _ in exchange.incoming]
+        self._lines = [
+            (ranks[piece.peer], room.tensor)
+            for piece, room in zip(exchange.incoming, rooms, strict=True)
+        ]
+        plan, sends = _lines_of(exchange.plan), [Held(self._text, _LINE)]
+        lines = exchange._replace(plan=plan, sends=sends, receives=rooms, device=self._text.device)
+        return comm.start_exchange(lines)
+
+    def _wait(self) -> None:
+        self._announced.wait()
+        for rank, line in self._lines:
+            if not torch.equal(line, self._text):
+                mine, theirs = (check.decode(bytes(one.numpy())) for one in (self._text, line))
+                me = self._comm.world_ranks[self._comm.rank]
+                raise CommMismatch(
+                    f"ranks do different things: rank {me} expects '{mine}', rank {rank} sends "
+                    f"'{theirs}'"
+                )
+        self._pending.wait()
+
+    def is_done(self) -> bool:
+        """Whether all has left and arrived; does not wait."""
+        return self._announced.is_done() and self._pending.is_done()
+
+    def _peers(self) -> list[int]:
+        now = self._announced.peers() or self._pending.peers()
+        return [self._comm.world_ranks[rank] for rank in now]
+
+
+_LINE = Box(((0, 1), (0, check.TEXT_BYTES)))
+
+
+@lru_cache(maxsize=4096)
+def _lines_of(plan: Plan) -> Plan:
+    """The same messages, with a line of text in the place of each piece."""
+    lines = copy(plan)
+    lines.sends = tuple(Piece(piece.peer, _LINE) for piece in plan.sends)
+    lines.receives = tuple(Piece(piece.peer, _LINE) for piece in plan.receives)
+    return lines

@@ -17,69 +17,74 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from spatialdl.comm.held import Held, pieces_of, views_of
-from spatialdl.comm.plan import Plan
+from spatialdl.comm.communicator import UnderWay
+from spatialdl.comm.held import Exchange, Held
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 log = logging.getLogger("spatialdl.comm")
 
-Talk = Callable[[Sequence[Held], Sequence[Held]], None]
+Start = Callable[[Exchange], UnderWay]
 
 
 class StagedExchange:
     """An exchange under way whose tensors lie on a GPU.
 
+    Its messages start when they are packed if they have a route, else when they are waited for.
+
     Args:
-        plan, sends, receives, adjoint: see `comm.exchange`.
-        talk: moves contiguous buffers, one for each piece, and returns when that is done.
-        device: the GPU; a rank may have no pieces.
-        on_device: whether `talk` can read device memory; else it gets pinned host memory.
+        start: starts to move contiguous buffers, one for each piece.
+        on_device: whether `start` can read device memory; else it gets pinned host memory.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        sends: Sequence[Held],
-        receives: Sequence[Held],
-        adjoint: bool,
-        talk: Talk,
-        device: torch.device,
-        on_device: bool,
-    ) -> None:
-        outgoing, incoming = pieces_of(plan, adjoint)
-        self._keep: object = (sends, receives)  # or their memory would be used again
-        self._views = views_of(incoming, receives)
-        self._talk, self._on_device = talk, on_device
-        self._current = torch.cuda.current_stream(device)
-        self._stream = side_stream(device)
+    def __init__(self, exchange: Exchange, start: Start, on_device: bool) -> None:
+        self._keep: object = exchange  # or its memory would be used again
+        self._views, self._on_device = exchange.landing(), on_device
+        self._current = torch.cuda.current_stream(exchange.device)
+        self._stream = side_stream(exchange.device)
         self._stream.wait_stream(self._current)
         with torch.cuda.stream(self._stream):
-            self._outgoing = [
+            outgoing = [
                 Held(self._buffer(view).copy_(view, non_blocking=True), piece.box)
-                for view, piece in zip(views_of(outgoing, sends), outgoing, strict=True)
+                for view, piece in zip(exchange.leaving(), exchange.outgoing, strict=True)
             ]
-            self._incoming = [
+            incoming = [
                 Held(self._buffer(view), piece.box)
-                for view, piece in zip(self._views, incoming, strict=True)
+                for view, piece in zip(self._views, exchange.incoming, strict=True)
             ]
             self._packed = self._stream.record_event()
+        device = exchange.device if on_device else torch.device("cpu")
+        self._buffers = exchange._replace(sends=outgoing, receives=incoming, device=device)
+        self._start = start
+        self._messages = None if exchange.route is None else self._started()
 
     def _buffer(self, view: Tensor) -> Tensor:
         if self._on_device:
             return torch.empty(view.shape, dtype=view.dtype, device=view.device)
         return torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
 
+    def _started(self) -> UnderWay:
+        if self._buffers.sends or self._on_device:
+            self._packed.synchronize()
+        return self._start(self._buffers)
+
+    def is_done(self) -> bool:
+        return self._messages is not None and self._messages.is_done()
+
+    def peers(self) -> Sequence[int]:
+        return () if self._messages is None else self._messages.peers()
+
     def wait(self) -> None:
         """Talk, and have the current stream wait for the unpacking."""
-        self._packed.synchronize()
-        self._talk(self._outgoing, self._incoming)
+        self._messages = self._messages or self._started()
+        self._messages.wait()
         with torch.cuda.stream(self._stream):
-            for view, landed in zip(self._views, self._incoming, strict=True):
+            for view, landed in zip(self._views, self._buffers.receives, strict=True):
                 view.copy_(landed.tensor, non_blocking=True)
         self._current.wait_stream(self._stream)
-        self._keep, self._views, self._outgoing, self._incoming = None, [], [], []
+        self._keep, self._views = None, []
+        self._buffers = self._buffers._replace(sends=[], receives=[])
 
 
 @cache

@@ -1,10 +1,9 @@
 """Hand-over between pipeline stages: a repartition from N ranks to M other ranks.
 
-Messages are point-to-point and nonblocking, tagged by stage and micro-batch, because the two sides
-come to them at different times; a rank that knows what it will be given next is ready for it
-before, so that the message may land while it still works. Backward is the adjoint, times (ranks of
-the sender / ranks of the receiver): each stage's objective is the mean over its own ranks, and both
-must learn at one rate.
+The two sides come to its messages at different times; a rank that knows what it will be given next
+is ready for it before, so that they may land while it still works. Backward is the adjoint, times
+(ranks of the sender / ranks of the receiver): each stage's objective is the mean over its own
+ranks, and both must learn at one rate.
 """
 
 from __future__ import annotations
@@ -12,18 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spatialdl.comm import check, trace
-from spatialdl.comm.communicator import Communicator, Pending, Sending
-from spatialdl.comm.plan import Piece, Plan
-from spatialdl.comm.repartition import shape_of, view_of
+from spatialdl.comm import trace
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.exchange import PlanMessages
+from spatialdl.comm.held import Exchange, Held, Route
+from spatialdl.comm.plan import Plan
+from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.waiting import noted
-from spatialdl.errors import CommMismatch
 from spatialdl.parallel.layout import Box, Layout, empty_box
 
 
@@ -33,69 +33,55 @@ class HandoverShape:
 
     Attributes:
         shape: global shape.
-        sender: layout of an image on the sending stage; None for a tensor of which every sending
-            rank holds the same copy.
-        receiver: layout on the receiving stage; None: every receiving rank gets all of it.
-        by_sample: whether layouts cut the first dim of a tensor that is no image; they are those
-            of (samples, elements of a sample).
+        sender, receiver: layouts on the two stages, of images or, of what is none, of (samples,
+            elements of a sample). Of a layout of one part every rank of the stage has a copy.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sender: Layout | None
-    receiver: Layout | None
-    by_sample: bool = False
+    sender: Layout
+    receiver: Layout
 
-    def local_shape(self, layout: Layout | None, part: int) -> tuple[int, ...]:
+    @property
+    def _is_image(self) -> bool:
+        size = self.sender.size
+        return len(self.shape) > len(size) and self.shape[-len(size) :] == size
+
+    def local_shape(self, layout: Layout, part: int) -> tuple[int, ...]:
         """The shape of what one rank holds."""
-        if layout is None:
-            return self.shape
-        samples, *spatial = layout.boxes[part].shape
-        if self.by_sample:
-            return (samples, *self.shape[1:])
-        return (samples, *self.shape[1 : -len(spatial)], *spatial)
+        samples, *spatial = layout.boxes[part if len(layout.boxes) > 1 else 0].shape
+        if self._is_image:
+            return (samples, *self.shape[1 : -len(spatial)], *spatial)
+        return (samples, *self.shape[1:]) if self.shape else ()
 
-    def boxes(self, layout: Layout | None, ranks: int, copies: bool) -> tuple[Box, ...]:
-        """Boxes per rank; of equal copies, the first one is sent."""
-        if layout is not None:
-            return layout.boxes
-        whole = self.flat_box
-        return (whole,) * ranks if copies else (whole, *(self.nothing,) * (ranks - 1))
-
-    @property
-    def is_image(self) -> bool:
-        return not self.by_sample and (self.sender is not None or self.receiver is not None)
-
-    @property
-    def flat_box(self) -> Box:
-        """The box of everything: of the image, or of the tensor seen as signals."""
-        layout = self.sender or self.receiver
-        if self.by_sample:
-            return Box(((0, self.shape[0]), (0, prod(self.shape[1:]))))
-        if layout is not None:
-            return Box(((0, self.shape[0]), *((0, size) for size in layout.size)))
-        return Box(((0, 1), (0, prod(self.shape))))
-
-    @property
-    def nothing(self) -> Box:
-        """The box of a rank that has, or needs, no part of it."""
-        return empty_box(len(self.flat_box) - 1)
+    def boxed(self, local: Tensor) -> Tensor:
+        """What one rank holds, seen so that boxes apply to it: (N, ..., *spatial)."""
+        if self._is_image:
+            return local
+        return local.contiguous().view(len(local) if self.shape else 1, *self.sender.size)
 
 
-@dataclass
-class _Arriving:
-    """Messages that a rank is ready for.
+@lru_cache(maxsize=4096)
+def _plan(what: HandoverShape, senders: int, receivers: int, me: int) -> Plan:
+    """Among [*senders, *receivers]; of equal copies the first one is sent."""
+    nothing = empty_box(len(what.sender.size))
+    given, taken = what.sender.boxes, what.receiver.boxes
+    owned = (*given, *(nothing,) * (senders + receivers - len(given)))
+    needed: tuple[Box, ...] = taken * receivers if len(taken) == 1 else taken
+    return Plan(owned, (*(nothing,) * senders, *needed), me)
+
+
+class _Arriving(NamedTuple):
+    """What a rank is ready for.
 
     Attributes:
-        tile: what they are for.
-        headers, messages: per piece of the plan; headers only if calls are compared.
-        pieces: backward, what the messages fill, because they overlap in the tile.
+        tile: what it is for.
+        rooms: backward, what the messages fill, because they overlap in the tile.
     """
 
     tile: Tensor
-    headers: list[tuple[Tensor, Pending]] = field(default_factory=list)
-    messages: list[Pending] = field(default_factory=list)
-    pieces: list[Tensor] = field(default_factory=list)
+    rooms: list[Held]
+    messages: PlanMessages
 
 
 @dataclass
@@ -116,21 +102,8 @@ class Handover:
     me: int
     tag: int
     tags: int
-    _pending: dict[int, list[Sending]] = field(default_factory=dict)
-    _plans: dict[HandoverShape, Plan] = field(default_factory=dict)
+    _leaving: dict[int, list[PlanMessages]] = field(default_factory=dict)
     _arriving: dict[int, deque[_Arriving]] = field(default_factory=dict)
-
-    @cached_property
-    def _ranks(self) -> tuple[int, ...]:
-        return (*self.senders, *self.receivers)
-
-    def _plan(self, what: HandoverShape) -> Plan:
-        if what not in self._plans:
-            n, m = len(self.senders), len(self.receivers)
-            owned = what.boxes(what.sender, n, copies=False) + (what.nothing,) * m
-            needed = (what.nothing,) * n + what.boxes(what.receiver, m, copies=True)
-            self._plans[what] = Plan(owned, needed, self.me)
-        return self._plans[what]
 
     def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
         """Sender, forward: start to send this rank's tile; returns at once.
@@ -143,9 +116,8 @@ class Handover:
                 f"a stage gives {tile.dtype} of {tuple(tile.shape)}, but the next one waits for "
                 f"{what.dtype}: the type must not depend on data or on training"
             )
-        plan, tile = self._plan(what), _as_boxed(tile.detach(), what)
-        for piece in plan.sends:
-            self._send(view_of(tile, plan.own, piece.box), piece.peer, microbatch, "forward")
+        plan = self._plan(what)
+        self._leave(plan, Held(what.boxed(tile.detach()), plan.own), microbatch, "forward")
 
     def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
         """Receiver, forward: be ready for what the stage before makes; returns at once.
@@ -153,50 +125,36 @@ class Handover:
         What a micro-batch is given is received in the order in which it was expected.
         """
         plan = self._plan(what)
-        part = self.me - len(self.senders)
-        tile = torch.empty(what.local_shape(what.receiver, part), dtype=what.dtype, device=device)
-        boxed = _as_boxed(tile, what)
-        arriving = _Arriving(tile)
-        for piece in plan.receives:
-            view = view_of(boxed, plan.need, piece.box)
-            self._start(arriving, view, piece.peer, self._tag(microbatch, "forward"))
-        self._arriving.setdefault(self._tag(microbatch, "forward"), deque()).append(arriving)
+        shape = what.local_shape(what.receiver, self.me - len(self.senders))
+        tile = torch.empty(shape, dtype=what.dtype, device=device)
+        self._expect(plan, tile, [Held(what.boxed(tile), plan.need)], microbatch, "forward")
 
     def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
         """Receiver, forward: this rank's part of what the stage before made."""
         if not self._arriving.get(self._tag(microbatch, "forward")):
             self.expect(what, microbatch, device)
-        return self._land(self._plan(what).receives, microbatch, "forward").tile
+        return self._arrived(microbatch, "forward").tile
 
     def send_back(self, grad: Tensor, what: HandoverShape, microbatch: int) -> None:
         """Receiver, backward: start to send the gradient of its part."""
-        plan, grad = self._plan(what), _as_boxed(grad, what)
-        for piece in plan.receives:
-            self._send(view_of(grad, plan.need, piece.box), piece.peer, microbatch, "backward")
+        plan = self._plan(what)
+        self._leave(plan, Held(what.boxed(grad), plan.need), microbatch, "backward")
 
     def expect_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
         """Sender, backward: be ready for the gradient of its tile; returns at once."""
-        plan = self._plan(what)
-        shape = what.local_shape(what.sender, self.me)
-        arriving = _Arriving(torch.zeros(shape, dtype=what.dtype, device=device))
-        boxed = _as_boxed(arriving.tile, what)
-        arriving.pieces = [boxed.new_empty(shape_of(boxed, piece.box)) for piece in plan.sends]
-        for piece, room in zip(plan.sends, arriving.pieces, strict=True):
-            self._start(arriving, room, piece.peer, self._tag(microbatch, "backward"))
-        self._arriving.setdefault(self._tag(microbatch, "backward"), deque()).append(arriving)
+        plan, shape = self._plan(what), what.local_shape(what.sender, self.me)
+        tile = torch.zeros(shape, dtype=what.dtype, device=device)
+        rooms = rooms_back(what.boxed(tile), plan)
+        self._expect(plan, tile, rooms, microbatch, "backward")
 
     def receive_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
         """Sender, backward: the gradient of its tile."""
         if not self._arriving.get(self._tag(microbatch, "backward")):
             self.expect_back(what, microbatch, device)
-        plan = self._plan(what)
-        arrived = self._land(plan.sends, microbatch, "backward")
+        grad, rooms, _ = self._arrived(microbatch, "backward")
         # the stage after has it then, and the tile may go
         self._wait(self._tag(microbatch, "forward"))
-        grad = arrived.tile
-        boxed = _as_boxed(grad, what)
-        for piece, room in zip(plan.sends, arrived.pieces, strict=True):
-            view_of(boxed, plan.own, piece.box).add_(room)
+        add_up(what.boxed(grad), self._plan(what), rooms)
         if len(self.senders) != len(self.receivers):
             grad.mul_(len(self.senders) / len(self.receivers))
         return grad
@@ -204,76 +162,56 @@ class Handover:
     def wait_sent(self) -> None:
         """Wait until all that was sent has left; the end of a step."""
         with trace.span("hand-over", "until all has left"):
-            for tag in list(self._pending):
+            for tag in list(self._leaving):
                 self._wait(tag)
 
-    def _others(self) -> list[int]:
-        """The ranks on the other side of the border, as the world calls them."""
-        others = self.receivers if self.me < len(self.senders) else self.senders
-        return [self.comm.world_ranks[rank] for rank in others]
-
     def _wait(self, tag: int) -> None:
-        for sending in self._pending.pop(tag, ()):
-            noted("hand-over, until it has left,", self._others, sending.wait)
+        for messages in self._leaving.pop(tag, ()):
+            noted("until it has left", None, messages.wait)
 
-    def _send(self, view: Tensor, peer: int, microbatch: int, direction: str) -> None:
+    def _plan(self, what: HandoverShape) -> Plan:
+        return _plan(what, len(self.senders), len(self.receivers), self.me)
+
+    def _leave(self, plan: Plan, held: Held, microbatch: int, direction: str) -> None:
         self._let_go()
-        tag = self._tag(microbatch, direction)
-        rank = self._ranks[peer]
-        pending = self._pending.setdefault(tag, [])
-        if check.enabled():
-            header = check.as_tensor(self._text(microbatch, direction))
-            pending.append(self.comm.start_send(header, rank, tag))
-        pending.append(self.comm.start_send(view, rank, tag))
+        messages = self._messages(plan, [held], [], held.tensor.device, microbatch, direction)
+        self._leaving.setdefault(self._tag(microbatch, direction), []).append(messages)
 
     def _let_go(self) -> None:
         """Of what has left; or all micro-batches would be kept until the step ends."""
-        for tag, sendings in list(self._pending.items()):
-            if all(sending.is_done() for sending in sendings):
-                del self._pending[tag]
+        for tag, leaving in list(self._leaving.items()):
+            if all(messages.is_done() for messages in leaving):
+                del self._leaving[tag]
 
-    def _start(self, arriving: _Arriving, view: Tensor, peer: int, tag: int) -> None:
-        rank = self._ranks[peer]
-        if check.enabled():
-            header = check.as_tensor(bytes(check.TEXT_BYTES))
-            arriving.headers.append((header, self.comm.start_receive(header, rank, tag)))
-        arriving.messages.append(self.comm.start_receive(view, rank, tag))
+    def _expect(
+        self, plan: Plan, tile: Tensor, rooms: list[Held], microbatch: int, direction: str
+    ) -> None:
+        messages = self._messages(plan, [], rooms, tile.device, microbatch, direction)
+        queue = self._arriving.setdefault(self._tag(microbatch, direction), deque())
+        queue.append(_Arriving(tile, rooms, messages))
 
-    def _land(self, pieces: Sequence[Piece], microbatch: int, direction: str) -> _Arriving:
+    def _arrived(self, microbatch: int, direction: str) -> _Arriving:
         tag = self._tag(microbatch, direction)
         arriving = self._arriving[tag].popleft()
         if not self._arriving[tag]:
             del self._arriving[tag]
-        for number, message in enumerate(arriving.messages):
-            rank = self._ranks[pieces[number].peer]
-            name = f"{direction} {microbatch} from rank {rank}"
-            what = f"hand-over {direction} of micro-batch {microbatch}"
-            sender = (self.comm.world_ranks[rank],)
-            if arriving.headers:
-                header, announced = arriving.headers[number]
-                noted(what, sender, announced.wait)
-                self._compare(header, rank, microbatch, direction)
-            with trace.span("hand-over", name):
-                noted(what, sender, message.wait)
+        arriving.messages.wait()
         return arriving
 
-    def _compare(self, header: Tensor, rank: int, microbatch: int, direction: str) -> None:
-        theirs, mine = bytes(header.numpy()), self._text(microbatch, direction)
-        if theirs != mine:
-            raise CommMismatch(
-                f"ranks do different things: rank {self.comm.rank} expects "
-                f"'{check.decode(mine)}', rank {rank} sends '{check.decode(theirs)}'"
-            )
-
-    def _text(self, microbatch: int, direction: str) -> bytes:
-        return check.encode(f"hand-over {self.tag} {direction} micro-batch {microbatch}")
+    def _messages(
+        self,
+        plan: Plan,
+        sends: list[Held],
+        receives: list[Held],
+        device: torch.device,
+        microbatch: int,
+        direction: str,
+    ) -> PlanMessages:
+        route = Route((*self.senders, *self.receivers), self._tag(microbatch, direction))
+        is_adjoint = direction == "backward"
+        exchange = Exchange(plan, sends, receives, device, is_adjoint, route)
+        name = f"hand-over {direction} of micro-batch {microbatch}"
+        return PlanMessages(self.comm, exchange, name)
 
     def _tag(self, microbatch: int, direction: str) -> int:
         return (microbatch * 2 + (direction == "backward")) * self.tags + self.tag
-
-
-def _as_boxed(tensor: Tensor, what: HandoverShape) -> Tensor:
-    """(N, ..., *spatial) as it is; anything else as signals, so that boxes apply to it."""
-    if what.by_sample:
-        return tensor.contiguous().view(len(tensor), what.flat_box.shape[1])
-    return tensor if what.is_image else tensor.contiguous().view(1, -1)

@@ -1,4 +1,4 @@
-"""Tensors, and the boxes of the global image that they hold."""
+"""Tensors, the boxes of the global image that they hold, and what of them moves along a plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Piece, Plan
@@ -28,6 +29,54 @@ class Held(NamedTuple):
 def pieces_of(plan: Plan, adjoint: bool) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """What this rank sends, and what it receives."""
     return (plan.receives, plan.sends) if adjoint else (plan.sends, plan.receives)
+
+
+class Route(NamedTuple):
+    """Where the messages of a plan go if ranks come to them at different times.
+
+    Attributes:
+        ranks: of the communicator, in the order of the plan; one may be there twice.
+        tag: tells them apart from other messages between the same ranks.
+    """
+
+    ranks: Sequence[int]
+    tag: int
+
+
+class Exchange(NamedTuple):
+    """What one rank moves along a plan.
+
+    Attributes:
+        sends: tensors that hold ``plan.sends`` (``plan.receives`` if `adjoint`); of several that
+            hold a piece the first counts.
+        receives: tensors that hold ``plan.receives`` (``plan.sends`` if `adjoint`).
+        device: where the tensors lie; on ``meta`` nothing is moved.
+        adjoint: the plan backwards.
+        route: None if all ranks of the communicator come to it together.
+    """
+
+    plan: Plan
+    sends: Sequence[Held]
+    receives: Sequence[Held]
+    device: torch.device
+    adjoint: bool = False
+    route: Route | None = None
+
+    @property
+    def outgoing(self) -> tuple[Piece, ...]:
+        return pieces_of(self.plan, self.adjoint)[0]
+
+    @property
+    def incoming(self) -> tuple[Piece, ...]:
+        return pieces_of(self.plan, self.adjoint)[1]
+
+    def leaving(self) -> list[Tensor]:
+        """Views of what this rank sends."""
+        return views_of(self.outgoing, self.sends)
+
+    def landing(self) -> list[Tensor]:
+        """Views that are filled with what it receives."""
+        return views_of(self.incoming, self.receives)
 
 
 def views_of(pieces: tuple[Piece, ...], held: Sequence[Held]) -> list[Tensor]:

@@ -7,21 +7,21 @@ out to be faster here, see `comm.ways`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm import check
-from spatialdl.comm.communicator import Pending, Sending
-from spatialdl.comm.datatypes import buffer, mpi_type, reduction_type
+from spatialdl.comm.communicator import Pending, UnderWay
+from spatialdl.comm.datatypes import buffer, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
-from spatialdl.comm.held import Held
+from spatialdl.comm.held import Exchange
+from spatialdl.comm.messages import Messages
 from spatialdl.comm.neighbours import Neighbours
-from spatialdl.comm.plan import Plan
 from spatialdl.comm.waiting import noted
-from spatialdl.comm.ways import WAYS, Request, Requests, Way, by_messages, fastest
+from spatialdl.comm.ways import WAYS, Way, by_messages, fastest, under_way
 
 
 class MpiCommunicator(Neighbours):
@@ -81,7 +81,7 @@ class MpiCommunicator(Neighbours):
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         spec = [buffer(values), values.numel(), reduction_type(values)]
-        return Request(self.Iallreduce(MPI.IN_PLACE, spec, MPI.SUM), values)
+        return Messages([under_way(self.Iallreduce(MPI.IN_PLACE, spec, MPI.SUM))], keep=values)
 
     def home(self, tensor: Tensor) -> Tensor:
         return tensor.cpu()
@@ -92,55 +92,24 @@ class MpiCommunicator(Neighbours):
         noted("all-gather", self.world_ranks, self.Allgather, buffer(own), buffer(everybody))
         return everybody.to(values.device)
 
-    def start_exchange(
-        self,
-        plan: Plan,
-        sends: Sequence[Held],
-        receives: Sequence[Held],
-        adjoint: bool,
-        device: torch.device,
-    ) -> Pending:
+    def start_exchange(self, exchange: Exchange) -> UnderWay:
+        device = exchange.device
         if device.type == "cpu":
-            start = self._fastest_way(plan, sends, receives, adjoint)
-            return start(self, plan, sends, receives, adjoint)
+            return self._way(exchange)(self, exchange)
+        if exchange.route is None and noted(
+            "test of CUDA-aware MPI", self.world_ranks, cuda_aware, self, device
+        ):
+            return StagedExchange(exchange, partial(by_messages, self), on_device=True)
+        return StagedExchange(exchange, self.start_exchange, on_device=False)
 
-        aware = noted("test of CUDA-aware MPI", self.world_ranks, cuda_aware, self, device)
-
-        def talk(outgoing: Sequence[Held], incoming: Sequence[Held]) -> None:
-            start = by_messages if aware else self._fastest_way(plan, outgoing, incoming, adjoint)
-            start(self, plan, outgoing, incoming, adjoint).wait()
-
-        return StagedExchange(plan, sends, receives, adjoint, talk, device, on_device=aware)
-
-    def _fastest_way(
-        self, plan: Plan, sends: Sequence[Held], receives: Sequence[Held], adjoint: bool
-    ) -> Way:
+    def _way(self, exchange: Exchange) -> Way:
+        if exchange.route is not None:
+            return by_messages
         if self.way is None:
-            timing = (self, plan, sends, receives, adjoint)
-            self.way = noted("timing of exchanges", self.world_ranks, fastest, *timing)
+            self.way = noted("timing of exchanges", self.world_ranks, fastest, self, exchange)
         return WAYS[self.way]
-
-    def start_send(self, view: Tensor, rank: int, tag: int) -> Sending:
-        view = view.cpu()
-        return Request(self.Isend(_span(view), rank, tag), view)
-
-    def start_receive(self, view: Tensor, rank: int, tag: int) -> Pending:
-        landed = view if view.device.type == "cpu" else torch.empty_like(view, device="cpu")
-        request = self.Irecv(_span(landed), rank, tag)
-        return Requests([request], landed, [] if landed is view else [(view, landed)])
 
 
 def _named(comm: MpiCommunicator) -> MpiCommunicator:
     check.name_group(comm)
     return comm
-
-
-def _span(view: Tensor) -> list[object]:
-    """A strided view as a message: the memory from its first to its last element."""
-    if view.numel() == 0:
-        return [MPI.buffer.fromaddress(view.data_ptr(), 0), 0, MPI.BYTE]
-    last = sum(
-        (count - 1) * stride for count, stride in zip(view.shape, view.stride(), strict=True)
-    )
-    span = MPI.buffer.fromaddress(view.data_ptr(), (last + 1) * view.element_size())
-    return [span, 1, mpi_type(view)]

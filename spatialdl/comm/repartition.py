@@ -6,6 +6,7 @@ the same plan backwards, overlapping parts added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Held
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.parallel.layout import Box
@@ -55,6 +56,17 @@ def copy_kept(tile: Tensor, out: Tensor, plan: Plan) -> None:
         view_of(out, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
 
 
+def rooms_back(like: Tensor, plan: Plan) -> list[Held]:
+    """Memory for what comes back of the own box, a tensor each: pieces may overlap."""
+    return [Held(like.new_empty(shape_of(like, piece.box)), piece.box) for piece in plan.sends]
+
+
+def add_up(out: Tensor, plan: Plan, arrivals: Sequence[Held]) -> None:
+    """Add what came back to what this rank has of its own box."""
+    for arrival, box in arrivals:
+        view_of(out, plan.own, box).add_(arrival)
+
+
 def move(
     comm: Communicator, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
@@ -63,14 +75,8 @@ def move(
     Pixels that nobody owns (outside the image) are set to `fill`.
     """
     out = room_for_window(tile, plan, fill)
-    exchange = start_exchange(
-        comm,
-        plan,
-        [Held(tile, plan.own)],
-        [Held(out, plan.need)],
-        device=tile.device,
-        name=name,
-    )
+    window, own = [Held(out, plan.need)], [Held(tile, plan.own)]
+    exchange = start_exchange(comm, Exchange(plan, own, window, tile.device), name)
     copy_kept(tile, out, plan)
     exchange.wait()
     return out
@@ -81,21 +87,13 @@ def move_back(comm: Communicator, plan: Plan, grad: Tensor, name: str = "reparti
     out = empty_for(grad, shape_of(grad, plan.own))
     for box in plan.unasked:
         view_of(out, plan.own, box).zero_()
-    arrivals = [Held(grad.new_empty(shape_of(grad, piece.box)), piece.box) for piece in plan.sends]
-    exchange = start_exchange(
-        comm,
-        plan,
-        [Held(grad, plan.need)],
-        arrivals,
-        device=grad.device,
-        adjoint=True,
-        name=name,
-    )
+    arrivals = rooms_back(grad, plan)
+    window = [Held(grad, plan.need)]
+    exchange = start_exchange(comm, Exchange(plan, window, arrivals, grad.device, True), name)
     if not plan.kept.is_empty:
         view_of(out, plan.own, plan.kept).copy_(view_of(grad, plan.need, plan.kept))
     exchange.wait()
-    for arrival, box in arrivals:
-        view_of(out, plan.own, box).add_(arrival)
+    add_up(out, plan, arrivals)
     return out
 
 

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
-from torch import Tensor
 
-from spatialdl.comm.communicator import Pending
 from spatialdl.comm.datatypes import buffer, strided_type
-from spatialdl.comm.held import Held, holders, pieces_of, views_of
+from spatialdl.comm.held import Exchange, holders, pieces_of
+from spatialdl.comm.messages import Message, Messages
 from spatialdl.comm.neighbours import Neighbours
-from spatialdl.comm.plan import Piece, Plan
+from spatialdl.comm.plan import Piece
 from spatialdl.parallel.layout import Box
 
 TAG = 32767
@@ -32,26 +31,20 @@ TRIALS, IN_A_ROW = 5, 4
 CLEARLY = 0.9
 """Another way than the first is taken only if it needs less than this part of its time."""
 
-Way = Callable[[Neighbours, Plan, Sequence[Held], Sequence[Held], bool], Pending]
+Way = Callable[[Neighbours, Exchange], Messages]
 
 
-def by_neighbours(
-    comm: Neighbours,
-    plan: Plan,
-    sends: Sequence[Held],
-    receives: Sequence[Held],
-    adjoint: bool,
-) -> Pending:
+def by_neighbours(comm: Neighbours, exchange: Exchange) -> Messages:
     """One collective among the plan's peers.
 
     In few steps: they are most of what an exchange costs more than by hand.
     """
-    key, bases = _described(plan, adjoint, sends, receives)
+    key, bases = _described(exchange)
     outgoing, incoming = _both_sides(key)
-    request = comm.graph(plan, adjoint).Ineighbor_alltoallw(
+    request = comm.graph(exchange.plan, exchange.adjoint).Ineighbor_alltoallw(
         _absolute(outgoing, bases), _absolute(incoming, bases)
     )
-    return Request(request, (sends, receives))
+    return Messages([under_way(request)], keep=exchange)
 
 
 def _absolute(messages: tuple[_Message, ...], bases: list[int]) -> list[Any]:
@@ -61,48 +54,33 @@ def _absolute(messages: tuple[_Message, ...], bases: list[int]) -> list[Any]:
     return [MPI.BOTTOM, [1] * len(messages), addresses, types]
 
 
-def by_messages(
-    comm: Neighbours,
-    plan: Plan,
-    sends: Sequence[Held],
-    receives: Sequence[Held],
-    adjoint: bool,
-) -> Pending:
+def by_messages(comm: Neighbours, exchange: Exchange) -> Messages:
     """A message for each piece, from and into where it lies."""
-    key, bases = _described(plan, adjoint, sends, receives)
+    key, bases = _described(exchange)
     outgoing, incoming = _both_sides(key)
+    ranks, tag = exchange.route or (range(comm.size), TAG)
     memory = MPI.buffer.fromaddress
     requests = [
-        comm.Irecv([memory(bases[tensor] + offset, span), 1, datatype], peer, TAG)
-        for tensor, offset, span, datatype, peer in incoming
+        under_way(start([memory(bases[tensor] + at, span), 1, kind], ranks[peer], tag), ranks[peer])
+        for start, messages in ((comm.Irecv, incoming), (comm.Isend, outgoing))
+        for tensor, at, span, kind, peer in messages
     ]
-    requests += [
-        comm.Isend([memory(bases[tensor] + offset, span), 1, datatype], peer, TAG)
-        for tensor, offset, span, datatype, peer in outgoing
-    ]
-    return Requests(requests, (sends, receives))
+    return Messages(requests, keep=exchange)
 
 
-def by_packing(
-    comm: Neighbours,
-    plan: Plan,
-    sends: Sequence[Held],
-    receives: Sequence[Held],
-    adjoint: bool,
-) -> Pending:
+def by_packing(comm: Neighbours, exchange: Exchange) -> Messages:
     """A message for each piece, in one piece of memory."""
-    outgoing, incoming = pieces_of(plan, adjoint)
-    views = views_of(incoming, receives)
+    views, packed = exchange.landing(), [view.contiguous() for view in exchange.leaving()]
     landed = [torch.empty(view.shape, dtype=view.dtype) for view in views]
-    packed = [view.contiguous() for view in views_of(outgoing, sends)]
     requests = [
-        comm.Irecv([buffer(room), MPI.BYTE], piece.peer, TAG)
-        for room, piece in zip(landed, incoming, strict=True)
-    ] + [
-        comm.Isend([buffer(content), MPI.BYTE], piece.peer, TAG)
-        for content, piece in zip(packed, outgoing, strict=True)
+        under_way(start([buffer(room), MPI.BYTE], piece.peer, TAG), piece.peer)
+        for start, rooms, pieces in (
+            (comm.Irecv, landed, exchange.incoming),
+            (comm.Isend, packed, exchange.outgoing),
+        )
+        for room, piece in zip(rooms, pieces, strict=True)
     ]
-    return Requests(requests, packed, list(zip(views, landed, strict=True)))
+    return Messages(requests, list(zip(views, landed, strict=True)), packed)
 
 
 WAYS: dict[str, Way] = {
@@ -112,20 +90,14 @@ WAYS: dict[str, Way] = {
 }
 
 
-def fastest(
-    comm: Neighbours,
-    plan: Plan,
-    sends: Sequence[Held],
-    receives: Sequence[Held],
-    adjoint: bool,
-) -> str:
+def fastest(comm: Neighbours, exchange: Exchange) -> str:
     """The fastest way for this exchange, which is made a few times; all ranks find the same."""
     own: list[list[float]] = [[] for _ in WAYS]
     for trial in range(1 + TRIALS):  # in turn, so that a disturbance meets all of them
         for number, way in enumerate(WAYS.values()):
             started = time.perf_counter()
             for _ in range(IN_A_ROW):
-                way(comm, plan, sends, receives, adjoint).wait()
+                way(comm, exchange).wait()
             if trial > 0:  # the first sets up connections and datatypes
                 own[number].append(time.perf_counter() - started)
     everybody = comm.allgather([statistics.median(times) for times in own])
@@ -135,36 +107,9 @@ def fastest(
     return best[1] if best[0] < CLEARLY * first[0] else first[1]
 
 
-class Request:
-    """An MPI request, and the buffers that must outlive it."""
-
-    def __init__(self, request: MPI.Request, keep: object) -> None:
-        self._request, self._keep = request, keep
-
-    def wait(self) -> None:
-        self._request.Wait()
-        self._keep = None
-
-    def is_done(self) -> bool:
-        return self._request.Test()
-
-
-class Requests:
-    """Several requests, the buffers that must outlive them, and what to unpack afterwards."""
-
-    def __init__(
-        self,
-        requests: list[MPI.Request],
-        keep: object,
-        arrivals: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        self._requests, self._keep, self._arrivals = requests, keep, arrivals
-
-    def wait(self) -> None:
-        MPI.Request.Waitall(self._requests)
-        for view, landed in self._arrivals:
-            view.copy_(landed)
-        self._keep, self._arrivals = None, ()
+def under_way(request: MPI.Request, peer: int | None = None) -> Message:
+    """A request of MPI, to or from a peer."""
+    return Message(request.Wait, request.Test, peer)
 
 
 class _Message(NamedTuple):
@@ -182,13 +127,11 @@ class _Message(NamedTuple):
     peer: int
 
 
-def _described(
-    plan: Plan, adjoint: bool, sends: Sequence[Held], receives: Sequence[Held]
-) -> tuple[tuple[Any, ...], list[int]]:
+def _described(exchange: Exchange) -> tuple[tuple[Any, ...], list[int]]:
     """An exchange without its places in memory, as `_both_sides` takes it; and those places."""
-    key: list[object] = [plan, adjoint, len(sends)]
+    key: list[object] = [exchange.plan, exchange.adjoint, len(exchange.sends)]
     bases = []
-    for tensor, box in (*sends, *receives):
+    for tensor, box in (*exchange.sends, *exchange.receives):
         bases.append(tensor.data_ptr())
         key += (box, tensor.shape, tensor.stride(), tensor.dtype)
     return tuple(key), bases

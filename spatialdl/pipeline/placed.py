@@ -128,7 +128,7 @@ class PlacedStage:
         found: dict[Value, HandoverShape] = {}
         if self.is_first:
             layout = self.mesh.layout(images[0], images[2:])
-            found[IMAGE] = HandoverShape(images, dtype, None, layout)
+            found[IMAGE] = HandoverShape(images, dtype, layout, layout)
         for border in self._before:
             found |= passing[border]
         return found
@@ -192,10 +192,10 @@ class PlacedStage:
             self._held[number] = _Held(tiles, outputs)
         return outputs.get(OUTPUT)
 
-    def as_input(self, tile: Tensor, layout: Layout | None) -> Tensor:
+    def as_input(self, tile: Tensor, layout: Layout) -> Tensor:
         """What the stage gets for a tile of a layout."""
         tile = enter(tile)
-        if layout is None or self.mesh.parts == 1:
+        if len(layout.boxes) == 1 or self.mesh.parts == 1:
             return tile
         return from_tile(tile, layout, self.mesh)
 

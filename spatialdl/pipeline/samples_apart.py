@@ -133,7 +133,7 @@ class _Probe:
 
     def _shape(self, part: HandoverShape) -> tuple[int, ...]:
         """Of what this rank gets; where ranks divide the samples, of all of them."""
-        if part.receiver is None or self._placed.mesh.parts == 1:
+        if self._placed.mesh.parts == 1:
             return part.shape
         return part.local_shape(part.receiver, self._placed.position.part)
 

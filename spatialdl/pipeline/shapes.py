@@ -172,8 +172,8 @@ def _arrived(part: HandoverShape, grid: tuple[int, ...]) -> Tensor:
     return _meta_input(whole, part.receiver, grid)
 
 
-def _meta_input(x: Tensor, layout: Layout | None, grid: tuple[int, ...]) -> Tensor:
-    if layout is None or prod(grid) == 1:
+def _meta_input(x: Tensor, layout: Layout, grid: tuple[int, ...]) -> Tensor:
+    if len(layout.boxes) == 1 or prod(grid) == 1:
         return x
     tile = x.new_empty(shape_of(x, layout.boxes[0]))
     return SpatialTensor(tile, layout, dry_mesh(grid))
@@ -182,46 +182,35 @@ def _meta_input(x: Tensor, layout: Layout | None, grid: tuple[int, ...]) -> Tens
 def _handover_shape(
     output: Tensor, border: Border, placement: Placement, samples: int
 ) -> HandoverShape:
-    grids = placement.grids[border.giver], placement.grids[border.taker]
+    shape = tuple(output.shape)
     parts = placement.batch_parts(border.giver), placement.batch_parts(border.taker)
-    is_map = output.dim() == placement.dims + 2 and prod(output.shape[2:]) > 1
-    if parts != (1, 1) and (output.dim() == 0 or len(output) != samples):
+    if shape[:1] != (samples,):
         if parts[0] > 1:
             raise ValueError(
-                f"a tensor of {tuple(output.shape)} would pass between stages {border.giver} and "
+                f"a tensor of {shape} would pass between stages {border.giver} and "
                 f"{border.taker}, of which ranks hold some of {samples} samples each: its first "
                 "dim must be the samples; choose another place by parallel.cut"
             )
-        return HandoverShape(tuple(output.shape), output.dtype, None, None)
-    layouts: list[Layout | None] = [None, None]
-    by_sample = False
+        parts = 1, 1
+    rows = shape[0] if shape else 1
+    grids = placement.grids[border.giver], placement.grids[border.taker]
+    is_map = len(shape) == placement.dims + 2 and prod(shape[2:]) > 1
+    sender = None
     if isinstance(output, SpatialTensor):
         _check_dims(output, border)
-        layouts = _image_layouts(output.shape, output.spatial_layout, grids, parts)
-    elif is_map and prod(grids[0]) == 1 and (prod(grids[1]) > 1 or parts != (1, 1)):
-        layouts = _image_layouts(output.shape, None, grids, parts)
-    elif parts != (1, 1):
-        by_sample = True
-        size = (output[:1].numel(),)
-        layouts = [Layout.by_sample(len(output), size, n) if n > 1 else None for n in parts]
-    if layouts[1] is not None and not by_sample:
-        _check_size(layouts[1], grids[1], border)
-    return HandoverShape(tuple(output.shape), output.dtype, layouts[0], layouts[1], by_sample)
-
-
-def _image_layouts(
-    shape: Sequence[int],
-    sender: Layout | None,
-    grids: tuple[tuple[int, ...], tuple[int, ...]],
-    parts: tuple[int, int],
-) -> list[Layout | None]:
-    samples, size = shape[0], shape[-len(grids[1]) :]
+        sender = output.spatial_layout
+    elif is_map and prod(grids[0]) == 1 and prod(grids[1]) > 1:
+        sender = Layout.by_sample(rows, shape[2:], parts[0])
     if sender is None:
-        sender = Layout.by_sample(samples, size, parts[0])
-    if parts[1] > 1:
-        return [sender, Layout.by_sample(samples, size, parts[1])]
-    is_same = grids[0] == grids[1] and parts[0] == parts[1]
-    return [sender, sender if is_same else Layout.even(samples, size, grids[1])]
+        size = (prod(shape[1:]),)
+        sender, receiver = (Layout.by_sample(rows, size, n) for n in parts)
+    elif parts[1] > 1:
+        receiver = Layout.by_sample(rows, sender.size, parts[1])
+    else:
+        is_same = grids[0] == grids[1] and parts[0] == 1
+        receiver = sender if is_same else Layout.even(rows, sender.size, grids[1])
+        _check_size(receiver, grids[1], border)
+    return HandoverShape(shape, output.dtype, sender, receiver)
 
 
 def _check_dims(output: SpatialTensor, border: Border) -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Held
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.world import start_world
 from spatialdl.parallel.layout import Box
@@ -213,10 +213,10 @@ def _exchanges(world: Communicator) -> list[list[float]]:
         tile, out = torch.zeros(1, 1, 2, cols), torch.zeros(1, 1, 2, cols)
         owned = [Box(((0, 1), (2 * rank, 2 * rank + 2), (0, cols))) for rank in range(2)]
         plan = Plan(owned, owned[::-1], world.rank)
-        held = [Held(tile, plan.own)], [Held(out, plan.need)]
+        both = Exchange(plan, [Held(tile, plan.own)], [Held(out, plan.need)], tile.device)
 
-        def talk(plan: Plan = plan, held: Any = held, device: Any = tile.device) -> None:
-            start_exchange(world, plan, *held, device=device).wait()
+        def talk(exchange: Exchange = both) -> None:
+            start_exchange(world, exchange).wait()
 
         talk()
         found.append([float(tile.nbytes), _together(talk, world)])

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Held
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.repartition import shape_of, view_of
+from spatialdl.comm.repartition import add_up, rooms_back, shape_of
 from spatialdl.parallel.layout import Box, Layout, Window, last_slices
 from spatialdl.spatial.channel_conv import check_channels, conv_of_channels, is_of_one_pixel
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
@@ -166,14 +166,8 @@ class _TileConvolution(torch.autograd.Function):
         mesh: Mesh,
     ) -> Tensor:
         strips = geometry.strips(tile)
-        exchange = start_exchange(
-            mesh.grid_comm,
-            plan,
-            [Held(tile, plan.own)],
-            geometry.held(strips),
-            device=tile.device,
-            name=conv.name,
-        )
+        halo = Exchange(plan, [Held(tile, plan.own)], geometry.held(strips), tile.device)
+        exchange = start_exchange(mesh.grid_comm, halo, conv.name)
         alone = conv.forward(tile, weight, bias, geometry.padding)
         y = geometry.wanted(alone)
         if y.shape != alone.shape:
@@ -199,20 +193,11 @@ class _TileConvolution(torch.autograd.Function):
         grad_strips, weight_parts = _strip_gradients(
             conv, geometry, grad, weight, strips, needs_tile, needs_weight
         )
-        arrivals = [
-            Held(grad.new_empty(shape_of(tile, piece.box)), piece.box) for piece in plan.sends
-        ]
+        arrivals = rooms_back(tile, plan)
         exchange = None
         if needs_tile:
-            exchange = start_exchange(
-                ctx.mesh.grid_comm,
-                plan,
-                geometry.held(grad_strips),
-                arrivals,
-                device=tile.device,
-                adjoint=True,
-                name=conv.name,
-            )
+            halo = Exchange(plan, geometry.held(grad_strips), arrivals, tile.device, adjoint=True)
+            exchange = start_exchange(ctx.mesh.grid_comm, halo, conv.name)
         if grad.shape != ctx.alone_shape:
             padded = grad.new_zeros(ctx.alone_shape)
             geometry.wanted(padded).copy_(grad)
@@ -231,8 +216,7 @@ class _TileConvolution(torch.autograd.Function):
             _add_parts(grad_weight, weight_parts)
         if exchange is not None and grad_tile is not None:
             exchange.wait()
-            for arrival, box in arrivals:
-                view_of(grad_tile, plan.own, box).add_(arrival)
+            add_up(grad_tile, plan, arrivals)
         return grad_tile, grad_weight, grad_bias, None, None, None, None
 
 

@@ -36,7 +36,8 @@ def test_what_passes_is_found():
     conv = nn.Conv2d(3, 4, 3, stride=2, dtype=torch.float64)
     passing = shapes(conv, lambda x: x).of(5)
     (part,) = passing[Border(0, 1)].values()
-    assert (part.shape, part.sender, part.receiver) == ((5, 4, 4, 3), None, None)
+    elements = Layout.by_sample(5, (4 * 4 * 3,), 1)
+    assert (part.shape, part.sender, part.receiver) == ((5, 4, 4, 3), elements, elements)
 
 
 def test_several_tensors_pass_with_a_layout_each():
@@ -51,8 +52,9 @@ def test_several_tensors_pass_with_a_layout_each():
     assert image.shape == (4, 1, 9, 7)
     assert image.sender == Layout.even(4, (9, 7), (2, 1))
     assert image.receiver == Layout.even(4, (9, 7), (1, 3))
-    assert (vector.shape, vector.sender, vector.receiver) == ((4, 3), None, None)
-    assert numbers.dtype == torch.int64
+    assert vector.sender == vector.receiver == Layout.by_sample(4, (3,), 1)
+    assert (numbers.shape, numbers.dtype) == ((4,), torch.int64)
+    assert numbers.sender == numbers.receiver == Layout.by_sample(4, (1,), 1)
     assert [part.shape for part in passing[Border(1, 2)].values()] == [(4, 3)]
 
 

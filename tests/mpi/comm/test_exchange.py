@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from spatialdl.comm import check
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Held
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan
 from spatialdl.parallel.layout import Box
@@ -46,12 +46,8 @@ def test_ranks_that_are_waited_for_are_told_as_the_world_calls_them(
     room = [Held(landed, plan.own if adjoint else plan.need)]
 
     def exchange() -> None:
-        start_exchange(
-            *(part, plan, need if adjoint else own, room),
-            device=tile.device,
-            adjoint=adjoint,
-            name="conv2d",
-        ).wait()
+        sends = need if adjoint else own
+        start_exchange(part, Exchange(plan, sends, room, tile.device, adjoint), "conv2d").wait()
 
     wait = told_by_the_first(tmp_path, "exchange for conv2d", exchange)
     if wait is not None:

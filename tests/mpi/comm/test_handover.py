@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -9,8 +12,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from spatialdl.comm import check
 from spatialdl.comm.handover import Handover, HandoverShape
+from spatialdl.errors import CommMismatch
 from spatialdl.parallel.layout import Layout, last_slices
+from tests.mpi.waits import told_by_the_first
 
 Grid = tuple[int, int]
 CPU = torch.device("cpu")
@@ -35,10 +41,12 @@ class Case(NamedTuple):
 
     @property
     def what(self) -> HandoverShape:
-        samples, height, width = self.shape[0], *(1, *self.shape)[-2:]
+        size, one = self.shape[-2:], (1, 1)
+        if self.sender is None:
+            size, one = (prod(self.shape[1:]),), (1,)
+        samples = self.shape[0] if self.shape else 1
         sender, receiver = (
-            None if grid is None else Layout.even(samples, (height, width), grid)
-            for grid in (self.sender, self.receiver)
+            Layout.even(samples, size, grid or one) for grid in (self.sender, self.receiver)
         )
         return HandoverShape(self.shape, self.dtype, sender, receiver)
 
@@ -51,6 +59,7 @@ CASES = [
     Case((1, 1), (2, 1), 1, 2),
     Case((1, 1), (1, 2), 1, 2, dtype=torch.bfloat16),
     Case(None, None, 2, 1, (4,)),
+    Case(None, None, 2, 1, ()),
     Case(None, None, 1, 2, (2, 3, 4)),
     Case((1, 1), (3, 1), 1, 3),
     Case((3, 1), None, 3, 1),
@@ -82,8 +91,8 @@ def whole(case: Case, seed: int) -> Tensor:
     return torch.randn(case.shape, dtype=torch.float64, generator=draw).to(case.dtype)
 
 
-def part_of(tensor: Tensor, layout: Layout | None, part: int) -> Tensor:
-    if layout is None:
+def part_of(tensor: Tensor, layout: Layout, part: int) -> Tensor:
+    if len(layout.boxes) == 1:
         return tensor.clone()
     box = layout.boxes[part]
     return tensor[last_slices(box.slices_in(layout.whole)[1:])].clone()
@@ -126,7 +135,7 @@ def test_forward_is_exact_and_backward_the_scaled_adjoint(
             handover.send_back(grad, what, microbatch)
             left += (grad.double() * tile.double()).sum().item()
     handover.wait_sent()
-    assert not handover._pending
+    assert not handover._leaving
     assert not handover._arriving
     factor = case.senders / case.receivers
     left, right = world.allreduce(left), world.allreduce(right)
@@ -167,3 +176,66 @@ def test_a_strided_tile_is_sent_as_it_looks(world: MPI.Intracomm) -> None:
         assert torch.equal(handover.receive(what, 0, CPU), whole(case, 0))
         handover.send_back(whole(case, 1).transpose(0, 1).contiguous().transpose(0, 1), what, 0)
     handover.wait_sent()
+
+
+@pytest.mark.world(2, 3, 4)
+def test_samples_are_divided_anew(world: MPI.Intracomm) -> None:
+    """Of tensors of any number of dims, over more ranks or fewer, of which some have none."""
+    for shape in ((5, 2, 3), (2, 4), (7,)):
+        case = Case(None, None, world.size - 1, 1, shape)
+        layout = Layout.by_sample(shape[0], (prod(shape[1:]),), world.size - 1)
+        what = replace(case.what, sender=layout)
+        handover, bounds = case.handover(world), layout.batch
+        if world.rank < case.senders:
+            own = slice(*bounds[world.rank : world.rank + 2])
+            handover.send(whole(case, 0)[own], what, 0)
+            grad = handover.receive_back(what, 0, CPU)
+            assert torch.equal(grad, case.senders * whole(case, 1)[own])
+        else:
+            assert torch.equal(handover.receive(what, 0, CPU), whole(case, 0))
+            handover.send_back(whole(case, 1), what, 0)
+        handover.wait_sent()
+
+
+@pytest.mark.world(2, 3, 4)
+def test_sides_that_wait_for_different_things_are_told(world: MPI.Intracomm) -> None:
+    shapes = Case((1, 1), (1, 1), 1, 1, (2, 3, 4, 6)), Case((1, 1), (1, 1), 1, 1, (2, 3, 6, 4))
+    handover = shapes[0].handover(world)
+    if world.rank == 0:
+        handover.send(whole(shapes[0], 0), shapes[0].what, 5)
+    elif world.rank == 1:
+        handover.expect(shapes[1].what, 5, CPU)
+        ((arriving,),) = handover._arriving.values()
+        text = "hand-over forward of micro-batch 5 plan"
+        told = rf"rank 1 expects '{text} \w+', rank 0 sends '{text} \w+'"
+        with pytest.raises(CommMismatch, match=told):
+            handover.receive(shapes[1].what, 5, CPU)
+        arriving.messages._pending.wait()  # or it would land in memory that is given back
+    handover.wait_sent()
+
+
+@pytest.mark.world(2, 3, 4)
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_rank_that_is_waited_for_is_told(
+    checked: bool, tmp_path: Path, world: MPI.Intracomm
+) -> None:
+    """The first waits for the last alone, of all that send to it."""
+    senders = range(world.size)[:0:-1]
+    case = Case((len(senders), 1), (1, 1), len(senders), 1)
+    me = len(senders) if world.rank == 0 else senders.index(world.rank)
+    handover = Handover(world, senders, [0], me, tag=3, tags=8)
+
+    def hand_over() -> None:
+        if world.rank == 0:
+            handover.receive(case.what, 2, CPU)
+        else:
+            handover.send(part_of(whole(case, 0), case.what.sender, me), case.what, 2)
+        handover.wait_sent()
+
+    check.enable(checked)
+    try:
+        wait = told_by_the_first(tmp_path, "hand-over forward of micro-batch 2", hand_over)
+    finally:
+        check.enable()
+    if wait is not None:
+        assert wait.ranks == (world.size - 1,)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.held import Held
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
@@ -168,7 +168,8 @@ def test_where_nothing_is_in_the_pieces_nothing_goes_wrong(way: str, world: MPI.
     comm = MpiCommunicator(MPI.COMM_WORLD)
     for first, then, adjoint in ((tile, out, False), (out, tile, True)):
         sent, received = ((plan.own, plan.need), (plan.need, plan.own))[adjoint]
-        WAYS[way](comm, plan, [Held(first, sent)], [Held(then, received)], adjoint).wait()
+        sends, receives = [Held(first, sent)], [Held(then, received)]
+        WAYS[way](comm, Exchange(plan, sends, receives, tile.device, adjoint)).wait()
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])

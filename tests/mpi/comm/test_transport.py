@@ -26,6 +26,7 @@ from spatialdl.parallel.layout import Box, Layout
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import OddNet
 from tests.mpi.equality_runs import TOLERANCE, parallel, reference
+from tests.mpi.one_message import start_receive, start_send
 
 CASES = [
     Case("sp", "resnet18", (70, 93), ((2, 1),)),
@@ -58,14 +59,14 @@ def ranks(request: pytest.FixtureRequest) -> Communicator:
 
 def test_a_rank_may_send_to_itself(ranks: Communicator) -> None:
     """As between two stages of one rank; in order, and expected before they are sent."""
-    first, second = torch.empty(2, 3), torch.empty(3, 2).T
-    arriving = [ranks.start_receive(one, ranks.rank, 7) for one in (first, second)]
+    first, second = torch.empty(2, 3), torch.empty(2, 3).T
+    arriving = [start_receive(ranks, one, ranks.rank, 7) for one in (first, second)]
     sent = torch.arange(6.0).view(2, 3)
-    leaving = [ranks.start_send(sent, ranks.rank, 7), ranks.start_send(-sent, ranks.rank, 7)]
+    leaving = [start_send(ranks, one, ranks.rank, 7) for one in (sent, -sent.view(3, 2))]
     for one in (*arriving, *leaving):
         one.wait()
     assert torch.equal(first, sent)
-    assert torch.equal(second, -sent)
+    assert torch.equal(second, -sent.view(3, 2))
 
 
 def test_meshes_over_torch_leave_no_threads_behind() -> None:
@@ -147,9 +148,9 @@ def test_a_subset_has_its_ranks_in_the_order_given(ranks: Communicator) -> None:
     assert again.allgather(ranks.rank) == mine[::-1]
     if part.size > 1 and part.rank < 2:
         other = 1 - part.rank
-        sending = part.start_send(torch.tensor([ranks.rank]), other, 5)
-        landed = torch.zeros(1, dtype=torch.int64)
-        part.start_receive(landed, other, 5).wait()
+        sending = start_send(part, torch.tensor([[ranks.rank]]), other, 5)
+        landed = torch.zeros(1, 1, dtype=torch.int64)
+        start_receive(part, landed, other, 5).wait()
         sending.wait()
         assert landed.item() == mine[other]
 
@@ -163,13 +164,13 @@ def test_messages_are_told_apart_by_tags(ranks: Communicator) -> None:
         views = [values[0].clone(), values[1].transpose(0, 2).contiguous().transpose(0, 2)]
         views.append(torch.stack([values[2], values[0]], 3)[..., 0])
         tags = (7, 8, 7)
-        sendings = [lane.start_send(view, 1, tag) for view, tag in zip(views, tags, strict=True)]
+        sendings = [start_send(lane, view, 1, tag) for view, tag in zip(views, tags, strict=True)]
         for sending in sendings:
             sending.wait()
     elif ranks.rank == 1:
         for expected, tag in ((1, 8), (0, 7), (2, 7)):
             landed = torch.zeros(4, 3, 5, dtype=torch.bfloat16).transpose(0, 1)
-            lane.start_receive(landed, 0, tag).wait()
+            start_receive(lane, landed, 0, tag).wait()
             assert torch.equal(landed, values[expected])
 
 

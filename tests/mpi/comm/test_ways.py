@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.held import Held
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
@@ -54,8 +54,8 @@ def test_pieces_arrive_whatever_their_strides(way: str, dtype: torch.dtype) -> N
         for name, laid in LAID.items():
             tile = laid(view_of(image(0, dtype), layout.whole, plan.own))
             out = laid(torch.zeros(shape_of(plan.need), dtype=dtype))
-            move = WAYS[way](COMM, plan, [Held(tile, plan.own)], [Held(out, plan.need)], False)
-            move.wait()
+            own, window = [Held(tile, plan.own)], [Held(out, plan.need)]
+            WAYS[way](COMM, Exchange(plan, own, window, tile.device)).wait()
             if not plan.need.is_empty:
                 view_of(out, layout.whole, plan.own).copy_(tile)
             expected = view_of(image(0, dtype), layout.whole, plan.need)
@@ -70,7 +70,8 @@ def test_pieces_go_back_to_where_they_came_from(way: str) -> None:
             rooms = [
                 Held(laid(torch.zeros(shape_of(piece.box))), piece.box) for piece in plan.sends
             ]
-            WAYS[way](COMM, plan, [Held(out, plan.need)], rooms, True).wait()
+            window = [Held(out, plan.need)]
+            WAYS[way](COMM, Exchange(plan, window, rooms, out.device, adjoint=True)).wait()
             for piece, (room, box) in zip(plan.sends, rooms, strict=True):
                 expected = view_of(image(piece.peer, torch.float32), layout.whole, box)
                 assert torch.equal(room, expected), f"{name}, {needed}, from {piece.peer}"
