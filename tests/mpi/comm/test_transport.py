@@ -251,6 +251,22 @@ def test_a_plan_moves_tensors_on_a_gpu(ranks: Communicator, device: torch.device
     torch.testing.assert_close(total.cpu(), ranks.all_reduce(tile.cpu()))
 
 
+def test_messages_between_two_ranks_move_tensors_on_a_gpu(
+    ranks: Communicator, device: torch.device
+) -> None:
+    """Around the ring, while what they hold is still being computed."""
+    values = torch.arange(60.0, device=device).view(3, 4, 5).transpose(0, 2)
+    after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+    lane = ranks.duplicate()
+    for _ in range(20):  # memory is given back and taken again while messages are under way
+        landed = torch.zeros(5, 4, 3, device=device)
+        arriving = start_receive(lane, landed, before, 7)
+        leaving = start_send(lane, values + ranks.rank, after, 7)
+        arriving.wait()
+        assert torch.equal(landed, values + before)
+        leaving.wait()
+
+
 def test_ranks_agree_whether_mpi_takes_device_memory(device: torch.device) -> None:
     aware = gpu.cuda_aware(as_communicator(MPI.COMM_WORLD), device)  # type: ignore[arg-type]
     assert len(set(MPI.COMM_WORLD.allgather(aware))) == 1
