@@ -192,12 +192,12 @@ class _ToSelf:
 
     def send(self, packed: Tensor, tag: int) -> Message:
         self._sent[self._next("send", tag)] = packed.clone()
-        return Message(Done().wait, Done().is_done)
+        return Done().wait, Done().is_done, None
 
     def receive(self, room: Tensor, tag: int) -> Message:
         """Must be sent before it is waited for."""
         key = self._next("receive", tag)
-        return Message(lambda: room.copy_(self._sent.pop(key)), lambda: key in self._sent)
+        return lambda: room.copy_(self._sent.pop(key)), lambda: key in self._sent, None
 
     def _next(self, kind: str, tag: int) -> tuple[int, int]:
         self._counts[kind, tag] += 1
@@ -296,4 +296,4 @@ def _room_for(view: Tensor) -> Tensor:
 
 
 def _under_way(work: Any, peer: int | None = None) -> Message:
-    return Message(work.wait, work.is_completed, peer)
+    return work.wait, work.is_completed, peer

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
-
-class Message(NamedTuple):
-    """A message under way, or a collective.
-
-    Attributes:
-        wait: returns when it is done.
-        is_done: whether it is; does not wait.
-        peer: the other rank, numbered in the communicator; none of a collective.
-    """
-
-    wait: Callable[[], object]
-    is_done: Callable[[], bool]
-    peer: int | None = None
+Message = tuple[Callable[[], object], Callable[[], bool], int | None]
+"""One that is under way, or a collective: returns when it is done; whether it is, without waiting;
+the other rank, numbered in the communicator, None of a collective."""
 
 
 class Messages:
@@ -40,15 +29,15 @@ class Messages:
 
     def wait(self) -> None:
         while self._under_way:
-            self._under_way[0].wait()
+            self._under_way[0][0]()
             del self._under_way[0]
         for view, landed in self._arrivals:
             view.copy_(landed)
         self._arrivals, self._keep = (), None
 
     def is_done(self) -> bool:
-        return all(message.is_done() for message in self._under_way)
+        return all(is_done() for _, is_done, _ in self._under_way)
 
     def peers(self) -> list[int]:
         """The rank of the message that `wait` is at."""
-        return [one.peer for one in self._under_way[:1] if one.peer is not None]
+        return [peer for _, _, peer in self._under_way[:1] if peer is not None]

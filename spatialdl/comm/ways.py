@@ -109,7 +109,7 @@ def fastest(comm: Neighbours, exchange: Exchange) -> str:
 
 def under_way(request: MPI.Request, peer: int | None = None) -> Message:
     """A request of MPI, to or from a peer."""
-    return Message(request.Wait, request.Test, peer)
+    return request.Wait, request.Test, peer
 
 
 class _Message(NamedTuple):
