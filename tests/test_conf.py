@@ -225,6 +225,8 @@ def make_run(name: str, folder: Path) -> None:
         small.append("scheduler.warmup_steps=1")
     if name == "hyfi_amoebanet":
         small = [*(one for one in small if "width" not in one), *SMALL["amoebanet_d"]]
+    if name == "volume_fractals":
+        small.append("data.image_size=[16,18,20]")
     cfg = config(f"experiment={name}", *small)
     trainer = Trainer(cfg, Alone())
     fit(trainer, folder / "run")
