@@ -90,7 +90,7 @@ def test_the_network_that_is_checked_is_exact(tmp_path):
 @pytest.mark.parametrize("words", commands("spatialdl.train"), ids=" ".join)
 def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in ("tiles", "my_set"):  # which the commands before it have written
+    for folder in ("tiles", "my_set", "scan_set"):  # which the commands before it have written
         (tmp_path / folder).mkdir()
     (tmp_path / "receptors.csv").touch()
     given = [rewritten(word) for word in words[1:] if not word.startswith("-")]
