@@ -23,6 +23,7 @@ IF_THERE = {"huggingface_hub"}
 NAMED_OTHERWISE = {
     "hydra": "hydra-core",
     "mlflow": "mlflow-skinny",
+    "nrrd": "pynrrd",
     "openslide": "openslide-python",
     "PIL": "pillow",
     "skimage": "scikit-image",

@@ -9,7 +9,8 @@ from typing import Any
 
 from omegaconf import ListConfig
 
-from spatialdl.data.importing.volume_file import SUFFIXES, is_volume, volume_name
+from spatialdl.data.importing.volume_file import SUFFIXES, is_volume, volume_name, volumes_in
+from spatialdl.data.importing.volume_files.dicom_folder import find_series
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.reading.paths import series_at
 
@@ -30,19 +31,29 @@ def given_slides(given: Any) -> list[Path]:
 
 
 def given_volumes(given: Any) -> list[Path]:
-    """NIfTI files and TIFF stacks; of folders those that lie in them.
+    """Files, OME-Zarr stores and DICOM series; of folders those that lie in them.
+
+    A series of several files is given by its folder.
 
     Raises:
         ValueError: one of them is not there, or no volume by its name.
     """
     files: dict[Path, None] = {}
     for path in _paths(given, "volumes", Path.exists):
-        found = sorted(filter(is_volume, path.iterdir())) if path.is_dir() else [path]
-        if not found or not is_volume(found[0]):
+        found = [path] if is_volume(path) else _inside(path)
+        if not found:
             what = "has no files" if path.is_dir() else "is no file"
-            raise ValueError(f"volumes={path} {what} of {', '.join(SUFFIXES)}")
+            raise ValueError(f"volumes={path} {what} of {', '.join(SUFFIXES)} or DICOM")
         files |= dict.fromkeys(found)
     return list(files)
+
+
+def _inside(path: Path) -> list[Path]:
+    if path.is_dir():
+        files, dicom = volumes_in(path)
+    else:
+        files, dicom = [], find_series(path.parent, [path])
+    return files + sorted({one.path for one in dicom.series.values()})
 
 
 def volume_names(volumes: Sequence[Path]) -> dict[Path, str]:

@@ -95,8 +95,15 @@ def _parser() -> argparse.ArgumentParser:
     clam.add_argument(
         "--labels", type=Path, metavar="CSV", help="columns slide_id,label, and split if wanted"
     )
-    volumes = kinds.add_parser("volumes", help="a folder of NIfTI files or TIFF stacks")
-    volumes.add_argument("folder", type=Path, metavar="FOLDER", help="with NAME.nii.gz or NAME.tif")
+    volumes = kinds.add_parser(
+        "volumes", help="NIfTI, DICOM series, NRRD, TIFF stacks, OME-TIFF, OME-Zarr"
+    )
+    volumes.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="with NAME.nii.gz, NAME.nrrd, NAME.ome.tif, NAME.ome.zarr, or folders of DICOM",
+    )
     volumes.add_argument("--masks", type=Path, metavar="DIR", help="a mask of each, of its name")
     volumes.add_argument(
         "--labels", type=Path, metavar="CSV", help="columns slide_id (NAME), label, and split"

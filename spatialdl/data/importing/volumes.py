@@ -1,10 +1,14 @@
-"""A folder of NIfTI files and TIFF stacks as a data set of volumes.
+"""A folder of volumes of other programs as a data set.
 
 Voxels are kept as they are stored; the affine says where they lie in the patient.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,28 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from spatialdl.data.format import volume_chunk
+from spatialdl.data.image_source import whole_box
 from spatialdl.data.importing.clam import label_of, read_labels
 from spatialdl.data.importing.image_folder import BrokenImagesError
-from spatialdl.data.importing.volume_file import SUFFIXES, is_volume, open_volume, volume_name
+from spatialdl.data.importing.volume_file import SUFFIXES, open_volume, volume_name, volumes_in
+from spatialdl.data.importing.volume_files.volume import StoredVolume
+from spatialdl.data.pixels import DTYPES
+from spatialdl.data.volume_geometry import Turn, orientation_of
 from spatialdl.data.writer import ShardWriter
+from spatialdl.text import counted
+
+_AS_STORED = Turn()
+_APART = 0.1
+"""Of the smallest spacing: how far the corners of a mask may lie from those of its volume."""
+
+
+@dataclass(frozen=True)
+class FoundVolume:
+    """A volume of a folder: where it lies, and what opens it."""
+
+    path: Path
+    open: Callable[[], StoredVolume]
 
 
 def import_volumes(
@@ -28,12 +50,15 @@ def import_volumes(
     progress: bool = True,
     **settings: Any,
 ) -> list[str]:
-    """Write a data set of a folder of volumes; each is read whole.
+    """Write a data set of a folder of volumes, some slices at a time.
+
+    Warns of those whose spacing is not known, and of DICOM objects that are no images.
 
     Args:
-        folder: of the files; their names without suffix are those of the samples.
+        folder: of the volumes, see `find_volumes`; their names are those of the samples.
         out: the data set to be made.
-        masks: folder of a mask for each, of the same name, with classes 0 to 255.
+        masks: folder of a mask for each, of the same name, with classes 0 to 255. One that says
+            where it lies is turned onto its volume.
         labels: a table of columns slide_id (the name), label and, if wanted, split.
         skip_broken: leave out what cannot be read or does not fit the volumes before it.
         progress: show a bar, where somebody looks at it.
@@ -44,76 +69,178 @@ def import_volumes(
 
     Raises:
         BrokenImagesError: some cannot be read, and `skip_broken` is false; or all of them.
-        ValueError: there are no files, two of one name, or one that has no label.
+        ValueError: there are no volumes, two of one name, or one that has no label.
     """
-    files = find_volumes(folder)
-    of_masks = None if masks is None else find_volumes(masks)
+    found = find_volumes(folder)
+    of_masks = None if masks is None else find_volumes(masks, masks=True)
     known = {} if labels is None else read_labels(labels)
-    given = {name: label_of(name, known, labels) for name in files}
+    given = {name: label_of(name, known, labels) for name in found}
     classes = sorted({label.label for label in given.values() if label is not None})
     broken: list[str] = []
+    without_spacing = []
     off = None if progress else True
     with ShardWriter(out, classes, kind="volumes", **settings) as writer:
-        for name, path in tqdm(files.items(), "volumes", disable=off, leave=False):
+        for name, one in tqdm(found.items(), "volumes", disable=off, leave=False):
             label = given[name]
             try:
-                made = open_volume(path)
-                mask = None if of_masks is None else _mask(name, of_masks)
+                volume = _narrowed(one.open())
+                mask = None if of_masks is None else _mask(name, of_masks, volume)
                 writer.add(
-                    _narrowed(made.read()),
+                    _Rows(volume),
                     label.label if label else None,
                     label.split if label else None,
                     slide=name,
                     mask=mask,
-                    spacing=made.spacing,
-                    affine=made.affine,
+                    spacing=volume.spacing,
+                    affine=volume.affine,
                 )
+                without_spacing += [name] if volume.spacing is None else []
             except Exception as error:  # what decoders raise of damaged files is anything
-                broken.append(f"{path}: {' '.join(str(error).split()) or type(error).__name__}")
-        if broken and (not skip_broken or len(broken) == len(files)):
-            raise BrokenImagesError(broken, len(files))
+                broken.append(f"{one.path}: {' '.join(str(error).split()) or type(error).__name__}")
+        if broken and (not skip_broken or len(broken) == len(found)):
+            raise BrokenImagesError(broken, len(found))
+    if without_spacing:
+        shown = ", ".join(without_spacing[:5]) + ", ..." * (len(without_spacing) > 5)
+        of = counted(len(without_spacing), "volume")
+        warnings.warn(f"the spacing of {of} is not known: {shown}", stacklevel=2)
     return broken
 
 
-def find_volumes(folder: Path) -> dict[str, Path]:
-    """The files of a folder by name without suffix.
+def find_volumes(folder: Path, *, masks: bool = False) -> dict[str, FoundVolume]:
+    """The volumes of a folder by name: of the file without suffix.
+
+    Files and OME-Zarr stores lie in the folder itself, DICOM series at any depth. A series of
+    several files has the name of the folder of them, with those above it (A_B), and with its
+    SeriesInstanceUID behind it if there are several.
+
+    Args:
+        folder: to be searched.
+        masks: they are masks: segmentation objects of DICOM are refused, not passed over.
 
     Raises:
         ValueError: there is no such folder, none in it, or two of one name.
     """
+    kinds = f"{', '.join(SUFFIXES)} or DICOM"
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give one of {', '.join(SUFFIXES)} files")
-    found: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if not is_volume(path):
-            continue
-        name = volume_name(path)
-        if found.setdefault(name, path) != path:
-            raise ValueError(f"{found[name]} and {path} have the same name; rename one")
+        raise ValueError(f"{folder} is no folder; give one of volumes: {kinds}")
+    files, dicom = volumes_in(folder)
+    if masks and dicom.segmentation is not None:
+        raise ValueError(
+            f"{dicom.segmentation} is a DICOM segmentation object (SEG), which is not read as a "
+            "mask; convert it to NIfTI or NRRD with the name of its volume, by dcmqi's "
+            "segimage2itkimage, say"
+        )
+    found: dict[str, FoundVolume] = {}
+    for path in files:
+        _add(found, volume_name(path), FoundVolume(path, partial(open_volume, path)))
+    for name, series in dicom.series.items():
+        _add(found, name, FoundVolume(series.path, series.open))
+    if dicom.others:
+        said = ", ".join(f"{count} x {kind}" for kind, count in sorted(dicom.others.items()))
+        warnings.warn(f"{folder}: left out DICOM objects that are no images: {said}", stacklevel=3)
     if not found:
-        raise ValueError(f"{folder} has no files {', '.join(SUFFIXES)} in it")
-    return found
+        raise ValueError(f"{folder} has no volumes in it: {kinds}")
+    return dict(sorted(found.items()))
 
 
-def _narrowed(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Integers of types that are not stored as int16 or uint16, where all values fit."""
-    if pixels.dtype.kind in "iu" and pixels.dtype.name not in ("uint8", "uint16", "int16"):
-        for dtype in (np.int16, np.uint16):
-            if np.iinfo(dtype).min <= pixels.min() and pixels.max() <= np.iinfo(dtype).max:
-                return pixels.astype(dtype)
-    return pixels
+def _add(found: dict[str, FoundVolume], name: str, one: FoundVolume) -> None:
+    if name in found:
+        raise ValueError(f"{found[name].path} and {one.path} have the same name; rename one")
+    found[name] = one
 
 
-def _mask(name: str, masks: dict[str, Path]) -> npt.NDArray[Any]:
+class _Rows:
+    """A volume, or the mask of one, as `ShardWriter` reads it: some slices at a time."""
+
+    def __init__(self, volume: StoredVolume, turn: Turn = _AS_STORED) -> None:
+        self._volume, self._turn = volume, turn
+        self.size = self._turn.seen_size(volume.size)
+        self.shape: tuple[int, ...] = (*self.size, volume.channels)
+        self.dtype = volume.dtype
+
+    def __getitem__(self, slices: slice) -> npt.NDArray[Any]:
+        box = self._turn.stored_box(
+            (slices.start, slices.stop, *whole_box(self.size)[2:]), self.size
+        )
+        return self._turn.seen(self._volume.read(box))
+
+
+class _Classes(_Rows):
+    """A mask, whose classes some programs save as floats."""
+
+    def __init__(self, path: Path, mask: StoredVolume, turn: Turn) -> None:
+        super().__init__(mask, turn)
+        self._path, self.shape = path, self.size
+
+    def __getitem__(self, slices: slice) -> npt.NDArray[Any]:
+        pixels = super().__getitem__(slices)[..., 0]
+        if pixels.dtype.kind != "f":
+            return pixels
+        if not (np.isfinite(pixels) & (pixels == np.rint(pixels))).all():
+            raise ValueError(f"mask {self._path} has values that are no whole numbers")
+        return pixels.astype(np.int64)
+
+
+def _narrowed(volume: StoredVolume) -> StoredVolume:
+    """Integers of types that are not stored become int16 or uint16, where all values fit."""
+    if volume.dtype.kind not in "iu" or volume.dtype.name in DTYPES:
+        return volume
+    at_once, low, high = volume_chunk(volume.size)[0], [], []
+    for start in range(0, volume.size[0], at_once):
+        part = _Rows(volume)[start : min(start + at_once, volume.size[0])]
+        low.append(int(part.min()))
+        high.append(int(part.max()))
+    for dtype in (np.int16, np.uint16):
+        if np.iinfo(dtype).min <= min(low) and max(high) <= np.iinfo(dtype).max:
+            return replace(volume, dtype=np.dtype(dtype))
+    return volume
+
+
+def _mask(name: str, masks: dict[str, FoundVolume], volume: StoredVolume) -> _Classes:
     if name not in masks:
         raise ValueError(f"there is no mask of the name {name}")
-    found = open_volume(masks[name])
-    if found.channels > 1:
-        raise ValueError(f"mask {masks[name]} has {found.channels} channels, expected one")
-    pixels = _narrowed(found.read()[..., 0])
-    if pixels.dtype.kind == "f":  # as some programs save classes
-        whole = pixels.astype(np.int64)
-        if not (whole == pixels).all():
-            raise ValueError(f"mask {masks[name]} has values that are no whole numbers")
-        return whole
-    return pixels
+    path = masks[name].path
+    mask = masks[name].open()
+    if mask.channels > 1:
+        raise ValueError(f"mask {path} has {mask.channels} channels, expected one")
+    return _Classes(path, mask, _turn_onto(mask, volume, path))
+
+
+def _turn_onto(mask: StoredVolume, volume: StoredVolume, path: Path) -> Turn:
+    """What brings a mask onto the voxels of its volume, where both say where they lie.
+
+    Raises:
+        ValueError: no exchange and reversal of dims does.
+    """
+    if mask.affine is None or volume.affine is None or sorted(mask.size) != sorted(volume.size):
+        return _AS_STORED
+    apart = []
+    for turn in (
+        _AS_STORED,
+        Turn.between(orientation_of(mask.affine), orientation_of(volume.affine)),
+    ):
+        if turn.seen_size(mask.size) == volume.size:
+            apart.append(_corners_apart(mask.affine, volume.affine, turn, volume.size))
+            if apart[-1] <= _APART * min(volume.spacing or (1.0,)):
+                return turn
+    far = f"{min(apart):.3g} mm from" if apart else "in other directions than"
+    raise ValueError(
+        f"mask {path} lies {far} its volume; resample it to the volume's grid, or give it the "
+        "volume's affine if its voxels are the same"
+    )
+
+
+def _corners_apart(
+    mask: npt.NDArray[np.float64],
+    volume: npt.NDArray[np.float64],
+    turn: Turn,
+    size: tuple[int, ...],
+) -> float:
+    """The largest distance of a corner voxel of the turned mask from the volume's, in mm."""
+    apart = 0.0
+    for corner in np.ndindex(2, 2, 2):
+        seen = tuple((n - 1) * end for n, end in zip(size, corner, strict=True))
+        box = turn.stored_box(tuple(k for n in seen for k in (n, n + 1)), size)
+        gap = mask @ [*box[::2], 1] - volume @ [*seen, 1]
+        apart = max(apart, float(np.linalg.norm(gap)))
+    return apart

@@ -1,0 +1,216 @@
+"""One DICOM series as a volume: files of one slice each, or an enhanced file of many frames.
+
+Slices are ordered by where they lie along their normal; millimetres of DICOM, which lead to the
+left and the back, become those of RAS+.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydicom import Dataset
+from pydicom.pixels.utils import pixel_array
+
+from spatialdl.data.importing.volume_files.volume import Read, Reader, StoredVolume, affine_from
+
+_TO_RAS = np.array([-1.0, -1.0, 1.0])
+_UNEVEN = 0.1
+"""Of a step: how far a slice may lie from its place in an even stack."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A slice.
+
+    Attributes:
+        path: its file.
+        number: of the frame in it, None where it has one.
+        size: rows and columns.
+        position: of its first voxel, in DICOM's millimetres.
+        directions: (2, 3), to the next column and to the next row, of length 1.
+        spacing: of rows and of columns; None if not known.
+        slope, intercept: make stored values those of the modality.
+    """
+
+    path: Path
+    number: int | None
+    size: tuple[int, int]
+    position: npt.NDArray[np.float64]
+    directions: npt.NDArray[np.float64]
+    spacing: tuple[float, float] | None
+    slope: float
+    intercept: float
+
+
+def open_series(files: Sequence[tuple[Path, Dataset]]) -> StoredVolume:
+    """A series as a volume.
+
+    Args:
+        files: all of the series, and what they say but for the pixels.
+
+    Raises:
+        ValueError: slices are missing, unevenly spaced, or differ in size or orientation; or it has
+            colours, or frames that say nothing of where they lie.
+    """
+    for file, said in files:
+        _check_kind(file, said)
+    frames = _ordered([frame for file, said in files for frame in _frames(file, said)])
+    first, last = frames[0], frames[-1]
+    step = (last.position - first.position) / (len(frames) - 1)
+    size = (len(frames), *first.size)
+    dtype = _dtype(frames, [said for _, said in files])
+    reader = Reader(partial(_start, frames, dtype))
+    if first.spacing is None:
+        return StoredVolume(size, 1, dtype, None, None, reader)
+    to_column, to_row = first.directions
+    steps = [step, to_row * first.spacing[0], to_column * first.spacing[1]]
+    geometry = affine_from([one * _TO_RAS for one in steps], first.position * _TO_RAS)
+    return StoredVolume(size, 1, dtype, *geometry, reader)
+
+
+def _check_kind(file: Path, said: Dataset) -> None:
+    samples, colours = said.get("SamplesPerPixel", 1), said.get("PhotometricInterpretation", "")
+    if samples != 1 or colours not in ("MONOCHROME1", "MONOCHROME2"):
+        raise ValueError(f"{file.name} has {samples} samples of {colours}, expected grey")
+    if "ModalityLUTSequence" in said:
+        raise ValueError(f"{file.name} has a modality LUT, which is not applied; convert it first")
+
+
+def _frames(file: Path, said: Dataset) -> Iterator[_Frame]:
+    number = int(said.get("NumberOfFrames", None) or 1)
+    each = said.get("PerFrameFunctionalGroupsSequence", None)
+    if each is None:
+        if number > 1:
+            kind = said.SOPClassUID.name
+            raise ValueError(f"{file.name} has {number} frames of {kind} without positions of each")
+        yield _frame(file, None, said, [said])
+        return
+    if len(each) != number:
+        raise ValueError(f"{file.name} has {number} frames, and says where {len(each)} lie")
+    shared = list(said.get("SharedFunctionalGroupsSequence", None) or [])
+    for index, own in enumerate(each):
+        groups = [item[0] for one in (own, *shared) for item in _sequences(one)]
+        yield _frame(file, index if number > 1 else None, said, groups)
+
+
+def _sequences(group: Dataset) -> Iterator[Any]:
+    """The macros of a functional group that say where a frame lies, and what its values are."""
+    for name in ("PlanePosition", "PlaneOrientation", "PixelMeasures", "PixelValueTransformation"):
+        found = group.get(f"{name}Sequence")
+        if found:
+            yield found
+
+
+def _frame(file: Path, number: int | None, said: Dataset, groups: Sequence[Dataset]) -> _Frame:
+    def value(name: str) -> Any:
+        found = (one.get(name) for one in groups)
+        return next((one for one in found if one is not None and one != ""), None)
+
+    position, directions = value("ImagePositionPatient"), value("ImageOrientationPatient")
+    for name, found, count in (("Position", position, 3), ("Orientation", directions, 6)):
+        if found is None or len(found) != count:
+            raise ValueError(f"{file.name} has no Image {name} (Patient): where it lies is unknown")
+    spacing = value("PixelSpacing")
+    return _Frame(
+        file,
+        number,
+        (int(said.Rows), int(said.Columns)),
+        np.array(position, np.float64),
+        np.array(directions, np.float64).reshape(2, 3),
+        None if spacing is None else (float(spacing[0]), float(spacing[1])),
+        float(1 if (slope := value("RescaleSlope")) is None else slope),
+        float(value("RescaleIntercept") or 0),
+    )
+
+
+def _ordered(frames: list[_Frame]) -> list[_Frame]:
+    """Along the normal; refuses what is no even stack of equal slices."""
+    first = frames[0]
+    if len(frames) < 2:
+        raise ValueError("it has one slice, expected two or more")
+    for what, values in (
+        ("sizes", {frame.size for frame in frames}),
+        ("spacings", {frame.spacing for frame in frames}),
+    ):
+        if len(values) > 1:
+            raise ValueError(f"its slices have different {what}: {', '.join(map(str, values))}")
+    for frame in frames:
+        if not np.allclose(frame.directions, first.directions, atol=1e-3):
+            raise ValueError(
+                f"its slices have different orientations: {first.directions.ravel().tolist()} and "
+                f"{frame.directions.ravel().tolist()} ({frame.path.name})"
+            )
+    normal = np.cross(*first.directions)
+    found = sorted(frames, key=lambda frame: float(frame.position @ normal))
+    _check_even(found, [float(frame.position @ normal) for frame in found])
+    return found
+
+
+def _check_even(frames: Sequence[_Frame], along: Sequence[float]) -> None:
+    gaps = np.diff(along)
+    usual = float(np.sort(gaps)[(len(gaps) - 1) // 2])
+    same = int(np.argmin(gaps))
+    if gaps[same] <= 1e-4 + 1e-3 * usual:
+        names = f"{frames[same].path.name} and {frames[same + 1].path.name}"
+        raise ValueError(
+            f"two slices or more lie at {along[same]:.6g} mm along their normal ({names}); split "
+            "the series by time, echo or contrast"
+        )
+    positions = np.array([frame.position for frame in frames])
+    places = np.linspace(positions[0], positions[-1], len(frames))
+    step = float(np.linalg.norm(places[1] - places[0]))
+    if np.linalg.norm(positions - places, axis=1).max() > _UNEVEN * step:
+        worst = np.flatnonzero(abs(gaps - usual) > _UNEVEN * usual)[:8]
+        where = ", ".join(f"{along[k]:.6g} to {along[k + 1]:.6g}" for k in worst)
+        raise ValueError(
+            f"its slices are not evenly spaced, or some are missing: usually {usual:.6g} mm along "
+            f"their normal, but not from {where or 'one to the next beside it'} mm"
+        )
+
+
+def _dtype(frames: Sequence[_Frame], said: Sequence[Dataset]) -> np.dtype[Any]:
+    """The stored type; with a slope and intercept one that holds whole numbers, else float32."""
+    scales = {(frame.slope, frame.intercept) for frame in frames}
+    if any(not one.is_integer() for scale in scales for one in scale):
+        return np.dtype(np.float32)
+    plain = scales == {(1.0, 0.0)}
+    ends = []
+    for one in said:
+        bits, signed = (
+            int(one.BitsAllocated if plain else one.BitsStored),
+            bool(one.PixelRepresentation),
+        )
+        stored = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+        ends += [value * slope + more for value in stored for slope, more in scales]
+    for name in (*(("uint8",) if plain else ()), "int16", "uint16", "int32", "int64"):
+        limits = np.iinfo(np.dtype(name))
+        if limits.min <= min(ends) and max(ends) <= limits.max:
+            return limits.dtype
+    raise ValueError(f"it has values from {min(ends):g} to {max(ends):g}, more than int64 holds")
+
+
+def _start(frames: Sequence[_Frame], dtype: np.dtype[Any]) -> Read:
+    def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:
+        return np.stack([_values(frame, dtype)[box[1:]] for frame in frames[box[0]]])[..., None]
+
+    return read
+
+
+def _values(frame: _Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    try:
+        stored = pixel_array(frame.path, index=frame.number, raw=True)
+    except Exception as error:  # what decoders raise of damaged files is anything
+        raise ValueError(f"{frame.path.name}: {error}") from error
+    if stored.shape != frame.size:
+        raise ValueError(f"{frame.path.name} has pixels {stored.shape}, expected {frame.size}")
+    if dtype.kind == "f":
+        return (stored * frame.slope + frame.intercept).astype(dtype)
+    if (frame.slope, frame.intercept) != (1.0, 0.0):
+        stored = stored.astype(np.int64) * int(frame.slope) + int(frame.intercept)
+    return np.asarray(stored, dtype)  # pydicom drops the bits that are not stored

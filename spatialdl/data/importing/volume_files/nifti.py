@@ -1,0 +1,83 @@
+"""NIfTI files, through nibabel.
+
+Their last dim, which is usually from feet to head, comes first: (k, j, i) are slices, rows and
+columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.importing.volume_files.volume import (
+    Read,
+    Reader,
+    StoredVolume,
+    missing,
+    numbers_of,
+)
+
+_MILLIMETRES = {"unknown": 1.0, "mm": 1.0, "meter": 1e3, "micron": 1e-3}
+
+
+def open_nifti(path: Path) -> StoredVolume:
+    """A file of three dims; a fourth, or a fifth behind one of 1, are channels.
+
+    Raises:
+        ValueError: nibabel is missing, or it is no volume; others if it is damaged.
+    """
+    image = load_nifti(path)
+    size, channels = image.shape[2::-1], image.shape[3:]
+    if len(size) < 3 or len(channels) > 2 or (len(channels) == 2 and channels[0] != 1):
+        raise ValueError(
+            f"it has shape {image.shape}, expected a volume of three dims, or channels"
+        )
+    if 0 in image.shape:
+        raise ValueError(f"it has shape {image.shape}, and no voxels")
+    many, reader = int(np.prod(channels)), Reader(partial(_start, path))
+    return StoredVolume(size, many, _dtype(image), *_geometry(image), reader)
+
+
+def load_nifti(path: Path) -> Any:
+    """The image of nibabel, of which the voxels are read later.
+
+    Raises:
+        ValueError: nibabel is missing; others if it is damaged.
+    """
+    try:
+        import nibabel
+    except ImportError:
+        raise missing("nibabel", "NIfTI") from None
+    return nibabel.load(path, keep_file_open=True)
+
+
+def _dtype(image: Any) -> np.dtype[Any]:
+    """The stored type; float32 of integers with a slope."""
+    stored = numbers_of(image.get_data_dtype())
+    plain = (image.dataobj.slope, image.dataobj.inter) == (1, 0)
+    return stored if plain or stored == np.float64 else np.dtype(np.float32)
+
+
+def _geometry(image: Any) -> tuple[tuple[float, ...], npt.NDArray[np.float64] | None]:
+    scale = _MILLIMETRES[image.header.get_xyzt_units()[0]]
+    if not (image.header["qform_code"] or image.header["sform_code"]):
+        return tuple(float(x) * scale for x in image.header.get_zooms()[2::-1]), None
+    affine = np.asarray(image.affine, np.float64)[:3, [2, 1, 0, 3]] * scale
+    return tuple(np.linalg.norm(affine[:, :3], axis=0).tolist()), affine
+
+
+def _start(path: Path) -> Read:
+    image = load_nifti(path)
+    more: Sequence[Any] = (0, slice(None)) if len(image.shape) == 5 else (slice(None),)
+
+    def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:
+        at = (*box[::-1], *more[: len(image.shape) - 3])
+        found = np.asanyarray(image.dataobj[at])
+        return np.asarray((found if found.ndim == 4 else found[..., None]).transpose(2, 1, 0, 3))
+
+    return read

@@ -1,0 +1,128 @@
+"""A volume in a file or folder, opened by its headers and read box by box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.image_source import Box, extents, pairs, whole_box
+
+Read = Callable[[tuple[slice, ...]], npt.NDArray[Any]]
+"""Takes spans of slices, rows and columns to (slices, rows, columns, channels)."""
+
+_UNITS: dict[float, str] = {  # symbols of OME-XML, names of OME-Zarr
+    1e6: "km kilometer",
+    1e3: "m meter metre",
+    25.4: "in inch",
+    10.0: "cm centimeter centimetre",
+    1.0: "mm millimeter millimetre",
+    1e-3: "\N{MICRO SIGN}m \N{GREEK SMALL LETTER MU}m um micrometer micrometre micron",
+    1e-6: "nm nanometer nanometre",
+    1e-7: "\N{LATIN CAPITAL LETTER A WITH RING ABOVE} \N{ANGSTROM SIGN} angstrom",
+    1e-9: "pm picometer picometre",
+}
+_MILLIMETRES = {unit: length for length, units in _UNITS.items() for unit in units.split()}
+
+
+@dataclass(frozen=True, eq=False)
+class StoredVolume:
+    """A volume in a file, or in shards, with dims as they are stored there.
+
+    Attributes:
+        size: (slices, rows, columns).
+        channels: 1, or contrasts or stains.
+        dtype: of the voxels as they are read.
+        spacing: millimetres along these dims, if known.
+        affine: (3, 4), which takes (slice, row, column, 1) to millimetres in RAS+, if known.
+        voxels: reads a box that is not empty.
+    """
+
+    size: tuple[int, ...]
+    channels: int
+    dtype: np.dtype[Any]
+    spacing: tuple[float, ...] | None
+    affine: npt.NDArray[np.float64] | None
+    voxels: Callable[[Box], npt.NDArray[Any]]
+
+    def read(self, box: Box | None = None) -> npt.NDArray[Any]:
+        """A box (slices, rows, columns, channels); others of the file take no memory.
+
+        Of a compressed NIfTI or NRRD file what lies before the box is decompressed and passed over.
+
+        Args:
+            box: half-open (slice0, slice1, row0, row1, col0, col1); None is the whole volume.
+
+        Raises:
+            Exception: whatever the decoder raises of a damaged file.
+        """
+        box = whole_box(self.size) if box is None else box
+        if not all(extents(box)):  # nibabel fails to
+            return np.empty((*extents(box), self.channels), self.dtype)
+        return np.asarray(self.voxels(box), self.dtype)
+
+
+@dataclass(eq=False)
+class Reader:
+    """Reads boxes of a file.
+
+    Attributes:
+        start: opens it, in each process that reads.
+    """
+
+    start: Callable[[], Read]
+
+    def __call__(self, box: Box) -> npt.NDArray[Any]:
+        return self._read(tuple(slice(*span) for span in pairs(box)))
+
+    @cached_property
+    def _read(self) -> Read:
+        return self.start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+
+def missing(package: str, what: str) -> ValueError:
+    """The error where a package is not installed that only one format needs."""
+    return ValueError(f"{what} needs {package}: pip install 'spatialdl[volumes]'")
+
+
+def millimetres(unit: str) -> float | None:
+    """The length of a unit by its name or symbol; None of what is no length."""
+    return _MILLIMETRES.get(unit)
+
+
+def numbers_of(stored: npt.DTypeLike) -> np.dtype[Any]:
+    """The type of stored voxels in the byte order of this machine.
+
+    Raises:
+        ValueError: they are no integers or floats.
+    """
+    dtype = np.dtype(stored).newbyteorder("=")
+    if dtype.kind not in "iuf" or dtype.itemsize > 8:
+        raise ValueError(f"it has voxels of {dtype}, expected integers or floats")
+    return dtype
+
+
+def affine_from(
+    steps: Sequence[npt.ArrayLike], origin: npt.ArrayLike
+) -> tuple[tuple[float, ...], npt.NDArray[np.float64]]:
+    """Spacing and affine.
+
+    Args:
+        steps: millimetres in RAS+ from one slice, row and column to the next.
+        origin: where the first voxel lies.
+
+    Raises:
+        ValueError: the steps do not span a volume.
+    """
+    affine = np.column_stack([np.asarray(one, np.float64) for one in (*steps, origin)])
+    spacing = np.linalg.norm(affine[:, :3], axis=0)
+    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:, :3])) <= 1e-6 * spacing.prod():
+        raise ValueError(f"its slices, rows and columns lie in one plane: {affine[:, :3].tolist()}")
+    return tuple(spacing.tolist()), affine
