@@ -6,6 +6,7 @@ import pytest
 
 from spatialdl.predicting.given import given_slides, given_volumes, volume_names
 from spatialdl.predicting.records import key_of
+from tests.data.importing.volume_files.written import oblique, save, slices, voxels
 from tests.slides.dicom_series import uid, write_series
 from tests.slides.tiled_tiffs import picture
 
@@ -50,6 +51,11 @@ def test_volumes_are_given_by_files_folders_and_patterns(tmp_path: Path) -> None
         files[0],
     ]
     assert given_volumes(str(tmp_path / "*" / "ct*")) == files[::2]
+    save(slices(voxels(), oblique()), tmp_path / "d" / "ct1")
+    (tmp_path / "d" / "a.ome.zarr").mkdir()
+    given = [tmp_path / "d" / "a.ome.zarr", tmp_path / "d" / "ct1"]
+    assert given_volumes(str(tmp_path / "d")) == given
+    assert given_volumes([*map(str, given)]) == given
     assert list(volume_names(files[:2]).values()) == ["ct", "pet"]
     assert list(volume_names(files[::2]).values()) == ["p_ct.nii.gz", "q_ct.nii.gz"]
     (tmp_path / "empty").mkdir()

@@ -96,13 +96,13 @@ def _parser() -> argparse.ArgumentParser:
         "--labels", type=Path, metavar="CSV", help="columns slide_id,label, and split if wanted"
     )
     volumes = kinds.add_parser(
-        "volumes", help="NIfTI, DICOM series, NRRD, TIFF stacks, OME-TIFF, OME-Zarr"
+        "volumes", help="a folder of NIfTI, NRRD, TIFF, OME-TIFF, OME-Zarr or DICOM"
     )
     volumes.add_argument(
         "folder",
         type=Path,
         metavar="FOLDER",
-        help="with NAME.nii.gz, NAME.nrrd, NAME.ome.tif, NAME.ome.zarr, or folders of DICOM",
+        help="with NAME.nii.gz, .nrrd, .tif, .ome.zarr, or folders NAME of DICOM series",
     )
     volumes.add_argument("--masks", type=Path, metavar="DIR", help="a mask of each, of its name")
     volumes.add_argument(

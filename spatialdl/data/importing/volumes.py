@@ -215,10 +215,8 @@ def _turn_onto(mask: StoredVolume, volume: StoredVolume, path: Path) -> Turn:
     if mask.affine is None or volume.affine is None or sorted(mask.size) != sorted(volume.size):
         return _AS_STORED
     apart = []
-    for turn in (
-        _AS_STORED,
-        Turn.between(orientation_of(mask.affine), orientation_of(volume.affine)),
-    ):
+    onto = Turn.between(orientation_of(mask.affine), orientation_of(volume.affine))
+    for turn in (_AS_STORED, onto):
         if turn.seen_size(mask.size) == volume.size:
             apart.append(_corners_apart(mask.affine, volume.affine, turn, volume.size))
             if apart[-1] <= _APART * min(volume.spacing or (1.0,)):

@@ -177,4 +177,4 @@ def test_folders_without_volumes_are_refused(folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("no volume")
     assert main(["volumes", str(tmp_path / folder), "--out", str(tmp_path / "set")]) == 1
-    assert "volumes: .nii" in capsys.readouterr().err.replace("in it", "")
+    assert ".nhdr, .tif, .tiff, .ome.tif, .ome.tiff, .zarr" in capsys.readouterr().err

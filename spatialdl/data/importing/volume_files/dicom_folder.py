@@ -105,7 +105,11 @@ def find_series(folder: Path, paths: Iterable[Path]) -> DicomFolder:
 def _files(path: Path) -> Iterable[Path]:
     if not path.is_dir():
         return [path]
-    return (Path(root) / name for root, _, names in os.walk(path) for name in names)
+    found = []
+    for root, inside, names in os.walk(path):
+        inside[:] = [one for one in inside if one[0] != "." and not one.endswith(".zarr")]
+        found += [Path(root) / name for name in names]
+    return found
 
 
 def _is_dicom(path: Path) -> bool:

@@ -73,7 +73,9 @@ def _stack(tiff: tifffile.TiffFile) -> tuple[Any, str]:
 
 def _spacing(text: str) -> tuple[float, ...] | None:
     """Millimetres from one slice, row and column to the next, if all three are lengths."""
-    pixels = next(ElementTree.fromstring(text).iterfind(".//{*}Pixels"))
+    pixels = ElementTree.fromstring(text).find(".//{*}Pixels")
+    if pixels is None:  # it lies in another file
+        return None
     found = []
     for axis in "ZYX":
         unit = millimetres(pixels.get(f"PhysicalSize{axis}Unit", "\N{MICRO SIGN}m"))

@@ -98,12 +98,12 @@ def millimetres(unit: str) -> float | None:
 
 
 def numbers_of(stored: npt.DTypeLike) -> np.dtype[Any]:
-    """The type of stored voxels in the byte order of this machine.
+    """The type of stored voxels in the byte order of this machine; uint8 of true and false.
 
     Raises:
         ValueError: they are no integers or floats.
     """
-    dtype = np.dtype(stored).newbyteorder("=")
+    dtype = np.dtype(np.uint8 if stored == bool else stored).newbyteorder("=")
     if dtype.kind not in "iuf" or dtype.itemsize > 8:
         raise ValueError(f"it has voxels of {dtype}, expected integers or floats")
     return dtype

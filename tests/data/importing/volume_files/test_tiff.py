@@ -73,6 +73,21 @@ def test_hyperstacks_of_imagej(axes, tmp_path):
         assert (open_volume(tmp_path / "a.tif").read() == np.moveaxis(PIXELS, 0, -1)).all()
 
 
+def test_true_and_false_are_1_and_0(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", PIXELS[0] > 500, photometric="minisblack")
+    found = open_volume(tmp_path / "a.tif")
+    assert found.dtype == found.read().dtype == np.uint8
+    assert (found.read()[..., 0] == (PIXELS[0] > 500)).all()
+
+
+def test_ome_tiff_whose_xml_lies_elsewhere_has_no_spacing(tmp_path):
+    text = '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"><BinaryOnly/></OME>'
+    path = tmp_path / "a.ome.tif"
+    tifffile.imwrite(path, PIXELS[0], description=text, metadata=None, photometric="minisblack")
+    found = open_volume(path)
+    assert (found.size, found.spacing) == (SIZE, None)
+
+
 def test_several_images_are_refused(tmp_path):
     with tifffile.TiffWriter(tmp_path / "a.ome.tif", ome=True) as tiff:
         for _ in range(2):
