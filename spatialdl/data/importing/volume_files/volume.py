@@ -103,7 +103,9 @@ def numbers_of(stored: npt.DTypeLike) -> np.dtype[Any]:
     Raises:
         ValueError: they are no integers or floats.
     """
-    dtype = np.dtype(np.uint8 if stored == bool else stored).newbyteorder("=")
+    dtype = np.dtype(stored).newbyteorder("=")
+    if dtype.kind == "b":
+        return np.dtype(np.uint8)
     if dtype.kind not in "iuf" or dtype.itemsize > 8:
         raise ValueError(f"it has voxels of {dtype}, expected integers or floats")
     return dtype

@@ -96,6 +96,14 @@ def test_several_images_are_refused(tmp_path):
         open_volume(tmp_path / "a.ome.tif")
 
 
+def test_a_file_of_which_the_last_pages_are_lost_is_no_smaller_volume(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.tile(PIXELS[0], (2, 9, 9)), metadata=None, compression="zlib")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match="it is damaged: .*invalid page offset"):
+        open_volume(path)
+
+
 @pytest.mark.parametrize("how", [{}, {"compression": "zlib"}, {"ome": True}, {"metadata": None}])
 @pytest.mark.parametrize("part", [0.4, 0.95])
 def test_a_cut_file_is_refused(how, part, tmp_path):
