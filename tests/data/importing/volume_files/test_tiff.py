@@ -100,7 +100,7 @@ def test_a_file_of_which_the_last_pages_are_lost_is_no_smaller_volume(tmp_path):
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, np.tile(PIXELS[0], (2, 9, 9)), metadata=None, compression="zlib")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match="it is damaged: .*invalid page offset"):
+    with pytest.raises(ValueError, match=r"it is damaged: .*invalid page offset"):
         open_volume(path)
 
 
