@@ -10,7 +10,7 @@ from torch import nn
 from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardWriter
 from spatialdl.training.parts import Parts
-from spatialdl.training.pictures import gallery
+from spatialdl.training.pictures import gallery, thumbnails
 from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.pictures.orthogonal_slices import orthogonal_slices
 from spatialdl.training.pictures.thumbnails import drawn_signal, overlaid
@@ -87,7 +87,9 @@ def test_volumes_show_three_slices():
         assert labelled(one).shape == (3 * 200 + 2 * 4 + 16, 528, 3)
 
 
-def test_slices_are_drawn_in_millimetres(tmp_path):
+@pytest.mark.parametrize("side", [320, 7])  # as they are, and shrunk to (2, 7, 5) voxels
+def test_slices_are_drawn_in_millimetres(side, tmp_path, monkeypatch):
+    monkeypatch.setattr(thumbnails, "SIDE", side)
     rng = np.random.default_rng(0)
     with ShardWriter(tmp_path, classes=["a", "b"], kind="volumes") as writer:
         for number in range(4):
@@ -101,7 +103,9 @@ def test_slices_are_drawn_in_millimetres(tmp_path):
     for one in examples:
         picture = one.pictures["image"]
         volume = ours.sources.validation.read(one.sample)[..., 0]
-        np.testing.assert_array_equal(picture, orthogonal_slices(volume, (5.0, 1.0, 1.0), side=200))
+        expected = orthogonal_slices(volume, (5.0, 1.0, 1.0), side=200)
+        assert picture.shape == expected.shape
+        assert side < 10 or (picture == expected).all()
 
 
 def mean_of_voxels(num_classes: int, in_channels: int) -> nn.Module:
