@@ -12,6 +12,7 @@ from pydicom import Dataset, dcmread
 
 from spatialdl.data.importing.volume_files.dicom import open_series
 from spatialdl.data.importing.volume_files.volume import StoredVolume
+from spatialdl.text import counted
 
 _SUFFIXES = (".dcm", ".dicom", ".ima")
 _NO_VOLUMES = {  # which have rows and columns, too
@@ -57,8 +58,9 @@ class DicomSeries:
             ValueError: it is none, or a file beside it cannot be read, which may be one of it.
         """
         if self.unreadable:
-            why = "; ".join(f"{path.name}: {why}" for path, why in self.unreadable)
-            raise ValueError(f"files that cannot be read may belong to it: {why}")
+            path, why = self.unreadable[0]
+            files = counted(len(self.unreadable), "file")
+            raise ValueError(f"{files} beside it, or of it, cannot be read: {path.name}: {why}")
         return open_series(self.files)
 
 
@@ -97,7 +99,7 @@ def find_series(folder: Path, paths: Iterable[Path]) -> DicomFolder:
             segmentation = path if kind == SEGMENTATION else segmentation
     for path, why in bad:
         near = [one for one in found.values() if path.parent in {p.parent for p, _ in one.files}]
-        for one in near or [found.setdefault(str(path), DicomSeries(""))]:
+        for one in near or [found.setdefault(str(path.parent), DicomSeries(""))]:
             one.unreadable.append((path, why))
     return DicomFolder(_named(folder, found.values()), others, segmentation)
 
@@ -124,15 +126,18 @@ def _is_dicom(path: Path) -> bool:
 def _header(path: Path) -> Dataset:
     """All but the pixels; of files, too, that lack the first 132 bytes, as old ones do."""
     with path.open("rb") as file:
-        said = dcmread(file, stop_before_pixels=True, force=True, specific_tags=list(_TAGS))
-    if "SOPClassUID" not in said:
-        raise ValueError("it has no SOP Class UID, as DICOM files have")
-    return said
+        return dcmread(file, stop_before_pixels=True, force=True, specific_tags=list(_TAGS))
 
 
 def _no_image(said: Dataset) -> str | None:
-    """What an object is that is no image of a series."""
-    uid = said.SOPClassUID
+    """What an object is that is no image of a series.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    uid = said.get("SOPClassUID", None) or said.file_meta.get("MediaStorageSOPClassUID", None)
+    if uid is None:
+        raise ValueError("it has no SOP Class UID, as DICOM files have")
     if uid in _NO_VOLUMES:
         return _NO_VOLUMES[uid]
     lacking = [name for name in ("Rows", "Columns", "SeriesInstanceUID") if not said.get(name)]

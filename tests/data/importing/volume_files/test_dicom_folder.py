@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
+import pydicom
 import pytest
 from pydicom.data import get_testdata_file
 from pydicom.uid import SegmentationStorage
@@ -73,8 +77,37 @@ def test_a_damaged_file_is_not_left_out_of_its_series(length, tmp_path):
     paths = save(slices(voxels(), oblique()), tmp_path / "s")
     paths[3].write_bytes(paths[3].read_bytes()[:length])
     (found,) = find_series(tmp_path, [tmp_path / "s"]).series.values()
-    with pytest.raises(ValueError, match=f"cannot be read may belong to it: {paths[3].name}: "):
+    with pytest.raises(ValueError, match=f"1 file .* cannot be read: {paths[3].name}: "):
         found.open()
+
+
+def test_damaged_files_of_a_folder_are_one_series(tmp_path):
+    for name in "abc":
+        (tmp_path / "s").mkdir(exist_ok=True)
+        (tmp_path / "s" / f"{name}.dcm").write_text("no DICOM")
+    found = find_series(tmp_path, [tmp_path / "s"]).series
+    assert list(found) == ["s"]
+    with pytest.raises(ValueError, match=r"3 files .* cannot be read: a\.dcm"):
+        found["s"].open()
+
+
+def test_a_disc_with_its_directory(tmp_path):
+    disc = Path(pydicom.data.__file__).parent / "test_files" / "dicomdirtests"
+    shutil.copytree(disc / "98892001" / "CT5N", tmp_path / "CT5N")
+    shutil.copy(disc / "DICOMDIR", tmp_path / "CT5N")
+    found = find_series(tmp_path, [*tmp_path.iterdir()])
+    assert dict(found.others) == {"Media Storage Directory Storage": 1}
+    volume = found.series["CT5N"].open()
+    assert volume.size[0] == 5
+    slices = [pydicom.dcmread(path) for path, _ in found.series["CT5N"].files]
+    for one in slices:
+        x, y, z = map(float, one.ImagePositionPatient)
+        place = np.linalg.solve(volume.affine[:, :3], [-x, -y, z] - volume.affine[:, 3])
+        assert place[1:] == pytest.approx([0, 0], abs=1e-6)
+        k = round(place[0])
+        assert place[0] == pytest.approx(k, abs=1e-3)
+        stored = one.pixel_array * one.RescaleSlope + one.RescaleIntercept
+        assert (volume.read()[k, ..., 0] == stored).all()
 
 
 def test_a_damaged_file_alone_has_a_sentence(tmp_path):

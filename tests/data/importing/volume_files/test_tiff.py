@@ -112,3 +112,22 @@ def test_a_cut_file_is_refused(how, part, tmp_path):
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
     with pytest.raises(Exception, match=r"."):
         open_volume(path).read()
+
+
+@pytest.mark.parametrize("how", [{}, {"compression": "zlib"}, {"imagej": True}])
+def test_a_box_of_a_stack_is_that_of_the_whole_stack(how, tmp_path):
+    whole = np.arange(6 * 8 * 9, dtype=np.uint16).reshape(6, 8, 9)
+    axes = {"metadata": {"axes": "ZYX"}}
+    tifffile.imwrite(tmp_path / "a.tif", whole, photometric="minisblack", **axes, **how)
+    found = open_volume(tmp_path / "a.tif")
+    assert (found.size, found.channels, found.dtype) == ((6, 8, 9), 1, np.uint16)
+    assert (found.spacing, found.affine) == (None, None)
+    assert (found.read()[..., 0] == whole).all()
+    assert (found.read((1, 4, 2, 5, 0, 3))[..., 0] == whole[1:4, 2:5, :3]).all()
+    assert found.read((3, 3, 0, 8, 0, 9)).shape == (0, 8, 9, 1)
+
+
+def test_one_image_is_no_stack(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((5, 7), np.uint8))
+    with pytest.raises(ValueError, match="expected pages of grey"):
+        open_volume(tmp_path / "a.tif")
