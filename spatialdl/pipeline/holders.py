@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.two_levels import by_nodes
 from spatialdl.parallel.placement import Placement
 
 
@@ -36,18 +38,32 @@ def holders_of(
     return {stage: comm.subset(holding(placement, stage)) for stage in sorted(meshes)}
 
 
-def reducers_over(
-    backend: str, placement: Placement, holders: Mapping[int, Communicator]
-) -> dict[int, Communicator]:
-    """The same ranks as `holders`, over a backend of torch.distributed; they may be all alone.
+def reducers_of(
+    holders: Mapping[int, Communicator],
+    placement: Placement,
+    comm: Communicator,
+    backend: str | None,
+    nodes: Nodes | None,
+) -> Mapping[int, Communicator]:
+    """The same ranks as `holders`, as they add up gradients; they all must ask.
+
+    Args:
+        comm: all ranks of the placement.
+        backend: of torch.distributed, if that is to add them up.
+        nodes: of the ranks, if gradients are to be added up by nodes where that saves time.
 
     Raises:
         ValueError: if the backend cannot be had here.
     """
-    from spatialdl.comm.groups import BackendCommunicator, start
+    if backend is not None and comm.size > 1:
+        from spatialdl.comm.groups import BackendCommunicator, start
 
-    start(backend)
-    return {
-        stage: BackendCommunicator(holding(placement, stage), backend) if comm.size > 1 else comm
-        for stage, comm in holders.items()
-    }
+        start(backend)
+        return {
+            stage: BackendCommunicator(holding(placement, stage), backend) if one.size > 1 else one
+            for stage, one in holders.items()
+        }
+    if nodes is not None:
+        node = nodes.of[comm.rank]
+        return {stage: by_nodes(holders[stage], node) for stage in sorted(holders)}
+    return holders

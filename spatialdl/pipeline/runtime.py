@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,14 +21,13 @@ from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Replicated, lane_of
 from spatialdl.comm.mesh import Mesh
-from spatialdl.comm.two_levels import by_nodes
 from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.gradients import Gradients
-from spatialdl.pipeline.holders import holders_of, reducers_over
+from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
@@ -36,18 +35,52 @@ from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
-from spatialdl.random import keyed
+from spatialdl.pipeline.step_context import StepContext, are_weights_apart
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather
-from spatialdl.spatial.later import LaterGradients
 from spatialdl.spatial.recompute import blocks_of
-from spatialdl.spatial.weights_apart import WeightsApart
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from spatialdl.comm.nodes import Nodes
     from spatialdl.pipeline.sharded import ShardedStage
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a `Pipeline` works; what is left out does as one process does.
+
+    Attributes:
+        cut: layers before which to cut, see `pipeline.partition.cut`.
+        balance: what is alike in all stages where `cut` does not say, see `pipeline.balance`.
+        gather_before: modules that get whole images, see `spatial.gather`.
+        recompute: "block" or "stage" if these run again in backward, see `spatial.recompute`.
+        sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
+        seed: of the random numbers that the network draws in training.
+        backend: of torch.distributed, through which gradients are averaged; None for that of the
+            pipeline's ranks, see `comm.groups`; with one they must be all ranks of the world.
+        shard_state: whether data replicas share parameters, gradients and optimizer state out
+            among them, over `backend` or that of the ranks, see `pipeline.sharded`.
+        device: of stages and tensors; by default the CPU.
+        mixed: float16 or bfloat16 if stages and loss run under autocast to it.
+        nodes: of the ranks, if gradients are to be averaged by nodes where that saves time.
+        sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
+            None, or where it gives None, all alike.
+    """
+
+    cut: Names = None
+    balance: Literal["time", "measured", "memory"] = "time"
+    gather_before: Names = None
+    recompute: Literal["none", "block", "stage"] = "none"
+    sync_batchnorm: bool = False
+    seed: int = 0
+    backend: str | None = None
+    shard_state: bool = False
+    device: torch.device | None = None
+    mixed: torch.dtype | None = None
+    nodes: Nodes | None = None
+    sample_weights: Callable[[Tensor], Tensor | None] | None = None
 
 
 class Pipeline:
@@ -57,27 +90,19 @@ class Pipeline:
         model: the whole network, the same on every rank.
         placement: which ranks hold which stages; fits the size of `comm`.
         schedule: made for this placement.
-        image_size: global (channels, H, W) of the images.
-        names: layers before which to cut, see `pipeline.partition.cut`.
-        balance: what is alike in all stages where `names` does not say, see `pipeline.balance`.
-        gather_before: modules that get whole images, see `spatial.gather`.
-        recompute: "block" or "stage" if these run again in backward, see `spatial.recompute`.
-        sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
-        seed: of the random numbers that the network draws in training.
-        backend: of torch.distributed, through which gradients are averaged; None for `comm`, see
-            `comm.groups`; with one `comm` must be all ranks of the world.
-        shard_state: whether data replicas share parameters, gradients and optimizer state out
-            among them, over `backend` or that of `comm`, see `pipeline.sharded`.
-        mixed: float16 or bfloat16 if stages and loss run under autocast to it.
-        nodes: of `comm`, if gradients are to be averaged by nodes where that saves time.
-        sample_weights: how much the samples of a target count in the mean of `criterion`, (N,);
-            None, or where it gives None, all alike.
+        comm: the ranks.
+        criterion: the mean loss of outputs and targets.
+        image_size: global (channels, *size) of the images.
+        options: how it works.
 
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
         sharded: the same ones, where state is sharded.
         gradients: what `train_step` leaves in the stages, to be unscaled and clipped.
         doing: the action of a training step that is under way.
+
+    Raises:
+        ValueError: if network, placement, schedule and options do not fit together.
     """
 
     def __init__(
@@ -88,90 +113,79 @@ class Pipeline:
         comm: Communicator | MPI.Intracomm,
         criterion: Criterion,
         image_size: tuple[int, ...],
-        names: Names = None,
-        device: torch.device | None = None,
-        *,
-        balance: Literal["time", "measured", "memory"] = "time",
-        gather_before: Names = None,
-        recompute: Literal["none", "block", "stage"] = "none",
-        sync_batchnorm: bool = False,
-        seed: int = 0,
-        backend: str | None = None,
-        shard_state: bool = False,
-        mixed: torch.dtype | None = None,
-        nodes: Nodes | None = None,
-        sample_weights: Callable[[Tensor], Tensor | None] | None = None,
+        options: PipelineOptions | None = None,
     ) -> None:
-        if shard_state:
+        self.options = options = options or PipelineOptions()
+        if options.shard_state:
             check_shardable(placement, schedule)
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
-        self.image_size, self.seed, self.mixed = image_size, seed, mixed
-        self._step, self._scale = 0, 1.0
-        self.device = device or torch.device("cpu")
+        self.image_size, self.mixed = image_size, options.mixed
+        self.device = options.device or torch.device("cpu")
+        self._scale = 1.0
         self.doing: Action | None = None
         self._comm = comm = as_communicator(comm)
-        self._sample_weights = sample_weights
-        gather(model, gather_before)
-        weigh = weighing(balance, comm, self.device, schedule.microbatches)
-        blocks = list(blocks_of(model).values()) if shard_state else []
+        gather(model, options.gather_before)
+        blocks = list(blocks_of(model).values()) if options.shard_state else []
+        stages = self._cut(model)
+        dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+        to = (self.device, self.mixed) if self.mixed else None
+        self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
+        placed = self._place(stages)
+        self._placed = {(one.position.copy, one.position.stage): one for one in placed}
+        self._check_samples_apart(dtype)
+        meshes = {one.position.stage: one.mesh for one in placed}
+        holders = holders_of(placement, meshes, comm)
+        self.sharded = self._shard(blocks) if options.shard_state else {}
+        self._train = actions_of(comm.rank, placement, schedule.train)
+        self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
+        apart = are_weights_apart(self._train)
+        backend = None if self.sharded else options.backend
+        nodes = None if self.sharded else options.nodes
+        reducers = reducers_of(holders, placement, comm, backend, nodes)
+        self.gradients = Gradients(self._replicated(meshes, reducers, apart), self.sharded, comm)
+        units = {stage: sharded.units for stage, sharded in self.sharded.items()}
+        sync, microbatches = options.sync_batchnorm, schedule.microbatches
+        sharing = Sharing(placed, self.stages, holders, placement, sync, microbatches, comm, units)
+        self._context = StepContext(sharing, placement, self.replica, options.seed, apart)
+        self._copies = {
+            action.microbatch: action.copy for actions in schedule.evaluate for action in actions
+        }
+
+    def _cut(self, model: nn.Module) -> list[nn.Module]:
+        """All stages of the network."""
+        options, placement = self.options, self.placement
+        microbatches = self.schedule.microbatches
+        weigh = weighing(options.balance, self._comm, self.device, microbatches)
         divided = placement.data * placement.copies * max(placement.batch, default=1) > 1
         stages = cut(
-            model, placement.widths, names, image_size, recompute == "block", weigh, divided
+            *(model, placement.widths, options.cut, self.image_size),
+            *(options.recompute == "block", weigh, divided),
         )
-        dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-        to = (self.device, mixed) if mixed else None
-        self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         for stage in stages if len(stages) > 1 else ():
             stage.train()  # which may freeze weights
+        return stages
+
+    def _place(self, stages: list[nn.Module]) -> list[PlacedStage]:
+        """Those of this rank, where they compute."""
+        comm, placement = self._comm, self.placement
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
         self.stages = {p.stage: stages[p.stage].to(self.device) for p in sorted(positions)}
         lane, borders = comm.duplicate(), list(self._shapes.borders)
-        again = recompute == "stage"
-        placed = [
+        again = self.options.recompute == "stage"
+        return [
             PlacedStage(
-                self.stages[p.stage], placement, p, comm, lane, borders, learns, again, mixed
+                self.stages[p.stage], placement, p, comm, lane, borders, learns, again, self.mixed
             )
             for p in positions
         ]
-        self._placed = {(one.position.copy, one.position.stage): one for one in placed}
-        meshes = {one.position.stage: one.mesh for one in placed}
-        self._check_samples_apart(sync_batchnorm, dtype)
-        holders = reducers = holders_of(placement, meshes, comm)
-        self.sharded: dict[int, ShardedStage] = {}
-        if shard_state:
-            self.sharded = self._shard(blocks, backend)
-        elif backend is not None and comm.size > 1:
-            reducers = reducers_over(backend, placement, holders)
-        elif nodes is not None:
-            own = nodes.of[comm.rank]
-            reducers = {stage: by_nodes(holders[stage], own) for stage in sorted(holders)}
-        self._train = actions_of(comm.rank, placement, schedule.train)
-        self._weights_apart = _are_weights_apart(self._train)
-        self.gradients = Gradients(self._replicated(meshes, reducers), self.sharded, comm)
-        units = {stage: sharded.units for stage, sharded in self.sharded.items()}
-        self._sharing = Sharing(
-            placed,
-            self.stages,
-            holders,
-            placement,
-            sync_batchnorm,
-            schedule.microbatches,
-            comm,
-            units,
-        )
-        self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
-        self._later: dict[Action, LaterGradients] = {}
-        self._copies = {
-            action.microbatch: action.copy for actions in schedule.evaluate for action in actions
-        }
 
-    def _check_samples_apart(self, sync_batchnorm: bool, dtype: torch.dtype) -> None:
+    def _check_samples_apart(self, dtype: torch.dtype) -> None:
         """Where ranks have some samples of a micro-batch each, or BatchNorm sees those of all."""
         local, over = (
             max(self.placement.batch, default=1),
-            sync_batchnorm and self.placement.data > 1,
+            self.options.sync_batchnorm and self.placement.data > 1,
         )
         if local == 1 and not over:
             return
@@ -185,11 +199,11 @@ class Pipeline:
         to = dtype, self.device, self.mixed
         check_samples_apart(stages, self._shapes, self.image_size, *to, self._comm, reason)
 
-    def _shard(self, blocks: list[nn.Module], backend: str | None) -> dict[int, ShardedStage]:
+    def _shard(self, blocks: list[nn.Module]) -> dict[int, ShardedStage]:
         from spatialdl.comm.groups import backend_of, start
         from spatialdl.pipeline.sharded import ShardedStage
 
-        backend = backend or backend_of(self._comm, self.device)
+        backend = self.options.backend or backend_of(self._comm, self.device)
         start(backend)
         found = {}
         for placed in self._placed.values():
@@ -200,7 +214,7 @@ class Pipeline:
         return found
 
     def _replicated(
-        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator]
+        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator], apart: bool
     ) -> dict[int, Replicated]:
         """This rank's stages; ranks that share several ask for these in one order."""
         found = {}
@@ -208,7 +222,7 @@ class Pipeline:
             one = meshes[stage].replicated(self.stages[stage], bool(self.sharded))
             if not self.sharded:
                 # weights whose gradients wait for weight actions must not have hooks
-                lane = None if self._weights_apart else lane_of(comm)
+                lane = None if apart else lane_of(comm)
                 copies = one.copies * self.placement.copies
                 one = replace(one, comm=comm, copies=copies, lane=lane)
             found[stage] = one
@@ -262,9 +276,9 @@ class Pipeline:
             start_training(module)
             module.zero_grad()
         self._check_samples(microbatches)
-        self._step, self._scale = step, scale
+        self._scale = scale
         self.gradients.begin()
-        self._sharing.begin(microbatches)
+        self._context.begin(microbatches, step)
         total = 0.0
         todo = self._todo(self._train, microbatches)
         coming = self._given(todo)
@@ -277,18 +291,19 @@ class Pipeline:
             waiting.doing(name)
             with trace.span("compute", name, action):
                 if action.kind == "forward":
-                    self._forward(placed, action.microbatch, microbatch)
+                    with self._context.forward(placed, action.microbatch, microbatch):
+                        self._run(placed, action.microbatch, microbatch)
                 elif action.kind == "backward":
                     self.gradients.before_backward(action.stage, number == last[action.stage])
-                    with self._gathering(action):
+                    with self._context.backward(placed, action):
                         total += self._backward(placed, action.microbatch, microbatch)
                 else:
-                    self._later.pop(action).add_all()
+                    self._context.add_weights(action)
         self.doing = None
         waiting.doing("")
         self._wait_sent()
         self.gradients.average()
-        self._sharing.fold(len(microbatches))
+        self._context.end(len(microbatches))
         return total
 
     @property
@@ -358,18 +373,6 @@ class Pipeline:
                     "state needs every replica in every micro-batch: take larger batches"
                 )
 
-    def _forward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> None:
-        """Random numbers and statistics are those of one process that accumulates over slices."""
-        piece = number * self.placement.data + self.replica
-        with ExitStack() as stack:
-            if self._weights_apart:
-                stack.enter_context(WeightsApart())
-            own = placed.own(microbatch.samples)
-            some = own if len(own) < microbatch.samples else None
-            stack.enter_context(keyed(self.seed, self._step, piece, some))
-            stack.enter_context(self._sharing.slice_of(placed, number))
-            self._run(placed, number, microbatch)
-
     def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor:
         shapes = self._shapes.of(microbatch.samples)
         output: Tensor = placed.forward(
@@ -382,44 +385,21 @@ class Pipeline:
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self._replicas * placed.mesh.batch * self._scale
-        with self._sharing.slice_of(placed, number):
-            loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
+        loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
 
     def _part_of(self, own: range, microbatch: Microbatch) -> float:
         """What some of its samples count in the mean loss of a micro-batch."""
         target = microbatch.target
-        if len(own) == microbatch.samples or target is None or self._sample_weights is None:
+        if len(own) == microbatch.samples or target is None or self.options.sample_weights is None:
             return len(own) / microbatch.samples
-        weights = self._sample_weights(target)
+        weights = self.options.sample_weights(target)
         if weights is None:
             return len(own) / microbatch.samples
         weights = weights.double()  # a quotient of whole numbers would be float32
         total = weights.sum()
         return float(weights[own.start : own.stop].sum() / total) if total > 0 else 0.0
 
-    @contextmanager
-    def _gathering(self, action: Action) -> Iterator[None]:
-        """The gradients of weights wait for the weight action, if there is one."""
-        if not self._weights_apart:
-            yield
-            return
-        waiting = self._later[action._replace(kind="weight")] = LaterGradients()
-        with waiting.gather(), WeightsApart():
-            yield
-
     def _wait_sent(self) -> None:
         for placed in self._placed.values():
             placed.wait_sent()
-
-
-def _are_weights_apart(actions: Sequence[Action]) -> bool:
-    """Whether backwards leave the gradients of weights to weight actions; all of them, or none."""
-    weights = {action._replace(kind="backward") for action in actions if action.kind == "weight"}
-    left = [a for a in actions if a.kind == "backward" and a not in weights]
-    if weights and left:
-        raise ValueError(
-            f"the schedule leaves the weights of {', '.join(map(describe, left))} without "
-            "gradients: a schedule with weight actions must have one for every backward"
-        )
-    return bool(weights)

@@ -20,7 +20,7 @@ from spatialdl.errors import CheckpointError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.recording import meta_copy
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.predicting.trained import Trained, trained_in
 from spatialdl.predicting.trust import check_targets
 from spatialdl.training.checkpoints.content import check_network, restore_network
@@ -88,11 +88,13 @@ class Network:
             self._world,
             _no_loss,
             image,
-            parallel.cut,
-            self._device,
-            balance=parallel.balance,
-            gather_before=parallel.gather_before,
-            mixed=self.precision.mixed,
+            PipelineOptions(
+                cut=parallel.cut,
+                balance=parallel.balance,
+                gather_before=parallel.gather_before,
+                device=self._device,
+                mixed=self.precision.mixed,
+            ),
         )
         if self._config.comm.map:
             tell_ranks(pipeline, self._world)

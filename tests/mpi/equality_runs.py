@@ -23,7 +23,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.data.format import UNLABELLED
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
 from spatialdl.training.tasks.losses import segmentation_loss
@@ -132,15 +132,17 @@ def parallel(
         world,
         segmentation_loss if case.segments else F.cross_entropy,
         (3, *case.size),
-        case.cut or None,
-        balance=case.balance,
-        gather_before=case.gather_before or (),
-        recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
-        sync_batchnorm=case.sync,
-        seed=SEED,
-        backend=case.backend,
-        shard_state=case.shard,
-        mixed=mixed,
+        PipelineOptions(
+            cut=case.cut or None,
+            balance=case.balance,
+            gather_before=case.gather_before or (),
+            recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
+            sync_batchnorm=case.sync,
+            seed=SEED,
+            backend=case.backend,
+            shard_state=case.shard,
+            mixed=mixed,
+        ),
     )
     optimizer = optimiser(pipeline.parameters())
     losses = []

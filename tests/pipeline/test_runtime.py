@@ -14,7 +14,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import checkpoint_contexts
 
@@ -40,7 +40,8 @@ def trained(again: partial | None, steps: int = 2, seed: int = 0) -> list[Tensor
     one = Placement(1, ((1, 1),))
     schedule = make_schedule("gpipe", one, microbatches=1)
     pipeline = Pipeline(
-        Checkpointed(again), one, schedule, Alone(), F.cross_entropy, (3, 2, 2), seed=seed
+        *(Checkpointed(again), one, schedule, Alone(), F.cross_entropy, (3, 2, 2)),
+        PipelineOptions(seed=seed),
     )
     gradients = []
     for step in range(steps):
@@ -89,7 +90,7 @@ def weights_after(train: list[Action], recompute: str = "none") -> tuple[Tensor,
         Alone(),
         F.cross_entropy,
         (3, 2, 2),
-        recompute=recompute,
+        PipelineOptions(recompute=recompute),
     )
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     found: list[bool] = []

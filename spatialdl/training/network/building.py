@@ -18,7 +18,7 @@ from spatialdl.comm.nodes import Nodes
 from spatialdl.configuring.own_keys import offered_keys, refused_key
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head
 from spatialdl.training.network.weights import check_alike, load_weights
@@ -129,18 +129,20 @@ def make_pipeline(
         world,
         task.loss,
         (sources.channels, *sources.image_size),
-        parallel.cut,
-        device,
-        balance=parallel.balance,
-        gather_before=parallel.gather_before,
-        recompute=parallel.recompute,
-        sync_batchnorm=bool(parallel.sync_batchnorm),
-        seed=int(config.seed),
-        backend=config.comm.backend,
-        shard_state=bool(parallel.shard_state),
-        mixed=precision.mixed,
-        nodes=nodes,
-        sample_weights=task.weights,
+        PipelineOptions(
+            cut=parallel.cut,
+            balance=parallel.balance,
+            gather_before=parallel.gather_before,
+            recompute=parallel.recompute,
+            sync_batchnorm=bool(parallel.sync_batchnorm),
+            seed=int(config.seed),
+            backend=config.comm.backend,
+            shard_state=bool(parallel.shard_state),
+            device=device,
+            mixed=precision.mixed,
+            nodes=nodes,
+            sample_weights=task.weights,
+        ),
     )
 
 

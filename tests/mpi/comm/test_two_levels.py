@@ -17,7 +17,7 @@ from spatialdl.comm.nodes import Nodes
 from spatialdl.comm.two_levels import TwoLevels, by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 
 SIZE = MPI.COMM_WORLD.size
@@ -84,7 +84,7 @@ def test_gradients_are_averaged_by_nodes():
         plain,
         F.cross_entropy,
         (3, 9, 7),
-        nodes=nodes,
+        PipelineOptions(nodes=nodes),
     )
     assert isinstance(pipeline.gradients.stages[0].comm, TwoLevels)
     expected = []

@@ -19,7 +19,7 @@ from spatialdl.data.writer import ShardWriter
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import repeated
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.checks import check_config
@@ -138,11 +138,13 @@ def driven(case: Case, world: Communicator, data: Data) -> Outcome:
     pipeline = Pipeline(
         *(model, placement, repeated(schedule, case.trainer["accumulate"]), world, loss_of(case)),
         (3, *case.size),
-        balance=parallel["balance"],
-        gather_before=parallel.get("gather_before", ()),
-        recompute=parallel["recompute"],
-        sync_batchnorm=parallel["sync_batchnorm"],
-        sample_weights=counts,
+        PipelineOptions(
+            balance=parallel["balance"],
+            gather_before=parallel.get("gather_before", ()),
+            recompute=parallel["recompute"],
+            sync_batchnorm=parallel["sync_batchnorm"],
+            sample_weights=counts,
+        ),
     )
     optimizer = optimizer_of(case, pipeline)
     losses = []

@@ -15,7 +15,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
@@ -100,9 +100,11 @@ def train(model: nn.Module, world: Communicator, layout: str, steps: int = 3) ->
         world,
         F.cross_entropy,
         (3, 8, 8),
-        ["2"] if layout == "local_dp" else None,
-        gather_before="3" if layout == "sp" else (),
-        shard_state=layout == "shard",
+        PipelineOptions(
+            cut=["2"] if layout == "local_dp" else None,
+            gather_before="3" if layout == "sp" else (),
+            shard_state=layout == "shard",
+        ),
     )
     trained = [*pipeline.parameters()] or [nn.Parameter(torch.empty(0))]
     optimizer = torch.optim.SGD(trained, lr=0.01)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
@@ -88,8 +88,8 @@ def pipeline(
     schedule = make_schedule("gpipe", placement, 1)
     size = (3, 9, 7)
     return Pipeline(
-        *(model.double(), placement, schedule, world, F.cross_entropy, size, cut),
-        sync_batchnorm=sync,
+        *(model.double(), placement, schedule, world, F.cross_entropy, size),
+        PipelineOptions(cut=cut, sync_batchnorm=sync),
     )
 
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.pipeline.simulate import Costs, simulate
 
@@ -32,7 +32,9 @@ def test_activations_are_held_of_as_many_micro_batches_as_simulated(
     placement = Placement(1, ((1, 1),) * stages, interleave, name in GEMS)
     names = [str(stage) for stage in range(1, stages)]
     schedule = make_schedule(name, placement, MICROBATCHES)
-    pipeline = Pipeline(model, placement, schedule, world, mean, (3, 6, 5), names)
+    pipeline = Pipeline(
+        *(model, placement, schedule, world, mean, (3, 6, 5)), PipelineOptions(cut=names)
+    )
     outputs: list[StorageWeakRef] = []
     held: list[int] = []
 

@@ -21,7 +21,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -63,7 +63,8 @@ def pipeline_of(model: nn.Module, world: Communicator, shard: bool = True, parts
     placement = Placement(RANKS, ((1, 1),))
     schedule = make_schedule("gpipe", placement, parts)
     return Pipeline(
-        model, placement, schedule, world, F.cross_entropy, (3, 4, 4), shard_state=shard
+        *(model, placement, schedule, world, F.cross_entropy, (3, 4, 4)),
+        PipelineOptions(shard_state=shard),
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from spatialdl.comm.alone import Alone
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.optimization.update import Update
 
@@ -22,7 +22,8 @@ def made(mixed: torch.dtype | None, *overrides: str) -> tuple[Pipeline, Update]:
     placement = Placement(1, ((1, 1),))
     schedule = make_schedule("gpipe", placement, 1)
     pipeline = Pipeline(
-        *(model, placement, schedule, Alone(), F.cross_entropy, (3, 8, 8)), mixed=mixed
+        *(model, placement, schedule, Alone(), F.cross_entropy, (3, 8, 8)),
+        PipelineOptions(mixed=mixed),
     )
     return pipeline, Update(config, pipeline, batch=2, steps=4, steps_per_epoch=4)
 

@@ -19,7 +19,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
@@ -90,8 +90,8 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
     schedule = make_schedule("basic" if placement.mirrored else "gpipe", placement, 2)
     cut = ["3", "4"][: placement.stages - 1]
     pipeline = Pipeline(
-        *(network(), placement, schedule, world, F.cross_entropy, (3, 12, 10), cut),
-        mixed=torch.float16,
+        *(network(), placement, schedule, world, F.cross_entropy, (3, 12, 10)),
+        PipelineOptions(cut=cut, mixed=torch.float16),
     )
     config = settings("trainer.clip_norm=0.01", "trainer.ema=0.5")
     update = Update(config, pipeline, batch=4, steps=6, steps_per_epoch=6)

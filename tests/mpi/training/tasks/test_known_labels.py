@@ -9,7 +9,7 @@ from torch import nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.tasks.task import MultiLabel
 from tests.mpi.training.small import small
@@ -37,7 +37,7 @@ def test_parts_of_a_micro_batch_count_by_their_known_labels_in_float64(world: Co
     pipeline = Pipeline(
         *(drawn()[0], placement, make_schedule("gpipe", placement, 1), world, task.loss),
         (3, *SIZE),
-        sample_weights=task.weights,
+        PipelineOptions(sample_weights=task.weights),
     )
     batch = Microbatch(
         SAMPLES, 1.0, images if pipeline.first(0) else None, target if pipeline.last(0) else None
