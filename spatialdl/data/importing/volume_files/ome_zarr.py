@@ -25,19 +25,20 @@ def open_ome_zarr(path: Path) -> StoredVolume:
     Raises:
         ValueError: zarr is missing, or it is no volume; others if it is damaged.
     """
-    group = _group(path)
-    attributes = dict(group.attrs)
-    images = attributes.get("ome", attributes).get("multiscales")
+    group, inside = _group(path), ""
+    said = _attributes(group)
+    if "bioformats2raw.layout" in said and "0" in group and "1" not in group:
+        said, inside = _attributes(group["0"]), "0/"
+    images = said.get("multiscales")
     if not isinstance(images, list) or len(images) != 1:
-        names = ", ".join(attributes.get("ome", attributes)) or "none"
+        names = ", ".join(said) or "none"
         raise ValueError(
-            f"it has no multiscale image, or several, at its top (attributes: {names}); give the "
-            "group of one image"
+            f"it has no multiscale image, or several (attributes: {names}); give stores of one"
         )
     axes = images[0].get("axes")
     if not isinstance(axes, list) or not all(isinstance(one, dict) for one in axes):
         raise ValueError(f"it has axes {axes}, expected those of OME-Zarr 0.4 or 0.5")
-    sets = {str(one["path"]): one for one in images[0]["datasets"]}
+    sets = {f"{inside}{one['path']}": one for one in images[0]["datasets"]}
     name = max(sets, key=lambda one: int(np.prod(group[one].shape)))
     array = group[name]
     order = _order(axes, array.shape)
@@ -55,6 +56,12 @@ def _group(path: Path) -> Any:
     except ImportError:
         raise missing("zarr", "OME-Zarr") from None
     return zarr.open_group(str(path), mode="r")
+
+
+def _attributes(group: Any) -> dict[str, Any]:
+    """What OME-Zarr says of a group: version 0.5 has a namespace for it."""
+    found = dict(group.attrs)
+    return dict(found.get("ome", found))
 
 
 def _order(axes: list[dict[str, Any]], shape: tuple[int, ...]) -> tuple[int, ...]:

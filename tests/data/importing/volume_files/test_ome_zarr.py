@@ -92,6 +92,21 @@ def test_other_axes_are_refused(axes, shape, said, tmp_path):
         open_volume(tmp_path / "a.zarr")
 
 
+@pytest.mark.parametrize("images", [1, 2])
+def test_the_only_image_of_bioformats2raw_is_read(images, tmp_path):
+    group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=2)
+    group.attrs["bioformats2raw.layout"] = 3
+    for number in range(images):
+        save(tmp_path / "a.zarr" / str(number), {"0": PIXELS[0]}, described("zyx"))
+    if images == 1:
+        found = open_volume(tmp_path / "a.zarr")
+        assert (found.read()[..., 0] == PIXELS[0]).all()
+        assert found.spacing == pytest.approx((2e-3, 0.25e-3, 0.5e-3))
+    else:
+        with pytest.raises(ValueError, match=r"or several \(attributes: bioformats2raw"):
+            open_volume(tmp_path / "a.zarr")
+
+
 def test_stores_that_are_no_image_are_refused(tmp_path):
     zarr.open_group(str(tmp_path / "a.zarr"), mode="w").attrs["plate"] = {}
     with pytest.raises(ValueError, match=r"no multiscale image, .*attributes: plate"):
