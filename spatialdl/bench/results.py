@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 
-def grid_of(ranks: int) -> tuple[int, int]:
-    """The grid nearest to a square, with more rows than columns."""
-    cols = max(cols for cols in range(1, ranks + 1) if ranks % cols == 0 and cols * cols <= ranks)
-    return ranks // cols, cols
+def grid_of(ranks: int, dims: int = 2) -> tuple[int, ...]:
+    """The grid nearest to a square or cube, with most parts along the first dim."""
+    if dims == 1:
+        return (ranks,)
+    last = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n**dims <= ranks)
+    return *grid_of(ranks // last, dims - 1), last
 
 
 def publish(

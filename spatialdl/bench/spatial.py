@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from spatialdl.bench.results import grid_of, machine, publish
+from spatialdl.bench.worker import CONVOLUTIONS, dims_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.worker import environment, run_worker
 
@@ -33,8 +34,10 @@ def main(arguments: Sequence[str]) -> None:
     sides = {
         PLAIN: _one_process(options, plain=True),
         "one process": _one_process(options, plain=False),
-        f"{options.ranks} ranks": _ranks(options),
     }
+    if options.plain_ranks:
+        sides[f"{options.ranks} plain ranks"] = _ranks(options, plain=True)
+    sides[f"{options.ranks} ranks"] = _ranks(options, plain=False)
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     order = [side for _ in range(options.rounds) for side in sides]
     for side in tqdm(order, desc="runs", unit="run"):
@@ -46,11 +49,15 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spatialdl.bench spatial", description=__doc__)
-    parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
+    models = f"of spatialdl.models, or {CONVOLUTIONS} (%(default)s)"
+    parser.add_argument("--model", default="resnet18", help=models)
     parser.add_argument("--size", type=int, default=1024, help="side of the image (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="images a step (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="tiles of the image (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="threads in all (%(default)s)")
+    parser.add_argument(
+        "--plain-ranks", action="store_true", help="also ranks with PyTorch's memory settings"
+    )
     parser.add_argument("--steps", type=int, default=4, help="measured steps a run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each side (%(default)s)")
     parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
@@ -75,11 +82,11 @@ def _one_process(options: argparse.Namespace, plain: bool) -> tuple[list[str], d
     return [sys.executable, *_worker(options)], environment(options.threads, plain)
 
 
-def _ranks(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+def _ranks(options: argparse.Namespace, plain: bool) -> tuple[list[str], dict[str, str]]:
     threads = max(1, options.threads // options.ranks)
     command = [*mpiexec_command(options.ranks), sys.executable, *_worker(options)]
-    grid = ["--grid", *map(str, grid_of(options.ranks))]
-    return [*command, *grid], environment(threads)
+    grid = ["--grid", *map(str, grid_of(options.ranks, dims_of(options.model)))]
+    return [*command, *grid], environment(threads, plain)
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -115,7 +122,8 @@ def _ratios(many: dict[str, list[float]], one: dict[str, list[float]]) -> dict[s
 
 
 def _options_given(options: argparse.Namespace) -> list[str]:
-    return [f"--{key} {value}" for key, value in vars(options).items() if key != "out"]
+    given = [f"--{k} {v}" for k, v in vars(options).items() if k not in ("out", "plain_ranks")]
+    return [*given, *["--plain-ranks"] * options.plain_ranks]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -143,15 +151,17 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(MEASURES))
     options = result["options"]
+    size = "x".join([str(options["size"])] * dims_of(options["model"]))
     figure.suptitle(
-        f"{options['model']}, {options['size']}x{options['size']}, batch {options['batch']}, "
+        f"{options['model']}, {size}, batch {options['batch']}, "
         f"{options['threads']} threads in all",
         fontsize=11,
     )
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
         sides = list(result["median"])
         heights = [result["median"][side][measure] for side in sides]
-        panel.bar(sides, heights, color=["#c9c9c9", "#8a8a8a", "#1f5fa8"], width=0.6)
+        colours = ["#c9c9c9", "#8a8a8a", *["#8fb3dd"] * (len(sides) - 3), "#1f5fa8"]
+        panel.bar(sides, heights, color=colours, width=0.6)
         for position, side in enumerate(sides):
             found = result["sides"][side][measure]
             panel.plot([position] * len(found), found, "o", color="black", markersize=3)

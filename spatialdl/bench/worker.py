@@ -26,6 +26,8 @@ from spatialdl.pipeline.partition import cut
 
 WARM_UP = 1
 CLASSES = 10
+CONVOLUTIONS = "convolutions"
+"""A network of the benchmark alone, see `convolutions`."""
 OVER_LIMIT = 75
 """Exit code of a rank that took more memory than it may."""
 
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--grid", type=int, nargs=2)
+    parser.add_argument("--grid", type=int, nargs="+")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--limit", type=float, help="MB above the baseline; more ends the job")
     options = parser.parse_args()
@@ -56,7 +58,8 @@ def main() -> None:
 def measure(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> dict[str, Any]:
     """Train `steps` steps after a warm-up; the same images and weights on every side."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(models, options.model)(num_classes=CLASSES)
+    build = convolutions if options.model == CONVOLUTIONS else getattr(models, options.model)
+    model: nn.Module = build(num_classes=CLASSES)
     model = cut(model, (1,), recompute=options.recompute)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images = _images(options, mesh)
@@ -82,24 +85,54 @@ def measure(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> dict[st
 
 def _images(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> Tensor:
     """Images, of which a rank makes its own box only."""
-    size = (options.size, options.size)
-    row0, row1, col0, col1 = mesh.box(size) if mesh else (0, size[0], 0, size[1])
-    rows = torch.arange(row0, row1).view(-1, 1)
-    cols = torch.arange(col0, col1).view(1, -1)
-    picture = torch.sin(rows * 0.7 + cols * 0.3) + torch.cos(rows * 0.05 - cols * 0.11)
-    images = picture.expand(options.batch, 3, -1, -1).contiguous()
+    size = _size(options)
+    at = [
+        torch.arange(start, stop).view(-1, *(1,) * (len(size) - 1 - dim))
+        for dim, (start, stop) in enumerate(_own(size, mesh))
+    ]
+    slow, fast = sum(0.05 * n for n in at), sum(0.3 * n for n in at)
+    picture = torch.sin(fast + 0.4 * at[0]) + torch.cos(slow - 0.16 * at[-1])
+    channels = {"unet3d": 1, CONVOLUTIONS: 64}.get(options.model, 3)
+    images = picture.expand(options.batch, channels, *picture.shape).contiguous()
     return spatialdl.from_local(images, mesh, size) if mesh else images
 
 
 def _labels(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> Tensor:
     """A class for every image; for a U-Net one for every pixel of the own box."""
     labels = torch.arange(options.batch) % CLASSES
-    if options.model != "unet":
+    if options.model not in ("unet", "unet3d"):
         return labels
-    size = (options.size, options.size)
-    row0, row1, col0, col1 = mesh.box(size) if mesh else (0, size[0], 0, size[1])
-    masks = labels.view(-1, 1, 1).repeat(1, row1 - row0, col1 - col0)
+    size = _size(options)
+    own = [stop - start for start, stop in _own(size, mesh)]
+    masks = labels.view(-1, *(1,) * len(own)).repeat(1, *own)
     return spatialdl.from_local(masks, mesh, size) if mesh else masks
+
+
+def _size(options: argparse.Namespace) -> tuple[int, ...]:
+    return (options.size,) * dims_of(options.model)
+
+
+def _own(size: tuple[int, ...], mesh: spatialdl.Mesh | None) -> list[tuple[int, int]]:
+    """Where this rank's part begins and ends in each spatial dim."""
+    if mesh is None:
+        return [(0, n) for n in size]
+    bounds = mesh.box(size)
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def dims_of(model: str) -> int:
+    """How many spatial dims the images of a network have."""
+    return 3 if model == "unet3d" else 2
+
+
+def convolutions(num_classes: int) -> nn.Module:
+    """Nothing but convolutions: eight of 3 x 3 with 64 channels, the fifth of them with stride 2.
+
+    The stack on which convolutions of tiles with halos are compared with copies that are padded.
+    """
+    strides = (1, 1, 1, 1, 2, 1, 1, 1)
+    layers = (nn.Conv2d(64, 64, 3, stride, 1, bias=False) for stride in strides)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
 
 
 def _train_step(

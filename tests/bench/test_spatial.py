@@ -20,12 +20,9 @@ def commands(monkeypatch):
 
     def run(command, environment):
         started.append(command)
+        tuned = "GLIBC_TUNABLES" in environment
         side = (
-            "ranks"
-            if "--grid" in command
-            else "one"
-            if "GLIBC_TUNABLES" in environment
-            else "plain"
+            ("ranks" if tuned else "plain") if "--grid" in command else "one" if tuned else "plain"
         )
         seconds = SECONDS[side][(len(started) - 1) // 3]
         return {"seconds": [seconds, 9.0, 0.5], "cpu_seconds": 2 * seconds, "memory_mb": 100.0}
@@ -45,6 +42,17 @@ def test_ranks_are_compared_with_both_others_round_by_round(commands, tmp_path, 
     assert "speed of 2 ranks: 1.33 of plain PyTorch, 1.33 of one process" in capsys.readouterr().out
     with Image.open(tmp_path / "spatial-resnet18-64-2ranks.png") as picture:
         assert len(picture.convert("RGB").getcolors(100_000)) > 5
+
+
+def test_volumes_are_cut_as_cubes_and_ranks_may_have_plain_memory(commands, tmp_path, capsys):
+    words = ["--model", "unet3d", "--size", "96", "--ranks", "2", "--plain-ranks", "--rounds", "2"]
+    spatial.main([*words, "--out", str(tmp_path)])
+    grids = [one[one.index("--grid") + 1 :] for one in commands if "--grid" in one]
+    assert grids == [["2", "1", "1"]] * 4
+    result = json.loads((tmp_path / "spatial-unet3d-96-2ranks.json").read_text())
+    assert list(result["median"]) == ["plain PyTorch", "one process", "2 plain ranks", "2 ranks"]
+    assert result["command"].endswith("--plain-ranks")
+    assert "of 2 plain ranks, on the same cores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--threads", "3"]])
