@@ -38,8 +38,9 @@ def open_volume(path: Path) -> StoredVolume:
     Raises:
         ValueError: a package is missing, or it is no volume; others if it is damaged.
     """
-    suffix = _suffix(path)
-    if suffix:
+    if path.is_file() and path.stat().st_size == 0:
+        raise ValueError("it is empty, a file of 0 bytes: copy it again")
+    if suffix := _suffix(path):
         return _READERS[suffix](path)
     found = list(find_series(path if path.is_dir() else path.parent, [path]).series.values())
     if len(found) != 1:

@@ -197,7 +197,7 @@ def _dtype(frames: Sequence[_Frame], said: Sequence[Dataset]) -> np.dtype[Any]:
 
 def _start(frames: Sequence[_Frame], dtype: np.dtype[Any]) -> Read:
     def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:
-        return np.stack([_values(frame, dtype)[box[1:]] for frame in frames[box[0]]])[..., None]
+        return np.stack([_values(frame, dtype)[box[1:]] for frame in frames[box[0]]])
 
     return read
 

@@ -6,7 +6,6 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from spatialdl.data.importing.volume_files.volume import (
     Read,
     Reader,
     StoredVolume,
-    missing,
+    affine_from,
+    needed,
     numbers_of,
 )
 
-_MILLIMETRES = {"unknown": 1.0, "mm": 1.0, "meter": 1e3, "micron": 1e-3}
+_MILLIMETRES = {0: 1.0, 1: 1e3, 2: 1.0, 3: 1e-3}
+"""Of unknown units, metres, millimetres and micrometres, as the lowest bits of xyzt_units."""
 
 
 def open_nifti(path: Path) -> StoredVolume:
@@ -49,11 +50,7 @@ def load_nifti(path: Path) -> Any:
     Raises:
         ValueError: nibabel is missing; others if it is damaged.
     """
-    try:
-        import nibabel
-    except ImportError:
-        raise missing("nibabel", "NIfTI") from None
-    return nibabel.load(path, keep_file_open=True)
+    return needed("nibabel").load(path, keep_file_open=True)
 
 
 def _dtype(image: Any) -> np.dtype[Any]:
@@ -64,20 +61,21 @@ def _dtype(image: Any) -> np.dtype[Any]:
 
 
 def _geometry(image: Any) -> tuple[tuple[float, ...], npt.NDArray[np.float64] | None]:
-    scale = _MILLIMETRES[image.header.get_xyzt_units()[0]]
+    units = int(image.header["xyzt_units"])
+    scale = _MILLIMETRES.get(units % 8)
+    if scale is None:
+        raise ValueError(f"it has xyzt_units {units}, whose spatial unit is none of NIfTI")
     if not (image.header["qform_code"] or image.header["sform_code"]):
         return tuple(float(x) * scale for x in image.header.get_zooms()[2::-1]), None
-    affine = np.asarray(image.affine, np.float64)[:3, [2, 1, 0, 3]] * scale
-    return tuple(np.linalg.norm(affine[:, :3], axis=0).tolist()), affine
+    *steps, origin = image.affine[:3, [2, 1, 0, 3]].T * scale
+    return affine_from(steps, origin)
 
 
 def _start(path: Path) -> Read:
     image = load_nifti(path)
-    more: Sequence[Any] = (0, slice(None)) if len(image.shape) == 5 else (slice(None),)
 
     def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:
-        at = (*box[::-1], *more[: len(image.shape) - 3])
-        found = np.asanyarray(image.dataobj[at])
-        return np.asarray((found if found.ndim == 4 else found[..., None]).transpose(2, 1, 0, 3))
+        found = np.asarray(image.dataobj[(*box[::-1], ...)])
+        return found.swapaxes(0, 2)
 
     return read

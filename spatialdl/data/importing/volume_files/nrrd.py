@@ -23,7 +23,7 @@ from spatialdl.data.importing.volume_files.volume import (
     StoredVolume,
     affine_from,
     millimetres,
-    missing,
+    needed,
     numbers_of,
 )
 
@@ -68,11 +68,7 @@ def open_nrrd(path: Path) -> StoredVolume:
     Raises:
         ValueError: pynrrd or nibabel is missing, or it is no volume; others if it is damaged.
     """
-    try:
-        import nibabel  # noqa: F401
-        import nrrd
-    except ImportError:
-        raise missing("pynrrd and nibabel", "NRRD") from None
+    nrrd = needed("nrrd")
     with path.open("rb") as file:
         header = {key.replace(" ", ""): value for key, value in nrrd.read_header(file).items()}
         data = _data(path, header, file.tell())
@@ -172,9 +168,8 @@ def _geometry(
 
 
 def _start(data: _Data) -> Read:
-    from nibabel import fileslice
-
-    file: Any = _Behind(data.path, data.start)
+    fileslice = needed("nibabel.fileslice").fileslice
+    file: Any = io.BufferedReader(_Behind(data.path, data.start))
     if data.encoding != "raw":
         file = gzip.GzipFile(fileobj=file) if data.encoding == "gzip" else bz2.BZ2File(file)
 
@@ -182,37 +177,22 @@ def _start(data: _Data) -> Read:
         at = [slice(None)] * len(data.shape)
         for axis, span in zip(data.order, box, strict=False):
             at[axis] = span
-        found: Any = fileslice.fileslice(  # type: ignore[no-untyped-call]
-            file, tuple(at), data.shape, data.dtype, data.skip, "F"
-        )
-        voxels: npt.NDArray[Any] = np.asarray(found).transpose(data.order)
-        return voxels if voxels.ndim == 4 else voxels[..., None]
+        found = fileslice(file, tuple(at), data.shape, data.dtype, data.skip, "F")
+        return np.asarray(found).transpose(data.order)
 
     return read
 
 
-class _Behind(io.RawIOBase):
+class _Behind(io.FileIO):
     """A file from a byte on: readers of compressed streams rewind to the beginning."""
 
     def __init__(self, path: Path, start: int) -> None:
-        self._file, self._start = path.open("rb"), start
-        self._file.seek(start)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(buffer)
+        super().__init__(path)
+        self._start = start
+        self.seek(0)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset + self._start * (whence == io.SEEK_SET), whence) - self._start
+        return super().seek(offset + self._start * (whence == io.SEEK_SET), whence) - self._start
 
     def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        return super().tell() - self._start

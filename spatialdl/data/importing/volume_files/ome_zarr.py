@@ -14,7 +14,7 @@ from spatialdl.data.importing.volume_files.volume import (
     Reader,
     StoredVolume,
     millimetres,
-    missing,
+    needed,
     numbers_of,
 )
 
@@ -51,11 +51,7 @@ def open_ome_zarr(path: Path) -> StoredVolume:
 
 
 def _group(path: Path) -> Any:
-    try:
-        import zarr
-    except ImportError:
-        raise missing("zarr", "OME-Zarr") from None
-    return zarr.open_group(str(path), mode="r")
+    return needed("zarr").open_group(str(path), mode="r")
 
 
 def _attributes(group: Any) -> dict[str, Any]:
@@ -114,7 +110,6 @@ def _start(path: Path, name: str, order: tuple[int, ...]) -> Read:
         for k, span in zip(order, box, strict=False):
             at[k] = span
         left = sorted(order)  # dims that are not dropped
-        voxels = np.asarray(array[tuple(at)]).transpose([left.index(k) for k in order])
-        return voxels if voxels.ndim == 4 else voxels[..., None]
+        return np.asarray(array[tuple(at)]).transpose([left.index(k) for k in order])
 
     return read

@@ -117,11 +117,6 @@ def _start(path: Path) -> Read:
 def _start_whole(path: Path, tiff: tifffile.TiffFile) -> Read:
     """Where one page stands for all, as ImageJ writes them."""
     series, order = _stack(tiff)
-    voxels: npt.NDArray[Any]
-    if series.dataoffset is None:
-        voxels = series.asarray()
-    else:
-        dtype = np.dtype(series.dtype).newbyteorder(tiff.byteorder)
-        voxels = np.memmap(path, dtype, "r", series.dataoffset, series.shape)
+    voxels = series.asarray() if series.dataoffset is None else tifffile.memmap(path, mode="r")
     voxels = voxels.transpose([series.axes.index(axis) for axis in order])
-    return lambda box: voxels[box] if voxels.ndim == 4 else voxels[box][..., None]
+    return lambda box: voxels[box]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from spatialdl.data.image_source import Box, extents, pairs, whole_box
 
 Read = Callable[[tuple[slice, ...]], npt.NDArray[Any]]
-"""Takes spans of slices, rows and columns to (slices, rows, columns, channels)."""
+"""Takes spans of slices, rows and columns to (slices, rows, columns[, channels])."""
 
 _UNITS: dict[float, str] = {  # symbols of OME-XML, names of OME-Zarr
     1e6: "km kilometer",
@@ -63,7 +64,8 @@ class StoredVolume:
         box = whole_box(self.size) if box is None else box
         if not all(extents(box)):  # nibabel fails to
             return np.empty((*extents(box), self.channels), self.dtype)
-        return np.asarray(self.voxels(box), self.dtype)
+        found = np.asarray(self.voxels(box), self.dtype)
+        return found.reshape(*extents(box), self.channels)
 
 
 @dataclass(eq=False)
@@ -87,9 +89,16 @@ class Reader:
         return {"start": self.start}
 
 
-def missing(package: str, what: str) -> ValueError:
-    """The error where a package is not installed that only one format needs."""
-    return ValueError(f"{what} needs {package}: pip install 'spatialdl[volumes]'")
+def needed(package: str) -> Any:
+    """A package that only one format needs.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        return import_module(package)
+    except ImportError:
+        raise ValueError(f"it needs {package}: pip install 'spatialdl[volumes]'") from None
 
 
 def millimetres(unit: str) -> float | None:

@@ -73,3 +73,26 @@ def test_voxels_that_are_no_numbers_are_refused(tmp_path):
     for name in ("rgb.nii", "c.nii"):
         with pytest.raises(ValueError, match="expected integers or floats"):
             open_volume(tmp_path / name)
+
+
+def _with_header(path, **fields):
+    nibabel.save(nibabel.Nifti1Image(voxels(), AFFINE), path)
+    stored = bytearray(path.read_bytes())
+    header = nibabel.Nifti1Header(bytes(stored[:348]))
+    for name, value in fields.items():
+        header[name] = value
+    path.write_bytes(header.binaryblock + bytes(stored[348:]))
+    return path
+
+
+@pytest.mark.parametrize("row", [(0, 0, 0, 0), (np.nan, 0, 0, 0), (0, 0.8, 0, 0)])
+def test_an_affine_that_spans_no_volume_is_refused(row, tmp_path):
+    path = _with_header(tmp_path / "a.nii", srow_x=row)
+    with pytest.raises(ValueError, match="slices, rows and columns lie in one plane"):
+        open_volume(path)
+
+
+def test_a_unit_that_is_none_of_nifti_is_refused(tmp_path):
+    path = _with_header(tmp_path / "a.nii", xyzt_units=5)
+    with pytest.raises(ValueError, match="it has xyzt_units 5"):
+        open_volume(path)
