@@ -319,7 +319,6 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
             "classes=['x']: the network knows no x, but benign",
         ),
         ("ckpt_path=run slides=a.tiff parallel=auto", "parallel=auto is for training"),
-        ("ckpt_path=run slides=a.tiff whole=true parallel=dp", "parallel.data=2 divides several"),
         ("ckpt_path=run slides=a.tiff activation=true maps=false", "activation=true draws maps"),
         ("ckpt_path=run shards=tiles mpp=1", "mpp says how to cut slides, but shards are not cut"),
         ("ckpt_path=run slide=a.tiff", "slide is unknown; nearest: slides"),

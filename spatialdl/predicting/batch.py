@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.nodes import Nodes
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import by
-from spatialdl.predicting.checks import check_whole
+from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.predicting.cutting import Cutting, cutting_of
 from spatialdl.predicting.given import given_slides, given_volumes, volume_names
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
@@ -62,71 +65,97 @@ class _Todo:
     find: Callable[[], Input]
 
 
+@dataclass(frozen=True)
+class _Team:
+    """Ranks that predict slides of their own.
+
+    Attributes:
+        number: of this one among `count`.
+        ranks: of it.
+        config: of the command, for these ranks.
+    """
+
+    number: int
+    count: int
+    ranks: Communicator
+    config: DictConfig
+
+
 class _Batch:
     def __init__(self, config: DictConfig, run_dir: Path, world: Communicator) -> None:
         self._config, self._run_dir, self._world = config, run_dir, world
         self._trained = trained = find_trained(str(config.ckpt_path), world)
         _check_drawn(config, trained)
         self._shown = _shown(config, trained)
-        self._runner = Runner(trained, config, world)
-        self._reports: list[Report] = []
-        self._records: list[Record] = []
+        todo, whole = self._todo()
+        team = _replica(config, trained, world) if whole else _Team(0, 1, world, config)
+        self._rounds = [
+            todo[first : first + team.count] for first in range(0, len(todo), team.count)
+        ]
+        self._team, self._own = team, team.ranks
+        self._runner = Runner(trained, team.config, team.ranks)
 
     def run(self) -> bool:
+        """Teams meet after each slide: none waits for another longer than that takes."""
         trained = self._trained
         log.info("the network of %s, step %d, task=%s", trained.path, trained.step, trained.task)
-        for todo in self._todo():
-            self._one(todo)
+        reports: list[Report] = []
+        records: list[Record] = []
+        for todo in self._rounds:
+            for report, record in self._round(todo):
+                _tell(report)
+                reports.append(report)
+                records += [] if record is None else [record]
         if self._world.rank == 0:
             classes, kind = trained.classes, str(self._config.table)
-            paths = save_tables(
-                self._run_dir, self._records, self._reports, classes, trained.task, kind
-            )
-            print(table(self._reports))
+            paths = save_tables(self._run_dir, records, reports, classes, trained.task, kind)
+            print(table(reports))
             log.info("written: %s", ", ".join(map(str, paths)))
-        return not any(report.failed for report in self._reports)
+        return bool(self._world.bcast(not any(report.failed for report in reports)))
+
+    def _round(self, todo: Sequence[_Todo]) -> list[tuple[Report, Record | None]]:
+        """What came out of a slide of each team, on rank 0."""
+        found = [(self._team.number, self._one(one)) for one in todo[self._team.number :][:1]]
+        everybody = self._world.gather(found if self._own.rank == 0 else []) or []
+        pairs = sorted(chain.from_iterable(everybody), key=itemgetter(0))
+        return [told for _, told in pairs]
 
     # --- what there is to do
 
-    def _todo(self) -> Iterator[_Todo]:
+    def _todo(self) -> tuple[list[_Todo], bool]:
+        """All slides, and whether each is one image."""
         config, trained = self._config, self._trained
         if config.shards is not None:
-            yield from self._of_shards(Path(config.shards).expanduser())
-            return
+            return self._of_shards(Path(config.shards).expanduser())
         if config.volumes is not None:
             _check_dims(trained, volumes=True, given=f"volumes={config.volumes}")
-            self._check_whole()
-            for path, name in volume_names(given_volumes(config.volumes)).items():
-                yield _Todo(name, self._key(None, path), partial(volume_input, path, name, trained))
-            return
+            volumes = volume_names(given_volumes(config.volumes)).items()
+            return [
+                _Todo(name, self._key(None, path), partial(volume_input, path, name, trained))
+                for path, name in volumes
+            ], True
         _check_dims(trained, volumes=False, given=f"slides={config.slides}")
         cutting = cutting_of(config, trained)
-        if cutting.whole:
-            self._check_whole()
-        slides = given_slides(config.slides)
-        for path, name in slide_names(slides).items():
-            yield _Todo(name, self._key(cutting, path), partial(slide_input, path, name, cutting))
+        slides = slide_names(given_slides(config.slides)).items()
+        return [
+            _Todo(name, self._key(cutting, path), partial(slide_input, path, name, cutting))
+            for path, name in slides
+        ], cutting.whole
 
-    def _of_shards(self, folder: Path) -> Iterator[_Todo]:
+    def _of_shards(self, folder: Path) -> tuple[list[_Todo], bool]:
         trained = self._trained
         dataset = ShardDataset(folder, self._config.split, whole=False)
         key = self._key(None, folder / "manifest.json")
         _check_dims(trained, volumes=dataset.kind == "volumes", given=f"shards={folder}")
         if dataset.kind == "volumes":
-            self._check_whole()
-            for number, name in named_samples(dataset):
-                yield _Todo(name, key, partial(shard_volume_input, dataset, number, name, trained))
-            return
+            return [
+                _Todo(name, key, partial(shard_volume_input, dataset, number, name, trained))
+                for number, name in named_samples(dataset)
+            ], True
         maps = trained.task == "segmentation"
         found = shard_inputs(dataset, trained.image_size, maps=maps)
-        if any(one.whole for one in found):
-            self._check_whole()
-        for one in found:
-            yield _Todo(one.name, key, partial(_known, one))
-
-    def _check_whole(self) -> None:
-        parallel = self._config.parallel
-        check_whole(placement_of(parallel), int(parallel.microbatches))
+        whole = any(one.whole for one in found)
+        return [_Todo(one.name, key, partial(_known, one)) for one in found], whole
 
     def _key(self, cutting: Cutting | None, path: Path) -> str:
         config = self._config
@@ -140,9 +169,10 @@ class _Batch:
 
     # --- one slide
 
-    def _one(self, todo: _Todo) -> None:
+    def _one(self, todo: _Todo) -> tuple[Report, Record | None]:
+        """What came out of a slide, on the first of the ranks that predict it."""
         record = problem = given = None
-        if self._world.rank == 0:
+        if self._own.rank == 0:
             if not self._config.overwrite:
                 record = Record.load(self._run_dir, todo.name, todo.key)
             if record is None:
@@ -150,7 +180,7 @@ class _Batch:
                     given = todo.find()
                 except (SlideError, OSError) as error:
                     problem = _in_keys(str(error))
-        done, problem, given = self._world.bcast((record is not None, problem, given))
+        done, problem, given = self._own.bcast((record is not None, problem, given))
         if done:
             log.info("%s is done already; overwrite=true predicts it again", todo.name)
         elif given is not None:
@@ -161,20 +191,13 @@ class _Batch:
             finally:
                 if isinstance(given.source, SlideImages):
                     given.source.close()
-        if problem is not None:
-            if self._world.rank == 0:
-                log.warning("%s", problem)
-            self._reports.append(Report(todo.name, problem=problem, failed=True))
-        elif record is not None:
-            report = _report(record, self._trained, "" if given is None else given.remark)
-            self._records.append(record)
-            self._reports.append(report)
-            told = counted(report.tiles, "tile"), report.predicted, report.value
-            log.info("%s: %s, %s %.3f", todo.name, *told)
+        if problem is not None or record is None:
+            return Report(todo.name, problem=problem or "", failed=True), None
+        return _report(record, self._trained, "" if given is None else given.remark), record
 
     def _predicted(self, given: Input, key: str) -> Record | None:
         """What is known of a slide in the end, on rank 0."""
-        if given.remark and self._world.rank == 0:
+        if given.remark and self._own.rank == 0:
             log.warning("%s: %s", given.name, given.remark)
         outcome = self._runner.run(given)
         files: Sequence[str] = []
@@ -182,7 +205,7 @@ class _Batch:
             of_volumes = isinstance(given.source, VolumeImages)
             writer = VolumeMaps if of_volumes else Maps
             if self._trained.task == "segmentation" or not of_volumes:
-                maps = writer(self._run_dir, given, self._trained, self._shown, self._world)
+                maps = writer(self._run_dir, given, self._trained, self._shown, self._own)
                 files = maps.save(outcome)
         if outcome.values is None:
             return None
@@ -193,6 +216,28 @@ class _Batch:
         if given.slide is not None or not record.left_out:
             record.save(self._run_dir)
         return record
+
+
+def _replica(config: DictConfig, trained: Trained, world: Communicator) -> _Team:
+    """Whole images are predicted one at a time, so each data replica takes some of its own."""
+    placement = placement_of(config.parallel, len(trained.image_size))
+    if placement.data == 1:
+        return _Team(0, 1, world, config)
+    placement = placed_by_nodes(placement, Nodes(world).of)
+    width = placement.replica_size
+    number = placement.place(world.rank) // width
+    ranks = placement.at(range(number * width, (number + 1) * width))
+    config = config.copy()
+    config.parallel.data = 1
+    return _Team(number, placement.data, world.subset(ranks), config)
+
+
+def _tell(report: Report) -> None:
+    if report.problem:
+        log.warning("%s", report.problem)
+        return
+    told = counted(report.tiles, "tile"), report.predicted, report.value
+    log.info("%s: %s, %s %.3f", report.name, *told)
 
 
 def _in_keys(text: str) -> str:

@@ -43,15 +43,14 @@ def check_config(config: DictConfig) -> Placement:
     placement = placement_of(config.parallel, None if config.volumes is None else 3)
     schedule = schedule_of(config.parallel, placement)
     least = schedule.microbatches * placement.data * max(placement.batch, default=1)
-    if config.batch_size < least:
+    alone = config.whole or config.volumes is not None
+    if config.batch_size < least and not alone:
         raise ValueError(
             f"batch_size={config.batch_size} leaves ranks without tiles: {placement.describe()}, "
             f"parallel.microbatches={schedule.microbatches} need at least {least} at a time"
         )
     if config.activation and not config.maps:
         raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
-    if config.whole or config.volumes is not None:
-        check_whole(placement, schedule.microbatches)
     check_values(config)
     return placement
 
@@ -63,25 +62,6 @@ def names_own_network(ckpt_path: str) -> bool:
         return is_own_network(content["config"]["model"]["_target_"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def check_whole(placement: Placement, microbatches: int) -> None:
-    """Refuse a layout that divides several images, where there is one at a time.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    counts = {
-        "parallel.data": placement.data,
-        "parallel.microbatches": microbatches,
-        "parallel.local_dp": max(placement.batch, default=1),
-    }
-    for key, count in counts.items():
-        if count > 1:
-            raise ValueError(
-                f"{key}={count} divides several images, but a whole region or volume is one: set "
-                f"{key}=1, take parallel=sp, which divides it, or cut slides by whole=false"
-            )
 
 
 def _check_choices(config: DictConfig) -> None:

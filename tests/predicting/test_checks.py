@@ -28,6 +28,9 @@ def given(tmp_path) -> str:
         ("slides=null shards=SET split=val", 1),
         ("classes=[a,b] activation=true", 1),
         ("slides=null volumes=a.nii parallel=sp parallel.grid=[2,1,3]", 6),
+        ("slides=null volumes=a.nii parallel=dp parallel.data=3 batch_size=1", 3),
+        ("whole=true parallel=pp parallel.microbatches=9", 2),
+        ("whole=true parallel=sp+lp parallel.local_dp=2", 4),
     ],
 )
 def test_what_fits(words, ranks, given, tmp_path):
@@ -46,7 +49,6 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("slides=null volumes=a.nii tile_size=9", "how to cut slides, but volumes are not cut"),
         ("slides=null volumes=a.nii split=val", "split=val is of shards=..., volumes have none"),
         ("slides=null volumes=a.nii parallel=sp", r"parallel.grid=\[2, 1\] has 2 numbers"),
-        ("slides=null volumes=a.nii parallel=dp", "parallel.data=2 divides several images"),
         ("slides=null shards=SET edge=pad", "edge says how to cut slides"),
         ("slides=null shards=SET/none", "is no folder"),
         ("slides=null shards=SET min_tissue=0", "min_tissue says how to cut slides"),
@@ -75,8 +77,6 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("parallel=dp parallel.shard_state=true", "shard_state=true is for training"),
         ("parallel=dp parallel.data=3 batch_size=2", "batch_size=2 leaves ranks without tiles"),
         ("parallel=pp parallel.microbatches=9", "need at least 9 at a time"),
-        ("whole=true parallel=pp parallel.microbatches=2", "parallel.microbatches=2 divides"),
-        ("whole=true parallel=sp+lp parallel.local_dp=2", "parallel.local_dp=2 divides"),
         ("activation=true maps=false", "activation=true draws maps"),
         ("comm.timeout=-1", "comm.timeout"),
     ],

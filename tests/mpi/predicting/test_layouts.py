@@ -34,17 +34,24 @@ TILES = {
     ],
 }.get(WORLD.size, [])
 REGIONS = {
-    2: ["parallel=lp"],
-    3: ["parallel=sp parallel.grid=[3,1]"],
+    2: ["parallel=lp", "parallel=gems"],
+    3: ["parallel=sp parallel.grid=[3,1]", "parallel=dp parallel.data=3"],
     4: ["parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.grid=[1,4]"],
 }.get(WORLD.size, [])
 VOLUMES = {
-    2: ["parallel=sp parallel.grid=[2,1,1]", "parallel=sp parallel.grid=[1,1,2]", "parallel=lp"],
-    3: [
-        "parallel=sp parallel.grid=[3,1,1]",
-        "parallel=sp+pp parallel.grid=[1,2,1] parallel.microbatches=1",
+    2: [
+        *("parallel=sp parallel.grid=[2,1,1]", "parallel=sp parallel.grid=[1,1,2]"),
+        *("parallel=lp", "parallel=dp", "parallel=gems"),
     ],
-    4: ["parallel=sp parallel.grid=[1,2,2]", "parallel=sp+lp parallel.grid=[3,1,1]"],
+    3: [
+        *("parallel=sp parallel.grid=[3,1,1]", "parallel=sp+pp parallel.grid=[1,2,1]"),
+        "parallel=dp parallel.data=3",  # of which one has nothing to do
+    ],
+    4: [
+        *("parallel=sp parallel.grid=[1,2,2]", "parallel=sp+lp parallel.grid=[3,1,1]"),
+        *("parallel=dp+sp parallel.grid=[1,1,2]", "parallel=dp+pp"),
+        "parallel=sp+lp parallel.grid=[1,2,1] parallel.local_dp=2",
+    ],
 }.get(WORLD.size, [])
 TOLERANCE = 1e-10
 
@@ -183,3 +190,31 @@ def test_maps_of_volumes_equal_those_of_one_process(layout, volumes):
         assert pictures[0].read_bytes() == pictures[1].read_bytes()
     files = {path.name for path in out.iterdir() if path.is_file()}
     assert files == {path.name for path in (volumes / "parallel=none").iterdir() if path.is_file()}
+
+
+def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkeypatch):
+    if WORLD.rank == 0:
+        (volumes / "mixed").mkdir()
+        (volumes / "mixed" / "bad.nii").write_text("no volume")
+        for name in ("c", "d", "e"):
+            save(volumes / "mixed" / f"{name}.nii", voxels((6, 5, 4)))
+        (volumes / "out").mkdir()
+    seen: list[str] = []
+    predicted = Runner.run
+
+    def noted(runner: Runner, given: Input) -> Outcome:
+        seen.append(given.name)
+        return predicted(runner, given)
+
+    monkeypatch.setattr(Runner, "run", noted)
+    words = (f"ckpt_path={volumes / 'run'}", f"volumes={WORLD.bcast(volumes) / 'mixed'}")
+    config = command(*words, "parallel=dp", f"parallel.data={WORLD.size}", "maps=false")
+    assert not run(config, volumes / "out", WORLD)
+    everybody = WORLD.gather(seen)
+    if everybody is None:
+        return
+    assert sorted(name for one in everybody for name in one) == ["c", "d", "e"]
+    assert max(map(len, everybody)) <= -(-4 // WORLD.size)
+    rows = (volumes / "out" / "slides.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == ["bad", "c", "d", "e"]
+    assert ["failed" in row for row in rows] == [True, False, False, False]
