@@ -19,9 +19,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import grid_of, machine, publish
+from spatialdl.bench.results import machine, publish
 from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.worker import environment
 
 STEP = 64
@@ -86,7 +87,7 @@ def _measure_side(
     at_size = runs.get(options.size) or _run(options, ranks, again, options.size, None)
     return {
         "ranks": ranks,
-        "grid": grid_of(ranks),
+        "grid": nearly_cubic(ranks),
         "recompute": again,
         "largest": largest,
         "memory_mb": runs.get(largest),
@@ -124,7 +125,7 @@ def _run(
     plain: bool = False,
 ) -> float | None:
     """Peak MB of the largest rank; None if it was more than the limit."""
-    rows, cols = grid_of(ranks)
+    rows, cols = nearly_cubic(ranks)
     command = [
         *([] if ranks == 1 else mpiexec_command(ranks)),
         *(sys.executable, "-m", "spatialdl.bench.worker", "--model", options.model),

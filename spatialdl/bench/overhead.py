@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.bench.results import grid_of, machine
+from spatialdl.bench.results import machine
 from spatialdl.comm.alone import Done
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh
 from spatialdl.models import resnet50
 from spatialdl.parallel.axes import Axes
+from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.spatial.split import from_local
 
 WARM_UP = 2
@@ -112,7 +113,7 @@ def compare(
 ) -> tuple[list[float], list[float]]:
     """CPU seconds of `rounds` steps on a plain tile, and as many on a split one, in turn."""
     comm = Silent(0, ranks)
-    mesh = Mesh(Axes(spatial=grid_of(ranks)), 0, 0, comm, comm)
+    mesh = Mesh(Axes(spatial=nearly_cubic(ranks)), 0, 0, comm, comm)
     whole = (size * mesh.grid[0], size * mesh.grid[1])
     tile, labels = torch.randn(batch, 3, size, size), torch.arange(batch) % 10
     plain: list[float] = []

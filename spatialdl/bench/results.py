@@ -10,14 +10,6 @@ from pathlib import Path
 from typing import Any
 
 
-def grid_of(ranks: int, dims: int = 2) -> tuple[int, ...]:
-    """The grid nearest to a square or cube, with most parts along the first dim."""
-    if dims == 1:
-        return (ranks,)
-    last = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n**dims <= ranks)
-    return *grid_of(ranks // last, dims - 1), last
-
-
 def publish(
     result: dict[str, Any],
     table: Callable[[dict[str, Any]], str],

@@ -17,7 +17,8 @@ import torch
 from tqdm import tqdm
 
 from spatialdl import models
-from spatialdl.bench.results import grid_of, machine, publish
+from spatialdl.bench.results import machine, publish
+from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.schedule import make_schedule
@@ -167,7 +168,7 @@ def _layouts(
     for parts in case.grids:
         if ranks % parts or ranks // parts > batch:
             continue
-        rows, cols = grid_of(parts)
+        rows, cols = nearly_cubic(parts)
         data = ranks // parts
         placement = Placement(data, ((rows, cols),))
         for pieces in sorted({1, batch // data}):  # all images at once, or one after the other

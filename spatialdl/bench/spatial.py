@@ -16,9 +16,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import grid_of, machine, publish
+from spatialdl.bench.results import machine, publish
 from spatialdl.bench.worker import CONVOLUTIONS, dims_of
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.worker import environment, run_worker
 
 PLAIN = "plain PyTorch"
@@ -85,7 +86,7 @@ def _one_process(options: argparse.Namespace, plain: bool) -> tuple[list[str], d
 def _ranks(options: argparse.Namespace, plain: bool) -> tuple[list[str], dict[str, str]]:
     threads = max(1, options.threads // options.ranks)
     command = [*mpiexec_command(options.ranks), sys.executable, *_worker(options)]
-    grid = ["--grid", *map(str, grid_of(options.ranks, dims_of(options.model)))]
+    grid = ["--grid", *map(str, nearly_cubic(options.ranks, dims_of(options.model)))]
     return [*command, *grid], environment(threads, plain)
 
 

@@ -81,7 +81,8 @@ class Agreement:
         """
         if not self._begins():
             return
-        own = f"{tile.dtype}, {tuple(tile.shape[:-2])} x {tuple(size)}".removeprefix("torch.")
+        common = tuple(tile.shape[: -len(size)])
+        own = f"{tile.dtype}, {common} x {tuple(size)}".removeprefix("torch.")
         for rank, other in enumerate(self._grid_comm.allgather(own)):
             if other != own:
                 ranks = self._grid_comm.world_ranks

@@ -218,6 +218,14 @@ def image_shape(count: int) -> str:
     return f"(N, C, {', '.join('DHW'[-count:] if count > 1 else 'L')})"
 
 
+def nearly_cubic(parts: int, dims: int = 2) -> tuple[int, ...]:
+    """The grid nearest to a square or cube, with most parts along the first dim."""
+    if dims == 1:
+        return (parts,)
+    last = max(n for n in range(1, parts + 1) if parts % n == 0 and n**dims <= parts)
+    return *nearly_cubic(parts // last, dims - 1), last
+
+
 def by(sizes: Sequence[int]) -> str:
     """Sizes as text: ``70x93``."""
     return "x".join(map(str, sizes))

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.predict import Prediction, predict
@@ -188,16 +189,8 @@ def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_Shape]:
 
 def grids(parts: int, dims: int = 2) -> list[tuple[int, ...]]:
     """The grid nearest to a cube, to a square, and cuts along the first dim alone."""
-    found = [(*_nearly_equal(parts, cut), *(1,) * (dims - cut)) for cut in range(dims, 0, -1)]
+    found = [(*nearly_cubic(parts, cut), *(1,) * (dims - cut)) for cut in range(dims, 0, -1)]
     return list(dict.fromkeys(found))
-
-
-def _nearly_equal(parts: int, factors: int) -> tuple[int, ...]:
-    """So many factors of a number, the largest first."""
-    if factors == 1:
-        return (parts,)
-    least = max(c for c in range(1, parts + 1) if parts % c == 0 and c**factors <= parts)
-    return (*_nearly_equal(parts // least, factors - 1), least)
 
 
 def _orders(shape: _Shape, samples: int) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:

@@ -19,6 +19,7 @@ from spatialdl.parallel.layout import (
     Window,
     empty_box,
     even_bounds,
+    nearly_cubic,
     needed_boxes,
     scaled_bounds,
     strided_bounds,
@@ -346,3 +347,10 @@ def test_needs_of_a_seven_by_seven_stem(outputs, expected):
 def test_a_box_survives_pickling(box):
     assert pickle.loads(pickle.dumps(box)) == box
     assert type(copy.deepcopy(box)) is Box
+
+
+@pytest.mark.parametrize(
+    ("ranks", "grid"), [(1, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (3, 2)), (12, (3, 2, 2))]
+)
+def test_grids_are_as_square_as_can_be(ranks, grid):
+    assert nearly_cubic(ranks, len(grid)) == grid

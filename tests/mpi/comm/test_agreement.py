@@ -89,6 +89,19 @@ def test_tiles_of_other_images_are_refused(mesh: Mesh) -> None:
         from_local(image(0, samples, 3, row1 - row0, col1 - col0), mesh, (16, 12))
 
 
+@pytest.mark.parametrize("size", [(17,), (17, 5, 6)])
+def test_tiles_of_signals_and_volumes_may_be_of_other_sizes_but_not_channels(
+    size: tuple[int, ...],
+) -> None:
+    """17 places are divided evenly by no number of ranks."""
+    mesh = init_mesh((SIZE, *(1 for _ in size[1:])))
+    first, last = mesh.box(size)[:2]
+    tile = image(RANK, 2, 3, last - first, *size[1:])
+    assert from_local(tile, mesh, size).shape == (2, 3, *size)
+    with pytest.raises(ValueError, match=r"tiles of different images: float64, \(2, [23]\) x \(17"):
+        from_local(tile[:, :2] if LAST else tile, mesh, size)
+
+
 def test_tiles_and_replicas_have_images_of_their_own(mesh: Mesh) -> None:
     row0, row1, col0, col1 = mesh.box((16, 12))
     from_local(image(RANK, 2, 3, row1 - row0, col1 - col0), mesh, (16, 12))
