@@ -6,6 +6,7 @@ the thread waits still. See `comm.watchdog`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from threading import get_ident
@@ -79,11 +80,13 @@ class Wait(NamedTuple):
         number: another one for each wait.
         what: from the widest to the closest.
         ranks: of the world, of the closest that names some; none if it is no communication.
+        limit_s: seconds that it may take, of the closest that has a ``timeout_s``; else infinite.
     """
 
     number: int
     what: tuple[str, ...]
     ranks: tuple[int, ...]
+    limit_s: float = math.inf
 
 
 def numbers() -> dict[int, int]:
@@ -97,10 +100,12 @@ def wait_of(thread: int) -> Wait | None:
     if note is None:
         return None
     number, _, ranks, _ = note
-    texts = []
+    texts, limits = [], []
     while note is not None:
         texts.append(str(note[1]))
+        limits.append(getattr(note[1], "timeout_s", None))
         ranks = note[2] if ranks is None else ranks
         note = note[3]
     found = ranks() if callable(ranks) else ranks
-    return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(found or ()))
+    limit_s = next((one for one in limits if one is not None), math.inf)
+    return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(found or ()), limit_s)

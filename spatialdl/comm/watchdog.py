@@ -17,7 +17,7 @@ from threading import Event, Thread, main_thread
 from typing import NamedTuple
 
 from spatialdl.comm import check, limit, waiting
-from spatialdl.comm.alarm import MOST, Alarm, Report, alarm_between
+from spatialdl.comm.alarm import MOST, Alarm, Report, Unheard, alarm_between
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.processes import Process
@@ -55,6 +55,25 @@ def start_watchdog(world: Communicator) -> None:
         return
     if not is_set or world.size == 1:
         return
+    _watch_all(world, limit_s)
+
+
+def watch_calls(rank: int, world: Communicator | None) -> None:
+    """Watch what has a timeout of its own, where nothing else is watched; all of the world call it.
+
+    Args:
+        rank: this one, of the world.
+        world: None if only some ranks call it: then each ends the job by itself.
+    """
+    if _Running.watchdog is not None:
+        return
+    if world is not None and world.size > 1:
+        _watch_all(world, math.inf)
+    elif world is None:
+        _Running.watchdog = Watchdog(Unheard(), rank, [Process.own()] * (rank + 1), math.inf)
+
+
+def _watch_all(world: Communicator, limit_s: float) -> None:
     processes = world.allgather(Process.own())
     _Running.watchdog = Watchdog(alarm_between(world), world.rank, processes, limit_s)
     atexit.register(stop_watchdog)
@@ -83,10 +102,12 @@ class _Overdue(NamedTuple):
     Attributes:
         thread: that waits.
         why: what is wrong with it.
+        remedy: how to let it wait longer.
     """
 
     thread: int
     why: str
+    remedy: str = ""
 
 
 class Watchdog:
@@ -145,14 +166,17 @@ class Watchdog:
             self._since[thread] = (number, since if number == known else self._clock)
         for thread, (number, since) in self._since.items():
             seconds = self._clock - since
-            if seconds <= min(self.limit_s, ASK_S):
-                continue
-            wait = waiting.wait_of(thread)
+            wait = waiting.wait_of(thread) if seconds > 0 else None
             if wait is None or wait.number != number or not wait.ranks:
                 continue
             if seconds > self.limit_s:
-                limit_s = f"{self.limit_s:g}"
-                return _Overdue(thread, f"longer than {limit.setting('timeout', limit_s)}")
+                limit_s = limit.setting("timeout", f"{self.limit_s:g}")
+                return _Overdue(thread, f"longer than {limit_s}", limit.how_to_raise())
+            if seconds > wait.limit_s:
+                of_group = "the timeout of init_process_group or new_group"
+                return _Overdue(thread, f"longer than the timeout of {wait.limit_s:g} s", of_group)
+            if seconds <= ASK_S:
+                continue
             if self._asked.get(thread) != number:
                 self._asked[thread] = number
                 self._alarm.ask([rank for rank in wait.ranks if rank != self._rank][:MANY])
@@ -170,7 +194,7 @@ class Watchdog:
         leader = min((rank for rank, one in reports.items() if one.raised), default=self._rank)
         if leader == self._rank:
             time.sleep(AFTERWARDS_S)
-            say_last(self._summary(reports))
+            say_last(self._summary(reports, overdue.remedy if overdue else ""))
         else:
             time.sleep(2 * GRACE_S)  # it ends the job, unless it is gone itself
         end_job_for_sure()
@@ -229,7 +253,7 @@ class Watchdog:
         number, since = self._since.get(thread, (0, 0.0))
         return f"{self._clock - since:.0f} s " if number == wait.number else "a moment "
 
-    def _summary(self, reports: dict[int, Report]) -> str:
+    def _summary(self, reports: dict[int, Report], remedy: str) -> str:
         """Who is to blame, as far as it can be told, and what to do."""
         stopped = {int(r): why for one in reports.values() for r, why in one.stopped.items()}
         missing = [r for r in range(len(self._processes)) if r not in reports]
@@ -264,7 +288,7 @@ class Watchdog:
         return (
             f"{'; '.join(said) or 'some rank did not come'}. The job ends. If ranks have reason to "
             "wait so long (validation, storage, a first step that compiles): raise "
-            f"{limit.how_to_raise()}"
+            f"{remedy or limit.how_to_raise()}"
         )
 
 

@@ -181,6 +181,16 @@ def wait_for_a_group() -> None:
         dist.recv(torch.ones(1), 0)
 
 
+def wait_for_a_group_of_some() -> None:
+    """The first group over MPI is of some ranks: they watch without the others."""
+    dist.init_process_group("gloo")  # by the same rendezvous
+    group = dist.new_group([0, 1], timeout=SHORT, backend="mpi4py")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3, 5), group=group)
+    else:
+        signal.pause()
+
+
 def die() -> None:
     rank = init(timedelta(seconds=20))
     dist.barrier()

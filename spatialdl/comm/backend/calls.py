@@ -1,18 +1,14 @@
 """What this process is doing over MPI, so that nothing waits for ever without a word.
 
-Every operation of the `mpi4py` backend is noted here while it runs. A thread looks at the notes;
-when one has outlived its timeout, the ranks tell each other what they are waiting for, one of them
-prints it, and the job ends. There is no way back: MPI cannot take a collective back that some ranks
-have begun, so an exception in one thread would leave the others in it for ever.
+Every operation of the `mpi4py` backend is noted while it runs, with its timeout, see
+`comm.watchdog`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 from torch import Tensor
@@ -21,12 +17,6 @@ from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.roll_call import say
 from spatialdl.comm.waiting import noted
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-LOOK_S = 0.25
-GRACE_S = 1.0
-"""How long ranks that time out at about the same time wait for what the others say."""
 MANY = 32
 
 Job = Callable[[], object]
@@ -65,7 +55,7 @@ class Call:
         words: whatever else tells it apart.
     """
 
-    __slots__ = ("group", "name", "options", "started", "tensors", "timeout_s", "words")
+    __slots__ = ("group", "name", "options", "tensors", "timeout_s", "words")
 
     def __init__(
         self,
@@ -78,7 +68,6 @@ class Call:
     ) -> None:
         self.group, self.name, self.tensors = group, name, tensors
         self.timeout_s, self.options, self.words = timeout_s, options, words
-        self.started = 0.0
 
     def run(self, job: Job) -> None:
         """Do the job, noted as running.
@@ -86,14 +75,10 @@ class Call:
         Raises:
             RuntimeError: if MPI fails, naming the operation.
         """
-        self.started = time.monotonic()
-        _running[id(self)] = self
         try:
-            noted(self, self.group.ranks, job)
+            noted(self.group, self.group.ranks, noted, self, None, job)
         except MPI.Exception as error:
             raise RuntimeError(f"{self} in {self.group} failed: {error}") from error
-        finally:
-            del _running[id(self)]
 
     def __str__(self) -> str:
         shown = [describe(tensor) for tensor in self.tensors[:4]]
@@ -112,9 +97,6 @@ class Call:
         return f"{by}{at}{self.words}"
 
 
-_running: dict[int, Call] = {}
-
-
 def describe(tensor: Tensor) -> str:
     """Type and shape of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
@@ -126,81 +108,6 @@ def seconds(timeout: timedelta, default: float) -> float:
 
 
 _NONE = timedelta(0)
-
-
-class Watchdog:
-    """Ends the job when a call has outlived its timeout.
-
-    Args:
-        store: over which ranks tell what they wait for.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._stop = Event()
-        self._thread = Thread(target=self._look, name="mpi4py watchdog", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._stop.wait(LOOK_S):
-            self._look_once()  # what it has looked at must not be kept alive until the next time
-
-    def _look_once(self) -> None:
-        now = time.monotonic()
-        for call in list(_running.values()):
-            if now - call.started > call.timeout_s:
-                self._tell(call)
-                end_job_for_sure()
-
-    def _tell(self, call: Call) -> None:
-        """Print what all ranks of the group wait for, on one rank; the others leave it to that."""
-        found: list[str | None] = []
-        talk = Thread(target=lambda: found.append(self._ask(call)), daemon=True)
-        talk.start()
-        talk.join(2 * GRACE_S + 2)  # the rank that holds the store may be the one that hangs
-        if not found:
-            found = [f"{_overdue(call)}, and the store of rank 0 does not answer"]
-        if found[0] is None:
-            time.sleep(2 * GRACE_S)
-        else:
-            say(f"spatialdl: {found[0]}; ending the job")
-
-    def _ask(self, call: Call) -> str | None:
-        try:
-            prefix = f"overdue/{call.group.name}"
-            first = self._store.add(prefix, 1) == 1
-            self._store.set(f"{prefix}/{call.group.rank}", f"{call} for {_waited(call):.0f} s")
-            if not first:
-                return None
-            time.sleep(GRACE_S)
-            others = [
-                self._state(prefix, rank) for rank in call.group.ranks if rank != call.group.rank
-            ]
-        except Exception as error:
-            return f"{_overdue(call)}; the store is gone: {str(error).splitlines()[0]}"
-        return "; ".join([_overdue(call), *others])
-
-    def _state(self, prefix: str, rank: int) -> str:
-        key = f"{prefix}/{rank}"
-        if self._store.check([key]):
-            return f"rank {rank} waits in {self._store.get(key).decode()}"
-        return f"rank {rank} has not come and says nothing: it is computing, stopped or dead"
-
-
-def _waited(call: Call) -> float:
-    return time.monotonic() - call.started
-
-
-def _overdue(call: Call) -> str:
-    return (
-        f"rank {call.group.rank} waits in {call} for {_waited(call):.0f} s in {call.group}, longer "
-        f"than the timeout of {call.timeout_s:g} s"
-    )
 
 
 def fail(call: Call, error: BaseException) -> None:

@@ -16,21 +16,19 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from mpi4py import MPI
 
-from spatialdl.comm.backend.calls import Watchdog
 from spatialdl.comm.backend.process_group import NAME, MpiProcessGroup
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.launch import check_mpi_world
+from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.store import store_by_mpi
+from spatialdl.comm.watchdog import watch_calls
 
 Rendezvous = Iterator[tuple[Any, int, int]]
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
 
 
-class _Open:
-    """What lives as long as there are groups."""
-
-    groups: list[MpiProcessGroup] = []  # noqa: RUF012
-    watchdog: Watchdog | None = None
+_open: list[MpiProcessGroup] = []
+"""The groups that are not shut down."""
 
 
 def register() -> None:
@@ -40,7 +38,6 @@ def register() -> None:
     dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _env_or_mpi(handlers["env"])  # the one that is taken when none is named
-    atexit.register(_drain)
 
 
 def _env_or_mpi(by_environment: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
@@ -88,28 +85,26 @@ def _make_group(options: Any, _: object) -> MpiProcessGroup:
         _check_place(options.group_rank, options.group_size)
         ranks = list(range(options.group_size))
         comm = MPI.COMM_WORLD.Dup()
-    if not _Open.groups:
-        _Open.watchdog = Watchdog(options.store)
+    if not _open:
+        world = None if options.global_ranks_in_group else MpiCommunicator(MPI.COMM_WORLD)
+        watch_calls(MPI.COMM_WORLD.rank, world)
+        atexit.unregister(_drain)
+        atexit.register(_drain)  # before the watchdog ends
         _end_job_on_exceptions()
     group = MpiProcessGroup(comm, options.store, options.group_id, ranks, options.timeout, _closed)
-    _Open.groups.append(group)
+    _open.append(group)
     return group
 
 
 def _closed(group: MpiProcessGroup) -> None:
     """A group was shut down."""
-    _Open.groups.remove(group)
-    if not _Open.groups and _Open.watchdog is not None:
-        _Open.watchdog.stop()
-        _Open.watchdog = None
+    _open.remove(group)
 
 
 def _drain() -> None:
     """At the end of a program that has not destroyed its groups."""
-    for group in _Open.groups:
+    for group in _open:
         group.drain()
-    if _Open.watchdog is not None:
-        _Open.watchdog.stop()
 
 
 def _end_job_on_exceptions() -> None:
@@ -119,7 +114,7 @@ def _end_job_on_exceptions() -> None:
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None, /) -> None:
         with contextlib.redirect_stderr(sys.__stderr__):  # PyTorch holds back what is printed
             before(kind, error, at)
-        if _Open.groups and MPI.COMM_WORLD.size > 1:
+        if _open and MPI.COMM_WORLD.size > 1:
             end_job_for_sure()
 
     sys.excepthook = hook
