@@ -79,15 +79,24 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--grid", type=_sides, required=True, help="of ranks: 2x2, 4, 2x1x1")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--batch", type=int, default=2, help="images (default 2)")
-    parser.add_argument("--channels", type=int, default=3, help="of an image (default 3)")
+    parser.add_argument(
+        "--channels", type=int, help="of an image (default: in_channels=N of the function, or 3)"
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", dest="train", action="store_true", default=True)
     mode.add_argument("--eval", dest="train", action="store_false", help="default: --train")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
+    if options.channels is None:
+        options.channels = _channels_of(options.arguments)
     if options.batch < 1 or options.channels < 1:
         parser.error("--batch and --channels must be at least 1")
     return options
+
+
+def _channels_of(words: Sequence[str]) -> int:
+    given = (re.fullmatch(r"in_chan(?:nel)?s=(\d+)", word) for word in words)
+    return next((int(one[1]) for one in given if one), 3)
 
 
 def _sides(text: str) -> tuple[int, ...]:
@@ -144,8 +153,8 @@ def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> N
         return one_step(copy.deepcopy(network), image)
     except Exception as error:
         raise ValueError(
-            f"one process cannot do a step with images {tuple(image.shape)}: "
-            f"{type(error).__name__} at {users_line_of(error)}: {error}"
+            f"one process cannot do a step with images {tuple(image.shape)} (--batch, --channels, "
+            f"--size): {type(error).__name__} at {users_line_of(error)}: {error}"
         ) from error
 
 

@@ -53,6 +53,10 @@ class Wrong(Exact):
         return self.body(x) * tile.shape[2]
 
 
+def named(in_channels):
+    return nn.Conv2d(7, 2, 1)
+
+
 def chain():
     return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Linear(18, 4), nn.Softmax(3))
 
@@ -207,12 +211,18 @@ def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
             "missing 1 required positional argument: 'width'; arguments follow",
         ),
         ("my_package.networks.needs", ("size=3",), "got an unexpected keyword argument 'size'"),
+        ("my_package.networks.named", ("in_channels=4",), "images (2, 4, 21, 18)"),
+        (
+            "my_package.networks.named",
+            ("in_channels=4", "--channels", "5"),
+            "images (2, 5, 21, 18)",
+        ),
         ("my_package.networks.needs", ("3",), "3 is not key=value, an argument of the function"),
         ("my_package.networks.Noise", (), "one process gives other numbers each time"),
         (
             "my_package.networks.Exact",
             ("--channels", "4"),
-            "images (2, 4, 21, 18): RuntimeError at ",
+            "images (2, 4, 21, 18) (--batch, --channels, --size): RuntimeError at ",
         ),
         (
             "my_package.networks.Exact",

@@ -174,8 +174,8 @@ class RegionShards:
             self._channels, self.dtype, self.masks = channels, dtype, masked
         if (channels, dtype) != (self._channels, self.dtype):
             raise ValueError(
-                f"region has {channels} channels of {dtype}, those before it {self._channels} of "
-                f"{self.dtype}; all regions of a data set have the same"
+                f"it has {channels} channels of {dtype}, those before it "
+                f"{self._channels} of {self.dtype}; all of a data set have the same, so convert it"
             )
         if masked != self.masks:
             raise ValueError("some regions have masks and some have none; give all of them one")

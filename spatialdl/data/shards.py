@@ -77,7 +77,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             if not samples:
                 known = (
                     ", ".join(self._manifest.splits)
-                    or "none: take all samples by split=null (None)"
+                    or "none: take all samples by split=None (data.split=null for training)"
                 )
                 raise ValueError(f"data set {path} has no split {split!r}; its splits: {known}")
         self._samples = samples

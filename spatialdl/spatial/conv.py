@@ -29,6 +29,7 @@ from spatialdl.spatial.later import later
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, check_output, per_dim, window_move
 from spatialdl.spatial.window_function import bias_gradient
+from spatialdl.text import counted
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,13 @@ def _register(function: Any, dims: int) -> None:
         if not is_image and is_of_one_pixel(weight, stride, padding):
             return conv_of_channels(function, input, weight, bias, groups)
         if dims < len(input.mesh.grid):
-            raise refusal(function, [input], "along an image only kernels of one pixel go")
+            of_image = len(input.mesh.grid)
+            raise refusal(
+                function,
+                [input],
+                f"its input has {counted(dims, 'spatial dim')}, the image {of_image}, along "
+                f"which only kernels of one pixel go: take conv{of_image}d",
+            )
         check_image(function.__name__, input, dims)
         check_channels(function.__name__, input, weight, groups)
         windows, size = _windows(input, weight, stride, padding, dilation)

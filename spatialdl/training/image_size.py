@@ -21,10 +21,11 @@ def common_size(path: Path, sizes: Iterable[Size]) -> Size:
     """
     different = sorted(set(sizes))
     if len(different) > 1:
+        dims = ("slices", "rows", "columns")[-len(different[0]) :]
         raise ValueError(
             f"the images of {path} have {len(different)} different sizes, such as "
             f"{', '.join(' x '.join(map(str, size)) for size in different[:3])}: one batch needs "
-            "one size, which data.image_size=[rows,columns] cuts or pads them to"
+            f"one size, which data.image_size=[{','.join(dims)}] cuts or pads them to"
         )
     return different[0]
 

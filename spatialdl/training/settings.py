@@ -134,6 +134,12 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     size = _size(data.image_size)
     if size is None:
         size = common_size(path, (one.image_size(k) for one in both for k in range(len(one))))
+    stored = train.image_size(0)
+    if len(size) != len(stored):
+        raise ValueError(
+            f"data.image_size={list(size)} has {len(size)} numbers, but the images of {path} have "
+            f"{len(stored)} dims, such as {' x '.join(map(str, stored))}: give one for each"
+        )
     names: list[str] = []
     if task in TARGETED:
         names = set_targets(Path(data.targets).expanduser(), both, path, task == "multilabel")
@@ -192,14 +198,16 @@ def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
     if task == "segmentation" and not source.has_masks:
         raise ValueError(
             f"the data set {path} has no masks: write it again with "
-            "ShardWriter.add(..., mask=...) or spatialdl-tile --whole --annotations, or take "
-            "task=classification"
+            "ShardWriter.add(..., mask=...), spatialdl-tile --whole --annotations or "
+            "spatialdl-import volumes --masks, or take task=classification"
         )
     unlabelled = int((source.labels < 0).sum())
     if unlabelled and task == "classification":
         raise ValueError(
             f"{unlabelled} of {len(source)} samples of {path} have no label: write it again with "
             "--labels, or choose a split with labels by data.split"
+            + ", or take task=segmentation, which learns from its masks"
+            * source.has_masks
         )
 
 

@@ -69,6 +69,13 @@ def test_a_split_is_a_data_set_of_its_own(folder: Path) -> None:
         ShardDataset(folder, split="test")
 
 
+def test_a_set_without_splits_names_the_way_to_all_samples(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "set") as writer:
+        writer.add(np.zeros((4, 5, 3), np.uint8))
+    with pytest.raises(ValueError, match=r"none: take all .* split=None \(data.split=null for tra"):
+        ShardDataset(tmp_path / "set", split="train")
+
+
 cuts = st.tuples(st.integers(0, H), st.integers(0, H), st.integers(0, W), st.integers(0, W))
 
 

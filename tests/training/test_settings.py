@@ -159,6 +159,22 @@ def test_samples_without_labels_are_refused(tmp_path):
         open_sources(data, 0)
 
 
+def test_masks_without_labels_name_the_task_that_learns_from_them(tmp_path):
+    with ShardWriter(tmp_path / "set", kind="regions") as writer:
+        writer.add(np.zeros((8, 6, 3), np.uint8), split="train", mask=np.zeros((8, 6), np.uint8))
+    data = config("data=shards", f"data.path={tmp_path / 'set'}").data
+    with pytest.raises(ValueError, match=r"have no label.*, or take task=segmentation, which"):
+        open_sources(data, 0)
+
+
+def test_a_size_of_other_dims_than_the_images_is_refused(tmp_path):
+    data = shards(tmp_path / "set", [(SIZE, 0, "train")])
+    data.image_size = [4, 8, 6]
+    match = r"data.image_size=\[4, 8, 6\] has 3 numbers, but .* have 2 dims, such as 8 x 6: give"
+    with pytest.raises(ValueError, match=match):
+        open_sources(data, 0)
+
+
 def test_images_of_several_sizes_need_one_for_the_batch(tmp_path):
     samples = [(SIZE, 0, "train"), ((9, 6), 1, "train"), ((4, 9), 1, "val")]
     data = shards(tmp_path / "set", samples, kind="regions")

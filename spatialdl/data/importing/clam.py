@@ -94,27 +94,31 @@ def import_clam(
     return broken
 
 
-def read_labels(path: Path) -> dict[str, SlideLabel]:
+def read_labels(path: Path, *, empty: bool = False) -> dict[str, SlideLabel]:
     """The labels of slides, by slide_id.
+
+    Args:
+        path: of the table.
+        empty: take slides whose label is empty, for their splits.
 
     Raises:
         ValueError: a column is missing, a cell empty, or a slide there twice with other labels.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return _labels_in(path, csv.DictReader(file))
+            return _labels_in(path, csv.DictReader(file), empty)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
 
 
-def _labels_in(path: Path, table: csv.DictReader[str]) -> dict[str, SlideLabel]:
+def _labels_in(path: Path, table: csv.DictReader[str], empty: bool) -> dict[str, SlideLabel]:
     labels: dict[str, SlideLabel] = {}
     missing = {"slide_id", "label"}.difference(table.fieldnames or ())
     if missing:
         raise ValueError(f"{path} has no column {' and '.join(sorted(missing))}")
     for row in table:
         slide, label = (str(row[name] or "").strip() for name in ("slide_id", "label"))
-        if not slide or not label:
+        if not slide or not (label or empty):
             raise ValueError(f"{path}, line {table.line_num}: slide_id or label is empty")
         made = SlideLabel(label, str(row.get("split") or "").strip() or None)
         if labels.setdefault(slide, made) != made:

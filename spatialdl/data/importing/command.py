@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in skipped:
         print(f"left out: {line}", file=sys.stderr)
     made = Manifest.load(options.out)
-    print(f"wrote {len(made.samples)} {made.kind} of {len(made.classes)} classes to {options.out}")
+    of = f" of {len(made.classes)} classes" if made.classes else ""
+    masked = " with masks" if made.masks else ""
+    print(f"wrote {len(made.samples)} {made.kind}{of}{masked} to {options.out}")
     return _OK
 
 
@@ -106,7 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     volumes.add_argument("--masks", type=Path, metavar="DIR", help="a mask of each, of its name")
     volumes.add_argument(
-        "--labels", type=Path, metavar="CSV", help="columns slide_id (NAME), label, and split"
+        "--labels",
+        type=Path,
+        metavar="CSV",
+        help="columns slide_id (NAME), label (may be empty beside masks), split",
     )
     volumes.add_argument(
         "--stripes", type=_positive, metavar="N", help="bands of slices that lie in N shards"

@@ -32,6 +32,10 @@ SUFFIXES = tuple(_READERS)
 """Of files, and of folders that are OME-Zarr stores; DICOM goes by what is inside."""
 
 
+UNREAD = (".mgz", ".mgh", ".mha", ".mhd", ".mnc", ".hdr", ".head", ".par", ".brik.gz", ".brik")
+"""Of volumes in formats that are not read."""
+
+
 def open_volume(path: Path) -> StoredVolume:
     """NIfTI, NRRD, a TIFF stack, OME-TIFF, OME-Zarr, or a folder or file of one DICOM series.
 

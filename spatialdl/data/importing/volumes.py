@@ -20,7 +20,13 @@ from spatialdl.data.format import volume_chunk
 from spatialdl.data.image_source import whole_box
 from spatialdl.data.importing.clam import label_of, read_labels
 from spatialdl.data.importing.image_folder import BrokenImagesError
-from spatialdl.data.importing.volume_file import SUFFIXES, open_volume, volume_name, volumes_in
+from spatialdl.data.importing.volume_file import (
+    SUFFIXES,
+    UNREAD,
+    open_volume,
+    volume_name,
+    volumes_in,
+)
 from spatialdl.data.importing.volume_files.volume import StoredVolume
 from spatialdl.data.pixels import DTYPES
 from spatialdl.data.volume_geometry import Turn, orientation_of
@@ -59,7 +65,8 @@ def import_volumes(
         out: the data set to be made.
         masks: folder of a mask for each, of the same name, with classes 0 to 255. One that says
             where it lies is turned onto its volume.
-        labels: a table of columns slide_id (the name), label and, if wanted, split.
+        labels: a table of columns slide_id (the name), label and, if wanted, split. With masks
+            the label may be empty.
         skip_broken: leave out what cannot be read or does not fit the volumes before it.
         progress: show a bar, where somebody looks at it.
         settings: of `ShardWriter`.
@@ -73,9 +80,15 @@ def import_volumes(
     """
     found = find_volumes(folder)
     of_masks = None if masks is None else find_volumes(masks, masks=True)
-    known = {} if labels is None else read_labels(labels)
+    known = {} if labels is None else read_labels(labels, empty=masks is not None)
     given = {name: label_of(name, known, labels) for name in found}
-    classes = sorted({label.label for label in given.values() if label is not None})
+    classes = sorted({label.label for label in given.values() if label and label.label})
+    if masks is not None and classes:
+        warnings.warn(
+            f"the labels ({', '.join(classes[:5])}{', ...' * (len(classes) > 5)}) name the classes "
+            "of the masks too; leave the column label empty where they do not",
+            stacklevel=2,
+        )
     broken: list[str] = []
     without_spacing = []
     off = None if progress else True
@@ -87,7 +100,7 @@ def import_volumes(
                 mask = None if of_masks is None else _mask(name, of_masks, volume)
                 writer.add(
                     _Rows(volume),
-                    label.label if label else None,
+                    (label.label or None) if label else None,
                     label.split if label else None,
                     slide=name,
                     mask=mask,
@@ -124,6 +137,14 @@ def find_volumes(folder: Path, *, masks: bool = False) -> dict[str, FoundVolume]
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give one of volumes: {kinds}")
     files, dicom = volumes_in(folder)
+    unread = [path.name for path in sorted(folder.iterdir()) if path.name.lower().endswith(UNREAD)]
+    if unread:
+        warnings.warn(
+            f"{folder}: left out {counted(len(unread), 'file')} of formats that are not read "
+            f"({', '.join(unread[:5])}{', ...' * (len(unread) > 5)}); convert them to NIfTI, with "
+            "nibabel or SimpleITK, say",
+            stacklevel=3,
+        )
     if masks and dicom.segmentation is not None:
         raise ValueError(
             f"{dicom.segmentation} is a DICOM segmentation object (SEG), which is not read as a "

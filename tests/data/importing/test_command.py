@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import h5py
+import nibabel
 import numpy as np
 import pytest
 from PIL import Image
@@ -46,6 +47,35 @@ def test_broken_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixtu
     assert told[1].startswith(f"  {images}/b/2.png: ")
     assert run("images", images, "--out", out, "--skip-broken") == 0
     assert capsys.readouterr().err.startswith(f"left out: {images}/b/2.png: ")
+
+
+def test_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("in", "masks"):
+        (tmp_path / folder).mkdir()
+        for name in "ab":
+            pixels = np.zeros((5, 4, 3), np.uint8)
+            nibabel.save(nibabel.Nifti1Image(pixels, np.eye(4)), tmp_path / folder / f"{name}.nii")
+    for name in ("c.mgz", "d.MHA"):
+        (tmp_path / "in" / name).touch()
+    call = ["volumes", tmp_path / "in", "--masks", tmp_path / "masks"]
+    table = tmp_path / "labels.csv"
+    call += ["--labels", table, "--out", tmp_path / "set", "--overwrite"]
+    table.write_text("slide_id,label,split\na,,train\nb,,val\n")
+    assert run(*call) == 0
+    told = capsys.readouterr()
+    assert told.out == f"wrote 2 volumes with masks to {tmp_path / 'set'}\n"
+    assert "left out 2 files of formats that are not read (c.mgz, d.MHA); convert" in told.err
+    assert "name the classes of the masks" not in told.err
+    data = ShardDataset(tmp_path / "set", split="val")
+    assert (data.classes, data.splits, data.labels.tolist()) == ([], ["train", "val"], [-1])
+    table.write_text("slide_id,label,split\na,ill,train\nb,well,val\n")
+    assert run(*call) == 0
+    told = capsys.readouterr()
+    assert "the labels (ill, well) name the classes of the masks too; leave" in told.err
+    assert told.out.startswith("wrote 2 volumes of 2 classes with masks")
+    table.write_text("slide_id,label,split\na,,train\nb,,val\n")
+    assert run("volumes", tmp_path / "in", "--labels", table, "--out", tmp_path / "other") == 1
+    assert "slide_id or label is empty" in capsys.readouterr().err
 
 
 def test_clam(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
