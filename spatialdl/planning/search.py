@@ -15,7 +15,7 @@ from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 
-LARGEST_GRID = 64
+LARGEST_GRID = 512
 MOST_STAGES = 32
 """Beyond these a grid's tiles or a network's stages are hardly worth the talk; not tried."""
 

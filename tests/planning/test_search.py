@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import unet
 from spatialdl.planning.job import Job
-from spatialdl.planning.search import NothingFits, grids, layouts, search
+from spatialdl.planning.search import Layout, NothingFits, grids, layouts, search
 from spatialdl.planning.table import table
 from spatialdl.training.layouts import placement_of, schedule_of
 
@@ -53,6 +53,11 @@ def test_grids_of_volumes_are_nearly_cubes_squares_or_slabs():
     assert grids(4, 3) == [(4, 1, 1), (2, 2, 1)] or grids(4, 3) == [(2, 2, 1), (4, 1, 1)]
     assert grids(16, 3) == [(4, 2, 2), (4, 4, 1), (16, 1, 1)]
     assert grids(8, 1) == [(8,)]
+
+
+def test_large_worlds_may_divide_one_volume():
+    keys = [("grid", [8, 8, 8]), ("spatial_stages", 1)]
+    assert Layout("sp", tuple(keys)) in list(layouts(512, 1, 50, 3))
 
 
 def test_the_fastest_comes_first(job, paper, base):
