@@ -90,7 +90,9 @@ def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_proces
     spans = [event for event in events if event["ph"] == "X"]
     assert {span["cat"] for span in spans} == {"compute", "hand-over", "reduce", "data"}
     steps, of_a_copy = 2, 2
-    received = [span for span in spans if span["name"].startswith("forward") and "args" not in span]
+    received = [
+        span for span in spans if span["name"].startswith("hand-over forward of micro-batch")
+    ]
     assert len(received) == 4 * steps  # outputs that a stage got in training, none in validation
     done = sorted((span["tid"], *span["args"].values()) for span in spans if "args" in span)
     assert done == sorted(
