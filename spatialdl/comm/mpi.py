@@ -19,9 +19,8 @@ from spatialdl.comm.datatypes import buffer, reduction_type
 from spatialdl.comm.gpu import StagedExchange, cuda_aware
 from spatialdl.comm.held import Exchange
 from spatialdl.comm.messages import Messages
-from spatialdl.comm.neighbours import Neighbours
 from spatialdl.comm.waiting import noted
-from spatialdl.comm.ways import WAYS, Way, by_messages, fastest, under_way
+from spatialdl.comm.ways import WAYS, Neighbours, Way, by_messages, fastest, under_way
 
 
 class MpiCommunicator(Neighbours):

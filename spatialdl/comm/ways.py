@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,8 @@ from mpi4py import MPI
 from spatialdl.comm.datatypes import buffer, strided_type
 from spatialdl.comm.held import Exchange, holders, pieces_of
 from spatialdl.comm.messages import Message, Messages
-from spatialdl.comm.neighbours import Neighbours
-from spatialdl.comm.plan import Piece
+from spatialdl.comm.plan import Piece, Plan
+from spatialdl.comm.waiting import noted
 from spatialdl.parallel.layout import Box
 
 TAG = 32767
@@ -30,6 +30,38 @@ TRIALS, IN_A_ROW = 5, 4
 
 CLEARLY = 0.9
 """Another way than the first is taken only if it needs less than this part of its time."""
+
+
+class Neighbours(MPI.Intracomm):
+    """Ranks of MPI, what they are called in the world, and their neighbours in a plan."""
+
+    @cached_property
+    def world_ranks(self) -> tuple[int, ...]:
+        """What they are called in the world, for messages."""
+        here, world = self.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = here.Translate_ranks(range(here.size), world)
+        here.Free()
+        world.Free()
+        return tuple(ranks)
+
+    @cached_property
+    def _graphs(self) -> dict[tuple[bytes, bool], MPI.Distgraphcomm]:
+        return {}
+
+    def graph(self, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
+        """The communicator in which a rank's neighbours are the plan's peers.
+
+        One per set of neighbours, because MPI libraries have few contexts to give away. Whether
+        one must be made follows from the whole plan, so all ranks make it together.
+        """
+        key = (plan.graph, adjoint)
+        if key not in self._graphs:
+            sends, receives = pieces_of(plan, adjoint)
+            sources, targets = [p.peer for p in receives], [p.peer for p in sends]
+            make = self.Create_dist_graph_adjacent
+            self._graphs[key] = noted("setting up", self.world_ranks, make, sources, targets)
+        return self._graphs[key]
+
 
 Way = Callable[[Neighbours, Exchange], Messages]
 

@@ -28,13 +28,13 @@ from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.holders import holders_of, reducers_of
-from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
+from spatialdl.pipeline.stage import start_training
 from spatialdl.pipeline.step_context import StepContext, are_weights_apart
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather

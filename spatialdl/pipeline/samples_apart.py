@@ -23,10 +23,9 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.autocast import autocast
-from spatialdl.pipeline.modes import start_training
 from spatialdl.pipeline.placed import PlacedStage
 from spatialdl.pipeline.shapes import HandoverShapes
-from spatialdl.pipeline.stage import run_stage
+from spatialdl.pipeline.stage import run_stage, start_training
 from spatialdl.pipeline.steps import Value
 from spatialdl.random import keyed
 from spatialdl.random.plain import PLAIN

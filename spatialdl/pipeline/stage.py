@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,15 +15,17 @@ from torch.utils._pytree import tree_leaves
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.source_lines import replays
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
-from spatialdl.pipeline.written_state import copies_saved
 from spatialdl.random import scope
 from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
+from spatialdl.spatial.tensor import SpatialTensor
 
 OUTPUT = Value(-2)
 """What a network returns, which need not be one tensor."""
 
 SAMPLES = 2
 """For which a network is recorded to find out how to cut it; BatchNorm wants more than one."""
+
+_RESTS = "rests_in_training"  # an attribute, so that copies of the layer have it too
 
 
 class Stage(nn.Module):
@@ -88,7 +90,7 @@ class Stage(nn.Module):
         recording = self._network.of(samples, self.training)
         values = dict(values)
         device = next((one.device for one in values.values()), torch.device("cpu"))
-        with copies_saved(self._written()):
+        with _copies_saved(self._written()):
             for part in self.parts:
                 self.run_part(part, recording, values, device)
         outputs: dict[Value, Any] = {value: values[value] for value in self.gives}
@@ -352,3 +354,45 @@ def _place_tensor(stage: nn.Module, path: str, model: nn.Module) -> None:
     elif name not in holder._buffers:
         persistent = name not in owner._non_persistent_buffers_set
         holder.register_buffer(name, owner._buffers[name], persistent)
+
+
+@contextmanager
+def _copies_saved(state: Sequence[Tensor]) -> Iterator[None]:
+    """Let autograd save copies of tensors that a forward writes into, and all else as it is.
+
+    Several micro-batches are under way at once: the forward of the second one would change what
+    autograd has saved for the backward of the first.
+    """
+    if not state or not torch.is_grad_enabled():
+        yield
+        return
+    memories = {_memory(one) for one in state}
+
+    def pack(saved: Tensor) -> Tensor:
+        if isinstance(saved, SpatialTensor) or saved.layout != torch.strided:
+            return saved
+        return saved.detach().clone() if _memory(saved) in memories else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        yield
+
+
+def _memory(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunction():  # no operation of the forward, which may be followed
+        return tensor.untyped_storage().data_ptr()
+
+
+def rest_in_training(layer: nn.Module) -> None:
+    """Keep a layer in evaluation mode while others train: BatchNorm, with its statistics frozen.
+
+    Weights that do not learn are no such sign: in PyTorch their BatchNorm goes on counting.
+    """
+    setattr(layer, _RESTS, True)
+
+
+def start_training(stage: nn.Module) -> None:
+    """Put a stage into training mode, but not the layers that rest."""
+    stage.train()
+    for layer in stage.modules():
+        if getattr(layer, _RESTS, False):
+            layer.eval()

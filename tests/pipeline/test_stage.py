@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
@@ -10,7 +11,14 @@ from torch import nn
 from spatialdl.models import resnet18
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.recording import Forward
-from spatialdl.pipeline.stage import OUTPUT, Stage, pieces, run_stage
+from spatialdl.pipeline.stage import (
+    OUTPUT,
+    Stage,
+    pieces,
+    rest_in_training,
+    run_stage,
+    start_training,
+)
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.random import keyed, scope
 from spatialdl.spatial.recompute import recompute_blocks
@@ -223,3 +231,19 @@ def test_a_part_has_the_modes_that_the_whole_network_sets(inside):
     for stage in stages:
         stage.eval()
     assert [model.one.training, model.two.training] == [False, not inside]
+
+
+def test_layers_that_rest_stay_in_evaluation_and_so_do_their_copies():
+    stage = nn.Sequential(nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()))
+    rest_in_training(stage[0])
+    for one in (stage, copy.deepcopy(stage)):
+        one.eval()
+        start_training(one)
+        assert [layer.training for layer in (one, *one, *one[1])] == [True, False, True, True, True]
+
+
+def test_weights_that_do_not_learn_are_no_rest():
+    """BatchNorm of which a user has frozen the weights counts on, as in PyTorch."""
+    stage = nn.Sequential(nn.BatchNorm2d(2)).requires_grad_(False).eval()
+    start_training(stage)
+    assert stage[0].training

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spatialdl.pipeline.modes import rest_in_training
+from spatialdl.pipeline.stage import rest_in_training
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -19,7 +19,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match one of the patterns (``layer1.*``, ``*.bias``).
 
     BatchNorm layers of which all parameters are frozen here stay in evaluation mode while the
-    others train, see `pipeline.modes`: their running statistics are frozen too.
+    others train, see `pipeline.stage`: their running statistics are frozen too.
 
     Raises:
         ValueError: if a pattern matches nothing, or nothing is left to learn.

@@ -75,3 +75,33 @@ def test_pieces_go_back_to_where_they_came_from(way: str) -> None:
             for piece, (room, box) in zip(plan.sends, rooms, strict=True):
                 expected = view_of(image(piece.peer, torch.float32), layout.whole, box)
                 assert torch.equal(room, expected), f"{name}, {needed}, from {piece.peer}"
+
+
+@pytest.mark.world(2, 3, 4)
+def test_ranks_are_called_what_they_are_in_the_world() -> None:
+    """Also in a subset of a subset, in whichever order."""
+    world = COMM
+    assert world.world_ranks == tuple(range(SIZE))
+    backwards = world.subset(range(SIZE)[::-1])
+    assert backwards.world_ranks == tuple(range(SIZE))[::-1]
+    assert backwards.world_ranks[backwards.rank] == RANK
+    if backwards.rank < 2:
+        assert backwards.subset([1, 0]).world_ranks == (SIZE - 2, SIZE - 1)
+
+
+@pytest.mark.world(2, 3, 4)
+def test_there_is_one_graph_for_all_plans_with_the_same_neighbours() -> None:
+    """MPI libraries have few to give away; forward and backward have one each."""
+    world = COMM
+    graphs = set()
+    for size in (8, 12, 16):
+        layout = Layout.even(1, (size, 6), (SIZE, 1))
+        needed = (*(empty_box(2),) * (SIZE - 1), layout.whole)
+        plan = plan_for(layout.boxes, needed, RANK)
+        forward, adjoint = world.graph(plan, False), world.graph(plan, True)
+        incoming, outgoing, _ = forward.Get_dist_neighbors_count()
+        others, is_last = SIZE - 1, RANK == SIZE - 1
+        assert (incoming, outgoing) == ((others, 0) if is_last else (0, 1))
+        assert adjoint.Get_dist_neighbors_count()[:2] == (outgoing, incoming)
+        graphs |= {id(forward), id(adjoint)}
+    assert len(graphs) == 2
