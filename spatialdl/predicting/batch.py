@@ -202,11 +202,9 @@ class _Batch:
         outcome = self._runner.run(given)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
-            of_volumes = isinstance(given.source, VolumeImages)
-            writer = VolumeMaps if of_volumes else Maps
-            if self._trained.task == "segmentation" or not of_volumes:
-                maps = writer(self._run_dir, given, self._trained, self._shown, self._own)
-                files = maps.save(outcome)
+            writer = VolumeMaps if isinstance(given.source, VolumeImages) else Maps
+            maps = writer(self._run_dir, given, self._trained, self._shown, self._own)
+            files = maps.save(outcome)
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files)
@@ -272,11 +270,6 @@ def _check_drawn(config: DictConfig, trained: Trained) -> None:
     Raises:
         ValueError: if they are asked for.
     """
-    if config.activation and trained.takes_volumes:
-        raise ValueError(
-            f"activation=true draws maps over images, but the network of {trained.path} was "
-            f"trained on volumes of {by(trained.image_size)}: leave it out"
-        )
     if config.activation and trained.task not in ("classification", "multilabel"):
         raise ValueError(
             "activation=true shows what places give to a class of the image, but the network of "

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def save_nifti(
 ) -> None:
     """Write a volume; all ranks call it together. The file appears whole or not at all.
 
+    Where there is no piece it is 0.
+
     Args:
         path: compressed if its name ends in .gz; else on a file system that all ranks have.
         header: on rank 0, see `nifti_header`.
@@ -93,6 +96,7 @@ def save_nifti(
         if temporary is not None:
             with temporary.open("r+b") as file:
                 file.write(header)
+                file.truncate(len(header) + prod(size) * dtype.itemsize)
         problem = ""
         place, offset = world.bcast((temporary, len(header)))
         try:
@@ -116,7 +120,7 @@ def _write_bands(
     dtype: np.dtype[Any],
 ) -> None:
     slices = max(1, _BAND // (size[1] * size[2]))
-    bands = PiecedMap(world, size, pieces, size).bands(0, slices)
+    bands = PiecedMap(world, size, pieces, size, empty=0.0).bands(0, slices)
     if temporary is None:
         for _ in bands:
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class PiecedMap:
     Args:
         pieces: of this rank.
         offset: where the region begins in the map.
+        empty: the value where there is none.
     """
 
     def __init__(
@@ -58,15 +60,16 @@ class PiecedMap:
         pieces: Sequence[Piece],
         region: tuple[int, ...],
         offset: tuple[int, ...] | None = None,
+        empty: float = math.nan,
     ) -> None:
         self._world, self.size, self._pieces = world, size, pieces
         self._region, self._offset = region, offset or (0,) * len(size)
+        self._empty = empty
 
     def bands(self, column: int, rows: int) -> Iterator[Floats]:
         """The map of a class, some rows (slices) at a time, from first to last, on rank 0.
 
-        Others go through it as well, and get bands without a column. Where there is no value, it
-        is NaN.
+        Others go through it as well, and get bands without a column.
         """
         top, *inset = self._offset
         for first in range(0, self.size[0], rows):
@@ -78,7 +81,7 @@ class PiecedMap:
             if everybody is None:
                 yield np.empty((last - first, *(0 for _ in inset)))
                 continue
-            band = np.full((last - first, *self.size[1:]), np.nan)
+            band = np.full((last - first, *self.size[1:]), self._empty)
             for start, values in (part for one in everybody for part in one):
                 at = (start[0] + top - first, *map(sum, zip(start[1:], inset, strict=True)))
                 under = band[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))]

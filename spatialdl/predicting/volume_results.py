@@ -4,6 +4,12 @@ NAME-classes.nii   the class of every voxel that is the most probable
 NAME-CLASS.nii     the probability of a class
 NAME-slices.png    three orthogonal slices through the middle, and the classes over them
 
+Of a network that tells a class for a volume, if that is asked for:
+
+NAME-CLASS-activation.nii   what each place gives to the logit of a class; 0 beyond what the
+                            network has seen
+NAME-activation.png         the slices, and over them what gives to the most probable class
+
 They are compressed, NAME-classes.nii.gz, where the volume is.
 """
 
@@ -14,13 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
-from spatialdl.data.image_source import Box, pairs, whole_box
-from spatialdl.data.importing.volume_file import StoredVolume
+from spatialdl.data.augmentation.drawing import Draw
+from spatialdl.data.augmentation.geometry import window_of
+from spatialdl.data.image_source import Box, Size, pairs, whole_box
 from spatialdl.data.saving import replacing
-from spatialdl.data.volume_geometry import Geometry, Turn
+from spatialdl.data.volume_geometry import Turn
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.nifti import nifti_header, save_nifti
 from spatialdl.predicting.pieces import Piece
@@ -30,18 +40,18 @@ from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.volume_inputs import VolumeImages
 from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.text import fitted
-from spatialdl.training.pictures.orthogonal_slices import (
-    Picture,
-    Planes,
-    draw_planes,
-    joined_planes,
-    plane_patches,
-    turned,
+from spatialdl.training.pictures.orthogonal_slices import Picture, draw_sections
+from spatialdl.training.pictures.thumbnails import (
+    COLOURS,
+    joined_sections,
+    mask_patches,
+    mean_sections,
+    pixel_patches,
+    window_in,
 )
-from spatialdl.training.pictures.thumbnails import COLOURS
 
-_DRAWN = Geometry("IPL")  # the head above, the front of the patient above or left, the right left
-_SIDE = 420  # pixels of the longest edge of a volume
+Array = npt.NDArray[Any]
+
 _LEGEND = 12  # classes that it names at most
 
 
@@ -71,17 +81,42 @@ class VolumeMaps:
         Returns:
             The names of the files.
         """
+        if self._trained.task == "segmentation":
+            self._save_map(outcome)
+        elif outcome.activation is not None and outcome.values is not None:
+            self._save_activation(outcome.activation[0], outcome.values[0])
+        return self._files
+
+    def _save_map(self, outcome: Outcome) -> None:
         pieces = [self._as_stored(piece) for piece in outcome.pieces]
         classes = [Piece(one.start, one.values.argmax(0, keepdim=True)) for one in pieces]
         *names, name = class_files([*self._trained.classes, "classes"])
-        self._save(name, classes, np.dtype(np.uint8 if len(names) <= 256 else np.uint16))
+        kind = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
+        self._save(name, classes, kind, self._world)
         double = self._world.allgather(any(one.values.dtype == torch.float64 for one in pieces))
         kind = np.dtype(np.float64 if any(double) else np.float32)
         for number in self._shown:
             own = [Piece(one.start, one.values[number : number + 1]) for one in pieces]
-            self._save(names[number], own, kind)
-        self._save_picture(classes)
-        return self._files
+            self._save(names[number], own, kind, self._world)
+        self._save_classes(classes)
+
+    def _save_activation(self, values: Array, probabilities: Tensor) -> None:
+        """On rank 0, which has the values (classes, *spatial); of a class at a time.
+
+        The network may have seen the middle of the volume, or more than there is.
+        """
+        turn, seen, view = self._source.turn, self._source.image_size(0), self._given.size
+        under = window_of(Draw(), seen, view).source_box(whole_box(view))
+        box, size = turn.stored_box(under, seen), self._source.stored.size
+        names = class_files(self._trained.classes)
+        most = max(self._shown, key=lambda number: float(probabilities[number]))
+        for number in self._shown:
+            piece = _spread(turn.stored(values[number]), box, size)
+            self._save(f"{names[number]}-activation", [piece], values.dtype, Alone())
+            if number == most:
+                heat = _means(piece.values[0].numpy(), _box(piece), size)
+        title = f"{self._given.name}: {self._trained.classes[most]}"
+        self._save_picture("activation", title, (), heat=heat)
 
     def _as_stored(self, piece: Piece) -> Piece:
         """A piece in the dims of the file."""
@@ -95,47 +130,64 @@ class VolumeMaps:
         values = np.stack([turn.stored(one.numpy()) for one in piece.values])
         return Piece(tuple(stored[::2]), torch.from_numpy(values))
 
-    def _save(self, ending: str, pieces: Sequence[Piece], dtype: np.dtype[Any]) -> None:
+    def _save(
+        self, ending: str, pieces: Sequence[Piece], dtype: np.dtype[Any], world: Communicator
+    ) -> None:
         stored, path = self._source.stored, self._given.slide
         compressed = path is not None and path.name.lower().endswith(".gz")
         name = self._named(f"-{ending}.nii{'.gz' * compressed}")
-        header = nifti_header(stored, path, dtype) if self._world.rank == 0 else b""
-        save_nifti(self._run_dir / name, self._world, header, stored.size, pieces, dtype)
+        header = nifti_header(stored, path, dtype) if world.rank == 0 else b""
+        save_nifti(self._run_dir / name, world, header, stored.size, pieces, dtype)
 
     def _named(self, ending: str) -> str:
         # a data set may call its volumes whatever it likes
         self._files.append(f"{storable(self._given.name)}{ending}")
         return self._files[-1]
 
-    def _save_picture(self, classes: Sequence[Piece]) -> None:
-        stored = self._source.stored
-        own = [plane_patches(one.values[0].numpy(), _box(one), stored.size) for one in classes]
+    def _save_classes(self, pieces: Sequence[Piece]) -> None:
+        size = self._source.stored.size
+        own = [mask_patches(one.values[0], _box(one), size) for one in pieces]
         everybody = self._world.gather(own)
-        name = self._named("-slices.png")
-        if everybody is None:
-            return
-        found = joined_planes([planes for one in everybody for planes in one], stored.size)
-        turn = _DRAWN.turn(stored.affine)
-        planes, over = turned(_planes_of(stored), turn), turned(found, turn)
-        spacing = None if stored.spacing is None else turn.seen_size(stored.spacing)
-        drawn = [draw_planes(planes, spacing, one, side=_SIDE) for one in (None, over)]
-        _save_figure(self._run_dir / name, self._given.name, drawn, self._trained.classes)
+        if everybody is not None:
+            found = joined_sections([part for one in everybody for part in one], size)
+            title, names = self._given.name, self._trained.classes
+            self._save_picture("slices", title, names, classes=found)
+
+    def _save_picture(
+        self,
+        what: str,
+        title: str,
+        names: Sequence[str],
+        classes: Sequence[Array] | None = None,
+        heat: Sequence[Array] | None = None,
+    ) -> None:
+        stored = self._source.stored
+        box = whole_box(stored.size)
+        grey = mean_sections([pixel_patches(stored.read, box, stored.size)], stored.size)
+        known = stored.size, grey, stored.spacing, stored.affine
+        drawn = [draw_sections(*known), draw_sections(*known, classes, heat)]
+        _save_figure(self._run_dir / self._named(f"-{what}.png"), title, drawn, names)
+
+
+def _spread(values: Array, box: Box, size: Size) -> Piece:
+    """A map of what lies under a box, for each voxel of it that is in a volume of `size`."""
+    start, at = [], []
+    for (first, stop), n, places in zip(pairs(box), size, values.shape, strict=True):
+        inside = np.arange(max(first, 0), min(stop, n))
+        at.append((2 * (inside - first) + 1) * places // (2 * (stop - first)))
+        start.append(max(first, 0))
+    return Piece(tuple(start), torch.from_numpy(values[np.ix_(*at)])[None])
+
+
+def _means(values: Array, box: Box, size: Size) -> list[Array]:
+    """Thumbnails of the sections of a volume of `size` that is 0 beyond a box."""
+    patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, size)
+    return [one[..., 0] for one in mean_sections([patches], size)]
 
 
 def _box(piece: Piece) -> Box:
     spans = zip(piece.start, piece.values.shape[1:], strict=True)
     return tuple(number for first, n in spans for number in (first, first + n))
-
-
-def _planes_of(stored: StoredVolume) -> Planes:
-    """The slices through the middle, of the first channel; the volume is not read whole."""
-    found = []
-    for dim, n in enumerate(stored.size):
-        spans = pairs(whole_box(stored.size))
-        spans[dim] = (n // 2, n // 2 + 1)
-        voxels = stored.read(tuple(number for span in spans for number in span))
-        found.append(voxels[..., 0].take(0, dim))
-    return Planes(*found)
 
 
 def _save_figure(path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str]) -> None:

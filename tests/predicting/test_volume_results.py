@@ -105,3 +105,36 @@ def test_one_class_or_number_for_a_volume_is_told_in_tables(task, tmp_path):
     else:
         assert all(float(row["predicted_age"]) for row in rows)
     assert {path.suffix for path in (tmp_path / "out").iterdir() if path.is_file()} == {".csv"}
+
+
+def test_what_places_give_to_a_class_lies_on_the_volume(tmp_path):
+    """Beyond what the network has seen it is 0, the mean of the others is the logit."""
+    train_on_labels(tmp_path, "task=classification")
+    pixels = voxels((15, 13, 11))  # odd: the middle is that from both ends
+    (tmp_path / "new").mkdir()
+    save(tmp_path / "new" / "a.nii.gz", pixels)
+    order = [2, 0, 1]  # columns, rows and slices of the same volume lead elsewhere
+    turned = pixels.transpose(order)[:, ::-1]
+    save(tmp_path / "new" / "b.nii", turned, AFFINE[:, [*order, 3]] * [1, -1, 1, 1])
+    save(tmp_path / "new" / "small.nii", voxels((5, 4, 3)))
+    assert predict(tmp_path, f"volumes={tmp_path / 'new'}", "activation=true")
+    out = tmp_path / "out"
+    assert len(list(out.glob("*-*"))) == 3 * (3 + 1)
+    with (out / "slides.csv").open(newline="") as lines:
+        row = next(csv.DictReader(lines))
+    logits = []
+    for name in ("ill", "well", "new"):
+        found = nibabel.load(out / f"a-{name}-activation.nii.gz")
+        assert (found.affine == nibabel.load(tmp_path / "new" / "a.nii.gz").affine).all()
+        values = np.asarray(found.dataobj)
+        assert (values.shape, values.dtype) == (pixels.shape, np.float32)
+        assert (np.ptp(np.argwhere(values), 0) + 1).tolist() == [9, 8, 7]  # as in training
+        logits.append(values[values != 0].astype(np.float64).mean())
+        other = np.asarray(nibabel.load(out / f"b-{name}-activation.nii").dataobj)
+        assert (other == values.transpose(order)[:, ::-1]).all()
+        assert nibabel.load(out / f"small-{name}-activation.nii").get_fdata().all()
+    shares = np.exp(logits) / np.exp(logits).sum()
+    told = [float(row[f"probability_{name}"]) for name in ("ill", "well", "new")]
+    np.testing.assert_allclose(shares, told, atol=1e-6)
+    pictures = [Image.open(out / f"{name}-activation.png") for name in ("a", "b")]
+    assert (np.asarray(pictures[0]) == np.asarray(pictures[1])).mean() > 0.99  # but for the title

@@ -72,7 +72,8 @@ def train_on_labels(folder: Path, *overrides: str) -> Path:
     with ShardWriter(folder / "set", classes=["ill", "well", "new"], kind="volumes") as writer:
         for number in range(4):
             one = voxels((7, 8, 9), number)
-            writer.add(one, number % 3, "train", spacing=(2.5, 0.8, 0.7), slide=f"v{number}")
+            lies = {"spacing": (2.5, 0.8, 0.7), "affine": AFFINE[:3, [2, 1, 0, 3]]}
+            writer.add(one, number % 3, "train", slide=f"v{number}", **lies)
     data = (
         *("data=shards", f"data.path={folder / 'set'}", "data.batch_size=2"),
         "data.image_size=[7,8,9]",

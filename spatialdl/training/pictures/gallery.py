@@ -21,7 +21,7 @@ from spatialdl.data.views import Views
 from spatialdl.parallel.placement import Placement
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.pictures.heat_maps import HeatMaps, heated
-from spatialdl.training.pictures.orthogonal_slices import Planes, draw_planes
+from spatialdl.training.pictures.orthogonal_slices import draw_sections
 from spatialdl.training.pictures.thumbnails import (
     Patch,
     as_rgb,
@@ -30,7 +30,6 @@ from spatialdl.training.pictures.thumbnails import (
     joined_sections,
     mask_patches,
     overlaid,
-    thumbnail_size,
 )
 from spatialdl.training.tasks.extremes import errors_of, extremes
 from spatialdl.training.tasks.losses import own_pixels, split_alike
@@ -184,12 +183,8 @@ class Gallery:
         """A picture of the thumbnails of a sample's sections, classes or a heat map over them."""
         size = self._views.size
         if len(size) == 3:
-            small = thumbnail_size(size)
-            voxels = _spacing(self._views.source, sample) or (1.0, 1.0, 1.0)
-            spacing = [n * mm / few for n, mm, few in zip(size, voxels, small, strict=True)]
-            grey = Planes(*(one[..., 0] for one in pixels))
-            over, warm = (None if one is None else Planes(*one) for one in (classes, heat))
-            return draw_planes(grey, spacing, over, warm, side=_VOLUME)
+            spacing, affine = _lie(self._views.source, sample)
+            return draw_sections(size, pixels, spacing, affine, classes, heat, side=_VOLUME)
         if len(size) == 1:
             image = drawn_signal(pixels[0][0], None if classes is None else classes[0][0])
         else:
@@ -219,9 +214,10 @@ def labelled(example: Example) -> Picture:
     return np.asarray(canvas)
 
 
-def _spacing(source: ImageSource, sample: int) -> tuple[float, ...] | None:
+def _lie(source: ImageSource, sample: int) -> tuple[Any, Any]:
+    """The spacing and the affine of a volume, as far as they are known."""
     known = source.sample(sample) if isinstance(source, ShardDataset) else None
-    return known.spacing if isinstance(known, VolumeSample) else None
+    return (known.spacing, known.affine) if isinstance(known, VolumeSample) else (None, None)
 
 
 def _name_of(source: ImageSource, sample: int) -> str:

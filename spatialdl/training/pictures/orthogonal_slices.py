@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from spatialdl.data.image_source import Box, pairs
-from spatialdl.data.volume_geometry import Turn
+from spatialdl.data.volume_geometry import Geometry, Turn
 from spatialdl.training.pictures.heat_maps import heated
-from spatialdl.training.pictures.thumbnails import SIDE, Patch, joined, overlaid
+from spatialdl.training.pictures.thumbnails import SIDE, overlaid, thumbnail_size
 
 Array = npt.NDArray[Any]
 Picture = npt.NDArray[np.uint8]
 
+_DRAWN = Geometry("IPL")  # the head above, the front of the patient above or left, the right left
 _GAP = 4  # pixels between two slices
 _DARKEST, _BRIGHTEST = 0.5, 99.5  # percentiles that become black and white
 
@@ -35,29 +35,33 @@ class Planes(NamedTuple):
     sagittal: Array
 
 
-def orthogonal_slices(
-    volume: Array,
+def draw_sections(
+    size: Sequence[int],
+    grey: Sequence[Array],
     spacing: Sequence[float] | None = None,
-    classes: Array | None = None,
+    affine: npt.ArrayLike | None = None,
+    classes: Sequence[Array] | None = None,
+    heat: Sequence[Array] | None = None,
     *,
     side: int = SIDE,
 ) -> Picture:
-    """Draw a volume, of which this process has all voxels; see `draw_planes`.
+    """Draw thumbnails of the sections of a volume, see `thumbnails.sections` and `draw_planes`.
+
+    Where its affine is known, the patient's head and front are above, the right side is left.
 
     Args:
-        volume: (depth, height, width) of integers, floats or booleans.
-        spacing: of its voxels along these dims in millimetres; None draws cubes.
-        classes: whole numbers of the same shape.
-        side: pixels of the longest edge of the volume.
+        size: (depth, height, width) of the volume.
+        grey: (rows, columns, channels), of which the first is shown.
+        spacing: of its voxels in millimetres; None draws cubes.
+        affine: (3, 4), from (slice, row, column) to millimetres in RAS+.
+        classes, heat: (rows, columns), of the same sections.
     """
-    overlay = None if classes is None else planes_of(classes)
-    return draw_planes(planes_of(volume), spacing, overlay, side=side)
-
-
-def planes_of(volume: Array) -> Planes:
-    """The slices through the middle of a volume (depth, height, width)."""
-    depth, height, width = (n // 2 for n in volume.shape)
-    return Planes(volume[depth], volume[:, height], volume[:, :, width])
+    turn = _DRAWN.turn(affine)
+    voxels = zip(size, spacing or (1.0,) * 3, thumbnail_size(size), strict=True)
+    pixels = turn.seen_size([n * length / few for n, length, few in voxels])
+    shown = turned(Planes(*(one[..., 0] for one in grey)), turn)
+    over, warm = (None if one is None else turned(Planes(*one), turn) for one in (classes, heat))
+    return draw_planes(shown, pixels, over, warm, side=side)
 
 
 def turned(planes: Planes, turn: Turn) -> Planes:
@@ -70,33 +74,6 @@ def turned(planes: Planes, turn: Turn) -> Planes:
             plane = plane.T
         backwards = tuple(k for k, other in enumerate(rest) if other in turn.reversed)
         found.append(np.flip(plane, backwards))
-    return Planes(*found)
-
-
-def plane_patches(values: Array, box: Box, size: Sequence[int]) -> list[Patch | None]:
-    """What a rank has of the slices, for `joined_planes`; None of those beside its box.
-
-    Args:
-        values: (depth, height, width) of the box.
-        box: of the rank in a volume of `size`.
-        size: (depth, height, width).
-    """
-    found: list[Patch | None] = []
-    spans = pairs(box)
-    for dim, (start, stop) in enumerate(spans):
-        inside = start <= size[dim] // 2 < stop and values.size > 0
-        row, col = (span[0] for other, span in enumerate(spans) if other != dim)
-        plane = values.take(size[dim] // 2 - start, dim) if inside else None
-        found.append(None if plane is None else Patch(row, col, plane))
-    return found
-
-
-def joined_planes(patches: Sequence[Sequence[Patch | None]], size: Sequence[int]) -> Planes:
-    """The slices of a volume of `size`, of the `plane_patches` of all ranks."""
-    found = []
-    for dim, own in enumerate(zip(*patches, strict=True)):
-        shape = [n for other, n in enumerate(size) if other != dim]
-        found.append(joined([patch for patch in own if patch is not None], tuple(shape)))
     return Planes(*found)
 
 

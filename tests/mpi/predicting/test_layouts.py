@@ -21,7 +21,7 @@ from spatialdl.predicting.pieces import PiecedMap
 from spatialdl.predicting.running import Outcome, Runner
 from spatialdl.predicting.trained import find_trained
 from tests.predicting.runs import MAPS, NETWORK, command, train, write_slide
-from tests.predicting.volumes import AFFINE, UNET, save, train_on_volumes, voxels
+from tests.predicting.volumes import AFFINE, UNET, save, train_on_labels, train_on_volumes, voxels
 
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
 TILES = {
@@ -218,3 +218,30 @@ def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkey
     rows = (volumes / "out" / "slides.csv").read_text().splitlines()[1:]
     assert [row.split(",")[0] for row in rows] == ["bad", "c", "d", "e"]
     assert ["failed" in row for row in rows] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("layout", ["parallel=sp parallel.grid=[1,N,1]", "parallel=dp"])
+def test_what_places_of_a_volume_give_is_that_of_one_process(layout, tmp_path):
+    words = layout.replace("N", str(WORLD.size)).split()
+    if "dp" in layout:
+        words.append(f"parallel.data={WORLD.size}")
+    folder = Path(WORLD.bcast(tmp_path))
+    if WORLD.rank == 0:
+        train_on_labels(folder, "task=classification")
+        save(folder / "a.nii.gz", voxels((11, 9, 10)))
+    given = (f"ckpt_path={folder / 'run'}", f"volumes={folder / 'a.nii.gz'}", "activation=true")
+    for comm, name in ((WORLD, "out"), (Alone(), "plain")):
+        if comm.rank == 0 and (comm is WORLD or WORLD.rank == 0):
+            (folder / name).mkdir()
+        WORLD.barrier()
+        if comm is WORLD or WORLD.rank == 0:
+            assert run(command(*given, *(words if comm is WORLD else ())), folder / name, comm)
+    if WORLD.rank == 0:
+        files = sorted(path.name for path in (folder / "plain").glob("*.nii.gz"))
+        assert len(files) == 3
+        for name in files:
+            ours, plain = (
+                nibabel.load(folder / one / name).get_fdata() for one in ("out", "plain")
+            )
+            assert np.abs(ours - plain).max() < 1e-6  # of float32
+            assert plain.std() > 1e-3

@@ -12,8 +12,8 @@ from spatialdl.data import ShardWriter
 from spatialdl.training.parts import Parts
 from spatialdl.training.pictures import gallery, thumbnails
 from spatialdl.training.pictures.gallery import Example, labelled
-from spatialdl.training.pictures.orthogonal_slices import orthogonal_slices
 from spatialdl.training.pictures.thumbnails import drawn_signal, overlaid
+from tests.training.pictures.whole_volumes import orthogonal_slices
 
 TINY = [
     *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"),

@@ -15,9 +15,10 @@ from spatialdl.training.parts import Parts
 from spatialdl.training.pictures import thumbnails
 from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.pictures.heat_maps import OPACITY, faint, heated
-from spatialdl.training.pictures.orthogonal_slices import draw_planes, planes_of
+from spatialdl.training.pictures.orthogonal_slices import draw_planes
 from spatialdl.training.pictures.thumbnails import drawn_signal
 from spatialdl.training.tasks.extremes import extremes
+from tests.training.pictures.whole_volumes import planes_of
 
 SMALL = "tests.mpi.training.small.small"
 NETWORKS = "tests.training.pictures.test_activation"

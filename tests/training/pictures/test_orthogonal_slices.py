@@ -4,15 +4,9 @@ import numpy as np
 import pytest
 
 from spatialdl.data.volume_geometry import Turn
-from spatialdl.training.pictures.orthogonal_slices import (
-    draw_planes,
-    joined_planes,
-    orthogonal_slices,
-    plane_patches,
-    planes_of,
-    turned,
-)
-from spatialdl.training.pictures.thumbnails import COLOURS
+from spatialdl.training.pictures.orthogonal_slices import draw_sections, turned
+from spatialdl.training.pictures.thumbnails import COLOURS, sections
+from tests.training.pictures.whole_volumes import orthogonal_slices, planes_of
 
 
 def test_slices_lie_side_by_side_in_one_scale_of_millimetres():
@@ -66,27 +60,6 @@ def test_a_volume_of_one_voxel_and_a_thin_one_are_drawn():
     assert orthogonal_slices(np.ones((1, 100, 100)), (0.001, 1, 1), side=100).shape[0] == 100
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1), (3, 2, 2), (1, 5, 1)])
-def test_parts_make_the_slices_of_the_whole_volume(grid):
-    volume = np.random.default_rng(0).normal(size=(5, 7, 4))
-    bounds = [
-        np.linspace(0, n, parts + 1).astype(int)
-        for n, parts in zip(volume.shape, grid, strict=True)
-    ]
-    patches = []
-    for part in np.ndindex(*grid):
-        spans = [(b[k], b[k + 1]) for b, k in zip(bounds, part, strict=True)]
-        box = tuple(number for span in spans for number in span)
-        own = volume[tuple(slice(*span) for span in spans)]
-        patches.append(plane_patches(own, box, volume.shape))
-    for found, expected in zip(
-        joined_planes(patches, volume.shape), planes_of(volume), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
-    picture = draw_planes(joined_planes(patches, volume.shape), (1, 2, 3))
-    np.testing.assert_array_equal(picture, orthogonal_slices(volume, (1, 2, 3)))
-
-
 @pytest.mark.parametrize("stored", ["SAR", "IPL", "RAS", "ASL", "PLI"])
 def test_slices_of_a_turned_volume_are_turned_slices(stored):
     volume = np.random.default_rng(0).normal(size=(5, 7, 9))  # the middle is that from both ends
@@ -94,3 +67,25 @@ def test_slices_of_a_turned_volume_are_turned_slices(stored):
     found, expected = turned(planes_of(volume), turn), planes_of(turn.seen(volume))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("stored", ["IPL", "SAR", "RAS", "ASL", "PLI"])
+def test_sections_have_the_head_above_however_the_volume_is_stored(stored):
+    rng = np.random.default_rng(0)
+    volume, classes = rng.normal(size=(5, 7, 9)), rng.integers(0, 3, (5, 7, 9))
+    spacing = np.array([3.0, 1.0, 2.0])
+    shown = orthogonal_slices(volume, spacing.tolist(), classes, side=90)
+    turn = Turn.between(stored, "IPL")
+    found = [list(planes_of(turn.stored(one))) for one in (volume, classes)]
+    # columns of the affine: where slices, rows and columns lead to
+    ends = {"R": (0, 1), "L": (0, -1), "A": (1, 1), "P": (1, -1), "S": (2, 1), "I": (2, -1)}
+    affine = np.zeros((3, 4))
+    for dim, letter in enumerate(stored):
+        axis, sign = ends[letter]
+        affine[axis, dim] = sign
+    size = turn.stored(volume).shape
+    apart = tuple(spacing[turn.dims.index(dim)] for dim in range(3))
+    grey = [plane[..., None] for plane in found[0]]
+    assert [plane.shape[:2] for plane in grey] == [one.size for one in sections(size)]
+    drawn = draw_sections(size, grey, apart, affine, found[1], side=90)
+    np.testing.assert_array_equal(drawn, shown)
