@@ -68,7 +68,11 @@ class _Noted:
 
     def wait(self) -> None:
         with trace.span(self.kind, self._name):
-            noted(self, self._peers, check.understood, self._comm, self._wait)
+            self.wait_unrecorded()
+
+    def wait_unrecorded(self) -> None:
+        """For those who record what they wait for in one."""
+        noted(self, self._peers, check.understood, self._comm, self._wait)
 
     def _wait(self) -> None:
         self._pending.wait()

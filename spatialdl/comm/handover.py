@@ -167,7 +167,7 @@ class Handover:
 
     def _wait(self, tag: int) -> None:
         for messages in self._leaving.pop(tag, ()):
-            noted("until it has left", None, messages.wait)
+            noted("until it has left", None, messages.wait_unrecorded)
 
     def _plan(self, what: HandoverShape) -> Plan:
         return _plan(what, len(self.senders), len(self.receivers), self.me)
