@@ -59,8 +59,10 @@ def draw_layout(row: Row, job: Job, path: Path) -> None:
     stages = min(placement.stages, MOST_STAGES)
     slabs = max(grid[0] for grid in placement.grids) if len(size) == 3 else 1
     inches = max(2.6, 1.7 * min(slabs, MOST_SLABS))
-    figure = Figure(figsize=(max(5.0, inches * stages), 3.6), dpi=130, layout="constrained")
-    panels = figure.subplots(1, stages, squeeze=False)[0]
+    rows, cols = (stages, 1) if slabs > 1 else (1, stages)
+    extent = (max(5.0, inches * cols), 0.9 + 2.7 * rows)
+    figure = Figure(figsize=extent, dpi=130, layout="constrained")
+    panels = figure.subplots(rows, cols, squeeze=False).flat
     again = row.prediction.recompute == "block"
     bounds = job.bounds(placement.widths, row.prediction.schedule.microbatches, again)
     steps = job.program(again).names
@@ -121,6 +123,8 @@ def _draw_tiles(
     rows, cols = (1, *placement.grids[stage])[-2:]
     ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
     left, number = slab
+    digits = len(str(max(max(one) for one in ranks)))
+    font = min(8.0, (100 if len(placement.grids[stage]) == 3 else 200) / (cols * digits))
     for (row, (y0, y1)), (col, (x0, x1)) in product(
         enumerate(pairwise(even_bounds(size[0], rows))),
         enumerate(pairwise(even_bounds(size[1], cols))),
@@ -132,7 +136,7 @@ def _draw_tiles(
             part = (number * rows + row) * cols + col
             text = "\n".join(str(one[part]) for one in ranks)
             middle = left + (x0 + x1) / 2, (y0 + y1) / 2
-            panel.text(*middle, text, ha="center", va="center", fontsize=8)
+            panel.text(*middle, text, ha="center", va="center", fontsize=font)
 
 
 def _draw_sides(

@@ -65,10 +65,23 @@ def test_of_many_slabs_the_first_are_drawn():
     assert panel.get_xlabel() == "the first 8 of 16 slabs"
 
 
+def test_long_numbers_of_many_tiles_are_small():
+    sizes = [
+        max(one.get_fontsize() for one in stage(size, grid).texts if one.get_text().isdigit())
+        for size, grid in (((64,) * 3, (8, 8, 8)), ((64,) * 3, (2, 2, 2)), ((64,) * 2, (16, 16)))
+    ]
+    assert sizes == pytest.approx([100 / 24, 8, 200 / 48])
+
+
 @pytest.mark.parametrize(
-    ("size", "grids"), [((8, 6, 4), ((2, 1, 1), (1, 1, 1))), ((9,), ((2,), (1,)))]
+    ("size", "grids", "wide"),
+    [
+        ((8, 6, 4), ((2, 1, 1), (1, 1, 1)), False),
+        ((9,), ((2,), (1,)), True),
+        ((8, 6), ((2, 1), (1, 1)), True),
+    ],
 )
-def test_a_picture_of_all_stages_is_written(size, grids, tmp_path):
+def test_a_picture_of_all_stages_is_written(size, grids, wide, tmp_path):
     placement = Placement(1, grids)
     job = SimpleNamespace(
         image=(1, *size),
@@ -81,3 +94,4 @@ def test_a_picture_of_all_stages_is_written(size, grids, tmp_path):
     draw_layout(SimpleNamespace(prediction=prediction), job, tmp_path / "layout.png")
     with Image.open(tmp_path / "layout.png") as picture:
         assert len(picture.convert("RGB").getcolors(100_000)) > 5
+        assert (picture.width > picture.height) is wide
