@@ -373,6 +373,7 @@ def test_volumes_are_predicted_in_ranks_and_bad_files_are_reported(tmp_path, her
     (tmp_path / "new" / "broken.nii").write_text("no volume")
     code, said = here("ckpt_path=run", "volumes=new", "hydra.run.dir=q")
     assert code == 1
+    assert " tile" not in said
     for sentence in (
         "new/broken.nii: Cannot work out file type",
         "new/flat.nii: it has shape (10, 9), expected a volume",
@@ -382,7 +383,7 @@ def test_volumes_are_predicted_in_ranks_and_bad_files_are_reported(tmp_path, her
         "training set 2.5 x 0.805 x 0.704 mm",
     ):
         assert sentence in said
-    status = {row["slide"]: row["status"] for row in Case(tmp_path).table("q/slides.csv")}
+    status = {row["volume"]: row["status"] for row in Case(tmp_path).table("q/volumes.csv")}
     good = {"whole", "thick"}
     assert status == {
         name: "processed" if name in good else "failed"

@@ -103,13 +103,16 @@ class _Batch:
         records: list[Record] = []
         for todo in self._rounds:
             for report, record in self._round(todo):
-                _tell(report)
+                _tell(report, volume=trained.takes_volumes)
                 reports.append(report)
                 records += [] if record is None else [record]
         if self._world.rank == 0:
             classes, kind = trained.classes, str(self._config.table)
-            paths = save_tables(self._run_dir, records, reports, classes, trained.task, kind)
-            print(table(reports))
+            volumes, task = trained.takes_volumes, trained.task
+            paths = save_tables(
+                self._run_dir, records, reports, classes, task, kind, volumes=volumes
+            )
+            print(table(reports, volumes=volumes))
             log.info("written: %s", ", ".join(map(str, paths)))
         return bool(self._world.bcast(not any(report.failed for report in reports)))
 
@@ -230,12 +233,12 @@ def _replica(config: DictConfig, trained: Trained, world: Communicator) -> _Team
     return _Team(number, placement.data, world.subset(ranks), config)
 
 
-def _tell(report: Report) -> None:
+def _tell(report: Report, *, volume: bool) -> None:
     if report.problem:
         log.warning("%s", report.problem)
         return
-    told = counted(report.tiles, "tile"), report.predicted, report.value
-    log.info("%s: %s, %s %.3f", report.name, *told)
+    tiles = "" if volume else f"{counted(report.tiles, 'tile')}, "
+    log.info("%s: %s%s %.3f", report.name, tiles, report.predicted, report.value)
 
 
 def _in_keys(text: str) -> str:

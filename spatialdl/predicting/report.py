@@ -1,4 +1,4 @@
-"""The slides of a batch as a table on the console."""
+"""The slides or volumes of a batch as a table on the console."""
 
 from __future__ import annotations
 
@@ -28,13 +28,19 @@ class Report:
         return "failed" if self.problem else "damaged" if self.failed else "processed"
 
 
-def table(reports: Sequence[Report]) -> str:
-    """A row a slide: tiles, the class with the largest mean probability, and that."""
+def table(reports: Sequence[Report], *, volumes: bool = False) -> str:
+    """A row a slide: tiles, the class with the largest mean probability, and that.
+
+    Args:
+        volumes: whether they are volumes, which have no tiles.
+    """
     rows = [("slide", "tiles", "predicted", "mean", "")]
+    if volumes:
+        rows = [("volume", "", "predicted", "mean", "")]
     for one in reports:
         value = "" if one.value is None else f"{one.value:.3f}"
         remark = f"failed: {one.problem}" if one.problem else one.remark
-        tiles = "" if one.problem else f"{one.tiles:,}"
+        tiles = "" if one.problem or volumes else f"{one.tiles:,}"
         name = fitted(one.name, _LONGEST_NAME)
         rows.append((name, tiles, one.predicted, value, fitted(remark, _LONGEST_REMARK)))
     return "\n".join(aligned(rows, left=(0, 2, 4)))

@@ -1,4 +1,4 @@
-"""Tables of predictions: a row a tile, and a row a slide, as CSV or Parquet."""
+"""Tables of predictions: a row a tile, and a row a slide or volume, as CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from spatialdl.training.tasks.aggregation import to_slides
 
 Columns = dict[str, Sequence[Any]]
 
+_OF_SLIDES = ("slide", "tiles", "vote")
+
 
 def save_tables(
     folder: Path,
@@ -27,16 +29,22 @@ def save_tables(
     classes: Sequence[str],
     task: str,
     kind: str,
+    *,
+    volumes: bool = False,
 ) -> list[Path]:
-    """Write predictions.KIND and slides.KIND, each whole or not at all.
+    """Write predictions.KIND and slides.KIND, or volumes.KIND, each whole or not at all.
 
     Args:
         records: of slides that were predicted.
         reports: of all slides, in order.
         kind: "csv" or "parquet".
+        volumes: whether they are volumes, which have no tiles.
     """
-    tables = {"predictions": tile_columns(records, classes, task)}
-    tables["slides"] = slide_columns(records, reports, classes, task)
+    whole = slide_columns(records, reports, classes, task)
+    tables = {"predictions": tile_columns(records, classes, task), "slides": whole}
+    if volumes:
+        rest = {head: cells for head, cells in whole.items() if head not in _OF_SLIDES}
+        tables = {"volumes": {"volume": whole["slide"]} | rest}
     paths = []
     for name, columns in tables.items():
         paths.append(folder / f"{name}.{kind}")

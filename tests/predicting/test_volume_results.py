@@ -94,12 +94,13 @@ def test_one_class_or_number_for_a_volume_is_told_in_tables(task, tmp_path):
     for number, shape in enumerate([(9, 8, 7), (12, 5, 7)]):
         save(tmp_path / "new" / f"n{number}.nii", voxels(shape, number))
     assert predict(tmp_path, f"volumes={tmp_path / 'new'}")
-    with (tmp_path / "out" / "slides.csv").open(newline="") as lines:
+    with (tmp_path / "out" / "volumes.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    assert [(row["slide"], row["status"]) for row in rows] == [
+    assert [(row["volume"], row["status"]) for row in rows] == [
         ("n0", "processed"),
         ("n1", "processed"),
     ]
+    assert not {"slide", "tiles", "vote", "x"} & set(rows[0])
     if task == "classification":
         assert {row["predicted"] for row in rows} <= {"ill", "well", "new"}
     else:
@@ -120,7 +121,7 @@ def test_what_places_give_to_a_class_lies_on_the_volume(tmp_path):
     assert predict(tmp_path, f"volumes={tmp_path / 'new'}", "activation=true")
     out = tmp_path / "out"
     assert len(list(out.glob("*-*"))) == 3 * (3 + 1)
-    with (out / "slides.csv").open(newline="") as lines:
+    with (out / "volumes.csv").open(newline="") as lines:
         row = next(csv.DictReader(lines))
     logits = []
     for name in ("ill", "well", "new"):

@@ -226,6 +226,8 @@ def _name_of(source: ImageSource, sample: int) -> str:
     known = source.sample(sample)
     if not known.slide:
         return f"sample {sample_numbers(source)[sample]}"
+    if isinstance(known, VolumeSample):
+        return known.slide
     return f"{known.slide}, x={known.x}, y={known.y}"
 
 

@@ -215,7 +215,7 @@ def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkey
         return
     assert sorted(name for one in everybody for name in one) == ["c", "d", "e"]
     assert max(map(len, everybody)) <= -(-4 // WORLD.size)
-    rows = (volumes / "out" / "slides.csv").read_text().splitlines()[1:]
+    rows = (volumes / "out" / "volumes.csv").read_text().splitlines()[1:]
     assert [row.split(",")[0] for row in rows] == ["bad", "c", "d", "e"]
     assert ["failed" in row for row in rows] == [True, False, False, False]
 
