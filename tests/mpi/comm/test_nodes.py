@@ -110,10 +110,10 @@ def test_losses_are_those_of_ranks_in_order(transport, tmp_path, caplog):
     world = over(transport)
     *_, names, order = DEALT[SIZE]
     plain, dealt = (world.bcast(tmp_path / name) for name in ("plain", "dealt"))
-    assert train(plain, world, None).placement.order == ()
+    assert train(plain, world, None).parts.placement.order == ()
     caplog.clear()
     with caplog.at_level("INFO"):
-        assert train(dealt, world, names).placement.order == order
+        assert train(dealt, world, names).parts.placement.order == order
     # what one order has saved another one goes on with, each rank as the one that had its place
     again = world.bcast(tmp_path / "again")
     train(again, world, names, f"ckpt_path='{plain}/checkpoints/step-00000002'")
