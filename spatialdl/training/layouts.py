@@ -152,8 +152,8 @@ def _grid(given: object, dims: int | None) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise ValueError(f"parallel.grid={given} needs numbers of at least 1")
     if dims is not None and len(numbers) != dims:
-        if max(numbers) == 1:
-            return (1,) * dims
+        if max(numbers[1:], default=1) == 1:  # [2, 1] are halves of signals and volumes, too
+            return (numbers[0], *(1,) * (dims - 1))
         names = ",".join(spatial_names(dims))
         raise ValueError(
             f"parallel.grid={given} has {len(numbers)} numbers, but the images have {dims} spatial "

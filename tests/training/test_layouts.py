@@ -90,9 +90,12 @@ def test_grids_have_a_number_for_each_spatial_dim():
     assert placement_of(config("parallel=sp", "parallel.grid=[3]").parallel, 1) == Placement(
         1, ((3,),)
     )
-    sentence = r"grid=\[2, 1\] has 2 numbers, but the images have 3 spatial dims: give one for each"
+    halves = config("parallel=sp").parallel  # [2, 1]
+    assert placement_of(halves, 3) == Placement(1, ((2, 1, 1),))
+    assert placement_of(halves, 1) == Placement(1, ((2,),))
+    sentence = r"grid=\[1, 2\] has 2 numbers, but the images have 3 spatial dims: give one for each"
     with pytest.raises(ValueError, match=sentence):
-        placement_of(config("parallel=sp").parallel, 3)
+        placement_of(config("parallel=sp", "parallel.grid=[1,2]").parallel, 3)
     with pytest.raises(ValueError, match=r"of 8x8x8 have 3 spatial dims, but parallel.grid has 2"):
         check_image((8, 8, 8), Placement(1, ((2, 1),)))
 
