@@ -48,7 +48,7 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("volumes=a.nii", "slides and volumes are given"),
         ("slides=null volumes=a.nii tile_size=9", "how to cut slides, but volumes are not cut"),
         ("slides=null volumes=a.nii split=val", "split=val is of shards=..., volumes have none"),
-        ("slides=null volumes=a.nii parallel=sp parallel.grid=[1,2]", r"grid=\[1, 2\] has 2 numbers"),
+        ("slides=null volumes=a.nii parallel=sp parallel.grid=[1,2]", r"grid=\[1, 2\] has 2 "),
         ("slides=null shards=SET edge=pad", "edge says how to cut slides"),
         ("slides=null shards=SET/none", "is no folder"),
         ("slides=null shards=SET min_tissue=0", "min_tissue says how to cut slides"),
