@@ -41,6 +41,8 @@ def imported() -> set[str]:
                     names |= {alias.name.split(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     names.add(node.module.split(".")[0])
+                elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "needed":
+                    names.add(node.args[0].value.split(".")[0])  # of one format of volumes
     return names - set(sys.stdlib_module_names) - {"spatialdl"}
 
 
