@@ -149,7 +149,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Bars of the medians with every run as a point."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(3 * len(result["median"]), 3.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(MEASURES))
     options = result["options"]
     size = "x".join([str(options["size"])] * dims_of(options["model"]))
@@ -166,7 +166,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for position, side in enumerate(sides):
             found = result["sides"][side][measure]
             panel.plot([position] * len(found), found, "o", color="black", markersize=3)
-        ratios = " and ".join(f"{ratio[measure]:.2f}" for ratio in result["ratio"].values())
+        ratios = ", ".join(f"{ratio[measure]:.2f}" for ratio in result["ratio"].values())
         panel.set_title(f"{title}\n{sides[-1]}: {ratios} of the others", fontsize=9)
         panel.tick_params(axis="x", labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
