@@ -141,16 +141,12 @@ def mask_patches(mask: Tensor, box: Box, size: Sequence[int]) -> list[Patch | No
         mask: (*spatial) of the box.
         box: of the rank in an image of `size`.
     """
-    found: list[Patch | None] = []
-    for section in sections(size):
-        inside = section.within(box)
-        if inside is None:
-            found.append(None)
-            continue
-        part = mask[window_in(inside, box)].to("cpu", torch.int32).numpy()
-        values = section.flat(part, inside)
-        found.append(middles(values, section.rows_and_cols(inside), section.size, section.small))
-    return found
+
+    def read(inside: Box) -> Array:
+        values: Array = mask[window_in(inside, box)].to("cpu", torch.int32).numpy()
+        return values
+
+    return _patches(read, box, size, middles)
 
 
 def pixel_patches(
@@ -162,6 +158,15 @@ def pixel_patches(
         read: the pixels (*spatial, channels) of a box within that of the rank.
         box: of the rank in an image of `size`.
     """
+    return _patches(read, box, size, sums)
+
+
+def _patches(
+    read: Callable[[Box], Array],
+    box: Box,
+    size: Sequence[int],
+    shrunk: Callable[[Array, Box, Sequence[int], Sequence[int]], Patch],
+) -> list[Patch | None]:
     found: list[Patch | None] = []
     for section in sections(size):
         inside = section.within(box)
@@ -169,7 +174,7 @@ def pixel_patches(
             found.append(None)
             continue
         pixels, place = section.flat(read(inside), inside), section.rows_and_cols(inside)
-        found.append(sums(pixels, place, section.size, section.small))
+        found.append(shrunk(pixels, place, section.size, section.small))
     return found
 
 
