@@ -1,4 +1,4 @@
-# make demo | make test | make test-cluster | make test-slow | make lint | make bench
+# make demo | make test | make test-gpu | make test-cluster | make test-slow | make lint | make bench
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -15,7 +15,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # or each of the many processes that tests start would compile all sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-serial test-mpi test-cluster test-slow lint typecheck bench clean
+.PHONY: demo test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -25,11 +25,16 @@ $(READY): pyproject.toml
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(if $(SLIDES),--slides "$(SLIDES)")
 
-test: test-serial test-mpi
+test: test-serial test-mpi test-device
 
 test-serial: $(READY)
-	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster -m "not slow" -n 2 --dist loadfile \
+	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster \
+	    --ignore tests/simulated_device -m "not slow" -n 2 --dist loadfile \
 	    --max-worker-restart 0  # or it would wait for ever after a test that ran out of time
+	# in processes of its own: a device that is there is every test's accelerator
+	$(BIN)/python -c "from tests.simulated_device import load, missing; missing() or load()"
+	$(BIN)/python -m pytest tests/simulated_device -m "not slow" -n 2 --dist loadfile \
+	    --max-worker-restart 0
 
 test-mpi: $(READY)
 	$(RUN) 1200 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
@@ -45,12 +50,33 @@ test-mpi: $(READY)
 	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
 	done
 
+# on a simulated accelerator, by each way in which device tensors travel; on GPUs: make test-gpu
+BY_ALL_PATHS := tests/mpi/comm/test_device_transport.py tests/mpi/comm/test_reduce.py \
+    tests/mpi/comm/test_repartition.py
+ON_SIM := SPATIALDL_DEVICE=sim SPATIALDL_DEVICE_PATH
+WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
+RANKS ?= 2
+
+test-device: $(READY)
+	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py
+	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/pipeline/test_equal_numbers.py
+	$(ON_SIM)=mpi $(WITH_TESTS) tests/mpi/spatial/test_pad.py
+
+# RANKS on the GPUs of this machine, each on its own where there are enough
+test-gpu: $(READY)
+	set -e; for path in auto host; do \
+	    SPATIALDL_DEVICE=cuda SPATIALDL_DEVICE_PATH=$$path $(WITH_TESTS) \
+	        tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py; \
+	done
+
 # on a Slurm of several nodes on this machine, where one can be started
 test-cluster: $(READY)
 	PYTHON=$(BIN)/python LIMIT_S=900 tests/cluster/run -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster \
+	    --ignore tests/simulated_device -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest tests/simulated_device -m slow
 	PYTHON=$(BIN)/python tests/cluster/run -m slow
 	set -e; for ranks in 2 3 4 5 8; do \
 	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m slow tests/mpi || test $$? -eq 5; \
@@ -60,6 +86,11 @@ test-slow: $(READY)
 	done
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py
+	# all layouts on the simulated accelerator
+	set -e; for path in nccl mpi; do for ranks in 2 4; do \
+	    $(ON_SIM)=$$path $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" \
+	        tests/mpi/pipeline/test_equal_numbers.py; \
+	done; done
 	# the same equality over torch.distributed
 	set -e; for ranks in 2 3 4; do \
 	    SPATIALDL_TRANSPORT=torch $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi; \

@@ -266,19 +266,25 @@ def meet(
     Raises:
         ValueError: they were not, or the launcher and the transport do not fit together.
     """
-    choose_gpu(composed, info)
+    from spatialdl.comm.device_path import choose_device_path, device_of
+
+    choose_device(composed, info)
     run_log.start_log(info.rank)
     limit_waits(composed.comm.timeout)
     world = start_world(str(composed.comm.transport))
     check_same_start(world, composed, files(composed))
+    choose_device_path(world, device_of(composed.device), str(composed.comm.device_path))
     return world
 
 
-def choose_gpu(config: DictConfig, info: LaunchInfo) -> None:
-    """The GPU of this rank, before MPI looks which one is current.
+def choose_device(config: DictConfig, info: LaunchInfo) -> None:
+    """The accelerator of this rank, before MPI looks which one is current.
 
     Ranks of a machine that follow each other share one if told so. A launcher may show each rank
-    its own GPU only, so there may be fewer than ranks.
+    its own only, so one may serve any rank.
+
+    Raises:
+        ValueError: if there are several, and none for this rank.
     """
     shared = config.comm.ranks_per_device
     if not isinstance(shared, int) or shared < 1:
@@ -287,5 +293,13 @@ def choose_gpu(config: DictConfig, info: LaunchInfo) -> None:
         return
     import torch
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(info.local_rank // shared % torch.cuda.device_count())
+    if not torch.accelerator.is_available():
+        return
+    number, count = info.local_rank // shared, torch.accelerator.device_count()
+    if number >= count > 1:
+        raise ValueError(
+            f"rank {info.rank} is number {info.local_rank} of its machine, which has {count} "
+            f"devices: start at most {count * shared} ranks on it, or take "
+            f"comm.ranks_per_device={-(-(info.local_rank + 1) // count)} or more"
+        )
+    torch.accelerator.set_device_index(number % count)

@@ -8,7 +8,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from spatialdl.comm.launch import LaunchInfo
-from spatialdl.starting import check_words, choose_gpu, composed_for, was_sent, without_hydra
+from spatialdl.starting import check_words, choose_device, composed_for, was_sent, without_hydra
 
 
 @pytest.mark.parametrize(
@@ -17,19 +17,28 @@ from spatialdl.starting import check_words, choose_gpu, composed_for, was_sent, 
 )
 def test_ranks_of_a_machine_take_their_gpus_in_order(shared, gpus, chosen, monkeypatch):
     taken: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     config = OmegaConf.create({"device": "auto", "comm": {"ranks_per_device": shared}})
     for local_rank in range(4):
-        choose_gpu(config, LaunchInfo(local_rank, 4, local_rank, "mpiexec"))
+        choose_device(config, LaunchInfo(local_rank, 4, local_rank, "mpiexec"))
     assert taken == chosen
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch):
+    """They shared devices silently: half as fast, and NCCL refused them later."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    config = OmegaConf.create({"device": "auto", "comm": {"ranks_per_device": 1}})
+    with pytest.raises(ValueError, match=r"at most 2 ranks .* comm\.ranks_per_device=2"):
+        choose_device(config, LaunchInfo(2, 3, 2, "mpiexec"))
 
 
 def test_a_gpu_is_shared_by_one_rank_at_least():
     config = OmegaConf.create({"device": "cpu", "comm": {"ranks_per_device": 0}})
     with pytest.raises(ValueError, match=r"ranks_per_device=0 must be at least 1"):
-        choose_gpu(config, LaunchInfo(0, 1, 0, "mpiexec"))
+        choose_device(config, LaunchInfo(0, 1, 0, "mpiexec"))
 
 
 def flags(*words: str):

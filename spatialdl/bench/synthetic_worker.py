@@ -21,9 +21,10 @@ from tqdm import tqdm
 from spatialdl.comm import check
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import choose_device_path, device_of
 from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
 from spatialdl.comm.world import start_world
-from spatialdl.starting import choose_gpu
+from spatialdl.starting import choose_device
 from spatialdl.training.network.building import peak_memory_mb
 from spatialdl.training.parts import Parts
 
@@ -42,8 +43,9 @@ def main() -> None:
     OmegaConf.set_struct(config, True)
     info = launched()
     if info is not None:
-        choose_gpu(config, info)
+        choose_device(config, info)
     world = start_world(str(config.comm.transport))
+    choose_device_path(world, device_of(config.device), str(config.comm.device_path))
     found = measure(config, options, world)
     if world.rank == 0:
         options.found.write_text(json.dumps(found))
@@ -99,14 +101,16 @@ def _settled(config: DictConfig, steps: int) -> DictConfig:
 
 def _now(world: Communicator, device: torch.device) -> float:
     """Seconds of a clock, when all ranks have done what they began."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     world.barrier()
     return time.perf_counter()
 
 
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if device.type == "cpu":
+        return "CPU"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,6 @@ class Alone:
     def start_all_reduce(self, values: Tensor) -> Done:
         return Done()
 
-    def home(self, tensor: Tensor) -> Tensor:
-        return tensor
-
     def all_gather(self, values: Tensor) -> Tensor:
         return values.clone().unsqueeze(0)
 

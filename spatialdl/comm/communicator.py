@@ -86,13 +86,10 @@ class Communicator(Protocol):
         """
 
     def all_reduce_(self, values: Tensor) -> None:
-        """Add up, in place, a contiguous tensor on `home`."""
+        """Add up, in place, a contiguous tensor."""
 
     def start_all_reduce(self, values: Tensor) -> Pending:
-        """Start to add up, in place, a contiguous tensor on `home`."""
-
-    def home(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or a copy where this communicator can add it up in place."""
+        """Start to add up, in place, a contiguous tensor."""
 
     def all_gather(self, values: Tensor) -> Tensor:
         """(ranks, ...): the tensors of all ranks, which have one shape."""

@@ -1,8 +1,6 @@
-"""The second transport: torch.distributed, gloo for tensors on the host, NCCL for those on a GPU.
+"""The second transport: torch.distributed, over gloo; tensors on accelerators see `device_path`.
 
-The same plans as over MPI. Views are packed, because both backends take contiguous tensors only.
-Messages that have a route (hand-overs) always go by gloo: NCCL knows no tags, and its
-messages in opposite directions wait for each other.
+The same plans as over MPI. Views are packed, because gloo takes contiguous tensors only.
 """
 
 from __future__ import annotations
@@ -10,11 +8,10 @@ from __future__ import annotations
 import atexit
 import operator
 import pickle
-import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -27,39 +24,34 @@ from torch.distributed.distributed_c10d import _get_default_store
 from spatialdl.comm import check
 from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Pending, UnderWay, fold
-from spatialdl.comm.gpu import StagedExchange
+from spatialdl.comm.device_path import current_device, device_path
+from spatialdl.comm.device_transport import ByGroup, DeviceTransport, ThroughHost
 from spatialdl.comm.held import Exchange
 from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.messages import Message, Messages
+from spatialdl.comm.processes import machine
 from spatialdl.comm.waiting import noted
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _open: WeakSet[TorchCommunicator] = WeakSet()
 _made: Counter[tuple[int, ...]] = Counter()
 
 
 class TorchCommunicator:
-    """A `Communicator` over process groups of its own.
-
-    Its threads and sockets end with it; NCCL's group, which all ranks must end together, stays
-    until torch.distributed ends.
+    """A `Communicator` over a process group of its own, whose threads and sockets end with it.
 
     Args:
         ranks: of the world, in the order in which they are numbered here. All of them must make
             the communicators of these same ranks in the same order.
         group: of these ranks, for tensors on the host; one over gloo if none is given.
-        on_device: whether tensors on a GPU go by NCCL, if it is there, and not through the host.
+        by_host: tensors on accelerators go through the host, whatever was chosen.
     """
 
-    def __init__(self, ranks: Sequence[int], group: Any = None, on_device: bool = True) -> None:
+    def __init__(self, ranks: Sequence[int], group: Any = None, by_host: bool = False) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self.world_ranks = tuple(ranks)
         self._gloo: Any = group or _gloo_group(self.world_ranks)
-        self._has_nccl = on_device and torch.cuda.is_available() and dist.is_nccl_available()
-        self.overlaps = self._has_nccl  # the threads of gloo take cores from those that compute
-        self._nccl = _nccl_group(self.world_ranks) if self._has_nccl else None
+        self._by_host = by_host
         self._to_self = _ToSelf()
         _open.add(self)
         check.name_group(self)
@@ -113,38 +105,47 @@ class TorchCommunicator:
     def allreduce(self, obj: Any, /, op: Any = operator.add) -> Any:
         return fold(self.allgather(obj), op)
 
+    @property
+    def overlaps(self) -> bool:  # the threads of gloo take cores from those that compute
+        return not self._by_host and device_path().name == "nccl"
+
+    @cached_property
+    def _on_device(self) -> DeviceTransport:
+        """Asked for the first time by all ranks together."""
+        path = device_path()
+        if self._by_host or path.name != "nccl":
+            return ThroughHost(self)
+        return ByGroup(self, path, current_device(), ThroughHost(self))
+
     def all_reduce(self, values: Tensor) -> Tensor:
         total = values.clone(memory_format=torch.contiguous_format)
-        total = self.home(total)
         self.all_reduce_(total)
-        return total.to(values.device)
+        return total
 
     def all_reduce_(self, values: Tensor) -> None:
         noted("all-reduce", self.world_ranks, self.start_all_reduce(values).wait)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
-        group = self._nccl if values.is_cuda else self._gloo
-        return Messages([_under_way(dist.all_reduce(values, group=group, async_op=True))])
-
-    def home(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device.type == "cpu" or self._has_nccl else tensor.cpu()
+        if values.device.type != "cpu":
+            return self._on_device.start_all_reduce(values)
+        return Messages([_under_way(dist.all_reduce(values, group=self._gloo, async_op=True))])
 
     def all_gather(self, values: Tensor) -> Tensor:
-        own = self.home(values).contiguous()
+        if values.device.type != "cpu":
+            return noted("all-gather", self.world_ranks, self._on_device.all_gather, values)
+        own = values.contiguous()
         everybody = own.new_empty((self.size, *own.shape))
-        if own.is_cuda:  # NCCL's group has its ranks in the order of the world
-            order = sorted(range(self.size), key=self.world_ranks.__getitem__)
-            into, group = [everybody[rank] for rank in order], self._nccl
-        else:
-            into, group = list(everybody), self._gloo
-        noted("all-gather", self.world_ranks, dist.all_gather, into, own, group)
-        return everybody.to(values.device)
+        self.gather_into(everybody, own)
+        return everybody
+
+    def gather_into(self, everybody: Tensor, own: Tensor) -> None:
+        """Fill (ranks, ...) on the host with the contiguous tensors of all ranks."""
+        noted("all-gather", self.world_ranks, dist.all_gather, list(everybody), own, self._gloo)
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
-        route = exchange.route
-        if exchange.device.type != "cpu" and (route is not None or not self._has_nccl):
-            return StagedExchange(exchange, self.start_exchange, on_device=False)
-        ranks, tag = route or (range(self.size), 0)
+        if exchange.device.type != "cpu":
+            return self._on_device.start_exchange(exchange)
+        ranks, tag = exchange.route or (range(self.size), 0)
         views, incoming, outgoing = exchange.landing(), exchange.incoming, exchange.outgoing
         landed = [_room_for(view) for view in views]
         leaving = [view.contiguous() for view in exchange.leaving()]
@@ -159,18 +160,9 @@ class TorchCommunicator:
         self, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]], tag: int
     ) -> list[Message]:
         """Contiguous tensors from and to ranks, in the order in which the peers name them."""
-        if not any(buffer.is_cuda for buffer, _ in [*receives, *sends]):
-            return [self._receive(room, peer, tag) for room, peer in receives] + [
-                self._send(packed, peer, tag) for packed, peer in sends
-            ]
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(kind, buffer, self.world_ranks[peer], self._nccl)
-                for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
-                for buffer, peer in messages
-            ]
-        )
-        return [_under_way(work) for work in works]
+        return [self._receive(room, peer, tag) for room, peer in receives] + [
+            self._send(packed, peer, tag) for packed, peer in sends
+        ]
 
     def _receive(self, room: Tensor, peer: int, tag: int) -> Message:
         if peer == self.rank:
@@ -202,14 +194,6 @@ class _ToSelf:
     def _next(self, kind: str, tag: int) -> tuple[int, int]:
         self._counts[kind, tag] += 1
         return tag, self._counts[kind, tag]
-
-
-def machine() -> tuple[str, str]:
-    """What tells this machine from others, also from those of one name, and from containers."""
-    boot = ""
-    with suppress(OSError):
-        boot = _BOOT.read_text().strip()
-    return socket.gethostname(), boot
 
 
 @atexit.register
@@ -271,13 +255,6 @@ def _named_by_its_ranks() -> Iterator[None]:
         yield
     finally:
         distributed_c10d._hash_ranks_to_str = original
-
-
-def _nccl_group(ranks: tuple[int, ...]) -> Any:
-    group = local_group(sorted(ranks), "nccl")
-    # connect all ranks now: an exchange may need only some of them
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    return group
 
 
 def _packed(obj: Any) -> Tensor:

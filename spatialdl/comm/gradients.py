@@ -183,7 +183,7 @@ class _Bucket:
             for p, grad in zip(self.parameters, grads, strict=True)
         ]
         comm = self.of.lane or self.of.comm
-        self.total = _joined(self._grads, comm)
+        self.total = _joined(self._grads)
         if self.of.lane is None:
             add_over_ranks_(comm, self.total, NAME)
             self.finish()
@@ -208,28 +208,32 @@ def _planned(trained: Iterable[tuple[Replicated, list[nn.Parameter]]]) -> list[_
 def average_(tensors: Iterable[Tensor], comm: Communicator, copies: int) -> None:
     """Average tensors over ranks, in place; all ranks must call it with the same ones."""
     for some in buckets(tensors, BUCKET_BYTES):
-        total = _joined(some, comm)
+        total = _joined(some)
         add_over_ranks_(comm, total, NAME)
         _part(total.div_(copies), some)
 
 
-def _joined(tensors: Sequence[Tensor], comm: Communicator) -> Tensor:
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one type as one to be summed, half precision in float32; a large one itself."""
     parts = [
         (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one).reshape(-1)
         for one in tensors
     ]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return comm.home(flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat)
+    return flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
 
 def _part(joined: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy to tensors what `_joined` has made of them."""
     joined = torch.view_as_complex(joined.view(-1, 2)) if tensors[0].is_complex() else joined
     parts = torch.split(joined, [one.numel() for one in tensors])
-    for one, part in zip(tensors, parts, strict=True):
-        if one.data_ptr() != part.data_ptr():
-            one.copy_(part.view_as(one))
+    shaped = [(one, part.view_as(one)) for one, part in zip(tensors, parts, strict=True)]
+    elsewhere = [pair for pair in shaped if pair[0].data_ptr() != pair[1].data_ptr()]
+    if joined.is_complex():  # gradients may be conjugated lazily, of which lists are refused
+        for one, part in elsewhere:
+            one.copy_(part)
+    elif elsewhere:
+        torch._foreach_copy_([one for one, _ in elsewhere], [part for _, part in elsewhere])
 
 
 def shard_of(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class BackendCommunicator(TorchCommunicator):
         start(name)
         self._name = name
         group = new_group(name, ranks) if name == "mpi4py" else None
-        super().__init__(ranks, group, on_device=name == "nccl")
+        super().__init__(ranks, group, by_host=name != "nccl")
 
     def subset(self, ranks: Sequence[int]) -> BackendCommunicator:
         return BackendCommunicator([self.world_ranks[rank] for rank in ranks], self._name)

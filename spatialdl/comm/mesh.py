@@ -11,6 +11,7 @@ from torch import nn
 
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import choose_device_path, current_device
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.gradients import Replicated
 from spatialdl.comm.launch import check_mpi_world
@@ -171,6 +172,7 @@ def init_mesh(
     arguments = {"grid": axes.spatial, "data": data, "timeout": timeout, "check": check}
     check_same_arguments(world, "init_mesh", arguments)
     protect(world, timeout, check)
+    choose_device_path(world, current_device())
     if comm is None:
         placement = placed_by_nodes(placement, Nodes(world).of)
     mesh = stage_mesh(placement, placement.positions(world.rank)[0], world)

@@ -7,16 +7,18 @@ out to be faster here, see `comm.ways`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm import check
-from spatialdl.comm.communicator import Pending, UnderWay
+from spatialdl.comm.communicator import Pending, UnderWay, fold
 from spatialdl.comm.datatypes import buffer, reduction_type
-from spatialdl.comm.gpu import StagedExchange, cuda_aware
+from spatialdl.comm.device_path import current_device, device_path
+from spatialdl.comm.device_transport import ByGroup, DeviceAware, DeviceTransport, ThroughHost
 from spatialdl.comm.held import Exchange
 from spatialdl.comm.messages import Messages
 from spatialdl.comm.waiting import noted
@@ -30,7 +32,6 @@ class MpiCommunicator(Neighbours):
         way: how it makes exchanges, a key of `ways.WAYS`; found out at the first one.
     """
 
-    overlaps = False  # progress is made within calls of MPI, and Allreduce beats Iallreduce
     way: str | None = None
 
     def subset(self, ranks: Sequence[int]) -> MpiCommunicator:
@@ -61,7 +62,8 @@ class MpiCommunicator(Neighbours):
         return noted("all-gather", self.world_ranks, super().allgather, sendobj)
 
     def allreduce(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
-        return noted("all-reduce", self.world_ranks, super().allreduce, sendobj, op)
+        """By a collection: in mpi4py's own no other thread of this process runs while it waits."""
+        return fold(noted("all-reduce", self.world_ranks, super().allgather, sendobj), op)
 
     def nodes(self) -> list[int]:
         machine = self.Split_type(MPI.COMM_TYPE_SHARED)
@@ -69,37 +71,58 @@ class MpiCommunicator(Neighbours):
         machine.Free()
         return self.allgather(first)
 
+    @property
+    def overlaps(self) -> bool:  # progress is made within calls of MPI; Allreduce beats Iallreduce
+        return device_path().name == "nccl"
+
+    @cached_property
+    def _on_device(self) -> DeviceTransport:
+        """Asked for the first time by all ranks together."""
+        path = device_path()
+        if path.name == "mpi":
+            messages = partial(by_messages, self)
+            return DeviceAware(self, self._add, self.gather_into, messages)
+        if path.name == "nccl":
+            return ByGroup(self, path, current_device(), ThroughHost(self))
+        return ThroughHost(self)
+
     def all_reduce(self, values: Tensor) -> Tensor:
-        total = values.to("cpu", copy=True).contiguous()
+        total = values.clone(memory_format=torch.contiguous_format)
         self.all_reduce_(total)
-        return total.to(values.device)
+        return total
 
     def all_reduce_(self, values: Tensor) -> None:
+        if values.device.type == "cpu":
+            self._add(values)
+        else:
+            noted("all-reduce", self.world_ranks, self.start_all_reduce(values).wait)
+
+    def _add(self, values: Tensor) -> None:
         spec = [buffer(values), values.numel(), reduction_type(values)]
         noted("all-reduce", self.world_ranks, self.Allreduce, MPI.IN_PLACE, spec, MPI.SUM)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
+        if values.device.type != "cpu":
+            return self._on_device.start_all_reduce(values)
         spec = [buffer(values), values.numel(), reduction_type(values)]
         return Messages([under_way(self.Iallreduce(MPI.IN_PLACE, spec, MPI.SUM))], keep=values)
 
-    def home(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu()
-
     def all_gather(self, values: Tensor) -> Tensor:
-        own = values.cpu().contiguous()
+        if values.device.type != "cpu":
+            return noted("all-gather", self.world_ranks, self._on_device.all_gather, values)
+        own = values.contiguous()
         everybody = own.new_empty((self.size, *own.shape))
+        self.gather_into(everybody, own)
+        return everybody
+
+    def gather_into(self, everybody: Tensor, own: Tensor) -> None:
+        """Fill (ranks, ...) with the contiguous tensors of all ranks, where MPI can reach them."""
         noted("all-gather", self.world_ranks, self.Allgather, buffer(own), buffer(everybody))
-        return everybody.to(values.device)
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
-        device = exchange.device
-        if device.type == "cpu":
-            return self._way(exchange)(self, exchange)
-        if exchange.route is None and noted(
-            "test of CUDA-aware MPI", self.world_ranks, cuda_aware, self, device
-        ):
-            return StagedExchange(exchange, partial(by_messages, self), on_device=True)
-        return StagedExchange(exchange, self.start_exchange, on_device=False)
+        if exchange.device.type != "cpu":
+            return self._on_device.start_exchange(exchange)
+        return self._way(exchange)(self, exchange)
 
     def _way(self, exchange: Exchange) -> Way:
         if exchange.route is not None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _STATES = {
     "T": "stopped (SIGSTOP)",
@@ -14,6 +17,14 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
+
+
+def machine() -> tuple[str, str]:
+    """What tells this machine from others, also from those of one name, and from containers."""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT.read_text().strip()
+    return socket.gethostname(), boot
 
 
 class Process(NamedTuple):

@@ -48,7 +48,7 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
 
 
 def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> None:
-    """Sum in place a contiguous tensor of a type that the transport can sum, on its `home`."""
+    """Sum in place a contiguous tensor of a type that the transport can sum."""
     check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
     with trace.span("reduce", name):
         noted(name, None, check.understood, comm, comm.all_reduce_, values)

@@ -25,7 +25,7 @@ class TwoLevels(TorchCommunicator):
     """
 
     def __init__(self, comm: TorchCommunicator, nodes: Sequence[int]) -> None:
-        super().__init__(comm.world_ranks, comm._gloo, on_device=False)
+        super().__init__(comm.world_ranks, comm._gloo, by_host=True)
         on = [
             [rank for rank, node in enumerate(nodes) if node == one] for one in dict.fromkeys(nodes)
         ]
@@ -58,7 +58,7 @@ def by_nodes(comm: Communicator, node: int) -> Communicator:
     Args:
         node: number of this rank's node.
     """
-    if not isinstance(comm, TorchCommunicator) or comm._has_nccl:
+    if not isinstance(comm, TorchCommunicator) or comm.overlaps:
         return comm
     nodes = comm.allgather(node)
     return TwoLevels(comm, nodes) if 1 < len(set(nodes)) < comm.size else comm

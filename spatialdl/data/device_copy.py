@@ -15,27 +15,25 @@ Arrived = Callable[[], list[Slice]]
 class DeviceCopy:
     """Begins to copy batches to a device, from any thread.
 
-    A GPU copies from pinned memory in a stream of its own, so that neither this process nor what
-    the GPU computes waits for it. On a CPU batches are left as they are.
+    An accelerator copies from pinned memory in a stream of its own, so that neither this process
+    nor what the device computes waits for it. On a CPU batches are left as they are.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def begin(self, batch: list[Slice]) -> Arrived:
         """Call what this returns where the batch is needed, on the stream that needs it."""
         stream = self._stream
         if stream is None:
             return lambda: batch
-        with torch.cuda.stream(stream):
+        with stream:
             copied = [one.map(self._copy) for one in batch]
             done = stream.record_event()
 
         def arrived() -> list[Slice]:
-            current = torch.cuda.current_stream(self._device)
+            current = torch.accelerator.current_stream(self._device)
             current.wait_event(done)
             for tensor in _tensors(copied):
                 # its memory belongs to the other stream, which must not take it back too early

@@ -179,8 +179,8 @@ def _image(model: nn.Module, size: tuple[int, ...], device: torch.device) -> dic
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def balance(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from spatialdl.comm.gradients import Reducer, Replicated, shard_of
 if TYPE_CHECKING:
     from spatialdl.pipeline.sharded import ShardedStage
 
+_CPU = torch.device("cpu")
+
 
 class Gradients:
     """Those of a pipeline; all its ranks call it together.
@@ -22,6 +25,7 @@ class Gradients:
         stages: those of this rank, by number.
         sharded: the same ones, where state is sharded.
         comm: all ranks.
+        device: of the stages.
     """
 
     def __init__(
@@ -29,8 +33,10 @@ class Gradients:
         stages: Mapping[int, Replicated],
         sharded: Mapping[int, ShardedStage],
         comm: Communicator,
+        device: torch.device = _CPU,
     ) -> None:
         self.stages, self._sharded, self._comm = stages, sharded, comm
+        self._device = device
         # by number, because ranks that share several stages must have them in one order
         self._reducer = Reducer(stages[number] for number in sorted(stages, reverse=True))
 
@@ -54,39 +60,56 @@ class Gradients:
     def unscale(self, scale: float) -> bool:
         """Divide all by `scale`, unless one is not finite on any rank.
 
+        The host waits for the device once.
+
         Returns:
             Whether all are finite, the same on every rank.
         """
-        finite = [grad.isfinite().all() for _, grad in self._grads()]
-        overflows = sum(1 for one in finite if not one)
+        grads = [grad for of_stage in self._by_stage() for grad in of_stage]
+        overflows = not bool(norms(grads, math.inf).isfinite().all())
         if float(self._comm.all_reduce(torch.tensor([overflows], dtype=torch.float64))) > 0:
             return False
-        for _, grad in self._grads():
-            grad.div_(scale)
+        if grads:
+            torch._foreach_div_(grads, scale)
         return True
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         """Scale all so that their common norm is at most `limit`.
 
         As ``torch.nn.utils.clip_grad_norm_`` does it for a whole network.
 
         Returns:
-            The norm as it was, the same on every rank.
+            The norm as it was, float64 (), the same on every rank.
         """
-        squares = torch.zeros(1, dtype=torch.float64)
-        for ranks, grad in self._grads():
-            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-            squares += norm.cpu().square() / ranks
-        norm = float(self._comm.all_reduce(squares).sqrt())
-        factor = limit / (norm + 1e-6)
-        if not factor >= 1:  # nor if it is no number
-            for _, grad in self._grads():
-                grad.mul_(factor)
+        norm = self._squares().sqrt()
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        if factor.device.type == "cpu" and factor >= 1:  # on a device it is not asked for
+            return norm
+        for grads in self._by_stage():
+            if grads:
+                torch._foreach_mul_(grads, factor)
         return norm
 
-    def _grads(self) -> Iterator[tuple[int, Tensor]]:
-        """How many ranks have the same gradient, and the gradient, or this rank's shard of it."""
-        for stage in self.stages.values():
-            for parameter in stage.module.parameters():
-                if parameter.grad is not None:
-                    yield stage.comm.size, shard_of(parameter.grad)
+    def _squares(self) -> Tensor:
+        """The sum of the squares of all gradients of the network, each counted once.
+
+        Over ranks also where each has all of them: different CPUs may round norms differently, and
+        weights must stay the same.
+        """
+        own = torch.zeros((), dtype=torch.float64, device=self._device)
+        for stage, grads in zip(self.stages.values(), self._by_stage(), strict=True):
+            own += norms(grads, 2, torch.float64).square().sum() / stage.comm.size
+        return self._comm.all_reduce(own.view(1))[0]
+
+    def _by_stage(self) -> list[list[Tensor]]:
+        """The gradients of each stage, or this rank's shards of them."""
+        return [
+            [shard_of(p.grad) for p in stage.module.parameters() if p.grad is not None]
+            for stage in self.stages.values()
+        ]
+
+
+def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Tensor:
+    """A norm of each tensor that is not empty, in few kernels."""
+    some = [one for one in tensors if one.numel()]
+    return torch.stack(torch._foreach_norm(some, order, dtype)) if some else torch.zeros(0)

@@ -211,20 +211,20 @@ class PlacedStage:
         criterion: Criterion,
         weight: float,
         device: torch.device,
-    ) -> float:
+    ) -> Tensor | float:
         """The backward of a micro-batch; its gradients are on their way to the stages before.
 
         Args:
             weight: with which the mean loss counts in the objective.
 
         Returns:
-            The mean loss on the last stage, else 0.
+            The mean loss on the last stage, float64 (), which is not waited for; else 0.
 
         Raises:
             ValueError: if the last stage is not given its targets.
         """
         held = self._held.pop(number)
-        value = 0.0
+        value: Tensor | float = 0.0
         if self.is_last:
             if microbatch.target is None:
                 raise ValueError("the last stage needs the targets of its micro-batches")
@@ -234,7 +234,7 @@ class PlacedStage:
                 target = target[own.start : own.stop]
             with autocast(device, self._mixed):
                 loss = criterion(held.outputs[OUTPUT], target)
-            value = loss.item()
+            value = loss.detach().double()
             if loss.requires_grad:
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
         else:

@@ -142,7 +142,8 @@ class Pipeline:
         backend = None if self.sharded else options.backend
         nodes = None if self.sharded else options.nodes
         reducers = reducers_of(holders, placement, comm, backend, nodes)
-        self.gradients = Gradients(self._replicated(meshes, reducers, apart), self.sharded, comm)
+        replicated = self._replicated(meshes, reducers, apart)
+        self.gradients = Gradients(replicated, self.sharded, comm, self.device)
         units = {stage: sharded.units for stage, sharded in self.sharded.items()}
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
         sharing = Sharing(placed, self.stages, holders, placement, sync, microbatches, comm, units)
@@ -279,7 +280,7 @@ class Pipeline:
         self._scale = scale
         self.gradients.begin()
         self._context.begin(microbatches, step)
-        total = 0.0
+        total: Tensor | float = 0.0  # the host waits for it in the end only
         todo = self._todo(self._train, microbatches)
         coming = self._given(todo)
         last = {one.stage: number for number, one in enumerate(todo) if one.kind == "backward"}
@@ -304,7 +305,7 @@ class Pipeline:
         self._wait_sent()
         self.gradients.average()
         self._context.end(len(microbatches))
-        return total
+        return float(total)
 
     @property
     def loss_parts(self) -> int:
@@ -380,7 +381,7 @@ class Pipeline:
         )
         return output
 
-    def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> float:
+    def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor | float:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)

@@ -62,7 +62,7 @@ class ShardedStage:
                 f"parallel.shard_state=true needs parameters of one type in a stage, got "
                 f"{', '.join(sorted(map(str, types)))}: convert the network"
             )
-        if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda")):
+        if (backend == "gloo") != (device.type == "cpu") and backend != "mpi4py":
             raise ValueError(
                 f"parallel.shard_state=true cannot shard what is on {device.type} over "
                 f"comm.backend={backend}: take mpi4py"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from types import FrameType
@@ -127,22 +127,22 @@ class SliceStatistics:
         calls = sum_over_ranks(self._comm, own, "calls of batch_norm").tolist()
         parts = [self._own_part(norm, row) for norm, row in zip(self._norms, calls, strict=True)]
         total = sum_over_ranks(self._comm, torch.cat(parts), "batch_norm statistics")
-        sums = torch.split(total, [len(part) for part in parts])
-        for norm, row, added in zip(self._norms, calls, sums, strict=True):
-            mean, variance, count = _buffers(norm)
-            left = _weights(norm, sum(row))[0]
-            for running, value in zip((mean, variance), added.chunk(2), strict=True):
-                running.copy_(running.double() * left + value.to(running.device))
-            count.add_(sum(row))
+        values = torch.split(total, [len(part) for part in parts])
+        left = [_weights(norm, sum(row))[0] for norm, row in zip(self._norms, calls, strict=True)]
+        # layers of which as much is left, as a rule all of them, in few kernels
+        for share in dict.fromkeys(left):
+            some = [number for number, one in enumerate(left) if one == share]
+            _add(share, [self._norms[n] for n in some], torch.cat([values[n] for n in some]))
+        torch._foreach_add_([_buffers(norm)[2] for norm in self._norms], [sum(r) for r in calls])
 
     def _own_part(self, norm: _BatchNorm, calls: list[int]) -> Tensor:
         """What this rank's slices add to the layer's statistics."""
         kept, self._kept[norm] = self._kept[norm], []
         weights = _weights(norm, sum(calls))
         places = [0, *accumulate(calls)]  # of each slice's first call among all calls
-        total = torch.zeros(2 * norm.num_features, dtype=torch.float64)
+        total = _buffers(norm)[0].new_zeros(2 * norm.num_features, dtype=torch.float64)
         for slice_number, statistics in kept:
-            total += weights[1 + places[slice_number]] * statistics.cpu()
+            total.add_(statistics, alpha=weights[1 + places[slice_number]])
             places[slice_number] += 1
         return total
 
@@ -172,6 +172,17 @@ def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     if mean is None or variance is None or count is None:
         raise RuntimeError(f"{norm} lost its running statistics during training")
     return mean, variance, count
+
+
+def _add(share: float, norms: Sequence[_BatchNorm], values: Tensor) -> None:
+    """Keep a share of the running statistics of some layers, and add what the slices come to.
+
+    Args:
+        values: means and variances of each layer, float64.
+    """
+    running = [one for norm in norms for one in _buffers(norm)[:2]]
+    updated = torch.cat(running).double().mul_(share).add_(values)
+    torch._foreach_copy_(running, torch.split(updated, [len(one) for one in running]))
 
 
 def _weights(norm: _BatchNorm, updates: int) -> list[float]:

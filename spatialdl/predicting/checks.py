@@ -14,7 +14,14 @@ from spatialdl.configuring.values import check_values
 from spatialdl.parallel.placement import Placement
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import CONTENT, LATEST, candidates
-from spatialdl.training.checks import BACKENDS, BALANCES, DEVICES, PRECISIONS, TRANSPORTS
+from spatialdl.training.checks import (
+    BACKENDS,
+    BALANCES,
+    DEVICE_PATHS,
+    DEVICES,
+    PRECISIONS,
+    TRANSPORTS,
+)
 from spatialdl.training.layouts import placement_of, schedule_of
 
 TABLES = ("csv", "parquet")
@@ -71,6 +78,7 @@ def _check_choices(config: DictConfig) -> None:
         "table": TABLES,
         "whole": (None, True, False),
         "comm.transport": TRANSPORTS,
+        "comm.device_path": DEVICE_PATHS,
         "comm.backend": BACKENDS,
         "parallel.balance": BALANCES,
     }

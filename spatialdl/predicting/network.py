@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import device_of
 from spatialdl.comm.nodes import Nodes
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.data.image_source import Size
@@ -30,7 +31,6 @@ from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.layouts import check_image, placement_of, schedule_of
 from spatialdl.training.network.building import instantiate
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
-from spatialdl.training.settings import device_of
 
 _MORE, _FEWEST = 4, 2**20
 """Times the elements of a checkpoint, and beyond, that building its network may take."""

@@ -6,7 +6,7 @@ Nothing here has a state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _WORD = 2**64 - 1
 _BITS = 53  # of a random number; float64 has no more
-_CHUNK = 2**16  # numbers drawn at a time, so that integers on the way stay in the cache
+_CHUNK = 2**16  # numbers drawn at a time, so that integers on the way stay in a CPU's cache
+_CHUNK_ON_DEVICE = 2**22  # so that a device needs few kernels, and 32 MB for integers on the way
 
 
 def _mixed(word: int) -> int:
@@ -88,22 +89,23 @@ def _drawn(
     """
     if out.device.type == "meta":
         return out
-    positions = [places.to(out.device) for places in region.positions]
+    chunk = _CHUNK if out.device.type == "cpu" else _CHUNK_ON_DEVICE
+    positions = _on_device(region.positions, out.device)
     steps = [math.prod(region.shape[dim + 1 :]) for dim in range(len(region.shape))]
 
     def fill(part: Tensor, base: Tensor, dim: int) -> None:
         inner = math.prod(part.shape[1:])
-        if part.dim() == 0 or part.numel() <= _CHUNK:
+        if part.dim() == 0 or part.numel() <= chunk:
             for places, step in zip(positions[dim:], steps[dim:], strict=True):
                 base = base[..., None] + places * step
             places = base.view(part.shape)
             part.copy_(made(lambda stream: _bits(key_of(key, stream), places), part))
             return
-        if inner > _CHUNK:
+        if inner > chunk:
             for row, place in zip(part.unbind(0), positions[dim], strict=True):
                 fill(row, base + place * steps[dim], dim + 1)
             return
-        rows = max(1, _CHUNK // inner)
+        rows = max(1, chunk // inner)
         kept = positions[dim]
         for start in range(0, len(kept), rows):
             positions[dim] = kept[start : start + rows]
@@ -112,6 +114,14 @@ def _drawn(
 
     fill(out, torch.zeros((), dtype=torch.int64, device=out.device), 0)
     return out
+
+
+def _on_device(positions: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The same on a device, by one copy for which the host does not wait."""
+    if device.type == "cpu" or not positions:
+        return list(positions)
+    joined = torch.cat(tuple(positions)).pin_memory().to(device, non_blocking=True)
+    return list(torch.split(joined, [len(places) for places in positions]))
 
 
 def keep_mask(region: Region, probability: float, key: int, device: torch.device) -> Tensor:

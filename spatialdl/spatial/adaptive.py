@@ -25,6 +25,7 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import move, move_back, shape_of
 from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds, last_slices
+from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.pool import with_rows, without_rows
 from spatialdl.spatial.table import refusal, register_op, spatial_in
@@ -177,11 +178,18 @@ def _average(function: Any, input: SpatialTensor, output_size: Any, dims: int) -
         total = differentiable_sum(mesh.grid_comm, part, function.__name__)
         return (total / prod(pixels)).to(tile.dtype)
     moved = cell_move(input.spatial_layout, size, mesh.part)
-    counts = torch.ones((), dtype=torch.int64)
-    for extent, outputs, own in zip(pixels, size, mesh.own_box(moved.output).spatial, strict=True):
-        counts = counts.unsqueeze(-1) * _pixels(extent, outputs, *own)
-    mean = _AdaptiveAverage.apply(tile, mesh, moved, counts.to(input.device))  # type: ignore[no-untyped-call]
+    counts = on(_pixels_of_cells(pixels, size, mesh.own_box(moved.output)), tile.device)
+    mean = _AdaptiveAverage.apply(tile, mesh, moved, counts)  # type: ignore[no-untyped-call]
     return from_tile(mean, moved.output, mesh)
+
+
+@lru_cache(maxsize=1024)
+def _pixels_of_cells(pixels: tuple[int, ...], size: tuple[int, ...], own: Box) -> Tensor:
+    """How many pixels each output in the box `own` averages."""
+    counts = torch.ones((), dtype=torch.int64)
+    for extent, outputs, interval in zip(pixels, size, own.spatial, strict=True):
+        counts = counts.unsqueeze(-1) * _pixels(extent, outputs, *interval)
+    return counts
 
 
 # --- max

@@ -20,7 +20,7 @@ from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.repartition import add_up, rooms_back, shape_of
+from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
 from spatialdl.parallel.layout import Box, Layout, Window, last_slices
 from spatialdl.spatial.channel_conv import check_channels, conv_of_channels, is_of_one_pixel
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
@@ -172,7 +172,7 @@ class _TileConvolution(torch.autograd.Function):
         alone = conv.forward(tile, weight, bias, geometry.padding)
         y = geometry.wanted(alone)
         if y.shape != alone.shape:
-            y = y.clone(memory_format=torch.contiguous_format)
+            y = y.clone()  # its memory format stays
         exchange.wait()
         no_padding = (0,) * len(geometry.cuts)
         for edge, strip in _present(geometry, strips):
@@ -200,7 +200,7 @@ class _TileConvolution(torch.autograd.Function):
             halo = Exchange(plan, geometry.held(grad_strips), arrivals, tile.device, adjoint=True)
             exchange = start_exchange(ctx.mesh.grid_comm, halo, conv.name)
         if grad.shape != ctx.alone_shape:
-            padded = grad.new_zeros(ctx.alone_shape)
+            padded = empty_for(grad, ctx.alone_shape).zero_()
             geometry.wanted(padded).copy_(grad)
             grad = padded
         if waiting is not None:
@@ -352,7 +352,7 @@ def _convolved(
     size: tuple[int, ...],
 ) -> Tensor:
     mesh = input.mesh
-    output, plan = window_move(input.spatial_layout, windows, size, mesh.part)
+    output, plan, _ = window_move(input.spatial_layout, windows, size, mesh.part)
     conv = Convolution(
         tuple(window.stride for window in windows),
         tuple(window.dilation for window in windows),

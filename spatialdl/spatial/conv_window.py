@@ -15,7 +15,7 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan
 from spatialdl.parallel.layout import Box
-from spatialdl.spatial.window_function import apply_to_window
+from spatialdl.spatial.window_function import apply_to_window, stride_for
 
 aten = torch.ops.aten
 
@@ -43,8 +43,11 @@ class Convolution:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]
     ) -> Tensor:
         function = _FORWARD[len(self.stride)]
-        y: Tensor = function(x, weight, bias, self.stride, padding, self.dilation, self.groups)
-        return y
+        reach = self.dilation[-1] * (weight.shape[-1] - 1) + 1
+        columns = (x.shape[-1] + 2 * padding[-1] - reach) // self.stride[-1] + 1
+        stride = stride_for(columns, self.stride, x)
+        y: Tensor = function(x, weight, bias, stride, padding, self.dilation, self.groups)
+        return y if stride == self.stride else y[..., :1].contiguous()
 
     def backward(
         self,

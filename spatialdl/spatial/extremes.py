@@ -21,7 +21,7 @@ from spatialdl.spatial.span import (
     Span,
     checked,
     dims_of,
-    positions,
+    positions_on,
     reduction,
     span_of,
     split_dims,
@@ -130,7 +130,7 @@ _BEYOND = torch.iinfo(torch.int64).max
 def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor, Span]:
     """Where the first extreme is along `dim` (None: in the flattened image), in the full size."""
     span, tile = span_of(x, dim), to_tile(x).detach()
-    places = _places(x).to(tile.device) if dim is None else positions(x, dim).to(tile.device)
+    places = _places(x) if dim is None else positions_on(x, dim)
     value, place = _first_of_tile(tile, dim, sign, places, span)
     comm = span.mesh.grid_comm
     values = gather_over_ranks(comm, span.placed(value, _least(value.dtype, sign)), "argmax")
@@ -142,9 +142,9 @@ def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor,
 
 def _places(x: SpatialTensor) -> Tensor:
     """The index in the flattened whole tensor of every element of this tile."""
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device=x.device)
     for dim, size in enumerate(x.shape):
-        places = places[..., None] * size + positions(x, dim)
+        places = places[..., None] * size + positions_on(x, dim)
     return places
 
 
@@ -180,7 +180,7 @@ def _with_places(
         return without_dims(x, values, removed), without_dims(x, places, removed)
     place, span = first_extreme(x, number, sign)
     tile = to_tile(x)
-    own = positions(x, number).to(tile.device)
+    own = positions_on(x, number)
     return _Picked.apply(tile, place, own, span, number), place  # type: ignore[no-untyped-call]
 
 

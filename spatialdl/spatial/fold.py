@@ -45,7 +45,7 @@ def unfold(
     size = tuple(w.output_size(pixels) for w, pixels in zip(windows, input.shape[2:], strict=True))
     check_output("unfold", input, size)
     mesh = input.mesh
-    output, plan = window_move(input.spatial_layout, windows, size, mesh.part)
+    output, plan, _ = window_move(input.spatial_layout, windows, size, mesh.part)
     window = repartition(to_tile(input), mesh.grid_comm, plan, name="unfold")
     own = mesh.own_box(output)
     if own.is_empty:

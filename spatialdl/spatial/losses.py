@@ -212,10 +212,10 @@ def _check_classes(func: Function, input: SpatialTensor) -> None:
 
 def _weight_of_classes(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """What the pixels of this tile weigh together."""
-    counted = target[target != ignore_index]
+    counts = target != ignore_index
     if weight is None:
-        return torch.tensor(counted.numel(), dtype=torch.float64, device=target.device)
-    return weight[counted].sum(dtype=torch.float64)
+        return counts.sum(dtype=torch.float64)
+    return weight[target.where(counts, 0)].where(counts, 0).sum(dtype=torch.float64)
 
 
 def _over_classes(

@@ -7,7 +7,6 @@ float64 (Chan, Golub, LeVeque 1979), never as raw sums of squares, which in floa
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.constants import constant
 from spatialdl.spatial.span import split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
@@ -61,19 +61,13 @@ def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: st
     return Moments(count, mean, torch.addmv(variance, deviations.square_().t(), shares))
 
 
-@lru_cache(maxsize=1024)
-def constant(value: float, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(size,) of one value, which nobody writes to; made once, as these are small operations."""
-    with torch.inference_mode(False):
-        return torch.full((size,), value, dtype=dtype, device=device)
-
-
 def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
     if tile.numel() == 0:
         zeros = tile.new_zeros(tile.shape[1], dtype=torch.float64)
         return zeros, zeros
-    wide = tile.float() if tile.dtype in HALF else tile
-    if tile.device.type == "cpu":  # Welford's method in one pass, twice as fast as var_mean
+    wide = tile.float() if tile.dtype in HALF and not tile.is_cuda else tile
+    if tile.is_cuda or tile.is_cpu:  # Welford's method in one pass, twice as fast as var_mean
+        # on a GPU the results are never half precision, and need no copy of the tile
         mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
     else:
         dims = tuple(d for d in range(tile.dim()) if d != 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -9,10 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
-from spatialdl.comm.repartition import empty_for, move, move_back
-from spatialdl.parallel.layout import Box, Window
+from spatialdl.comm.plan import Plan
+from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
+from spatialdl.parallel.layout import Box, Window, last_slices
+from spatialdl.spatial.bands import Alone, Band, Parts, parts_of
+from spatialdl.spatial.constants import on
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import (
@@ -20,7 +28,6 @@ from spatialdl.spatial.window import (
     check_image,
     check_output,
     per_dim,
-    read_window,
     window_move,
 )
 
@@ -58,58 +65,68 @@ def _move_for(
     return window_move(x.spatial_layout, windows, size, x.mesh.part)
 
 
-def _outputs(like: Tensor, own: Box) -> Tensor:
-    """Memory for this rank's outputs where it has none."""
-    samples, *spatial = own.shape
-    return empty_for(like, (samples, like.shape[1], *spatial))
-
-
-# --- max
-
-
+_NO_PADDING = (0, 0, 0)
 _MAX = {
     2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
     3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
 }
+_AVERAGE = {
+    2: (aten.avg_pool2d, aten.avg_pool2d_backward),
+    3: (aten.avg_pool3d, aten.avg_pool3d_backward),
+}
 
 
-class _MaxPool(torch.autograd.Function):
-    """Keeps the indices only: the tile with its halo does not outlive the call."""
+@dataclass(frozen=True)
+class _Pooling:
+    """Pooling as one process does it.
 
-    @staticmethod
-    def forward(
-        ctx: Any, tile: Tensor, mesh: Mesh, moved: WindowMove, windows: tuple[Window, ...]
+    Attributes:
+        divisor: of averages, what the sum over a window is divided by; None for the maximum.
+    """
+
+    windows: tuple[Window, ...]
+    divisor: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{'max' if self.divisor is None else 'avg'}_pool{len(self.windows)}d"
+
+    def forward(self, x: Tensor, padding: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Outputs, and the places of maxima; averages have none."""
+        pool, _ = self._functions
+        if self.divisor is not None:
+            averages = pool(with_rows(x), *self._arguments(padding))
+            return without_rows(averages, x), x.new_empty(0, dtype=torch.int64)
+        highest, places = pool(with_rows(x), *self._arguments(padding))
+        return without_rows(highest, x), without_rows(places, x)
+
+    def backward(
+        self, grad: Tensor, like: Tensor, padding: Sequence[int], places: Tensor
     ) -> Tensor:
-        name = f"max_pool{len(windows)}d"
-        window = move(mesh.grid_comm, moved.plan, tile, _lowest(tile.dtype), name)
-        ctx.call, ctx.name = _pool_arguments(windows), name
-        ctx.mesh, ctx.plan = mesh, moved.plan
-        ctx.like = torch.empty_like(window, device="meta")
-        own = mesh.own_box(moved.output)
-        if own.is_empty:
-            ctx.save_for_backward(tile.new_empty(0, dtype=torch.int64))
-            return _outputs(tile, own)
-        pooled, indices = _max_pooled(window, ctx.call)
-        if not window.dtype.is_floating_point or not ctx.needs_input_grad[0]:
-            indices = indices.new_empty(0)
-        elif min(start for start, _ in moved.plan.need.spatial) < 0:
-            indices = _inside_image(pooled, indices, moved.plan.need, windows)
-        ctx.save_for_backward(indices)
-        return pooled
+        """The gradient of what was pooled, which has the shape of `like`, a tensor on ``meta``."""
+        _, pool_backward = self._functions
+        x = torch.empty_like(like, device=grad.device)  # only its shape counts
+        found = (with_rows(places),) if self.divisor is None else ()
+        arguments = (*self._arguments(padding), *found)
+        return without_rows(pool_backward(with_rows(grad), with_rows(x), *arguments), x)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (indices,) = ctx.saved_tensors
-        window = torch.empty_like(ctx.like, device=grad.device)  # only its shape counts
-        if grad.numel() == 0:
-            grad_window = window.zero_()
-        else:
-            backward = _MAX[max(2, window.dim() - 2)][1]
-            arguments = with_rows(grad), with_rows(window), *ctx.call, with_rows(indices)
-            grad_window = without_rows(backward(*arguments), window)
-        grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.name)
-        return grad_tile, None, None, None
+    @property
+    def _functions(self) -> tuple[Any, Any]:
+        return (_MAX if self.divisor is None else _AVERAGE)[max(2, len(self.windows))]
+
+    def _arguments(self, padding: Sequence[int]) -> tuple[Any, ...]:
+        rows = len(self.windows) == 1  # see `with_rows`
+        windows = (Window(1), *self.windows) if rows else self.windows
+        kernel = [window.kernel for window in windows]
+        stride = [window.stride for window in windows]
+        around = [0, *padding] if rows else list(padding)
+        if self.divisor is not None:
+            return kernel, stride, around, False, True, self.divisor
+        return kernel, stride, around, [window.dilation for window in windows], False
+
+    @property
+    def no_padding(self) -> tuple[int, ...]:
+        return _NO_PADDING[: len(self.windows)]
 
 
 def with_rows(x: Tensor) -> Tensor:
@@ -122,42 +139,140 @@ def without_rows(x: Tensor, like: Tensor) -> Tensor:
     return x.squeeze(2) if like.dim() == 3 else x
 
 
-def _max_pooled(window: Tensor, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    pooled, indices = _MAX[max(2, window.dim() - 2)][0](with_rows(window), *call)
-    return without_rows(pooled, window), without_rows(indices, window)
+class _Pool(torch.autograd.Function):
+    """Keeps the places of maxima, and no pixel.
+
+    Averages over fewer pixels than a window has are sums of windows over `counts`, one for each
+    output of this rank. They are no operation of their own: on other ranks there may be none, and
+    all must keep as many tensors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tile: Tensor,
+        mesh: Mesh,
+        moved: WindowMove,
+        pooling: _Pooling,
+        fill: float,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        kind, ctx.counts = tile.dtype, counts
+        if counts is not None:
+            tile = _wide(tile)
+        plan, own = moved.plan, mesh.own_box(moved.output)
+        parts = parts_of(plan.own, own, moved.size, pooling.windows)
+        arrivals = [Held(empty_for(tile, shape_of(tile, box)), box) for _, box in plan.receives]
+        exchange = None
+        if plan.talks:
+            halo = Exchange(plan, [Held(tile, plan.own)], arrivals, tile.device)
+            exchange = start_exchange(mesh.grid_comm, halo, pooling.name)
+        y, found = _pooled_alone(tile, parts.alone, own, pooling)
+        if exchange is not None:
+            exchange.wait()
+        places, likes = [found], [torch.empty_like(tile, device="meta")]
+        for band in parts.bands:
+            if band is not None:
+                window = band.window(tile, plan, arrivals, fill)
+                found = _pooled_band(window, band, y, plan, pooling)
+                likes.append(torch.empty_like(window, device="meta"))
+            places.append(found if band is not None else found.new_empty(0))
+        ctx.mesh, ctx.plan, ctx.parts, ctx.pooling, ctx.likes = mesh, plan, parts, pooling, likes
+        needed = ctx.needs_input_grad[0] and y.is_floating_point()
+        ctx.save_for_backward(*(found if needed else found.new_empty(0) for found in places))
+        if counts is None:
+            return y
+        rounding = None if kind.is_floating_point else "trunc"
+        return torch.div(y, counts, rounding_mode=rounding).to(kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, parts, pooling, kind = ctx.plan, ctx.parts, ctx.pooling, grad.dtype
+        if ctx.counts is not None:
+            grad = _wide(grad) / ctx.counts
+        places, (like, *likes) = ctx.saved_tensors, ctx.likes
+        found = [(b, p) for b, p in zip(parts.bands, places[1:], strict=True) if b is not None]
+        bands = [
+            (band, pooling.backward(band.of(grad), window, pooling.no_padding, place))
+            for (band, place), window in zip(found, likes, strict=True)
+        ]
+        arrivals, exchange = rooms_back(grad, plan), None
+        if plan.talks:
+            halos = [Held(grad.new_zeros(shape_of(grad, box)), box) for _, box in plan.receives]
+            _add_bands(bands, halos)
+            back = Exchange(plan, halos, arrivals, grad.device, adjoint=True)
+            exchange = start_exchange(ctx.mesh.grid_comm, back, pooling.name)
+        grad_tile = _gradient_alone(grad, parts, like, places[0], pooling)
+        _add_bands(bands, [Held(grad_tile, plan.own)])
+        if exchange is not None:
+            exchange.wait()
+            add_up(grad_tile, plan, arrivals)
+        return grad_tile.to(kind), None, None, None, None, None
+
+
+def _pooled_alone(
+    tile: Tensor, alone: Alone | None, own: Box, pooling: _Pooling
+) -> tuple[Tensor, Tensor]:
+    """Memory for the outputs, with those that the tile gives by itself; places in the tile."""
+    samples, *size = own.shape
+    shape = (samples, tile.shape[1], *size)
+    if alone is None:
+        return empty_for(tile, shape), tile.new_empty(0, dtype=torch.int64)
+    pooled, places = pooling.forward(tile, alone.padding)
+    if pooled.shape == shape and alone.outputs == alone.given:
+        return pooled, places
+    y = empty_for(tile, shape)
+    y[last_slices(alone.outputs)] = pooled[last_slices(alone.given)]
+    return y, places
+
+
+def _pooled_band(window: Tensor, band: Band, y: Tensor, plan: Plan, pooling: _Pooling) -> Tensor:
+    """Fill the band's outputs; the places of maxima in its window."""
+    pooled, places = pooling.forward(window, pooling.no_padding)
+    band.of(y).copy_(pooled)
+    if pooling.divisor is None and plan.nobodys and y.is_floating_point():
+        return _inside_image(pooled, places, band.box, pooling.windows)
+    return places
+
+
+def _gradient_alone(
+    grad: Tensor, parts: Parts, like: Tensor, places: Tensor, pooling: _Pooling
+) -> Tensor:
+    """What the tile gets of the outputs that it gives by itself."""
+    alone = parts.alone
+    if alone is None:
+        return torch.zeros_like(like, device=grad.device)
+    if any(parts.bands) or alone.size != grad.shape[2:]:
+        given = empty_for(grad, (*grad.shape[:2], *alone.size)).zero_()
+        given[last_slices(alone.given)] = grad[last_slices(alone.outputs)]
+        grad = given
+    return pooling.backward(grad, like, alone.padding, places)
+
+
+def _add_bands(bands: Sequence[tuple[Band, Tensor]], targets: Sequence[Held]) -> None:
+    for band, grad in bands:
+        for target in targets:
+            band.add_to(target, grad)
+
+
+# --- max
 
 
 def _lowest(dtype: torch.dtype) -> float:
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _pool_arguments(windows: tuple[Window, ...]) -> tuple[Any, ...]:
-    """Kernel, stride, padding (already in the window), dilation, ceil mode."""
-    if len(windows) == 1:
-        windows = (Window(1), *windows)
-    return (
-        [window.kernel for window in windows],
-        [window.stride for window in windows],
-        [0] * len(windows),
-        [window.dilation for window in windows],
-        False,
-    )
-
-
-def _inside_image(
-    pooled: Tensor, indices: Tensor, need: Box, windows: tuple[Window, ...]
-) -> Tensor:
+def _inside_image(pooled: Tensor, places: Tensor, need: Box, windows: tuple[Window, ...]) -> Tensor:
     """Where all that is read is -inf, PyTorch names the first pixel that is no padding."""
-    if pooled.is_meta or not bool(pooled.isneginf().any()):
-        return indices
-    places, rest = [], indices
+    spread, rest = [], places
     for extent in reversed(need.shape[1:]):
-        places.append(rest % extent)
+        spread.append(rest % extent)
         rest = rest // extent
-    found = torch.zeros_like(indices)
-    for place, (start, stop), window in zip(reversed(places), need.spatial, windows, strict=True):
-        found = found * (stop - start) + _first_inside(place, -start, window.dilation)
-    return found
+    inside = torch.zeros_like(places)
+    for place, (start, stop), window in zip(reversed(spread), need.spatial, windows, strict=True):
+        inside = inside * (stop - start) + _first_inside(place, -start, window.dilation)
+    return inside
 
 
 def _first_inside(place: Tensor, padding: int, step: int) -> Tensor:
@@ -186,7 +301,8 @@ def _register_max(dims: int, *functions: Any) -> None:
             raise refusal(functions[0], [input], _NO_INDICES)
         windows = _windows(dims, kernel_size, stride, padding, dilation)
         moved = _move_for(f"max_pool{dims}d", input, windows, ceil_mode)
-        pooled = _MaxPool.apply(to_tile(input), input.mesh, moved, windows)  # type: ignore[no-untyped-call]
+        tile = to_tile(input)
+        pooled = _Pool.apply(tile, input.mesh, moved, _Pooling(windows), _lowest(tile.dtype))  # type: ignore[no-untyped-call]
         return from_tile(pooled, moved.output, input.mesh)
 
 
@@ -231,64 +347,6 @@ _refuse(
 # --- average
 
 
-_AVERAGE = {
-    2: (aten.avg_pool2d, aten.avg_pool2d_backward),
-    3: (aten.avg_pool3d, aten.avg_pool3d_backward),
-}
-
-
-class _AveragePool(torch.autograd.Function):
-    """Keeps no pixel: the gradient of a mean needs sizes only.
-
-    `divisor` is what the sum over a window is divided by: one number, or one for each output.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tile: Tensor,
-        mesh: Mesh,
-        moved: WindowMove,
-        windows: tuple[Window, ...],
-        divisor: int | Tensor,
-    ) -> Tensor:
-        name = f"avg_pool{len(windows)}d"
-        window = read_window(tile, mesh, moved.plan, name)
-        kernel, stride, none, *_ = _pool_arguments(windows)
-        ctx.call, ctx.name = (kernel, stride, none, False, True), name
-        ctx.mesh, ctx.plan, ctx.divisor = mesh, moved.plan, divisor
-        ctx.like = torch.empty_like(window, device="meta")
-        own = mesh.own_box(moved.output)
-        if own.is_empty:
-            return _outputs(tile, own)
-        if isinstance(divisor, int):
-            return _averaged(window, *ctx.call, divisor)
-        total = _averaged(_wide(window), *ctx.call, 1)
-        rounding = None if tile.is_floating_point() else "trunc"
-        return torch.div(total, divisor, rounding_mode=rounding).to(tile.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        window = torch.empty_like(ctx.like, device=grad.device)  # only its shape counts
-        divisor = ctx.divisor
-        if grad.numel() == 0:
-            grad_window = window.zero_()
-        else:
-            if not isinstance(divisor, int):
-                grad, divisor = (_wide(grad) / divisor).to(grad.dtype), 1
-            backward = _AVERAGE[max(2, window.dim() - 2)][1]
-            grad_window = backward(with_rows(grad), with_rows(window), *ctx.call, divisor)
-            grad_window = without_rows(grad_window, window)
-        grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.name)
-        return grad_tile, None, None, None, None
-
-
-def _averaged(window: Tensor, *call: Any) -> Tensor:
-    pooled: Tensor = _AVERAGE[max(2, window.dim() - 2)][0](with_rows(window), *call)
-    return without_rows(pooled, window)
-
-
 def _wide(x: Tensor) -> Tensor:
     """Half types are added up in float32, as PyTorch does."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -311,15 +369,11 @@ def _register_average(dims: int, *functions: Any) -> None:
         windows = _windows(dims, kernel_size, stride, padding, 1)
         moved = _move_for(name, input, windows, ceil_mode)
         mesh = input.mesh
-        divisor: int | Tensor
-        if divisor_override is not None:
-            divisor = divisor_override
-        else:
-            own, size = mesh.own_box(moved.output), input.spatial_layout.size
-            divisor = _divisor(windows, own, size, count_include_pad)
-        if isinstance(divisor, Tensor):
-            divisor = divisor.to(input.device)
-        mean = _AveragePool.apply(to_tile(input), mesh, moved, windows, divisor)  # type: ignore[no-untyped-call]
+        own, tile = mesh.own_box(moved.output), to_tile(input)
+        divisor = divisor_override or _divisor(windows, own, moved.size, count_include_pad)
+        pooling = _Pooling(windows, divisor if isinstance(divisor, int) else 1)
+        counts = None if isinstance(divisor, int) else on(divisor, tile.device)
+        mean = _Pool.apply(tile, mesh, moved, pooling, 0.0, counts)  # type: ignore[no-untyped-call]
         return from_tile(mean, moved.output, mesh)
 
 
@@ -328,6 +382,7 @@ _register_average(2, F.avg_pool2d)
 _register_average(3, F.avg_pool3d)
 
 
+@lru_cache(maxsize=1024)
 def _divisor(
     windows: tuple[Window, ...], own: Box, size: tuple[int, ...], include_pad: bool
 ) -> int | Tensor:

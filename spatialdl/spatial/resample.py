@@ -175,17 +175,32 @@ def _by_table(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
     if not each[0].mode.startswith("nearest"):
         tile = tile.to(dtype)
     for dim, how in enumerate(each, start=-len(each)):
-        tile = _add_up(tile, taps_of(how, dtype), own[dim], plan.need[dim][0], dim)
+        taps = _own_taps(how, dtype, own[dim], plan.need[dim][0], tile.device)
+        tile = _add_up(tile, taps, dim)
     return from_tile(tile.to(x.dtype), _output(x.spatial_layout, each), x.mesh)
 
 
-def _add_up(window: Tensor, taps: Taps, outputs: tuple[int, int], origin: int, dim: int) -> Tensor:
-    """Outputs [start, stop) of one dim, from a window that begins at input `origin`."""
-    part = slice(*outputs)
-    index = (taps.index[part] - origin).to(window.device)
-    if taps.weight is None:
+@lru_cache(maxsize=1024)
+def _own_taps(
+    how: Resampling,
+    dtype: torch.dtype,
+    outputs: tuple[int, int],
+    origin: int,
+    device: torch.device,
+) -> Taps:
+    """The table of outputs [start, stop), for a window that begins at input `origin`."""
+    taps, part = taps_of(how, dtype), slice(*outputs)
+    with torch.inference_mode(False):
+        index = (taps.index[part] - origin).to(device)
+        weight = None if taps.weight is None else taps.weight[part].to(device, copy=True)
+    return Taps(index, weight)
+
+
+def _add_up(window: Tensor, taps: Taps, dim: int) -> Tensor:
+    """The outputs of one dim of which `taps` has the inputs."""
+    index, weight = taps.index, taps.weight
+    if weight is None:
         return window.index_select(dim, index[:, 0])
-    weight = taps.weight[part].to(window.device)
     weight = weight.view(*weight.shape, *(1,) * (-dim - 1))
     total = window.index_select(dim, index[:, 0]) * weight[:, 0]
     for tap in range(1, index.shape[1]):

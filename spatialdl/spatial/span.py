@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_ranks
 from spatialdl.parallel.layout import Box, Layout
+from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op
 
@@ -49,13 +50,13 @@ class Span:
         for dim, positions, size in self.kept:
             shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
             full = part.new_full(shape, fill)
-            part = full.index_copy(dim, positions.to(part.device), part)
+            part = full.index_copy(dim, on(positions, part.device), part)
         return part
 
     def own(self, whole: Tensor) -> Tensor:
         """The part of `whole` (of the full size) that belongs to this tile."""
         for dim, positions, _ in self.kept:
-            whole = whole.index_select(dim, positions.to(whole.device))
+            whole = whole.index_select(dim, on(positions, whole.device))
         return whole
 
     def sum(self, part: Tensor, name: str) -> Tensor:
@@ -110,6 +111,14 @@ def positions(x: SpatialTensor, dim: int) -> Tensor:
         return torch.arange(x.shape[number])
     layout = x.spatial_layout
     return _split_positions(layout, x.mesh.own_box(layout), x.spatial_dims, number - x.dim())
+
+
+def positions_on(x: SpatialTensor, dim: int) -> Tensor:
+    """The same on the device of the tile."""
+    number = dim % x.dim()
+    if number not in split_dims(x):
+        return torch.arange(x.shape[number], device=x.device)
+    return on(positions(x, dim), x.device)
 
 
 @lru_cache(maxsize=4096)

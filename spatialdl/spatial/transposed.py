@@ -19,7 +19,7 @@ from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.parallel.layout import Box, Layout, Window, by, transposed_boxes
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, per_dim
-from spatialdl.spatial.window_function import apply_to_window, per_channel
+from spatialdl.spatial.window_function import apply_to_window, per_channel, stride_for
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ class TransposedConvolution:
             window,
             weight,
             None,
-            self.stride,
+            stride_for(window.shape[-1], self.stride, window),
             self.padding,
             self.dilation,
             True,

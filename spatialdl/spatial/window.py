@@ -24,10 +24,11 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 
 class WindowMove(NamedTuple):
-    """The layout of an operation's output, and the plan that brings what it reads."""
+    """The layout of an operation's output, the plan that brings what it reads, the input's size."""
 
     output: Layout
     plan: Plan
+    size: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -36,7 +37,8 @@ def window_move(
 ) -> WindowMove:
     """How an operation with windows, one a dim, turns an image on `layout` into one of `size`."""
     output = layout.strided([window.stride for window in windows], size)
-    return WindowMove(output, plan_for(layout.boxes, needed_boxes(output, windows), part))
+    plan = plan_for(layout.boxes, needed_boxes(output, windows), part)
+    return WindowMove(output, plan, layout.size)
 
 
 def per_dim(value: Any, dims: int) -> tuple[int, ...]:
@@ -94,11 +96,11 @@ def check_output(name: str, x: SpatialTensor, size: tuple[int, ...]) -> None:
         )
 
 
-def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str, fill: float = 0.0) -> Tensor:
+def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str) -> Tensor:
     """The box that this rank needs: a view where nobody talks and the tile holds all of it."""
     if not plan.talks and holds_all(plan):
         return view_of(tile, plan.own, plan.need)
-    return move(mesh.grid_comm, plan, tile, fill, name)
+    return move(mesh.grid_comm, plan, tile, name=name)
 
 
 def holds_all(plan: Plan) -> bool:

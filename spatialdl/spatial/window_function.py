@@ -23,6 +23,7 @@ from spatialdl.comm.repartition import (
     room_for_window,
     view_of,
 )
+from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.later import later
 from spatialdl.spatial.window import holds_all, nothing, read_window
 
@@ -35,6 +36,17 @@ def per_channel(bias: Tensor, like: Tensor) -> Tensor:
 def bias_gradient(grad: Tensor) -> Tensor:
     """Of a number that was added to each channel, from that of the image."""
     return grad.sum([0, *range(2, grad.dim())])
+
+
+def stride_for(columns: int, stride: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
+    """The strides to ask PyTorch for, where the last dim of the strided side has so many pixels.
+
+    Where it has one, its stride moves nothing, and oneDNN's kernels for AMX are wrong with it in
+    half precision (PyTorch 2.13 and before; pytorch/pytorch#169688): strips are that narrow.
+    """
+    if columns == 1 and stride[-1] > 1 and x.dtype in HALF and x.device.type == "cpu":
+        return (*stride[:-1], 1)
+    return stride
 
 
 class WindowFunction(Protocol):

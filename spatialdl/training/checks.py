@@ -16,7 +16,8 @@ from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "xpu")
+DEVICE_PATHS = ("auto", "nccl", "mpi", "host")
 TASKS = ("classification", "multilabel", "regression", "segmentation")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 BALANCES = ("time", "measured", "memory")
@@ -69,6 +70,7 @@ def _check_choices(config: DictConfig) -> None:
         "device": DEVICES,
         "task.name": TASKS,
         "comm.transport": TRANSPORTS,
+        "comm.device_path": DEVICE_PATHS,
         "comm.backend": BACKENDS,
         "parallel.balance": BALANCES,
     }

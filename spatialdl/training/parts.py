@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import device_of
 from spatialdl.comm.nodes import Nodes
 from spatialdl.data.views import Views
 from spatialdl.parallel.node_order import placed_by_nodes
@@ -16,7 +17,7 @@ from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.network.building import make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
-from spatialdl.training.settings import device_of, open_sources
+from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
 

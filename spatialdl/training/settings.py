@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.data.augmentation.settings import Augmentation
@@ -228,12 +227,3 @@ def _background(value: object) -> float | None:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
     raise ValueError(f"data.background={value} must be a number, or null for white")
-
-
-def device_of(name: str) -> torch.device:
-    """The device of this rank; which GPU was chosen when the rank started."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("device=cuda, but PyTorch sees no GPU here: take device=cpu or auto")
-    return torch.device("cuda", torch.cuda.current_device())

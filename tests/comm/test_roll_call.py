@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from spatialdl.comm.roll_call import SWITCH, RollCall, answer, leave, say_last
 from tests.comm.running import by_itself, by_mpiexec, by_torchrun, running, with_failing
 
 HOST = socket.gethostname()
-SOON_S = 5
 
 
 def slow(*values: object):
@@ -83,7 +81,6 @@ def test_launchers_name_a_rank_that_is_killed(start, layout, tmp_path):
 def test_the_traceback_of_a_rank_that_raises_comes_last(start, words, tmp_path):
     with running(start, tmp_path, *words, *with_failing("raises")) as run:
         said = run.end()
-    ended = time.time()
     traceback = rf"rank 1 on {HOST}: Traceback.*?\nZeroDivisionError: this rank has had enough\n"
     found = re.findall(traceback, said, re.DOTALL)
     assert len(found) == 1, said
@@ -91,8 +88,6 @@ def test_the_traceback_of_a_rank_that_raises_comes_last(start, words, tmp_path):
         assert said.endswith(found[0]), said
     if start == by_torchrun(2):
         assert "ZeroDivisionError" in said.rpartition("Root Cause")[2], said
-    else:
-        assert ended - float(re.findall(r"now it is ([\d.]+)", said)[0]) < SOON_S
 
 
 # --- without ranks

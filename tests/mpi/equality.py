@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from spatialdl import Mesh, average_gradients, init_mesh, shard
 from spatialdl.spatial import SpatialTensor
+from tests.mpi.device import DEVICE
 
 TOLERANCE = 1e-9
 Operation = Callable[..., Tensor]
@@ -82,6 +83,7 @@ def mean_over_ranks(grad: Tensor, mesh: Mesh) -> Tensor:
 
 def close(ours: Tensor, plain: Tensor, what: str) -> None:
     assert ours.shape == plain.shape, what
+    ours = ours.cpu() if plain.device.type == "cpu" else ours
     torch.testing.assert_close(ours, plain, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m: what + m)
 
 
@@ -97,12 +99,12 @@ def check(
     )
     expected = torch.autograd.grad((plain * upstream).sum(), plain_leaves)
 
-    our_leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    our_leaves = [leaf.to(DEVICE, copy=True).requires_grad_() for leaf in leaves]
     ours = operation(shard(our_leaves[0], mesh), *our_leaves[1:])
     assert ours.shape == plain.shape
     is_split = isinstance(ours, SpatialTensor)
     close(ours.full_tensor() if is_split else ours, plain, f"{what}: value ")
-    loss = (ours * upstream).sum()
+    loss = (ours * upstream.to(DEVICE)).sum()
     grads = torch.autograd.grad(loss, our_leaves)
     close(grads[0], expected[0], f"{what}: gradient of the image ")
     for number, (grad, wanted) in enumerate(zip(grads[1:], expected[1:], strict=True)):
@@ -121,8 +123,8 @@ def same(operation: Callable[[Tensor], Tensor], whole: Tensor, meshes: dict, wha
     """Without gradients, which whole numbers and truths do not have; not a number is itself."""
     expected = operation(whole)
     for mesh in meshes.values():
-        ours = operation(shard(whole, mesh))
-        full = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
+        ours = operation(shard(whole.to(DEVICE), mesh))
+        full = (ours.full_tensor() if isinstance(ours, SpatialTensor) else ours).cpu()
         where = f"{what} on {mesh.grid} "
         torch.testing.assert_close(
             full, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, w=where: w + m

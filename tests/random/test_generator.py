@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from spatialdl.random import generator
 from spatialdl.random.generator import Region, _bits, keep_mask, key_of, normal, uniform
 from spatialdl.random.streams import whole
 
@@ -23,9 +26,14 @@ def test_keys_differ() -> None:
     assert all(0 <= key < 2**64 for key in keys)
 
 
+@pytest.mark.parametrize("chunk", [2**4, 2**16, 2**22])
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 5, 7), (3, 2, 300, 301)])
-def test_a_part_draws_what_the_whole_draws(shape: tuple[int, ...]) -> None:
+def test_a_part_draws_what_the_whole_draws(
+    shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks of any size, too."""
+    if chunk > 2**4 or math.prod(shape) < 1000:  # or it would take long
+        monkeypatch.setattr(generator, "_CHUNK", chunk)
     full = uniform(whole(shape), 5, torch.float64, CPU)
     mask = keep_mask(whole(shape), 0.3, 5, CPU)
     assert full.shape == mask.shape == shape

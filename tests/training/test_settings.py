@@ -4,13 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl.data import ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
-from spatialdl.training.settings import device_of, open_sources
+from spatialdl.training.settings import open_sources
 
 
 def config(*overrides: str) -> DictConfig:
@@ -183,14 +182,6 @@ def test_images_of_several_sizes_need_one_for_the_batch(tmp_path):
     data.image_size = [8, 8]
     views = open_sources(data, 0).train_views
     assert [views.read(0, n, (0, 8, 0, 8)).shape for n in (0, 1)] == [(8, 8, 3)] * 2
-
-
-def test_devices(monkeypatch):
-    assert device_of("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device_of("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match="device=cuda, but PyTorch sees no GPU"):
-        device_of("cuda")
 
 
 def masked(path: Path, classes=("a", "b"), masks=True) -> DictConfig:

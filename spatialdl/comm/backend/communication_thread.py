@@ -34,7 +34,7 @@ class CollectiveWork(Work):
     def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.call, self._tensors = call, list(tensors)
-        devices: list[int | str | torch.device] = list({t.device for t in tensors if t.is_cuda})
+        devices: list[int | str | torch.device] = list({t.device for t in tensors if not t.is_cpu})
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
         self._done = Event()
 

@@ -65,12 +65,18 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
+def device_kinds() -> list[str]:
+    """Of what devices tensors may be moved: a CPU's, and those of what PyTorch sees besides."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu", "cuda" if accelerator is None else accelerator.type]
+
+
 def give_back(tensor: Tensor, landed: Tensor) -> None:
     """What has landed in the copy of a tensor goes into the tensor."""
     if landed is not tensor:
         tensor.detach().copy_(landed)
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+        if not tensor.is_cpu:
+            torch.accelerator.current_stream(tensor.device).synchronize()
 
 
 def message(tensor: Tensor, count: int | None = None) -> list[Any]:

@@ -85,7 +85,7 @@ class MessageWork(Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future that is done: MPI has nobody who would tell it later."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
-            devices=[self._tensor.device] if self._tensor.is_cuda else []
+            devices=[self._tensor.device] if not self._tensor.is_cpu else []
         )
         future.set_result(self.result())
         return future

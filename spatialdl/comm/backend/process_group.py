@@ -32,6 +32,7 @@ from spatialdl.comm.backend import collectives, matching
 from spatialdl.comm.backend.arrivals import Arrivals
 from spatialdl.comm.backend.calls import Call, Group, Job, seconds
 from spatialdl.comm.backend.communication_thread import CommunicationThread
+from spatialdl.comm.backend.host import device_kinds
 from spatialdl.comm.backend.messages import Messages, MessageWork
 
 NAME = "mpi4py"
@@ -130,7 +131,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("cuda")]
+        return list(map(torch.device, device_kinds()))
 
     def get_group_store(self) -> Any:
         return self._store

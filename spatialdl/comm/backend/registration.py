@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from mpi4py import MPI
 
+from spatialdl.comm.backend.host import device_kinds
 from spatialdl.comm.backend.process_group import NAME, MpiProcessGroup
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.launch import check_mpi_world
@@ -35,7 +36,7 @@ def register() -> None:
     """Make the backend and its rendezvous known to torch.distributed; once is enough."""
     if NAME.upper() in dist.Backend._plugins:
         return
-    dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=device_kinds())
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _env_or_mpi(handlers["env"])  # the one that is taken when none is named
 

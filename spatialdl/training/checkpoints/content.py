@@ -273,8 +273,8 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     }
     if following is not None:
         states["python.gauss"] = torch.tensor(following, dtype=torch.float64)
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
@@ -300,8 +300,8 @@ def _set_generators(states: dict[str, Tensor], device: torch.device) -> None:
     version, *words = states["python"].tolist()
     following = states["python.gauss"].item() if "python.gauss" in states else None
     random.setstate((version, tuple(words), following))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def random_file(everybody: list[dict[str, Tensor]]) -> Files:

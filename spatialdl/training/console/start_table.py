@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import DevicePath, device_path
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.runtime import Pipeline
@@ -63,6 +64,7 @@ def start_table(
         batch_line(batch, pipeline.schedule.microbatches, placement.data),
         images,
         *device_lines([device for _, device in everybody]),
+        *([] if pipeline.device.type == "cpu" else [path_line(device_path())]),
     ]
     return "\n".join(lines)
 
@@ -132,6 +134,14 @@ def device_lines(devices: Sequence[Device]) -> Iterator[str]:
     yield from rows if len(rows) <= 10 else [*rows[:8], f"  ... {len(rows) - 9} more", rows[-1]]
 
 
+def path_line(path: DevicePath) -> str:
+    """How tensors of devices travel."""
+    return f"tensors between devices: {_PATHS[path.name]} ({path.reason})"
+
+
+_PATHS = {"nccl": "NCCL", "mpi": "MPI from device memory", "host": "through pinned host memory"}
+
+
 def _held(pipeline: Pipeline, stage: int) -> Held:
     """Bytes of this rank; replicas that share state out have a part each."""
     parameters = list(pipeline.stages[stage].parameters())
@@ -144,7 +154,7 @@ def _held(pipeline: Pipeline, stage: int) -> Held:
 
 def device_of_rank(device: torch.device) -> Device:
     host = socket.gethostname().partition(".")[0]
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+    if device.type != "cpu":
+        found = torch.get_device_module(device).get_device_properties(device)
         return Device(host, str(device), f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
     return Device(host, "cpu", counted(torch.get_num_threads(), "thread") + " each")

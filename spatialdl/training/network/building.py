@@ -147,7 +147,8 @@ def make_pipeline(
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory so far: of the device on a GPU, resident on a CPU; in MB (2**20 bytes)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    """Most memory so far: of an accelerator's own, resident on a CPU; in MB (2**20 bytes)."""
+    if device.type != "cpu":
+        most: int = torch.get_device_module(device).max_memory_allocated(device)
+        return most / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -8,7 +8,7 @@ norms and biases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from torch.optim.optimizer import ParamsT
 
 
 class _LayerWise(torch.optim.Optimizer):
-    """Steps parameter by parameter; all of each must lie on this rank."""
+    """Steps many parameters at a time; all of each must lie on this rank.
+
+    In few kernels, and no number of them comes to the host.
+    """
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -28,15 +31,23 @@ class _LayerWise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, self.state[parameter], group)
+            trained = [one for one in group["params"] if one.grad is not None]
+            for some in _together(trained):
+                grads = [one.grad for one in some if one.grad is not None]
+                self._step_group(some, grads, group)
         return loss
 
-    def _step_one(
-        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    def _step_group(
+        self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any]
     ) -> None:
         raise NotImplementedError
+
+    def _kept(self, parameters: list[Tensor], key: str) -> list[Tensor]:
+        """What is kept of each parameter under a key; at first zeros."""
+        for one in parameters:
+            if key not in self.state[one]:
+                self.state[one][key] = torch.zeros_like(one)
+        return [self.state[one][key] for one in parameters]
 
 
 class LARS(_LayerWise):
@@ -70,20 +81,23 @@ class LARS(_LayerWise):
         }
         super().__init__(params, defaults)
 
-    def _step_one(
-        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    def _step_group(
+        self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any]
     ) -> None:
-        decay, rate = group["weight_decay"], grad.new_tensor(float(group["lr"]))
+        decay, rate = group["weight_decay"], float(group["lr"])
         if decay:
-            weight, gradient = parameter.norm(), grad.norm()
-            local = group["trust"] * weight / (gradient + decay * weight + group["eps"])
+            weights, gradients = _norms(parameters), _norms(grads)
+            local = group["trust"] * weights / (gradients + decay * weights + group["eps"])
             # a weight or gradient of 0 would never move, or by all of its decay at once
-            rate = torch.where((weight > 0) & (gradient > 0), rate * local, rate)
-            grad = grad + decay * parameter
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        step = state["momentum_buffer"].mul_(group["momentum"]).add_(rate * grad)
-        parameter.sub_(step)
+            rates = torch.where((weights > 0) & (gradients > 0), rate * local, rate)
+            steps = torch._foreach_add(grads, parameters, alpha=decay)
+            torch._foreach_mul_(steps, rates.unbind())
+        else:
+            steps = torch._foreach_mul(grads, rate)
+        buffers = self._kept(parameters, "momentum_buffer")
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, steps)
+        torch._foreach_sub_(parameters, buffers)
 
 
 class LAMB(_LayerWise):
@@ -112,25 +126,46 @@ class LAMB(_LayerWise):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
-    def _step_one(
-        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    def _step_group(
+        self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any]
     ) -> None:
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        steps, (beta1, beta2) = float(state["step"]), group["betas"]
-        mean = state["exp_avg"].lerp_(grad, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = (square / (1 - beta2**steps)).sqrt_()
-        step = mean / (1 - beta1**steps) / root.add_(group["eps"])
+        beta1, beta2 = group["betas"]
+        counts = [self._counted(one) for one in parameters]
+        means = self._kept(parameters, "exp_avg")
+        squares = self._kept(parameters, "exp_avg_sq")
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = torch._foreach_div(squares, [1 - beta2**count for count in counts])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        steps = torch._foreach_div(means, [1 - beta1**count for count in counts])
+        torch._foreach_div_(steps, roots)
         if group["weight_decay"]:
-            step.add_(parameter, alpha=group["weight_decay"])
-            weight, length = parameter.norm(), step.norm()
-            ratio = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
-            step.mul_(ratio)
-        parameter.sub_(step, alpha=float(group["lr"]))
+            torch._foreach_add_(steps, parameters, alpha=group["weight_decay"])
+            weights, lengths = _norms(parameters), _norms(steps)
+            ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+            torch._foreach_mul_(steps, ratios.unbind())
+        torch._foreach_sub_(parameters, steps, alpha=float(group["lr"]))
+
+    def _counted(self, parameter: Tensor) -> float:
+        """Steps of a parameter, with this one; a number on the host."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        state["step"] += 1
+        return float(state["step"])
+
+
+def _together(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Parameters to be stepped in common kernels; on a CPU one by one stays in the cache."""
+    if parameters and parameters[0].device.type != "cpu":
+        return [parameters]
+    return [[one] for one in parameters]
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def _check(**numbers: float) -> None:

@@ -61,8 +61,8 @@ class Timeline:
         self._run_dir = run_dir
         self._steps: list[list[Span]] = []
         world.barrier()
-        if device.type == "cuda":
-            trace.start(lambda: torch.cuda.synchronize(device))
+        if device.type != "cpu":
+            trace.start(lambda: torch.accelerator.synchronize(device))
         else:
             trace.start()
 

@@ -275,8 +275,8 @@ def check_masks(
     """Refuse what is no (N, classes, *spatial) of enough classes for the masks."""
     check_maps(output, target, weight, classes)
     labels = own_pixels(target)
-    labels = labels[labels != UNLABELLED]
-    highest = int(labels.max()) if labels.numel() else -1
+    is_class = labels != UNLABELLED
+    highest = int((labels.where(is_class, -1)).max()) if labels.numel() else -1
     if highest >= output.shape[1]:
         raise ValueError(
             f"the network tells {output.shape[1]} classes apart, but a mask has a pixel of class "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -80,3 +81,16 @@ def test_the_way_of_exchanges_is_found_out_once() -> None:
         assert landed.unique().tolist() == [(RANK + 1) % SIZE]
         assert ranks.way is not None
         assert way in (None, ranks.way)
+
+
+def test_other_threads_run_while_a_rank_waits_for_a_sum_of_objects() -> None:
+    """In mpi4py's own `allreduce` they did not: neither a watchdog nor what reads samples ahead."""
+    comm = COMM
+    if comm.rank == 0:
+        call = Thread(target=lambda: [sum(range(3_000_000)), MPI.COMM_WORLD.send("go on", 1, 5)])
+        call.start()
+    if comm.rank == 1:  # which keeps all others waiting until rank 0's thread has run
+        MPI.COMM_WORLD.recv(source=0, tag=5)
+    assert comm.allreduce(comm.rank) == sum(range(comm.size))
+    if comm.rank == 0:
+        call.join()

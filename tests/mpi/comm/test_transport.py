@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import operator
 from functools import cache
@@ -14,7 +13,6 @@ from mpi4py import MPI
 from torch import Tensor
 
 import spatialdl
-from spatialdl.comm import gpu
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.distributed import TorchCommunicator
 from spatialdl.comm.launch import launched
@@ -24,7 +22,6 @@ from spatialdl.comm.repartition import move, move_back, view_of
 from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.parallel.layout import Box, Layout
 from tests.mpi.equality_cases import Case
-from tests.mpi.equality_networks import OddNet
 from tests.mpi.equality_runs import TOLERANCE, parallel, reference
 from tests.mpi.one_message import start_receive, start_send
 
@@ -131,7 +128,7 @@ def test_sums_are_new_and_the_same_bits(ranks: Communicator, dtype: torch.dtype)
 
 
 def test_a_sum_may_be_started_and_waited_for(ranks: Communicator) -> None:
-    values = ranks.home(torch.arange(1000.0) * (ranks.rank + 1))
+    values = torch.arange(1000.0) * (ranks.rank + 1)
     ranks.start_all_reduce(values).wait()
     assert torch.equal(values, torch.arange(1000.0) * sum(range(1, ranks.size + 1)))
 
@@ -219,71 +216,3 @@ def test_ranks_without_neighbours_take_part(ranks: Communicator) -> None:
     for _ in range(3):
         moved: Tensor = move(ranks, plan, tile)
         assert moved.unique().tolist() == [0.0 if ranks.rank == 1 else float(ranks.rank)]
-
-
-# --- on a GPU
-
-
-@pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("torch.cuda.is_available() is false: there is no GPU here")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def over_host_or_device(ranks: Communicator) -> None:
-    if isinstance(ranks, TorchCommunicator) and torch.cuda.device_count() < ranks.size:
-        pytest.skip(f"NCCL needs a GPU a rank, here {ranks.size} share {torch.cuda.device_count()}")
-
-
-def test_a_plan_moves_tensors_on_a_gpu(ranks: Communicator, device: torch.device) -> None:
-    over_host_or_device(ranks)
-    image = torch.randn(2, 3, 13, 6, generator=torch.Generator().manual_seed(1))
-    plan, whole = shifted(ranks, (2, 13, 6)), Box(((0, 2), (0, 13), (0, 6)))
-    tile = view_of(image, whole, plan.own).to(device).contiguous(memory_format=torch.channels_last)
-    for _ in range(20):  # memory is given back and taken again while messages are under way
-        moved = move(ranks, plan, tile + 0)
-        assert torch.equal(moved.cpu(), view_of(image, whole, plan.need))
-        back = move_back(ranks, plan, moved)
-        assert back.device == tile.device
-    total = ranks.all_reduce(tile)
-    assert total.device == tile.device
-    torch.testing.assert_close(total.cpu(), ranks.all_reduce(tile.cpu()))
-
-
-def test_messages_between_two_ranks_move_tensors_on_a_gpu(
-    ranks: Communicator, device: torch.device
-) -> None:
-    """Around the ring, while what they hold is still being computed."""
-    values = torch.arange(60.0, device=device).view(3, 4, 5).transpose(0, 2)
-    after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
-    lane = ranks.duplicate()
-    for _ in range(20):  # memory is given back and taken again while messages are under way
-        landed = torch.zeros(5, 4, 3, device=device)
-        arriving = start_receive(lane, landed, before, 7)
-        leaving = start_send(lane, values + ranks.rank, after, 7)
-        arriving.wait()
-        assert torch.equal(landed, values + before)
-        leaving.wait()
-
-
-def test_ranks_agree_whether_mpi_takes_device_memory(device: torch.device) -> None:
-    aware = gpu.cuda_aware(as_communicator(MPI.COMM_WORLD), device)  # type: ignore[arg-type]
-    assert len(set(MPI.COMM_WORLD.allgather(aware))) == 1
-    assert gpu.says_cuda_aware() or not aware
-
-
-def test_equals_one_process_on_a_gpu(ranks: Communicator, device: torch.device) -> None:
-    over_host_or_device(ranks)
-    mesh = spatialdl.init_mesh((ranks.size, 1), comm=ranks)
-    torch.manual_seed(1)
-    plain = OddNet().double().to(device)
-    ours = copy.deepcopy(plain)
-    images = torch.randn(2, 3, 101, 50, dtype=torch.float64, device=device)
-    images = torch.from_numpy(ranks.bcast(images.cpu().numpy())).to(device)
-    plain(images).square().sum().backward()
-    ours(spatialdl.shard(images, mesh)).square().sum().backward()
-    spatialdl.average_gradients(ours, mesh)
-    for (name, theirs), parameter in zip(plain.named_parameters(), ours.parameters(), strict=True):
-        difference = (theirs.grad - parameter.grad).abs().max().item()
-        assert difference <= 1e-9, f"{name} differs by {difference}"

@@ -29,7 +29,13 @@ def labels(size: tuple[int, int], ignored: int = -100) -> Tensor:
 
 
 def whole_or_split(target: Tensor, mesh: Mesh, split: bool, x: Tensor) -> Tensor:
+    target = target.to(x.device)
     return shard(target, mesh) if split and isinstance(x, SpatialTensor) else target
+
+
+def beside(options: dict, x: Tensor) -> dict:
+    """Options whose tensors lie where the image does."""
+    return {k: v.to(x.device) if isinstance(v, Tensor) else v for k, v in options.items()}
 
 
 WEIGHT = torch.tensor([0.5, 1.5, 2.0, 0.1], dtype=torch.float64)
@@ -52,7 +58,7 @@ def test_cross_entropy(name: str, reduction: str, split: bool, meshes: dict) -> 
 
             def loss(x: Tensor, mesh: Mesh = mesh, target: Tensor = target) -> Tensor:
                 chosen = whole_or_split(target, mesh, split, x)
-                return F.cross_entropy(x, chosen, reduction=reduction, **options)
+                return F.cross_entropy(x, chosen, reduction=reduction, **beside(options, x))
 
             check(loss, image(1, 2, CLASSES, *size), [], mesh, f"{name} {size} on {mesh.grid}")
 
@@ -66,7 +72,8 @@ def test_cross_entropy_of_probabilities(split: bool, reduction: str, meshes: dic
 
             def loss(x: Tensor, mesh: Mesh = mesh, target: Tensor = target) -> Tensor:
                 chosen = whole_or_split(target, mesh, split, x)
-                return F.cross_entropy(x, chosen, WEIGHT, reduction=reduction, label_smoothing=0.1)
+                weight = WEIGHT.to(x.device)
+                return F.cross_entropy(x, chosen, weight, reduction=reduction, label_smoothing=0.1)
 
             check(loss, image(1, 2, CLASSES, *size), [], mesh, f"{size} on {mesh.grid}")
 
@@ -77,7 +84,9 @@ def test_nll_loss(options: dict, reduction: str, meshes: dict) -> None:
     for mesh in meshes.values():
         target = labels((11, 7), options.get("ignore_index", -100))
         check(
-            lambda x, t=target: F.nll_loss(x.log_softmax(1), t, reduction=reduction, **options),
+            lambda x, t=target: F.nll_loss(
+                x.log_softmax(1), t.to(x.device), reduction=reduction, **beside(options, x)
+            ),
             image(1, 2, CLASSES, 11, 7),
             [],
             mesh,
@@ -97,13 +106,13 @@ PIXELWISE: dict[str, Operation] = {
         x.sigmoid(), t.sigmoid(), reduction=reduction
     ),
     "binary_cross_entropy, weight": lambda x, t, reduction: F.binary_cross_entropy(
-        x.sigmoid(), t.sigmoid(), WEIGHT.view(-1, 1, 1), reduction=reduction
+        x.sigmoid(), t.sigmoid(), WEIGHT.to(x.device).view(-1, 1, 1), reduction=reduction
     ),
     "with_logits": lambda x, t, reduction: F.binary_cross_entropy_with_logits(
         x, t.sigmoid(), reduction=reduction
     ),
     "with_logits, pos_weight": lambda x, t, reduction: F.binary_cross_entropy_with_logits(
-        x, t.sigmoid(), pos_weight=WEIGHT.view(-1, 1, 1), reduction=reduction
+        x, t.sigmoid(), pos_weight=WEIGHT.to(x.device).view(-1, 1, 1), reduction=reduction
     ),
     "kl_div": lambda x, t, reduction: F.kl_div(x.log_softmax(1), t.softmax(1), reduction=reduction),
     "kl_div, logarithms": lambda x, t, reduction: F.kl_div(
@@ -144,6 +153,7 @@ def test_pixelwise(name: str, reduction: str, split: bool, meshes: dict) -> None
         for size in SIZES:
 
             def loss(x: Tensor, t: Tensor, mesh: Mesh = mesh) -> Tensor:
+                t = t.to(x.device)
                 if split and isinstance(x, SpatialTensor):
                     t = shard(t, mesh)
                 return PIXELWISE[name](x, t, reduction=reduction) + 0 * t.sum()

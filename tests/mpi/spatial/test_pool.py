@@ -189,8 +189,9 @@ def test_average_pooling_keeps_no_pixel_and_max_pooling_its_places_only(meshes: 
             average: Operation = lambda x, options=options: F.avg_pool2d(x, *options)  # noqa: E731
             assert kept_for_backward(average, x) == {}
         places = kept_for_backward(lambda x: F.max_pool2d(x, 3, 2, 1), x)
-        outputs = F.max_pool2d(x, 3, 2, 1).to_local().numel()
-        assert sum(places.values()) == 8 * outputs
+        outputs = F.max_pool2d(x, 3, 2, 1).to_local()
+        border = 4 * 2 * sum(outputs.shape[2:])  # whose windows reach to other tiles: twice
+        assert 8 * outputs.numel() <= sum(places.values()) <= 8 * (outputs.numel() + border)
 
 
 def test_places_and_random_windows_are_refused_by_name(meshes: dict) -> None:
@@ -225,3 +226,11 @@ def test_what_pytorch_refuses_is_refused_on_every_rank(
             call(x)
         with pytest.raises((ValueError, RuntimeError)):
             call(x.full_tensor())
+
+
+def test_volumes_whose_tiles_are_smaller_than_the_kernel() -> None:
+    """PyTorch refuses to pool such a tile by itself, padded or not."""
+    for mesh in every_mesh(3).values():
+        size = [2 * parts for parts in mesh.grid]
+        image = torch.rand(1, 2, *(max(3, n) for n in size), dtype=torch.float64)
+        check(lambda x: F.avg_pool3d(x, 3, 1, 1), image, [], mesh, f"3 x 3 x 3 on {mesh.grid}")

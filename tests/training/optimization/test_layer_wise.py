@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from spatialdl.training.optimization import layer_wise
 from spatialdl.training.optimization.layer_wise import LAMB, LARS
 
 STEPS = 5
@@ -71,6 +72,13 @@ def lamb(weight: np.ndarray, number: int, decay: float, betas: tuple[float, floa
         length = norms[0] / norms[1] if decay and min(norms) > 0 else 1.0
         weight = weight - LR * length * whole
     return weight
+
+
+@pytest.fixture(params=["one by one", "together"], autouse=True)
+def _as_on_a_device(request, monkeypatch):
+    """On a CPU parameters are stepped one by one."""
+    if request.param == "together":
+        monkeypatch.setattr(layer_wise, "_together", lambda some: [some] if some else [])
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

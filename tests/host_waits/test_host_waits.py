@@ -1,0 +1,152 @@
+"""What a training step may ask of the host, of copies and of the transport, at most.
+
+A device without memory counts it, in a process of its own: see `device`. Where a bound is exceeded,
+``python -m tests.host_waits --places 20`` has the lines that cause it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Bound(NamedTuple):
+    """Of the second step of one of four ranks, on images of 1,024 x 1,024."""
+
+    waits: int
+    d2h: int
+    h2d: int
+    messages: int
+    collectives: int
+    launches: int
+
+
+BOUNDS = {
+    "ResNet-50/sp": Bound(175, 235, 235, 93, 144, 2195),
+    "ResNet-50/dp": Bound(37, 35, 35, 0, 38, 851),
+    "ResNet-50/sp, clipping": Bound(176, 236, 236, 93, 145, 2209),
+    "ResNet-50/sp, fp16": Bound(175, 235, 235, 93, 145, 2422),
+    "ResNet-50/sp, LARS": Bound(175, 235, 235, 93, 144, 2265),
+    "U-Net/sp": Bound(93, 160, 160, 105, 57, 1093),
+    "ConvNeXt-T/sp": Bound(72, 142, 142, 108, 36, 884),
+    "ViT-S/16/sp": Bound(97, 191, 191, 144, 49, 927),
+}
+
+
+def run(*words: str) -> str:
+    """The output of a Python of its own, from the root of the repository."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@cache
+def counts() -> dict[str, dict[str, Any]]:
+    """Of all bounds, in one process: that takes most of the time."""
+    found: dict[str, dict[str, Any]] = json.loads(run("-m", "tests.host_waits", "--json", *BOUNDS))
+    return found
+
+
+@pytest.mark.parametrize("step", BOUNDS)
+def test_a_step_stays_within_its_bounds(step):
+    found = counts()[step]
+    above = {
+        kind: f"{found[kind]} instead of {most}: {found['places'][kind][:5]}"
+        for kind, most in BOUNDS[step]._asdict().items()
+        if found[kind] > most
+    }
+    assert above == {}
+    assert found["objects"] == 0, "nothing is pickled in a step"
+
+
+COUNTED = """
+import torch
+from tests.host_waits import device
+from tests.host_waits.ledger import KINDS
+
+device.install()
+with device.counting() as ledger:
+    pinned, plain = torch.ones(4, pin_memory=True), torch.ones(4)
+    assert pinned.is_pinned() and not plain.is_pinned()
+    x = plain.to("sim")
+    def counted(what):
+        ledger.is_on, before = True, ledger.totals()
+        what()
+        ledger.is_on, after = False, ledger.totals()
+        return {kind: after[kind] - before[kind] for kind in KINDS if after[kind] > before[kind]}
+    for what, expected in [
+        (lambda: x.add_(1).relu(), {"launches": 2}),
+        (lambda: x.view(2, 2).t()[1:], {}),
+        (lambda: torch.empty_like(x), {}),
+        (lambda: x.cpu(), {"waits": 1, "d2h": 1}),
+        (lambda: x.tolist(), {"waits": 1, "d2h": 1}),
+        (lambda: plain.to("sim"), {"waits": 1, "h2d": 1}),
+        (lambda: torch.tensor(1.0, device="sim"), {"waits": 1, "h2d": 1}),
+        (lambda: x.new_tensor([1.0]), {"waits": 1, "h2d": 1}),
+        (lambda: pinned.to("sim", non_blocking=True), {"h2d": 1}),
+        (lambda: plain.to("sim", non_blocking=True), {"waits": 1, "h2d": 1}),
+        (lambda: pinned.copy_(x, non_blocking=True), {"d2h": 1}),
+        (lambda: plain.copy_(x, non_blocking=True), {"waits": 1, "d2h": 1}),
+        (lambda: x.sum().item(), {"waits": 1, "launches": 1}),
+        (lambda: bool((x > 0).all()), {"waits": 1, "launches": 2}),
+        (lambda: x[x > 0], {"waits": 1, "launches": 3}),
+        (lambda: torch.cuda.current_stream().synchronize(), {"waits": 1}),
+        (lambda: torch.cuda.Stream().record_event().synchronize(), {"waits": 1}),
+        (lambda: torch.cuda.current_stream().wait_stream(torch.cuda.Stream()), {}),
+        (lambda: plain.sum().item(), {}),
+    ]:
+        assert counted(what) == expected, (counted(what), expected)
+    try:
+        x + plain
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_the_counter_sees_waits_copies_and_launches():
+    assert "sim:0" in run("-c", COUNTED), "tensors of two devices must not meet"
+
+
+MASK = """
+import torch
+import torch.nn.functional as F
+from spatialdl.random import keyed
+from tests.host_waits import device
+
+device.install()
+with device.counting() as ledger, keyed(0, 0):
+    x = torch.empty(4, 64, 128, 128, device="sim")
+    ledger.is_on = True
+    F.dropout(x, 0.1)
+    ledger.is_on = False
+print(*ledger.totals().values())
+"""
+
+
+def test_a_mask_of_4_million_numbers_takes_few_launches_and_no_wait():
+    waits, d2h, h2d, *_, launches = map(int, run("-c", MASK).split())
+    assert (waits, d2h, h2d) == (0, 0, 1)
+    assert launches <= 29
+
+
+def test_operations_copy_their_tables_once():
+    """Random masks are told their places by a copy that nobody waits for."""
+    found = json.loads(run("-m", "tests.host_waits.operations"))
+    left = {
+        f"{name}, {place}": count
+        for name, places in found.items()
+        for place, count in places.items()
+        if not place.startswith("h2d: random/generator.py:")
+    }
+    assert len(found) > 50
+    assert left == {}

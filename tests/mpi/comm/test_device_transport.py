@@ -1,0 +1,253 @@
+"""Tensors on an accelerator between ranks, by each way that they can go.
+
+Run with ``SPATIALDL_DEVICE=sim`` (or ``cuda``) and ``SPATIALDL_DEVICE_PATH=nccl|mpi|host``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import spatialdl
+from spatialdl.comm import device_transport
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import _Chosen, choose_device_path, device_path
+from spatialdl.comm.device_transport import PackedExchange
+from spatialdl.comm.plan import Plan
+from spatialdl.comm.repartition import move, move_back, view_of
+from spatialdl.comm.world import as_communicator
+from spatialdl.parallel.layout import Box, Layout
+from tests.mpi.comm.test_transport import over_torch
+from tests.mpi.device import DEVICE
+from tests.mpi.equality_networks import OddNet
+from tests.mpi.one_message import start_receive, start_send
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu", reason="SPATIALDL_DEVICE names no accelerator"
+)
+on_sim = pytest.mark.skipif(DEVICE.type != "sim", reason="only the simulated device is watched")
+
+
+@pytest.fixture(params=["mpi", "torch"])
+def ranks(request: pytest.FixtureRequest) -> Communicator:
+    """All ranks, over each transport."""
+    if request.param == "mpi":
+        return as_communicator(MPI.COMM_WORLD)
+    if device_path().name == "mpi":
+        pytest.skip("torch.distributed does not talk by MPI")
+    return over_torch()
+
+
+@pytest.fixture(params=[0, 300], ids=["at once", "delayed"])
+def delays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Streams that work at once, and streams that dawdle at random."""
+    if request.param and DEVICE.type != "sim":
+        pytest.skip("only streams of the simulated device can be delayed")
+    if request.param:
+        torch.sim.set_delay(request.param, seed=MPI.COMM_WORLD.rank)
+    yield
+    if request.param:
+        torch.sim.set_delay(0)
+
+
+def shifted(ranks: Communicator, size: tuple[int, int, int]) -> Plan:
+    """Every rank needs its rows and one more on each side."""
+    layout = Layout.even(size[0], size[1:], (ranks.size, 1))
+    needed = [
+        Box((batch, (max(0, top - 1), min(size[1], end + 1)), columns))
+        for batch, (top, end), columns in layout.boxes
+    ]
+    return Plan(layout.boxes, needed, ranks.rank)
+
+
+def moved_there_and_back(ranks: Communicator) -> tuple[bool, bool]:
+    """Whether tiles with halos, and what comes back of them, are right; and the images after it."""
+    image = torch.randn(2, 3, 13, 6, generator=torch.Generator().manual_seed(1))
+    plan, whole = shifted(ranks, (2, 13, 6)), Box(((0, 2), (0, 13), (0, 6)))
+    tile = view_of(image, whole, plan.own).to(DEVICE).contiguous(memory_format=torch.channels_last)
+    there = back = True
+    for _ in range(10):  # memory is given back and taken again while messages are under way
+        own = (tile + 1) - 1
+        moved = move(ranks, plan, own)
+        returned = move_back(ranks, plan, moved * 1)
+        del own
+        wanted = view_of(image, whole, plan.need)
+        there &= torch.allclose(moved.cpu(), wanted, rtol=0, atol=1e-5)
+        kept = torch.ones(13)
+        for other in plan.needed[: ranks.rank] + plan.needed[ranks.rank + 1 :]:
+            kept[other.spatial[0][0] : other.spatial[0][1]] += 1
+        rows = slice(*plan.own.spatial[0])
+        sums = view_of(image, whole, plan.own) * kept[rows].view(-1, 1)
+        back &= torch.allclose(returned.cpu(), sums, rtol=0, atol=1e-5)
+    return there, back
+
+
+def test_a_plan_moves_tensors(ranks: Communicator, delays: None) -> None:
+    assert moved_there_and_back(ranks) == (True, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
+def test_sums_and_collections(ranks: Communicator, dtype: torch.dtype, delays: None) -> None:
+    own = torch.arange(35, device=DEVICE).view(7, 5).to(dtype).mul_(ranks.rank + 1)
+    total = ranks.all_reduce(own.t())
+    everybody = ranks.all_gather(own.t())
+    own.zero_()  # what was asked for is not changed by what comes after
+    factor = sum(range(1, ranks.size + 1))
+    wanted = torch.arange(35).view(7, 5).to(dtype).t()
+    assert total.device.type == DEVICE.type
+    assert torch.equal(total.cpu(), wanted * factor)
+    assert torch.equal(everybody.cpu(), torch.stack([wanted * (n + 1) for n in range(ranks.size)]))
+
+
+def test_a_sum_may_be_started_and_waited_for(ranks: Communicator, delays: None) -> None:
+    values = torch.arange(1000.0, device=DEVICE) * (ranks.rank + 1)
+    pending = ranks.start_all_reduce(values)
+    pending.wait()
+    total = values * 2
+    assert torch.equal(total.cpu(), torch.arange(1000.0) * ranks.size * (ranks.size + 1))
+
+
+def test_messages_between_two_ranks(ranks: Communicator, delays: None) -> None:
+    """Around the ring, while what they hold is still being computed."""
+    values = torch.arange(60.0, device=DEVICE).view(3, 4, 5).transpose(0, 2)
+    after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+    lane = ranks.duplicate()
+    for _ in range(10):
+        landed = torch.zeros(5, 4, 3, device=DEVICE)
+        arriving = start_receive(lane, landed, before, 7)
+        leaving = start_send(lane, values + ranks.rank, after, 7)
+        arriving.wait()
+        assert torch.equal(landed.cpu(), values.cpu() + before)
+        leaving.wait()
+
+
+def test_equals_one_process(ranks: Communicator, delays: None) -> None:
+    mesh = spatialdl.init_mesh((ranks.size, 1), comm=ranks)
+    torch.manual_seed(1)
+    plain = OddNet().double()
+    ours = copy.deepcopy(plain).to(DEVICE)
+    images = torch.randn(2, 3, 101, 50, dtype=torch.float64)
+    plain(images).square().sum().backward()
+    ours(spatialdl.shard(images.to(DEVICE), mesh)).square().sum().backward()
+    spatialdl.average_gradients(ours, mesh)
+    for (name, theirs), parameter in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        difference = (theirs.grad - parameter.grad.cpu()).abs().max().item()
+        assert difference <= 1e-9, f"{name} differs by {difference}"
+
+
+@on_sim
+@pytest.mark.parametrize("what", ["sum", "collection", "exchange"])
+def test_how_often_the_host_waits(what: str) -> None:
+    """By `nccl` never, else once: for what is to be sent."""
+    ranks = as_communicator(MPI.COMM_WORLD)
+    plan = shifted(ranks, (2, 13, 6))
+    values = torch.ones(plan.own.shape, device=DEVICE).unsqueeze(1)
+    calls: dict[str, Callable[[], object]] = {
+        "sum": lambda: ranks.all_reduce(values[:, :, :1]),
+        "collection": lambda: ranks.all_gather(values[:, :, :1]),
+        "exchange": lambda: move(ranks, plan, values),
+    }
+    calls[what]()  # the first one sets up groups
+    torch.sim.synchronize()
+    with torch.sim.wait_sites(str(Path(spatialdl.__file__).parent)) as sites:
+        calls[what]()
+    assert sum(sites.values()) == (0 if device_path().name == "nccl" else 1), dict(sites)
+
+
+class Careless(torch.Stream):
+    """A stream that waits for no other."""
+
+    def wait_stream(self, other: torch.Stream) -> None:
+        pass
+
+
+_current_stream = torch.accelerator.current_stream
+
+
+def careless_current(device: torch.device) -> torch.Stream:
+    current = _current_stream(device)
+    number, index, kind = current.stream_id, current.device_index, current.device_type
+    return Careless(stream_id=number, device_index=index, device_type=kind)
+
+
+class NoEvent:
+    """One that has always happened."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def forgetting(exchange: PackedExchange) -> PackedExchange:
+    """An exchange that does not know when it is packed."""
+    exchange._packed = NoEvent()  # type: ignore[assignment]
+    return exchange
+
+
+@on_sim
+@pytest.mark.parametrize("wait", ["before packing", "after packing", "after unpacking"])
+def test_a_wait_that_is_left_out_is_found(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them, on purpose, with streams that dawdle: some number is wrong."""
+    if wait == "after packing" and device_path().name == "nccl":
+        pytest.skip("nothing waits on the host there")
+    ranks, own = as_communicator(MPI.COMM_WORLD), torch.device("sim", torch.sim.current_device())
+    if wait == "before packing":
+        careless = Careless(own)
+        monkeypatch.setattr(device_transport, "side_stream", lambda device: careless)
+    elif wait == "after packing":
+        started = PackedExchange._started
+        monkeypatch.setattr(PackedExchange, "_started", lambda self: started(forgetting(self)))
+    else:
+        monkeypatch.setattr(torch.accelerator, "current_stream", careless_current)
+    torch.sim.set_delay(3000, seed=ranks.rank)
+    try:
+        right = moved_there_and_back(ranks)
+    finally:
+        torch.sim.set_delay(0)
+        torch.sim.synchronize()
+    assert not all(all(one) for one in ranks.allgather(right))
+
+
+# --- the choice
+
+
+@pytest.fixture
+def undecided() -> Iterator[None]:
+    before, _Chosen.path = _Chosen.path, None
+    yield
+    _Chosen.path = before
+
+
+def test_ranks_that_share_a_device_do_not_take_nccl(undecided: None) -> None:
+    ranks, first = as_communicator(MPI.COMM_WORLD), torch.device(DEVICE.type, 0)
+    path = choose_device_path(ranks, first)
+    assert path is not None
+    assert path.name in ("mpi", "host")
+    assert "ranks 0 and 1 share a device" in path.reason
+    _Chosen.path = None
+    with pytest.raises(ValueError, match="device_path=nccl cannot be had: ranks 0 and 1 share"):
+        choose_device_path(ranks, first, "nccl")
+
+
+def test_what_was_chosen_stays() -> None:
+    ranks, name = as_communicator(MPI.COMM_WORLD), device_path().name
+    assert choose_device_path(ranks, DEVICE) == device_path()
+    other = "host" if name != "host" else "nccl"
+    with pytest.raises(ValueError, match=f"go by {name} already, not by {other}"):
+        choose_device_path(ranks, DEVICE, other)
+
+
+def test_devices_of_different_kinds_are_refused() -> None:
+    ranks = as_communicator(MPI.COMM_WORLD)
+    own = DEVICE if ranks.rank else torch.device("cpu")
+    with pytest.raises(ValueError, match="different kinds of device"):
+        choose_device_path(ranks, own)
+
+
+def test_backward_runs_on_the_thread_that_calls_it() -> None:
+    """MPI may not be called from the threads that autograd has for devices."""
+    assert not torch.autograd.is_multithreading_enabled()

@@ -1,0 +1,99 @@
+"""Collectives that are queued on the simulated accelerator, as NCCL's are on a GPU.
+
+The host never waits in them: each runs in a stream of its own group, after what the current stream
+had queued when it was called, and ``wait()`` has the current stream wait for it. What moves the
+bytes is gloo, in the thread of that stream. Every address is looked at: memory of the host, or of
+another device, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+NAME = "simccl"
+
+
+def register() -> None:
+    """Make it PyTorch's backend for the device."""
+    dist.Backend.register_backend(NAME, SimGroup, devices=["sim"])
+
+
+class SimGroup(dist.ProcessGroup):
+    """Ranks with a device each."""
+
+    def __init__(self, store: Store, rank: int, size: int, limit: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, limit)
+        self._stream = torch.Stream("sim")
+        self._batch: list[tuple[str, Tensor, int]] | None = None
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
+        views = [self._view(x) for x in tensors]
+        return self._queued(lambda: self._gloo.allreduce(views).wait(), tensors)
+
+    def _allgather_base(self, everybody: Tensor, own: Tensor, options: Any = None) -> Any:
+        into, view = self._view(everybody), self._view(own)
+        rows = list(into.view(self.size(), -1))
+        return self._queued(
+            lambda: self._gloo.allgather([rows], [view.view(-1)]).wait(), [everybody, own]
+        )
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> None:
+        assert self._batch is not None
+        self._batch += [("send", x, to) for x in tensors]
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> None:
+        assert self._batch is not None
+        self._batch += [("recv", x, source) for x in tensors]
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        batch, self._batch = self._batch or [], None
+        todo = [(kind, self._view(x), peer) for kind, x, peer in batch]
+
+        def move() -> None:
+            works = [getattr(self._gloo, kind)([view], peer, 0) for kind, view, peer in todo]
+            for work in works:
+                work.wait()
+
+        return self._queued(move, [x for _, x, _ in batch])
+
+    def _view(self, x: Tensor) -> Tensor:
+        kind = torch.sim.pointer_kind(x.data_ptr())
+        if kind != f"device {torch.sim.current_device()}":
+            raise RuntimeError(f"a collective was given memory of: {kind}")
+        if not x.is_contiguous():
+            raise RuntimeError("a collective was given a tensor that is not contiguous")
+        return torch.sim.host_view(x)
+
+    def _queued(self, do: Callable[[], object], keep: Sequence[Tensor]) -> _Work:
+        self._stream.wait_stream(torch.sim.current_stream())
+        torch.sim.enqueue(do, self._stream)
+        return _Work(self._stream, keep)
+
+
+class _Work:
+    """Something queued; its tensors are kept until somebody waits for it, as NCCL's are."""
+
+    def __init__(self, stream: torch.Stream, keep: Sequence[Tensor]) -> None:
+        self._done, self._keep = stream.record_event(), list(keep)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.sim.current_stream().wait_event(self._done)
+        self._keep = []
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._done.query())
