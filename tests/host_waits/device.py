@@ -249,6 +249,9 @@ class _Module:
 
     def manual_seed_all(self, seed: int) -> None: ...
 
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)  # of the host, as CUDA keeps it
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
