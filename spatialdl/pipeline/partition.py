@@ -25,6 +25,7 @@ def cut(
     recompute: bool = False,
     weigh: Weigh = estimated,
     divided: bool = False,
+    compiled: bool = False,
 ) -> list[nn.Module]:
     """Cut `model` into as many stages as there are `widths`.
 
@@ -40,10 +41,11 @@ def cut(
         recompute: whether blocks, and the loose layers of a chain, run again in backward.
         weigh: what is balanced.
         divided: whether ranks run it on samples of their own.
+        compiled: whether to cut a network of one stage, too, see `pipeline.compiled`.
 
     Returns:
         For several stages each is a `Stage`; for one the network itself, unless it is a chain with
-        layers to recompute, or writes into its weights.
+        layers to recompute, writes into its weights, or is to be compiled.
 
     Raises:
         ValueError: if the network cannot be cut so, or has no blocks to recompute.
@@ -55,20 +57,45 @@ def cut(
         evaluated = network.of(SAMPLES, training=False)
     except CannotRecord as reason:
         _check_divided(model, network, divided)
-        if len(widths) == 1 and (blocks or not recompute):
+        if len(widths) == 1 and (blocks or not recompute) and not compiled:
             return [model]
+        if len(widths) == 1 and compiled:
+            raise _cannot_compile(model, str(reason)) from reason
         raise cannot_cut(model, len(widths), str(reason)) from reason
     _check_divided(model, network, divided)
-    if len(widths) == 1:
+    if len(widths) == 1 and not compiled:
         return [_whole(model, network, recording, blocks, recompute)]
-    bounds = cut_bounds(
-        model, recording, widths, names, lambda: weigh(model, evaluated, (SAMPLES, *image_size))
-    )
+    if len(widths) == 1:
+        bounds = _one_stage(model, recording)
+    else:
+        bounds = cut_bounds(
+            model, recording, widths, names, lambda: weigh(model, evaluated, (SAMPLES, *image_size))
+        )
     owned = leftovers(model, recording, bounds)
     return [
         Stage(model, network, start, stop, own, recompute)
         for (start, stop), own in zip(pairwise(bounds), owned, strict=True)
     ]
+
+
+def _one_stage(model: nn.Module, recording: Recording) -> list[int]:
+    """The bounds of a stage that is to be compiled, of the whole network."""
+    if recording.loose:
+        raise _cannot_compile(
+            model,
+            f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
+            "nn.Dropout or the like",
+        )
+    if any(step.call == "" for step in recording.steps):
+        raise _cannot_compile(model, "it is one layer, or has hooks of its own")
+    return [0, len(recording.steps)]
+
+
+def _cannot_compile(model: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"trainer.compile=true cannot tell the steps of {type(model).__name__} apart: {reason}; "
+        "leave it out"
+    )
 
 
 def _check_divided(model: nn.Module, network: Forward, divided: bool) -> None:

@@ -26,6 +26,8 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.batch_norm import Sharing
+from spatialdl.pipeline.compilable import check_compilable
+from spatialdl.pipeline.compiled import check_compiler, compile_stages
 from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.partition import cut
@@ -65,6 +67,7 @@ class PipelineOptions:
         device: of stages and tensors; by default the CPU.
         mixed: float16 or bfloat16 if stages and loss run under autocast to it.
         nodes: of the ranks, if gradients are to be averaged by nodes where that saves time.
+        compiled: whether stages are compiled, see `pipeline.compiled`.
         sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
             None, or where it gives None, all alike.
     """
@@ -80,6 +83,7 @@ class PipelineOptions:
     device: torch.device | None = None
     mixed: torch.dtype | None = None
     nodes: Nodes | None = None
+    compiled: bool = False
     sample_weights: Callable[[Tensor], Tensor | None] | None = None
 
 
@@ -118,6 +122,9 @@ class Pipeline:
         self.options = options = options or PipelineOptions()
         if options.shard_state:
             check_shardable(placement, schedule)
+        if options.compiled:
+            check_compilable(placement, schedule, options.recompute, options.shard_state)
+            check_compiler(options.device or torch.device("cpu"))
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.mixed = image_size, options.mixed
         self.device = options.device or torch.device("cpu")
@@ -148,6 +155,8 @@ class Pipeline:
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
         sharing = Sharing(placed, self.stages, holders, placement, sync, microbatches, comm, units)
         self._context = StepContext(sharing, placement, self.replica, options.seed, apart)
+        if options.compiled:  # not before all looks at it have been taken
+            compile_stages(self.stages.values())
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
@@ -160,7 +169,7 @@ class Pipeline:
         divided = placement.data * placement.copies * max(placement.batch, default=1) > 1
         stages = cut(
             *(model, placement.widths, options.cut, self.image_size),
-            *(options.recompute == "block", weigh, divided),
+            *(options.recompute == "block", weigh, divided, options.compiled),
         )
         for stage in stages if len(stages) > 1 else ():
             stage.train()  # which may freeze weights

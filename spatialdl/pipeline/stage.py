@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -68,6 +68,11 @@ class Stage(nn.Module):
             _place_tensor(self, path, model)
         self._pieces = self._recomputed() if recompute else []
         self._written_state = recording.written_state
+        self._run_steps: StepRunner = _run_parts  # or as `pipeline.compiled` does
+
+    def _span(self, recording: Recording) -> tuple[Step, ...]:
+        """Its steps of a recording."""
+        return recording.steps[self._start : self._stop]
 
     @property
     def paths(self) -> list[str]:
@@ -91,8 +96,7 @@ class Stage(nn.Module):
         values = dict(values)
         device = next((one.device for one in values.values()), torch.device("cpu"))
         with _copies_saved(self._written()):
-            for part in self.parts:
-                self.run_part(part, recording, values, device)
+            self._run_steps(self, recording, samples, values, device)
         outputs: dict[Value, Any] = {value: values[value] for value in self.gives}
         if self._is_last:
             outputs[OUTPUT] = output_of(recording, values)
@@ -178,6 +182,20 @@ class Stage(nn.Module):
             bounds = [0, *accumulate(len(piece) for piece in pieces(layers))]
             found += [chain[a:b] for a, b in pairwise(bounds)]
         return found
+
+
+def _run_parts(
+    stage: Stage,
+    recording: Recording,
+    samples: int,
+    values: dict[Value, Tensor],
+    device: torch.device,
+) -> None:
+    for part in stage.parts:
+        stage.run_part(part, recording, values, device)
+
+
+StepRunner = Callable[[Stage, Recording, int, dict[Value, Tensor], torch.device], None]
 
 
 def run_stage(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:

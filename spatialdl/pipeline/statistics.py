@@ -104,7 +104,7 @@ class SliceStatistics:
         )
 
     def _runs_again(self, norm: _BatchNorm) -> bool:
-        if not _under_checkpoint():
+        if not under_checkpoint():
             self._direct.add(norm)
             return False
         if norm in self._direct:
@@ -147,7 +147,7 @@ class SliceStatistics:
         return total
 
 
-def _under_checkpoint() -> bool:
+def under_checkpoint() -> bool:
     """Whether what is called now runs again in backward, or does so now; not by ourselves."""
     if torch._C._current_graph_task_id() != -1:
         return True

@@ -10,6 +10,8 @@ from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.values import check_values
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.compilable import check_compilable
+from spatialdl.pipeline.compilable import check_run as check_compiling
 from spatialdl.training.best import check_metric
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers
@@ -56,6 +58,10 @@ def check_config(config: DictConfig) -> Placement:
     local = max(placement.batch, default=1)
     check_batch(config.data.batch_size, microbatches, placement.data, local)
     check_task(config.task, placement)
+    if config.trainer.compile:
+        parallel = config.parallel
+        check_compilable(placement, schedule, parallel.recompute, parallel.shard_state)
+        check_compiling(config.comm.timeout, bool(config.trainer.deterministic))
     check_loggers(config.get("logger") or {})
     if isinstance(size, ListConfig):
         check_image(tuple(size), placement)

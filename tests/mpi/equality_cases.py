@@ -34,6 +34,7 @@ class Case(NamedTuple):
     backend: str | None = None
     shard: bool = False
     order: tuple[int, ...] = ()
+    compiled: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -60,6 +61,7 @@ class Case(NamedTuple):
             + "-shard" * self.shard
             + "-order" * bool(self.order)
             + "".join(map(str, self.order))
+            + "-compiled" * self.compiled
         )
 
     @property

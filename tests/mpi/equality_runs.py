@@ -144,6 +144,7 @@ def parallel(
             shard_state=case.shard,
             mixed=mixed,
             device=DEVICE,
+            compiled=case.compiled,
         ),
     )
     optimizer = optimiser(pipeline.parameters())

@@ -141,6 +141,7 @@ def make_pipeline(
             device=device,
             mixed=precision.mixed,
             nodes=nodes,
+            compiled=bool(config.trainer.compile),
             sample_weights=task.weights,
         ),
     )

@@ -1,0 +1,40 @@
+"""Compiled stages equal one process that compiles nothing, in every layout that may compile."""
+
+from __future__ import annotations
+
+import pytest
+from torch._dynamo.utils import counters
+
+from spatialdl.comm.communicator import Communicator
+from tests.mpi.device import DEVICE
+from tests.mpi.equality_cases import Case
+from tests.mpi.equality_runs import check_equality
+
+ONE = ((1, 1),)
+PLAIN = "plain", (19, 17)
+
+CASES = [
+    Case("pp", *PLAIN, ONE * 2, 1, 2, 4, compiled=True),
+    Case("dp", *PLAIN, ONE, 2, 1, 4, compiled=True),
+    Case("lp", "counting", (19, 17), ONE * 2, 1, 1, 4, compiled=True),
+    Case("dp", "norm_eval", (21, 19), ONE, 2, 2, 6, compiled=True),
+    Case("dp", *PLAIN, ONE, 2, 2, 8, sync=True, compiled=True),
+    Case("gems", *PLAIN, ONE * 2, 1, 2, 4, schedule="mast", compiled=True),
+    Case("pp", "random_net", (19, 17), ONE * 2, 1, 2, 4, schedule="1f1b", compiled=True),
+    Case("lp", "unet", (24, 20), ONE * 2, 1, 1, 4, compiled=True),
+]
+FIRST = 1
+"""So many are in every run; the others take their time to compile."""
+
+
+@pytest.mark.skipif(DEVICE.type == "sim", reason="inductor does not compile for it")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, marks=[pytest.mark.slow] * (n >= FIRST)) for n, one in enumerate(CASES)],
+    ids=str,
+)
+def test_compiled_stages_equal_one_process(case: Case, world: Communicator) -> None:
+    counters.clear()
+    check_equality(case, world)
+    if case.placement.world_size == world.size:
+        assert sum(world.allgather(counters["stats"]["unique_graphs"])) > 0

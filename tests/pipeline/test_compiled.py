@@ -1,0 +1,239 @@
+"""Which steps are compiled, and how they are called; tests/mpi has what PyTorch makes of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spatialdl.comm.alone import Alone
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.compiled import check_compiler
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.schedule import make_schedule
+
+SIZE = (3, 11, 9)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.act = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x))) + x
+
+
+class Averaging(Block):
+    """Keeps a moving average of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.mul_(0.9).add_(x.detach().mean((0, 2, 3)), alpha=0.1)
+        return super().forward(x)
+
+
+class Twice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(x))
+
+
+class Again(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+class Random(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.4, self.training)
+
+
+def hooked() -> Block:
+    block = Block()
+    block.conv.register_forward_hook(lambda module, args, output: output * 1.5)
+    return block
+
+
+def cumulative() -> Block:
+    block = Block()
+    block.norm.momentum = None
+    return block
+
+
+class Network(nn.Module):
+    """Two blocks around another one; a part that does not learn, and tanh in place."""
+
+    def __init__(self, middle: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, stride=2).requires_grad_(False)
+        self.blocks = nn.Sequential(Block(), middle(), Block())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x).tanh_()).mean((2, 3)))
+
+
+def trained(network: nn.Module, compiled: bool, microbatches: int = 2) -> tuple[list, dict]:
+    """Losses and outputs of three steps, and the state that they leave."""
+    placement = Placement(1, ((1, 1),))
+    pipeline = Pipeline(
+        *(network.double(), placement, make_schedule("gpipe", placement, microbatches), Alone()),
+        *(F.cross_entropy, SIZE, PipelineOptions(seed=3, compiled=compiled)),
+    )
+    optimizer = torch.optim.SGD([p for p in pipeline.parameters() if p.requires_grad], 0.1)
+    draw, found = torch.Generator().manual_seed(0), []
+    for step in range(4):
+        parts = []
+        for number in range(microbatches):
+            samples = 2 + (number == 0 and step == 2)
+            images = torch.randn(samples, *SIZE, generator=draw, dtype=torch.float64)
+            target = torch.randint(3, (samples,), generator=draw)
+            parts.append(Microbatch(samples, 1 / microbatches, images, target))
+        found.append(pipeline.train_step(parts, step))
+        optimizer.step()
+        found += [float(y.square().sum()) for y in pipeline.evaluate(parts).values()]
+    return found, pipeline.state_dict()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """The calls of what is compiled, which stays as it is here."""
+    found: list[int] = []
+
+    def fake(function, **options):
+        assert options.pop("fullgraph") is True
+
+        def run(*args):
+            found.append(len(args))
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fake)
+    return found
+
+
+MIDDLES = {
+    "a block": (Block, ""),
+    "a buffer": (Averaging, "it writes into buffers or weights"),
+    "a norm twice": (Twice, "it calls a BatchNorm twice"),
+    "a checkpoint": (Again, "BatchNorm in torch.utils.checkpoint"),
+    "random": (Random, "it draws random numbers"),
+    "hooks": (hooked, "it has hooks"),
+    "cumulative": (cumulative, "BatchNorm with an average over all batches"),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", MIDDLES)
+def test_what_cannot_be_compiled_stays_as_it_is(name, microbatches, calls, caplog):
+    middle, reason = MIDDLES[name]
+    torch.manual_seed(1)
+    with caplog.at_level(logging.INFO):
+        ours, left = trained(Network(middle), True, microbatches)
+    assert calls
+    torch.manual_seed(1)
+    plain, expected = trained(Network(middle), False, microbatches)
+    assert ours == plain
+    assert left.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(left[key], value), key
+    told = [one.message for one in caplog.records if "in training" in one.message]
+    assert told
+    if reason:
+        assert f"6 of 7 steps of this stage are compiled in training; 1 not: {reason}" in told[0]
+    else:
+        assert told[0].endswith("7 of 7 steps of this stage are compiled in training")
+
+
+def test_hooks_for_a_while_are_called(calls, monkeypatch):
+    """As those that look for NaN."""
+    seen = []
+    real = Pipeline.train_step
+
+    def hooked(pipeline, parts, step):
+        conv = pipeline.stages[0].blocks.get_submodule("0.conv")
+        handle = conv.register_forward_hook(lambda *given: seen.append(step))
+        if step != 1:
+            handle.remove()
+        loss = real(pipeline, parts, step)
+        handle.remove()
+        return loss
+
+    monkeypatch.setattr(Pipeline, "train_step", hooked)
+    trained(Network(Block), True)
+    assert seen == [1, 1]
+    assert calls
+
+
+def test_attributes_that_change_are_constants_no_longer(calls, monkeypatch):
+    class Scaled(Network):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.factor)
+
+    real, found = Pipeline.train_step, []
+
+    def changed(pipeline, parts, step):
+        network.factor = 1.0 + (step > 1)
+        return real(pipeline, parts, step)
+
+    monkeypatch.setattr(Pipeline, "train_step", changed)
+    for compiled in (True, False):
+        torch.manual_seed(1)
+        network = Scaled(Block)
+        network.factor = 1.0
+        found.append(trained(network, compiled)[0])
+    assert found[0] == found[1]
+
+
+def test_what_dynamo_refuses_stays_as_it_is_with_a_warning(caplog):
+    class Breaking(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    found = []
+    for compiled in (True, False):
+        torch.manual_seed(1)
+        found.append(trained(Network(Breaking), compiled))
+    assert found[0][0] == found[1][0]
+    assert any("stay as they are" in one.message for one in caplog.records)
+
+
+def test_a_network_without_steps_is_refused():
+    class Drawing(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.1, self.training))
+
+    with pytest.raises(ValueError, match=r"trainer\.compile=true cannot tell .*'dropout' outside"):
+        trained(Drawing(Block), True)
+    with pytest.raises(ValueError, match=r"trainer\.compile=true cannot tell .*it is one layer"):
+        trained(nn.Flatten(), True)
+
+
+def test_a_missing_compiler_is_told_before_training(monkeypatch):
+    check_compiler(torch.device("cpu"))
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no_such_compiler",))
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler .*install g\+\+"):
+        check_compiler(torch.device("cpu"))
+
+
+def test_devices_that_inductor_does_not_know_are_refused():
+    with pytest.raises(ValueError, match="inductor does not compile for meta: leave it out"):
+        check_compiler(torch.device("meta"))
