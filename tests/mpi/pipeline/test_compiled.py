@@ -18,7 +18,7 @@ CASES = [
     Case("dp", *PLAIN, ONE, 2, 1, 4, compiled=True),
     Case("lp", "counting", (19, 17), ONE * 2, 1, 1, 4, compiled=True),
     Case("dp", "norm_eval", (21, 19), ONE, 2, 2, 6, compiled=True),
-    Case("dp", *PLAIN, ONE, 2, 2, 8, sync=True, compiled=True),
+    Case("dp", "norm_eval", (21, 19), ONE, 2, 2, 8, sync=True, compiled=True),
     Case("gems", *PLAIN, ONE * 2, 1, 2, 4, schedule="mast", compiled=True),
     Case("pp", "random_net", (19, 17), ONE * 2, 1, 2, 4, schedule="1f1b", compiled=True),
     Case("lp", "unet", (24, 20), ONE * 2, 1, 1, 4, compiled=True),
