@@ -62,7 +62,8 @@ class Timeline:
         self._steps: list[list[Span]] = []
         world.barrier()
         if device.type != "cpu":
-            trace.start(lambda: torch.accelerator.synchronize(device))
+            # not the whole device: sums of gradients may wait for ranks that wait for this one
+            trace.start(torch.accelerator.current_stream(device).synchronize)
         else:
             trace.start()
 
