@@ -1,4 +1,4 @@
-# make demo | make test | make test-gpu | make test-cluster | make test-slow | make lint | make bench
+# make demo | make test | make test-gpu | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -15,7 +15,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # or each of the many processes that tests start would compile all sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench clean
+.PHONY: demo test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -58,7 +58,8 @@ WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
 RANKS ?= 2
 
 test-device: $(READY)
-	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py
+	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
+	    tests/mpi/bench
 	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/pipeline/test_equal_numbers.py
 	$(ON_SIM)=mpi $(WITH_TESTS) tests/mpi/spatial/test_pad.py
 
@@ -106,6 +107,10 @@ typecheck: $(READY)
 bench: $(READY)
 	$(BIN)/python -m spatialdl.bench spatial
 	$(BIN)/python -m spatialdl.bench halo
+
+# on the GPUs of this machine, each rank on its own where there are enough
+bench-gpu: $(READY)
+	$(BIN)/python -m spatialdl.bench suite --device auto
 
 clean:
 	rm -rf .venv build *.egg-info outputs demo

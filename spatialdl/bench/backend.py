@@ -1,4 +1,4 @@
-"""torch.distributed over mpi4py beside gloo and mpi4py itself, alternately in one job."""
+"""torch.distributed over mpi4py beside gloo or NCCL and mpi4py itself, alternately in one job."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.device import add_device
+from spatialdl.bench.results import heading, machine, markdown, place, publish
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.worker import environment, run_worker
 
-OURS, RAW, GLOO, SILENT = "mpi4py backend", "raw mpi4py", "gloo", "no communication"
+OURS, RAW, SILENT = "mpi4py backend", "raw mpi4py", "no communication"
 CALL = "PyTorch's call"
-COLORS = {OURS: "#1f5fa8", RAW: "#8a8a8a", GLOO: "#d0862a", SILENT: "#c9c9c9"}
+COLORS = {OURS: "#1f5fa8", RAW: "#8a8a8a", SILENT: "#c9c9c9"}
+COLOR_OF_OTHER = "#d0862a"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str]) -> None:
         *("--sizes", *map(str, sizes), "--rounds", str(options.rounds)),
         *("--steps", str(options.steps), "--model", options.model),
         *("--side", str(options.side), "--batch", str(options.batch)),
+        *("--device", options.device),
     ]
     found = run_worker(command, environment(1), show=True)
     name = f"backend-{options.model}-{options.ranks}ranks"
@@ -44,6 +47,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="resnet50", help="of spatialdl.models (%(default)s)")
     parser.add_argument("--side", type=int, default=64, help="of the images (%(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="images of a rank (%(default)s)")
+    add_device(parser)
     parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if options.ranks < 2 or options.most < 4:
@@ -55,7 +59,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """Medians over the rounds; differences and ratios are taken round by round."""
-    sizes = {}
+    sizes, other = {}, found["other"]
     for size, seconds in found["all_reduce"].items():
         sizes[size] = {
             "median": _medians(seconds),
@@ -63,14 +67,16 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
                 1e6 * (a - b) for a, b in zip(seconds[OURS], seconds[RAW], strict=True)
             ),
             "call_us": 1e6 * statistics.median(seconds[CALL]),
-            "to_gloo": _ratio(seconds[GLOO], seconds[OURS]),
+            "to_other": _ratio(seconds[other], seconds[OURS]),
         }
     step = found["step"]
-    keys = ("ranks", "most", "rounds", "steps", "model", "side", "batch")
+    keys = ("ranks", "most", "rounds", "steps", "model", "side", "batch", "device")
     given = " ".join(f"--{key} {getattr(options, key)}" for key in keys)
     return {
         "command": f"python -m spatialdl.bench backend {given}",
         "machine": machine(),
+        "device": found["device"],
+        "other": other,
         "mpi": found["mpi"].split(",")[0].strip(),
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
@@ -78,7 +84,7 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
         "sizes": sizes,
         "step": {
             "median": _medians(step),
-            "throughput_to_gloo": _ratio(step[GLOO], step[OURS]),
+            "throughput_to_other": _ratio(step[other], step[OURS]),
             "throughput_to_silent": _ratio(step[SILENT], step[OURS]),
         },
         "seconds": found["all_reduce"],
@@ -96,35 +102,33 @@ def _ratio(upper: Sequence[float], lower: Sequence[float]) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """Microseconds of an all-reduce for each size, and milliseconds of a training step."""
-    options = result["options"]
-    lines = [
-        result["command"],
-        f"{result['machine']}, {result['mpi']}, {result['date']}",
-        "",
-        f"{'all-reduce, us':16}{OURS:>16}{RAW:>14}{GLOO:>10}{'above raw':>12}{CALL:>18}"
-        f"{'gloo / ours':>14}",
-    ]
+    options, other, step = result["options"], result["other"], result["step"]
+    names = (OURS, RAW, other)
+    titles = ["all-reduce, us", *names, "above raw", CALL, f"{other} / ours"]
+    sums = []
     for size, found in result["sizes"].items():
-        ours, raw, gloo = (1e6 * found["median"][name] for name in (OURS, RAW, GLOO))
-        lines.append(
-            f"{words(int(size)):16}{ours:16.1f}{raw:14.1f}{gloo:10.1f}"
-            f"{found['above_raw_us']:12.1f}{found['call_us']:18.1f}{found['to_gloo']:14.2f}"
-        )
-    step = result["step"]
-    lines += [
+        times = (f"{1e6 * found['median'][name]:.1f}" for name in names)
+        more = (f"{found[key]:.1f}" for key in ("above_raw_us", "call_us"))
+        sums.append([words(int(size)), *times, *more, f"{found['to_other']:.2f}"])
+    images = options["batch"] * options["ranks"]
+    steps = [
+        [name, f"{1e3 * seconds:.0f}", f"{images / seconds:.2f}"]
+        for name, seconds in step["median"].items()
+    ]
+    lines = [
+        *heading(result),
+        *markdown(titles, sums),
+        "",
         f"{CALL} is that of a group in Python that does nothing",
         "",
         f"DistributedDataParallel, {options['model']} ({result['parameters'] / 1e6:.1f} M "
         f"parameters), {options['batch']} images of {options['side']}x{options['side']} a rank",
-        f"{'':20}{'step, ms':>10}{'images/s':>10}",
+        "",
+        *markdown(["", "step, ms", "images/s"], steps),
+        "",
+        f"throughput: {step['throughput_to_other']:.2f} of {other}'s, "
+        f"{step['throughput_to_silent']:.2f} of that without communication (medians of the ratios)",
     ]
-    images = options["batch"] * options["ranks"]
-    for name, seconds in step["median"].items():
-        lines.append(f"{name:20}{1e3 * seconds:10.0f}{images / seconds:10.2f}")
-    lines.append(
-        f"\nthroughput: {step['throughput_to_gloo']:.2f} of gloo's, "
-        f"{step['throughput_to_silent']:.2f} of that without communication (medians of the ratios)"
-    )
     return "\n".join(lines)
 
 
@@ -143,9 +147,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
     times, bars = figure.subplots(1, 2, width_ratios=[2, 1])
     sizes = [int(size) for size in result["sizes"]]
-    for name in (RAW, GLOO, OURS):
+    other = result["other"]
+    for name in (RAW, other, OURS):
         medians = [1e6 * found["median"][name] for found in result["sizes"].values()]
-        times.loglog(sizes, medians, "o-", color=COLORS[name], label=name, markersize=3)
+        color = COLORS.get(name, COLOR_OF_OTHER)
+        times.loglog(sizes, medians, "o-", color=color, label=name, markersize=3)
     times.set_xticks(sizes, [words(size) for size in sizes], rotation=45, fontsize=8)
     times.minorticks_off()
     times.set_ylabel("microseconds of an all-reduce", fontsize=9)
@@ -154,7 +160,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     images = options["batch"] * options["ranks"]
     names = list(step["median"])
     rates = [images / step["median"][name] for name in names]
-    bars.bar(range(len(names)), rates, color=[COLORS[name] for name in names], width=0.6)
+    colors = [COLORS.get(name, COLOR_OF_OTHER) for name in names]
+    bars.bar(range(len(names)), rates, color=colors, width=0.6)
     for position, rate in enumerate(rates):
         bars.text(position, rate, f"{rate:.1f}", ha="center", va="bottom", fontsize=9)
     bars.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=9)
@@ -162,11 +169,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     bars.margins(y=0.12)
     bars.set_title(
         f"DDP, {options['model']}, {options['batch']} x {options['side']} x {options['side']} a "
-        f"rank:\n{step['throughput_to_gloo']:.2f} of gloo's throughput",
+        f"rank:\n{step['throughput_to_other']:.2f} of {other}'s throughput",
         fontsize=9,
     )
     times.set_title(
-        f"{options['ranks']} ranks on {result['machine'].split(',')[0]}, {result['mpi']}",
+        f"{options['ranks']} ranks on {place(result)}, {result['mpi']}",
         fontsize=10,
     )
     for panel in (times, bars):

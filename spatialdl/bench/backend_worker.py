@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -24,12 +23,16 @@ from tqdm import tqdm
 
 import spatialdl.comm.backend  # noqa: F401  (registers it)
 from spatialdl import models
+from spatialdl.bench.device import Stopwatch, describe, take_device
 from spatialdl.comm.backend.communication_thread import FINISHED
 from spatialdl.comm.datatypes import buffer
+from spatialdl.comm.device_group import backend_for
+from spatialdl.comm.device_path import choose_device_path
+from spatialdl.comm.world import start_world
 
 Thing = TypeVar("Thing")
 Todo = Callable[[], object]
-OURS, RAW, GLOO, SILENT = "mpi4py backend", "raw mpi4py", "gloo", "no communication"
+OURS, RAW, SILENT = "mpi4py backend", "raw mpi4py", "no communication"
 CALL = "PyTorch's call"
 BYTES_A_ROUND = 2**22
 """Small all-reduces are repeated within a round, as many as move so much, but no more than 200."""
@@ -43,30 +46,39 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--side", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--device", required=True)
     options = parser.parse_args()
+    device = take_device(options.device)
+    other = _other_backend(device)
     dist.init_process_group("mpi4py")
-    gloo = dist.new_group(backend="gloo")
+    group = dist.new_group(backend=other)
+    bench = Bench(options, device, other, group)
     found = {
-        "all_reduce": all_reduces(options, gloo),
-        "step": steps(options, gloo),
-        "parameters": sum(p.numel() for p in _network(options).parameters()),
+        "all_reduce": bench.all_reduces(),
+        "step": bench.steps(),
+        "parameters": sum(p.numel() for p in bench.network().parameters()),
         "mpi": MPI.Get_library_version(),
+        "device": describe(device),
+        "other": other,
     }
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
 
 
-def all_reduces(
-    options: argparse.Namespace, gloo: dist.ProcessGroup
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds of an all-reduce for each size, of each backend, round by round."""
-    found = {}
-    world = MPI.Intracomm(MPI.COMM_WORLD.Dup())
-    for size in _progress(options.sizes, "all-reduce"):
-        calls = max(1, min(200, BYTES_A_ROUND // size))
-        found[str(size)] = measure(_variants(size, gloo, world), options.rounds, calls)
-    return found
+def _other_backend(device: torch.device) -> str:
+    """What PyTorch has for such devices: gloo on CPUs, NCCL or its like on accelerators.
+
+    Raises:
+        ValueError: if several ranks share a device, which that refuses.
+    """
+    path = choose_device_path(start_world(), device)
+    if path is None:
+        return "gloo"
+    name = backend_for(device)
+    if name is None or path.name != "nccl":
+        raise ValueError(f"there is nothing to compare with on {device.type}: {path.reason}")
+    return name
 
 
 _Group: Any = ProcessGroup  # its stubs do not know what it takes
@@ -79,63 +91,109 @@ class _Nothing(_Group):  # type: ignore[misc]
         return FINISHED
 
 
-def _variants(size: int, gloo: dist.ProcessGroup, world: MPI.Intracomm) -> dict[str, Todo]:
-    tensor = torch.zeros(size // 4)
-    message = [buffer(tensor), tensor.numel(), MPI.FLOAT]
-    nothing = _Nothing(dist.get_rank(), dist.get_world_size())
-    return {
-        OURS: lambda: dist.all_reduce(tensor),
-        RAW: lambda: world.Allreduce(MPI.IN_PLACE, message, MPI.SUM),
-        GLOO: lambda: dist.all_reduce(tensor, group=gloo),
-        CALL: lambda: dist.all_reduce(tensor, group=nothing),
-    }
+class Bench:
+    """What is measured, over our backend and over another one.
 
+    Args:
+        other: name of the other backend, whose group of all ranks is `group`.
+    """
 
-def steps(options: argparse.Namespace, gloo: dist.ProcessGroup) -> dict[str, list[float]]:
-    """Seconds of a training step in data parallel."""
-    torch.manual_seed(dist.get_rank())
-    images = torch.randn(options.batch, 3, options.side, options.side)
-    labels = torch.arange(options.batch) % 10
-    ours = DistributedDataParallel(_network(options))
-    theirs = DistributedDataParallel(_network(options), process_group=gloo)
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        device: torch.device,
+        other: str,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._options, self._device = options, device
+        self._other, self._group = other, group
+        self._world = MPI.Intracomm(MPI.COMM_WORLD.Dup())
 
-    def step(model: DistributedDataParallel) -> None:
-        model.zero_grad()
-        F.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+    def all_reduces(self) -> dict[str, dict[str, list[float]]]:
+        """Seconds of an all-reduce for each size, of each backend, round by round."""
+        found = {}
+        for size in _progress(self._options.sizes, "all-reduce"):
+            calls = max(1, min(200, BYTES_A_ROUND // size))
+            variants = self._variants(size)
+            found[str(size)] = measure(variants, self._options.rounds, calls, self._device)
+        return found
 
-    def silent() -> None:
-        with ours.no_sync():
-            step(ours)
+    def _variants(self, size: int) -> dict[str, Todo]:
+        tensor = torch.zeros(size // 4, device=self._device)
+        nothing = _Nothing(dist.get_rank(), dist.get_world_size())
+        return {
+            OURS: lambda: dist.all_reduce(tensor),
+            RAW: self._raw(tensor),
+            self._other: lambda: dist.all_reduce(tensor, group=self._group),
+            CALL: lambda: dist.all_reduce(tensor, group=nothing),
+        }
 
-    variants: dict[str, Todo] = {
-        OURS: lambda: step(ours),
-        GLOO: lambda: step(theirs),
-        SILENT: silent,
-    }
-    return measure(variants, options.steps, 1, "training")
+    def _raw(self, tensor: torch.Tensor) -> Todo:
+        """mpi4py by hand; what lies on an accelerator goes through pinned memory."""
+        on_host = tensor if tensor.is_cpu else torch.zeros(tensor.shape, pin_memory=True)
+        message = [buffer(on_host), on_host.numel(), MPI.FLOAT]
 
+        def add() -> None:
+            self._world.Allreduce(MPI.IN_PLACE, message, MPI.SUM)
 
-def _network(options: argparse.Namespace) -> nn.Module:
-    torch.manual_seed(0)
-    network: nn.Module = getattr(models, options.model)(num_classes=10)
-    return network
+        def copy_and_add() -> None:
+            on_host.copy_(tensor, non_blocking=True)
+            torch.accelerator.current_stream(tensor.device).synchronize()
+            add()
+            tensor.copy_(on_host, non_blocking=True)
+
+        return add if tensor.is_cpu else copy_and_add
+
+    def steps(self) -> dict[str, list[float]]:
+        """Seconds of a training step in data parallel."""
+        options = self._options
+        torch.manual_seed(dist.get_rank())
+        images = torch.randn(options.batch, 3, options.side, options.side).to(self._device)
+        labels = torch.arange(options.batch, device=self._device) % 10
+        ours = DistributedDataParallel(self.network())
+        theirs = DistributedDataParallel(self.network(), process_group=self._group)
+
+        def step(model: DistributedDataParallel) -> None:
+            model.zero_grad()
+            F.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+
+        def silent() -> None:
+            with ours.no_sync():
+                step(ours)
+
+        variants: dict[str, Todo] = {
+            OURS: lambda: step(ours),
+            self._other: lambda: step(theirs),
+            SILENT: silent,
+        }
+        return measure(variants, options.steps, 1, self._device, "training")
+
+    def network(self) -> nn.Module:
+        torch.manual_seed(0)
+        network: nn.Module = getattr(models, self._options.model)(num_classes=10)
+        return network.to(self._device)
 
 
 def measure(
-    variants: Mapping[str, Todo], rounds: int, calls: int, progress: str = ""
+    variants: Mapping[str, Todo],
+    rounds: int,
+    calls: int,
+    device: torch.device,
+    progress: str = "",
 ) -> dict[str, list[float]]:
     """Seconds of a call on the slowest rank, the variants in an order drawn anew each round."""
     for work in variants.values():
         work()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     rng = random.Random(0)  # the same order on all ranks
+    watch = Stopwatch(device)
     for _ in _progress(range(rounds), progress):
         for name, work in rng.sample(list(variants.items()), len(variants)):
             MPI.COMM_WORLD.Barrier()
-            started = time.perf_counter()
+            watch.start()
             for _ in range(calls):
                 work()
-            own = (time.perf_counter() - started) / calls
+            own = watch.stop() / calls
             seconds[name].append(MPI.COMM_WORLD.allreduce(own, op=MPI.MAX))
     return seconds
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.device import add_device
+from spatialdl.bench.results import CPU, heading, machine, markdown, place, publish
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.worker import environment, run_worker
 
@@ -38,6 +39,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--exchanges", type=int, default=10, help="in a row, timed together (%(default)s)"
     )
+    add_device(parser)
     parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(*options.grid, options.channels, options.side, options.rounds, options.exchanges) < 1:
@@ -53,7 +55,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         *(*mpiexec_command(rows * cols), sys.executable, "-m", "spatialdl.bench.halo_worker"),
         *("--grid", str(rows), str(cols), "--channels", str(options.channels)),
         *("--side", str(options.side), "--rounds", str(options.rounds)),
-        *("--exchanges", str(options.exchanges)),
+        *("--exchanges", str(options.exchanges), "--device", options.device),
     ]
     return run_worker(command, environment(1))
 
@@ -69,11 +71,13 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
     }
     rows, cols = options.grid
     given = f"--grid {rows} {cols} " + " ".join(
-        f"--{key} {getattr(options, key)}" for key in ("channels", "side", "rounds", "exchanges")
+        f"--{key} {getattr(options, key)}"
+        for key in ("channels", "side", "rounds", "exchanges", "device")
     )
     return {
         "command": f"python -m spatialdl.bench halo {given}",
         "machine": machine(),
+        "device": found["device"],
         "mpi": found["mpi"].split(",")[0].strip(),
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
@@ -90,19 +94,21 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
 def table(result: dict[str, Any]) -> str:
     """Microseconds of an exchange, and the ratio to the best variant by hand, as text."""
     rows, cols = result["options"]["grid"]
-    lines = [
-        result["command"],
-        f"{result['machine']}, {result['mpi']}, {result['date']}",
-        f"{rows}x{cols} ranks, float32, strips of {result['strip_bytes'] / 1024:.0f} KB, "
-        f"{result['bytes'] / 1024:.0f} KB a rank; we took: {result['way']}",
-        "",
-        f"{'':26}{'median, us':>12}{'quartiles, us':>20}{'ratio':>9}",
-    ]
+    took = f"; we took: {result['way']}" if result["device"] == CPU else ""
+    cells = []
     for name, times in result["seconds"].items():
         low, middle, high = (1e6 * value for value in statistics.quantiles(times, n=4))
-        quartiles = f"{low:.1f} to {high:.1f}"
-        lines.append(f"{name:26}{middle:12.1f}{quartiles:>20}{result['ratio'][name]:9.2f}")
-    lines.append(f"\nratio: to the best by hand ({result['best']}), median over the rounds")
+        ratio = f"{result['ratio'][name]:.2f}"
+        cells.append([name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}", ratio])
+    lines = [
+        *heading(result),
+        f"{rows}x{cols} ranks, float32, strips of {result['strip_bytes'] / 1024:.3g} KB, "
+        f"{result['bytes'] / 1024:.3g} KB a rank{took}",
+        "",
+        *markdown(["", "median, us", "quartiles, us", "ratio"], cells),
+        "",
+        f"ratio: to the best by hand ({result['best']}), median over the rounds",
+    ]
     return "\n".join(lines)
 
 
@@ -136,8 +142,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     rows, cols = result["options"]["grid"]
     panel.set_title(
-        f"halo exchange, {rows}x{cols} ranks on {result['machine'].split(',')[0]}, strips of "
-        f"{result['strip_bytes'] / 1024:.0f} KB, {result['mpi']}",
+        f"halo exchange, {rows}x{cols} ranks on {place(result)}, strips of "
+        f"{result['strip_bytes'] / 1024:.3g} KB, {result['mpi']}",
         fontsize=10,
     )
     figure.savefig(path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +17,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 import spatialdl
+from spatialdl.bench.device import Stopwatch, describe, take_device
+from spatialdl.bench.halo_device import Pieces, variants_on_device
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.alone import Alone, Done
 from spatialdl.comm.datatypes import buffer, mpi_type
@@ -40,15 +41,18 @@ def main() -> None:
     parser.add_argument("--side", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--exchanges", type=int, required=True)
+    parser.add_argument("--device", required=True)
     options = parser.parse_args()
+    device = take_device(options.device)
     mesh = spatialdl.init_mesh(tuple(options.grid), check=False)
-    halo = Halo(mesh, options.channels, options.side)
+    halo = Halo(mesh, options.channels, options.side, device)
     seconds = measure(halo, options.rounds, options.exchanges)
     if mesh.comm.rank == 0:
         result = {
             "seconds": seconds,
             "bytes": halo.bytes,
             "way": getattr(mesh.grid_comm, "way", None),
+            "device": describe(device),
             "mpi": MPI.Get_library_version(),
         }
         print(json.dumps(result))
@@ -65,13 +69,14 @@ def measure(halo: Halo, rounds: int, exchanges: int) -> dict[str, list[float]]:
     halo.check()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     rng = random.Random(0)  # the same order on all ranks
+    watch = Stopwatch(halo.tile.device)
     for _ in range(rounds):
         for name, exchange in rng.sample(list(variants.items()), len(variants)):
             halo.comm.Barrier()
-            started = time.perf_counter()
+            watch.start()
             for _ in range(exchanges):
                 exchange()
-            own = (time.perf_counter() - started) / exchanges
+            own = watch.stop() / exchanges
             seconds[name].append(halo.comm.allreduce(own, op=MPI.MAX))
     return seconds
 
@@ -86,18 +91,20 @@ class Silent(Alone):
 class Halo:
     """The tile of one rank, and who sends what of it to whom."""
 
-    def __init__(self, mesh: spatialdl.Mesh, channels: int, side: int) -> None:
+    def __init__(
+        self, mesh: spatialdl.Mesh, channels: int, side: int, device: torch.device
+    ) -> None:
         rows, cols = mesh.grid
         layout = Layout.even(1, (rows * side, cols * side), mesh.grid)
         self.mesh, self.comm = mesh, MPI.Intracomm(MPI.COMM_WORLD.Dup())
         self.plan: Plan = plan_for(layout.boxes, needed_boxes(layout, (HALO, HALO)), mesh.part)
-        geometry = tile_geometry(layout, layout, HALO, HALO, mesh.part)
+        geometry = tile_geometry(layout, layout, (HALO, HALO), mesh.part)
         if geometry is None:
             raise ValueError(f"tiles of {side}x{side} pixels have no halo")
         self.geometry: TileGeometry = geometry
         picture = torch.arange(rows * side).view(-1, 1) * 1000.0 + torch.arange(cols * side)
         self._image = picture.expand(1, channels, -1, -1)
-        self.tile = view_of(self._image, layout.whole, self.plan.own).clone()
+        self.tile = view_of(self._image, layout.whole, self.plan.own).to(device, copy=True)
         self.strips = geometry.strips(self.tile)
         self.sends = views_of(self.plan.sends, [Held(self.tile, self.plan.own)])
         self.receives = views_of(self.plan.receives, geometry.held(self.strips))
@@ -107,23 +114,32 @@ class Halo:
         self._layout = layout
 
     def variants(self) -> dict[str, Variant]:
-        """Us first; then by hand, all set up beforehand; then the bounds."""
+        """Order: ours, hand-written with all set up beforehand, lower bounds."""
         return {
             "spatialdl": self._ours(),
             "spatialdl, new strips": self._ours(new_strips=True),
+            **(self._by_hand() if self.tile.is_cpu else self._by_hand_on_device()),
+            "no communication": self._nothing(),
+            "memcpy": self._memcpy(),
+        }
+
+    def _by_hand(self) -> dict[str, Variant]:
+        return {
             "pack, Isend/Irecv": self._packed(),
             "datatypes, Isend/Irecv": self._typed(),
             "persistent requests": self._persistent(),
             "neighbor_alltoallw": self._neighbours(),
             "Sendrecv in two phases": self._two_phases(),
-            "no communication": self._nothing(),
-            "memcpy": self._memcpy(),
         }
+
+    def _by_hand_on_device(self) -> dict[str, Variant]:
+        pieces = Pieces(self.sends, self.receives, self.targets, self.sources)
+        return variants_on_device(pieces, self.comm)
 
     def check(self) -> None:
         """What the last variant that wrote into the strips left there is the neighbours' pixels."""
         for piece, view in zip(self.plan.receives, self.receives, strict=True):
-            if not torch.equal(view, view_of(self._image, self._layout.whole, piece.box)):
+            if not torch.equal(view.cpu(), view_of(self._image, self._layout.whole, piece.box)):
                 raise RuntimeError(f"wrong pixels in {piece.box}")
 
     def _ours(self, new_strips: bool = False) -> Variant:
@@ -238,7 +254,7 @@ class Halo:
         return exchange
 
     def _memcpy(self) -> Variant:
-        source = torch.ones(self.bytes // 4)
+        source = torch.ones(self.bytes // 4, device=self.tile.device)
         target = torch.empty_like(source)
 
         def exchange() -> None:

@@ -2,7 +2,8 @@
 
 Every answer is a real run of two training steps; one that takes more than the limit is stopped. The
 peak at one fixed size is told, too, also of PyTorch as it comes, without the memory settings of
-`spatialdl.allocator`. Memory is the peak resident set above what the imports take.
+`spatialdl.allocator`. Memory is the peak resident set above what the imports take, on an
+accelerator the peak of its own memory that tensors take.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.device import add_device, describe
+from spatialdl.bench.results import heading, machine, markdown, place, publish
 from spatialdl.bench.worker import OVER_LIMIT
+from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.worker import environment
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     result: dict[str, Any] = {
         "command": " ".join(["python -m spatialdl.bench memory", *arguments]),
         "machine": machine(),
+        "device": describe(device_of(options.device)),
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "rows": [],
@@ -61,6 +65,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="images a step (%(default)s)")
     parser.add_argument("--size", type=int, default=2048, help="fixed size (%(default)s)")
     parser.add_argument("--largest", type=int, default=16384, help="try no more (%(default)s)")
+    add_device(parser)
     parser.add_argument("--threads", type=int, default=2, help="threads in all (%(default)s)")
     parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
@@ -124,12 +129,13 @@ def _run(
     limit: float | None,
     plain: bool = False,
 ) -> float | None:
-    """Peak MB of the largest rank; None if it was more than the limit."""
+    """Peak MB of the largest rank; None if it was more than the limit, or than there is."""
     rows, cols = nearly_cubic(ranks)
     command = [
         *([] if ranks == 1 else mpiexec_command(ranks)),
         *(sys.executable, "-m", "spatialdl.bench.worker", "--model", options.model),
         *("--size", str(side), "--batch", str(options.batch), "--steps", "1"),
+        *("--device", options.device),
         *(() if ranks == 1 else ("--grid", str(rows), str(cols))),
         *(("--recompute",) if again else ()),
         *(() if limit is None else ("--limit", str(limit))),
@@ -147,32 +153,28 @@ def _run(
 def table(result: dict[str, Any]) -> str:
     """A line a side, as text."""
     options, rows = result["options"], result["rows"]
-    size = options["size"]
-    lines = [
-        result["command"],
-        f"{result['machine']}, {result['date']}",
-        "",
-        f"{options['model']}, batch {options['batch']}, {options['limit']:.0f} MB a rank",
-        "",
-        f"{'':24}{'largest image':>16}{'times the':>12}{f'peak at {size}':>16}{'of one':>10}",
-        f"{'':24}{'':>16}{'pixels':>12}{'MB a rank':>16}{'process':>10}",
-    ]
     first = rows[0]
     one = first["memory_mb_at_size"]
-    lines.append(f"{'plain PyTorch':52}" + _peak(result["plain_mb_at_size"], one))
+    cells = [["plain PyTorch", "", "", *_peak(result["plain_mb_at_size"], one)]]
     for row in rows:
         title = f"{row['ranks']} rank{'s' * (row['ranks'] > 1)}{', recompute' * row['recompute']}"
         pixels = (row["largest"] / first["largest"]) ** 2 if first["largest"] else 0.0
         image = f"{row['largest']}x{row['largest']}"
-        lines.append(f"{title:24}{image:>16}{pixels:12.2f}" + _peak(row["memory_mb_at_size"], one))
+        cells.append([title, image, f"{pixels:.2f}", *_peak(row["memory_mb_at_size"], one)])
+    peak = f"peak at {options['size']}, MB a rank"
+    lines = [
+        *heading(result),
+        f"{options['model']}, batch {options['batch']}, {options['limit']:.0f} MB a rank",
+        "",
+        *markdown(["", "largest image", "times the pixels", peak, "of one process"], cells),
+    ]
     return "\n".join(lines)
 
 
-def _peak(memory: float | None, one: float | None) -> str:
-    """Two columns: MB, and what share that is of one process."""
+def _peak(memory: float | None, one: float | None) -> tuple[str, str]:
+    """MB, and what share that is of one process."""
     found = "killed" if memory is None else f"{memory:.0f}"
-    share = f"{memory / one:.2f}" if memory and one else ""
-    return f"{found:>16}{share:>10}"
+    return found, f"{memory / one:.2f}" if memory and one else ""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -182,7 +184,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     options, rows = result["options"], result["rows"]
     figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
     panels = figure.subplots(1, 2)
-    figure.suptitle(f"{options['model']}, batch {options['batch']}, training", fontsize=11)
+    title = f"{options['model']}, batch {options['batch']}, training, {place(result)}"
+    figure.suptitle(title, fontsize=11)
     limit, size = options["limit"], options["size"]
     titles = (
         ("largest", f"largest square image within {limit:.0f} MB a rank,\npixels a side"),

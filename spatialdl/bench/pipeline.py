@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spatialdl.bench.device import add_device
 from spatialdl.bench.pipeline_layouts import ONE_AFTER_THE_OTHER
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import heading, machine, markdown, place, publish
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.worker import environment, run_worker
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     worker = [
         *(sys.executable, "-m", "spatialdl.bench.pipeline_worker", "--model", options.model),
         *("--size", str(options.size), "--microbatches", str(options.microbatches)),
-        *("--rounds", str(options.rounds)),
+        *("--rounds", str(options.rounds), "--device", options.device),
     ]
     command = [*mpiexec_command(options.ranks), *worker]
     found = run_worker(command, environment(threads=1), show=True)
@@ -41,6 +42,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--microbatches", type=int, default=8, help="of a pipeline, one image each (%(default)s)"
     )
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=6, help="steps of each layout (%(default)s)")
     parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
@@ -56,10 +58,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """Medians over the rounds, and ratios round by round."""
-    base = found[ONE_AFTER_THE_OTHER]
+    base = found["layouts"][ONE_AFTER_THE_OTHER]
     slowest = [seconds / base["images"] for seconds in base["seconds"]]
     layouts = {}
-    for name, one in found.items():
+    for name, one in found["layouts"].items():
         per_image = [seconds / one["images"] for seconds in one["seconds"]]
         rounds = list(zip(one["seconds"], one["ideal"], strict=True))
         layouts[name] = {
@@ -73,31 +75,29 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
     return {
         "command": " ".join(["python -m spatialdl.bench pipeline", *given]),
         "machine": machine(),
+        "device": found["device"],
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
-        "rounds": found,
+        "rounds": found["layouts"],
         "layouts": layouts,
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """A row a layout, as text."""
-    lines = [
-        result["command"],
-        f"{result['machine']}, {result['date']}",
-        "",
-        f"{'':20}{'images/s':>10}{'/ layer parallel':>18}{'ideal images/s':>16}"
-        f"{'reached':>9}{'held':>6}",
+    keys = ("images_per_second", "speed_up", "ideal_images_per_second", "reached")
+    titles = ["", "images/s", "/ layer parallel", "ideal images/s", "reached", "held"]
+    rows = [
+        [name, *(f"{one[key]:.2f}" for key in keys), str(one["held"])]
+        for name, one in result["layouts"].items()
     ]
-    for name, one in result["layouts"].items():
-        lines.append(
-            f"{name:20}{one['images_per_second']:10.2f}{one['speed_up']:18.2f}"
-            f"{one['ideal_images_per_second']:16.2f}{one['reached']:9.2f}{one['held']:6d}"
-        )
-    lines.append(
-        "\nideal: simulated from the times of the same actions; reached: ideal time / time;\n"
-        "held: micro-batches whose activations a rank holds at most"
-    )
+    lines = [
+        *heading(result),
+        *markdown(titles, rows),
+        "",
+        "ideal: simulated from the times of the same actions; reached: ideal time / time;",
+        "held: micro-batches whose activations a rank holds at most",
+    ]
     return "\n".join(lines)
 
 
@@ -121,7 +121,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panel.set_xlabel("images per second; the black mark is the simulator's ideal")
     panel.set_title(
         f"{options['model']}, {options['size']}x{options['size']}, {options['ranks']} ranks, "
-        f"micro-batches of one image, up to {options['microbatches']} of them",
+        f"micro-batches of one image, up to {options['microbatches']} of them, {place(result)}",
         loc="left",
         fontsize=10,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from typing import Any
 
 import torch
@@ -17,13 +16,15 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from spatialdl import models
+from spatialdl.bench.device import Stopwatch, describe, take_device
 from spatialdl.bench.pipeline_layouts import Layout, layouts
 from spatialdl.comm import trace
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import choose_device_path
 from spatialdl.comm.world import start_world
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.simulate import actions_of, measured_costs, simulate
 
 CLASSES = 10
@@ -36,9 +37,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--device", required=True)
     options = parser.parse_args()
+    device = take_device(options.device)
     world = start_world()
-    sides = [Side(one, options, world) for one in layouts(world.size, options.microbatches)]
+    choose_device_path(world, device)
+    sides = [Side(one, options, world, device) for one in layouts(world.size, options.microbatches)]
     steps = len(sides) * (1 + options.rounds)
     with tqdm(total=steps, desc="steps", unit="step", disable=world.rank != 0) as progress:
         for side in sides:  # the first step takes memory and tries ways of talking
@@ -50,23 +54,37 @@ def main() -> None:
                 side.measure(step)
                 progress.update()
     if world.rank == 0:
-        print(json.dumps({side.layout.name: side.found for side in sides}))
+        found = {side.layout.name: side.found for side in sides}
+        print(json.dumps({"device": describe(device), "layouts": found}))
 
 
 class Side:
     """One layout at work on all ranks."""
 
-    def __init__(self, layout: Layout, options: argparse.Namespace, world: Communicator) -> None:
-        self.layout, self._world = layout, world
+    def __init__(
+        self,
+        layout: Layout,
+        options: argparse.Namespace,
+        world: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.layout, self._world, self._device = layout, world, device
+        self._watch = Stopwatch(device)
         torch.manual_seed(0)
         model = getattr(models, options.model)(num_classes=CLASSES)
         size = (3, options.size, options.size)
         self.pipeline = Pipeline(
-            model, layout.placement, layout.schedule, world, F.cross_entropy, size
+            model,
+            layout.placement,
+            layout.schedule,
+            world,
+            F.cross_entropy,
+            size,
+            PipelineOptions(device=device),
         )
         self._optimizer = torch.optim.SGD(self.pipeline.parameters(), lr=0.01, momentum=0.9)
-        images = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
-        target = torch.zeros(1, dtype=torch.int64)
+        images = torch.randn(1, *size, generator=torch.Generator().manual_seed(0)).to(device)
+        target = torch.zeros(1, dtype=torch.int64, device=device)
         count = layout.schedule.microbatches
         self._batch = [Microbatch(1, 1 / count, images, target) for _ in range(count)]
         self.found: dict[str, Any] = {"seconds": [], "ideal": [], "images": count}
@@ -76,22 +94,36 @@ class Side:
         self._optimizer.step()
 
     def measure(self, number: int) -> None:
-        """One step, beside what the simulator says of its actions if nobody waits in vain."""
-        self._world.barrier()
-        trace.start()
-        started = time.perf_counter()
-        self.step(number)
-        self._world.barrier()
-        seconds = time.perf_counter() - started
-        everybody = self._world.gather(trace.stop())
+        """One step, beside what the simulator says of its actions if nobody waits in vain.
+
+        On an accelerator that is of a step more, in which the host waits for each action's end.
+        """
+        is_cpu = self._device.type == "cpu"
+        if is_cpu:
+            trace.start()
+        seconds = self._timed(number)
+        if not is_cpu:
+            # not the whole device: sums of gradients may wait for ranks that wait for this one
+            trace.start(torch.accelerator.current_stream(self._device).synchronize)
+            self._timed(number)
+        everybody = self._world.gather((seconds, trace.stop()))
         if everybody is None:
             return
         placement, train = self.layout.placement, self.layout.schedule.train
         ranks = [actions_of(rank, placement, train) for rank in range(self._world.size)]
-        timeline = simulate(ranks, measured_costs(everybody, placement.stages))
-        self.found["seconds"].append(seconds)
+        timeline = simulate(
+            ranks, measured_costs([spans for _, spans in everybody], placement.stages)
+        )
+        self.found["seconds"].append(max(seconds for seconds, _ in everybody))
         self.found["ideal"].append(timeline.seconds)
         self.found["held"] = max(timeline.peak_held)
+
+    def _timed(self, number: int) -> float:
+        """Seconds of a step on this rank."""
+        self._world.barrier()
+        self._watch.start()
+        self.step(number)
+        return self._watch.stop()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""What the benchmarks share: telling what they found."""
+"""What the benchmarks share: tables, pictures and files of what they found."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+CPU = "CPU"
+"""A device, of which the machine says more."""
 
 
 def publish(
@@ -16,12 +19,46 @@ def publish(
     draw: Callable[[dict[str, Any], Path], None],
     path: Path,
 ) -> None:
-    """Print the table of a result; write it to `path`.json and its picture to `path`.png."""
-    print(table(result))
+    """Print a result in Markdown; write it to `path`.md, .json and its picture to .png."""
+    text = table(result)
+    print(text)
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(f"{path.name}.md").write_text(text + "\n")
     path.with_name(f"{path.name}.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(result, path.with_name(f"{path.name}.png"))
-    print(f"\nwritten: {path}.json and .png")
+    print(f"\nwritten: {path}.md, .json and .png")
+
+
+def heading(result: dict[str, Any], *more: str) -> list[str]:
+    """What was run, on what and when, and an empty line."""
+    found = [result[key] for key in ("machine", "device", "mpi") if key in result]
+    where = ", ".join([*(text for text in found if text != CPU), *more, result["date"]])
+    return [f"`{result['command']}`", "", where, ""]
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown, readable as they are: first column left, others right.
+
+    Args:
+        titles: of the columns.
+        rows: a cell for each column.
+    """
+    lines = [list(titles), *map(list, rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [_line(cells, widths) for cells in (lines[0], rule, *lines[1:])]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(cells, widths, strict=True)
+    padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+    return f"| {' | '.join(padded)} |"
+
+
+def place(result: dict[str, Any]) -> str:
+    """The device, or the cores, of a result in few words, for pictures."""
+    device: str = result["device"]
+    return (result["machine"] if device == CPU else device).partition(",")[0]
 
 
 def machine() -> str:

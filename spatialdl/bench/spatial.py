@@ -1,7 +1,8 @@
-"""Spatial parallelism against one process on the same cores, alternately in one go.
+"""Spatial parallelism against one process, alternately in one go.
 
-One process is there twice: as PyTorch comes, and with the memory settings of `spatialdl.allocator`,
-which the ranks have.
+On CPUs they have the same cores, and one process is there twice: as PyTorch comes, and with the
+memory settings of `spatialdl.allocator`, which the ranks have. With ``--device`` one process has
+one accelerator, and each rank its own where there are enough.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.device import add_device
+from spatialdl.bench.results import CPU, heading, machine, markdown, place, publish
 from spatialdl.bench.worker import CONVOLUTIONS, dims_of
+from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.worker import environment, run_worker
@@ -32,13 +35,7 @@ MEASURES = {
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
-    sides = {
-        PLAIN: _one_process(options, plain=True),
-        "one process": _one_process(options, plain=False),
-    }
-    if options.plain_ranks:
-        sides[f"{options.ranks} plain ranks"] = _ranks(options, plain=True)
-    sides[f"{options.ranks} ranks"] = _ranks(options, plain=False)
+    sides = _sides(options)
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     order = [side for _ in range(options.rounds) for side in sides]
     for side in tqdm(order, desc="runs", unit="run"):
@@ -46,6 +43,20 @@ def main(arguments: Sequence[str]) -> None:
     result = summarise(options, runs)
     name = f"spatial-{options.model}-{options.size}-{options.ranks}ranks"
     publish(result, table, draw, Path(options.out) / name)
+
+
+def _sides(options: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """What is compared: its command, and the environment of that."""
+    ranks, on_cpu = options.ranks, device_of(options.device).type == "cpu"
+    sides = {PLAIN: _one_process(options, plain=True)}
+    if on_cpu:
+        sides["one process"] = _one_process(options, plain=False)
+    if options.ddp:
+        sides[f"DDP, {ranks} ranks"] = _ranks(options, ["--ddp"], plain=True)
+    grid = ["--grid", *map(str, nearly_cubic(ranks, dims_of(options.model)))]
+    if options.plain_ranks:
+        sides[f"{ranks} plain ranks"] = _ranks(options, grid, plain=True)
+    return {**sides, f"{ranks} ranks": _ranks(options, grid, plain=False)}
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -59,12 +70,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--plain-ranks", action="store_true", help="also ranks with PyTorch's memory settings"
     )
+    parser.add_argument(
+        "--ddp", action="store_true", help="also ranks that share the batch, by PyTorch's DDP"
+    )
+    add_device(parser)
     parser.add_argument("--steps", type=int, default=4, help="measured steps a run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each side (%(default)s)")
     parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.size, options.batch, options.ranks, options.steps, options.rounds) < 1:
         raise ValueError("size, batch, ranks, steps and rounds must be at least 1")
+    if options.ddp and options.batch % options.ranks:
+        raise ValueError(
+            f"--ddp: a batch of {options.batch} cannot be shared by {options.ranks} ranks"
+        )
     if options.threads % options.ranks and options.ranks <= options.threads:
         raise ValueError(
             f"{options.threads} threads cannot be shared by {options.ranks} ranks: take a multiple"
@@ -76,6 +95,7 @@ def _worker(options: argparse.Namespace) -> list[str]:
     return [
         *("-m", "spatialdl.bench.worker", "--model", options.model, "--size", str(options.size)),
         *("--batch", str(options.batch), "--steps", str(options.steps)),
+        *("--device", options.device),
     ]
 
 
@@ -83,11 +103,12 @@ def _one_process(options: argparse.Namespace, plain: bool) -> tuple[list[str], d
     return [sys.executable, *_worker(options)], environment(options.threads, plain)
 
 
-def _ranks(options: argparse.Namespace, plain: bool) -> tuple[list[str], dict[str, str]]:
+def _ranks(
+    options: argparse.Namespace, way: list[str], plain: bool
+) -> tuple[list[str], dict[str, str]]:
     threads = max(1, options.threads // options.ranks)
     command = [*mpiexec_command(options.ranks), sys.executable, *_worker(options)]
-    grid = ["--grid", *map(str, nearly_cubic(options.ranks, dims_of(options.model)))]
-    return [*command, *grid], environment(threads, plain)
+    return [*command, *way], environment(threads, plain)
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -104,6 +125,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
     return {
         "command": " ".join(["python -m spatialdl.bench spatial", *_options_given(options)]),
         "machine": machine(),
+        "device": runs[many][0]["device"],
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "sides": values,
@@ -123,26 +145,32 @@ def _ratios(many: dict[str, list[float]], one: dict[str, list[float]]) -> dict[s
 
 
 def _options_given(options: argparse.Namespace) -> list[str]:
-    given = [f"--{k} {v}" for k, v in vars(options).items() if k not in ("out", "plain_ranks")]
-    return [*given, *["--plain-ranks"] * options.plain_ranks]
+    flags = ("plain_ranks", "ddp")
+    given = [f"--{k} {v}" for k, v in vars(options).items() if k not in ("out", *flags)]
+    return [*given, *(f"--{k.replace('_', '-')}" for k in flags if getattr(options, k))]
 
 
 def table(result: dict[str, Any]) -> str:
     """The medians side by side, as text."""
     sides, ratios = list(result["median"]), result["ratio"]
-    lines = [
-        f"{result['command']}",
-        f"{result['machine']}, {result['date']}",
-        "",
-        f"{'':26}" + "".join(f"{side:>17}" for side in (*sides, *(f"/ {s}" for s in ratios))),
-    ]
+    rows = []
     for measure, title in MEASURES.items():
-        medians = [result["median"][side][measure] for side in sides]
-        found = [*medians, *(ratio[measure] for ratio in ratios.values())]
-        lines.append(f"{title:26}" + "".join(f"{value:17.2f}" for value in found))
+        medians = (_words(result["median"][side][measure]) for side in sides)
+        rows.append([title, *medians, *(f"{ratio[measure]:.2f}" for ratio in ratios.values())])
     speeds = (f"{1 / ratio['seconds']:.2f} of {side}" for side, ratio in ratios.items())
-    lines.append(f"\nspeed of {sides[-1]}: {', '.join(speeds)}, on the same cores")
+    where = ", on the same cores" if result["device"] == CPU else ""
+    lines = [
+        *heading(result),
+        *markdown(["", *sides, *(f"/ {side}" for side in ratios)], rows),
+        "",
+        f"speed of {sides[-1]}: {', '.join(speeds)}{where}",
+    ]
     return "\n".join(lines)
+
+
+def _words(value: float) -> str:
+    """Two digits behind the point, or three digits of what is small."""
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -152,16 +180,17 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(3 * len(result["median"]), 3.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(MEASURES))
     options = result["options"]
+    on_cpu = result["device"] == CPU
+    threads = f"{options['threads']} threads in all" if on_cpu else place(result)
     size = "x".join([str(options["size"])] * dims_of(options["model"]))
     figure.suptitle(
-        f"{options['model']}, {size}, batch {options['batch']}, "
-        f"{options['threads']} threads in all",
+        f"{options['model']}, {size}, batch {options['batch']}, {threads}",
         fontsize=11,
     )
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
         sides = list(result["median"])
         heights = [result["median"][side][measure] for side in sides]
-        colours = ["#c9c9c9", "#8a8a8a", *["#8fb3dd"] * (len(sides) - 3), "#1f5fa8"]
+        colours = [*["#c9c9c9", "#8a8a8a", "#8fb3dd", "#8fb3dd"][: len(sides) - 1], "#1f5fa8"]
         panel.bar(sides, heights, color=colours, width=0.6)
         for position, side in enumerate(sides):
             found = result["sides"][side][measure]

@@ -25,7 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import heading, machine, markdown, publish
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.configuring.overrides import check_overrides
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
@@ -194,7 +194,7 @@ def summarise(
     return {
         "command": command,
         "machine": machine(),
-        "device": next(iter(runs.values()))[0]["device"],
+        "device": max(runs.values(), key=lambda found: int(found[0]["ranks"]))[0]["device"],
         "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "sides": sides,
@@ -204,23 +204,27 @@ def summarise(
 def table(result: dict[str, Any]) -> str:
     """Images a second of a rank and of all, as text."""
     sides = result["sides"]
-    lines = [result["command"], f"{result['machine']}, {result['device']}, {result['date']}", ""]
-    for name, one in sides.items():
-        if len(sides) > 1:
-            lines.append(name)
-        lines += [
-            f"img/sec per rank: {one['per_rank']:.2f} +- {one['per_rank_spread']:.2f}",
-            f"total img/sec on {one['ranks']} rank(s): {one['total']:.2f} "
-            f"+- {one['total_spread']:.2f}",
-            f"peak memory of the largest rank: {one['memory_mb']:.0f} MB",
+    rows = [
+        [
+            name,
+            str(one["ranks"]),
+            f"{one['per_rank']:.2f} +- {one['per_rank_spread']:.2f}",
+            f"{one['total']:.2f} +- {one['total_spread']:.2f}",
+            f"{one['ratio']:.2f}",
+            f"{one['memory_mb']:.0f}",
         ]
-        if len(sides) > 1 and name != next(iter(sides)):
-            lines.append(f"{one['ratio']:.2f} times {next(iter(sides))}")
-        lines.append("")
+        for name, one in sides.items()
+    ]
+    titles = ["", "ranks", "img/sec per rank", "total img/sec", "times the first", "MB a rank"]
     rounds = len(next(iter(sides.values()))["rounds"])
-    lines.append(
-        f"+-: {SPREAD} standard deviations of {rounds} rounds of {result['options']['steps']} steps"
-    )
+    steps = result["options"]["steps"]
+    lines = [
+        *heading(result),
+        *markdown(titles, rows),
+        "",
+        f"+-: {SPREAD} standard deviations of {rounds} rounds of {steps} steps; "
+        "MB a rank: peak of the largest",
+    ]
     return "\n".join(lines)
 
 

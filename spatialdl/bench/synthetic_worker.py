@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from spatialdl.bench.device import Stopwatch, describe
 from spatialdl.comm import check
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
@@ -25,8 +24,8 @@ from spatialdl.comm.device_path import choose_device_path, device_of
 from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
 from spatialdl.comm.world import start_world
 from spatialdl.starting import choose_device
-from spatialdl.training.network.building import peak_memory_mb
 from spatialdl.training.parts import Parts
+from spatialdl.training.peak_memory import peak_memory_mb
 
 
 def main() -> None:
@@ -66,16 +65,18 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
             parts.update.step()
             yield number
 
-    rounds = []
+    rounds: list[float] = []
+    watch = Stopwatch(parts.device)
     is_shown = world.rank == 0 and (os.isatty(2) or TERMINAL in os.environ)
     with tqdm(total=total, desc="steps", unit="step", leave=False, disable=not is_shown) as bar:
         for _ in steps(0, options.warmup):
             bar.update()
         for number in range(options.rounds):
-            started = _now(world, parts.device)
+            world.barrier()
+            watch.start()
             for _ in steps(options.warmup + number * options.steps, options.steps):
                 bar.update()
-            rounds.append(_now(world, parts.device) - started)
+            rounds.append(max(world.allgather(watch.stop())))
             rate = images * options.steps / rounds[-1] / world.size
             if world.rank == 0:
                 bar.write(f"round {number + 1}: {rate:.2f} img/sec per rank")
@@ -86,7 +87,7 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
         "images": images,
         "ranks": world.size,
         "memory_mb": max(memory),
-        "device": _name(parts.device),
+        "device": describe(parts.device),
     }
 
 
@@ -97,20 +98,6 @@ def _settled(config: DictConfig, steps: int) -> DictConfig:
         config.data.samples = int(config.data.batch_size) * int(config.trainer.accumulate)
         config.data.validation_samples = 0
     return config
-
-
-def _now(world: Communicator, device: torch.device) -> float:
-    """Seconds of a clock, when all ranks have done what they began."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    world.barrier()
-    return time.perf_counter()
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "CPU"
-    return str(torch.get_device_module(device).get_device_name(device))
 
 
 if __name__ == "__main__":

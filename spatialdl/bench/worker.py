@@ -1,7 +1,7 @@
 """One side of the spatial benchmark: training steps of a network, in one process or on ranks.
 
 Prints one line of JSON: seconds of each step, CPU seconds a step of all ranks together, and the
-peak resident memory of the largest rank above what the imports take.
+peak memory of the largest rank: of its accelerator, or resident above what the imports take.
 """
 
 from __future__ import annotations
@@ -9,20 +9,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from threading import Event, Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import spatialdl
 from spatialdl import models
+from spatialdl.bench.device import Stopwatch, describe, take_device
 from spatialdl.comm.abort import install_abort_hook
-from spatialdl.pipeline.partition import cut
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_group import backend_for
+from spatialdl.comm.device_path import choose_device_path
+from spatialdl.comm.store import store_by_mpi
+from spatialdl.comm.world import start_world
+from spatialdl.training.peak_memory import peak_memory_mb
 
 WARM_UP = 1
 CLASSES = 10
@@ -41,49 +50,93 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--grid", type=int, nargs="+")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--ddp", action="store_true", help="ranks share the batch, by DDP")
     parser.add_argument("--limit", type=float, help="MB above the baseline; more ends the job")
+    parser.add_argument("--device", required=True)
     options = parser.parse_args()
     import_module("torch._dynamo")  # which PyTorch's optimizers import: no part of training
+    device = take_device(options.device)
     mesh = spatialdl.init_mesh(tuple(options.grid), check=False) if options.grid else None
-    baseline = _peak_bytes()
+    comm = mesh.comm if mesh else start_world()
+    if options.ddp:
+        _start_ddp(comm, device)
+        options.batch //= comm.size
+    baseline = peak_memory_mb(device)
     if options.limit is not None:
-        Thread(target=_watch, args=(baseline + options.limit * 2**20,), daemon=True).start()
-    found = measure(options, mesh)
-    found["memory_mb"] = (_peak_bytes() - baseline) / 2**20
-    everybody = [found] if mesh is None else mesh.comm.gather(found)
+        Thread(target=_watch, args=(device, baseline + options.limit), daemon=True).start()
+    with _ended_without_memory():
+        found = measure(options, mesh, comm, device)
+    found["memory_mb"] = peak_memory_mb(device) - baseline
+    everybody = comm.gather(found)
     if everybody is not None:
         print(json.dumps(_together(everybody)))
+    if options.ddp:
+        dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace,
+    mesh: spatialdl.Mesh | None,
+    comm: Communicator,
+    device: torch.device,
+) -> dict[str, Any]:
     """Train `steps` steps after a warm-up; the same images and weights on every side."""
-    torch.manual_seed(0)
-    build = convolutions if options.model == CONVOLUTIONS else getattr(models, options.model)
-    model: nn.Module = build(num_classes=CLASSES)
-    model = cut(model, (1,), recompute=options.recompute)[0]
+    model = _network(options, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images = _images(options, mesh)
-    labels = _labels(options, mesh)
+    images = _images(options, mesh, device)
+    labels = _labels(options, mesh, device)
     seconds = []
     cpu = 0.0
+    watch = Stopwatch(device)
     for step in range(WARM_UP + options.steps):
         if step == WARM_UP:
             cpu = time.process_time()
-        if mesh is not None:
-            mesh.comm.barrier()
-        started = time.perf_counter()
+        comm.barrier()
+        watch.start()
         _train_step(model, optimizer, images, labels, mesh)
-        if mesh is not None:
-            mesh.comm.barrier()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(watch.stop())
     return {
         "seconds": seconds[WARM_UP:],
         "cpu_seconds": (time.process_time() - cpu) / options.steps,
         "threads": torch.get_num_threads(),
+        "device": describe(device),
     }
 
 
-def _images(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> Tensor:
+def _network(options: argparse.Namespace, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    build = convolutions if options.model == CONVOLUTIONS else getattr(models, options.model)
+    model: nn.Module = build(num_classes=CLASSES)
+    if options.recompute:
+        spatialdl.recompute_blocks(model)
+    model.to(device)
+    return DistributedDataParallel(model) if options.ddp else model
+
+
+def _start_ddp(comm: Communicator, device: torch.device) -> None:
+    """A process group for DDP: NCCL or its like where every rank has a device, gloo on CPUs.
+
+    Ranks that share devices take our backend: NCCL refuses them.
+    """
+    import_module("spatialdl.comm.backend")  # which registers it
+    path = choose_device_path(comm, device)
+    name = "gloo" if path is None else backend_for(device) if path.name == "nccl" else "mpi4py"
+    store = store_by_mpi(comm)  # type: ignore[arg-type]
+    dist.init_process_group(name, store=store, rank=comm.rank, world_size=comm.size)
+
+
+@contextmanager
+def _ended_without_memory() -> Iterator[None]:
+    """A device without memory for this ends the job, as the limit does."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        _end_over_limit()
+
+
+def _images(
+    options: argparse.Namespace, mesh: spatialdl.Mesh | None, device: torch.device
+) -> Tensor:
     """Images, of which a rank makes its own box only."""
     size = _size(options)
     at = [
@@ -93,13 +146,15 @@ def _images(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> Tensor:
     slow, fast = sum(0.05 * n for n in at), sum(0.3 * n for n in at)
     picture = torch.sin(fast + 0.4 * at[0]) + torch.cos(slow - 0.16 * at[-1])
     channels = {"unet3d": 1, CONVOLUTIONS: 64}.get(options.model, 3)
-    images = picture.expand(options.batch, channels, *picture.shape).contiguous()
+    images = picture.expand(options.batch, channels, *picture.shape).contiguous().to(device)
     return spatialdl.from_local(images, mesh, size) if mesh else images
 
 
-def _labels(options: argparse.Namespace, mesh: spatialdl.Mesh | None) -> Tensor:
+def _labels(
+    options: argparse.Namespace, mesh: spatialdl.Mesh | None, device: torch.device
+) -> Tensor:
     """A class for every image; for a U-Net one for every pixel of the own box."""
-    labels = torch.arange(options.batch) % CLASSES
+    labels = torch.arange(options.batch, device=device) % CLASSES
     if options.model not in ("unet", "unet3d"):
         return labels
     size = _size(options)
@@ -155,20 +210,21 @@ def _together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cpu_seconds": sum(rank["cpu_seconds"] for rank in ranks),
         "memory_mb": max(rank["memory_mb"] for rank in ranks),
         "threads": ranks[0]["threads"],
+        "device": ranks[0]["device"],
         "host": os.uname().nodename,
     }
 
 
-def _watch(most: float) -> None:
-    """End the process when it takes more than so many bytes."""
-    while _peak_bytes() <= most:
+def _watch(device: torch.device, most: float) -> None:
+    """End the process when it takes more than so many MB."""
+    while peak_memory_mb(device) <= most:
         Event().wait(0.05)
+    _end_over_limit()
+
+
+def _end_over_limit() -> None:
     os.write(1, b"over limit\n")
     os._exit(OVER_LIMIT)
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.feeding import Feed
 from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.meeting import Meeting
-from spatialdl.training.network.building import peak_memory_mb
 from spatialdl.training.parts import Parts
+from spatialdl.training.peak_memory import peak_memory_mb
 from spatialdl.training.pictures.timeline import Timeline
 from spatialdl.training.reporter import Reporter
 from spatialdl.training.signals import MARKER, write_marker

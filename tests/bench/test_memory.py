@@ -77,8 +77,8 @@ def test_table_json_and_picture(runs, tmp_path, capsys):
 def test_a_fixed_size_that_is_too_large_is_told(runs, tmp_path, capsys):
     memory.main(["--limit", "1100", "--size", "1024", "--ranks", "1", "2", "--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    (one,) = [line for line in lines if line.startswith("1 rank  ")]
-    assert one.split()[-1] == "killed"
+    (one,) = [line for line in lines if line.startswith("| 1 rank  ")]
+    assert one.replace("|", "").split()[-1] == "killed"
     assert (tmp_path / "memory-resnet18-1100mb.png").exists()
 
 

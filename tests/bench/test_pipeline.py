@@ -17,7 +17,7 @@ def test_layouts_are_compared_round_by_round(monkeypatch, tmp_path, capsys):
         assert environment["OMP_NUM_THREADS"] == "1"
         slow = {"seconds": [2.0, 4.0, 2.0], "ideal": [1.0, 4.0, 2.0], "images": 1, "held": 1}
         fast = {"seconds": [4.0, 4.0, 4.0], "ideal": [2.0, 3.0, 4.0], "images": 4, "held": 2}
-        return {"layer parallel": slow, "other": fast}
+        return {"device": "CPU", "layouts": {"layer parallel": slow, "other": fast}}
 
     monkeypatch.setattr(pipeline, "run_worker", run)
     pipeline.main(["--rounds", "3", "--size", "64", "--out", str(tmp_path)])

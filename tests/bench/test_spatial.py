@@ -25,7 +25,8 @@ def commands(monkeypatch):
             ("ranks" if tuned else "plain") if "--grid" in command else "one" if tuned else "plain"
         )
         seconds = SECONDS[side][(len(started) - 1) // 3]
-        return {"seconds": [seconds, 9.0, 0.5], "cpu_seconds": 2 * seconds, "memory_mb": 100.0}
+        found = {"seconds": [seconds, 9.0, 0.5], "cpu_seconds": 2 * seconds, "memory_mb": 100.0}
+        return {**found, "device": "CPU"}
 
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(spatial, "run_worker", run)
@@ -55,7 +56,17 @@ def test_volumes_are_cut_as_cubes_and_ranks_may_have_plain_memory(commands, tmp_
     assert "of 2 plain ranks, on the same cores" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--threads", "3"]])
+def test_ddp_shares_the_same_batch(commands, tmp_path):
+    words = ["--ddp", "--batch", "4", "--rounds", "2", "--size", "64", "--out", str(tmp_path)]
+    spatial.main(words)
+    (command, *_) = [one for one in commands if "--ddp" in one]
+    assert command[command.index("--batch") + 1] == "4"
+    result = json.loads((tmp_path / "spatial-resnet18-64-2ranks.json").read_text())
+    assert list(result["median"]) == ["plain PyTorch", "one process", "DDP, 2 ranks", "2 ranks"]
+    assert result["command"].endswith("--ddp")
+
+
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--threads", "3"], ["--ddp"]])
 def test_nothing_of_a_kind_is_refused(wrong):
     with pytest.raises(ValueError, match=r"must be|cannot be shared"):
         spatial.main(wrong)

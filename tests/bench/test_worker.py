@@ -22,18 +22,18 @@ from spatialdl.comm.mesh import dry_mesh
     ],
 )
 def test_tiles_are_those_of_the_whole_image(model, grid, shape):
-    options = Namespace(model=model, size=9, batch=1)
-    whole, labels = worker._images(options, None), worker._labels(options, None)
+    options, cpu = Namespace(model=model, size=9, batch=1), torch.device("cpu")
+    whole, labels = worker._images(options, None, cpu), worker._labels(options, None, cpu)
     assert whole.shape == shape
     assert labels.shape == ((1, *shape[2:]) if model.startswith("unet") else (1,))
     for part in range(4):
         mesh = dry_mesh(grid, part % torch.Size(grid).numel())
         bounds = mesh.box(shape[2:])
         own = [slice(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
-        tile = worker._images(options, mesh)
+        tile = worker._images(options, mesh, cpu)
         assert isinstance(tile, spatialdl.SpatialTensor)
         assert torch.equal(tile.to_local(), whole[(..., *own)])
-        assert worker._labels(options, mesh).shape == labels.shape
+        assert worker._labels(options, mesh, cpu).shape == labels.shape
 
 
 def test_the_stack_of_convolutions_is_halved_once():

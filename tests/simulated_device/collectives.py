@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 NAME = "simccl"
@@ -40,6 +42,19 @@ class SimGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
         views = [self._view(x) for x in tensors]
         return self._queued(lambda: self._gloo.allreduce(views).wait(), tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Any:
+        views = [self._view(x) for x in tensors]
+        return self._queued(lambda: self._gloo.broadcast(views, options).wait(), tensors)
+
+    def allgather(
+        self, everybody: Sequence[Sequence[Tensor]], own: Sequence[Tensor], options: Any = None
+    ) -> Any:
+        rows = [[self._view(x) for x in into] for into in everybody]
+        views = [self._view(x) for x in own]
+        return self._queued(
+            lambda: self._gloo.allgather(rows, views).wait(), [*own, *chain(*everybody)]
+        )
 
     def _allgather_base(self, everybody: Tensor, own: Tensor, options: Any = None) -> Any:
         into, view = self._view(everybody), self._view(own)
@@ -84,11 +99,15 @@ class SimGroup(dist.ProcessGroup):
         return _Work(self._stream, keep)
 
 
-class _Work:
+class _Work(Work):
     """Something queued; its tensors are kept until somebody waits for it, as NCCL's are."""
 
     def __init__(self, stream: torch.Stream, keep: Sequence[Tensor]) -> None:
+        super().__init__()
         self._done, self._keep = stream.record_event(), list(keep)
+        self._future = torch.futures.Future(devices=[torch.device("sim", stream.device_index)])
+        with stream:  # whoever waits for it waits for what is queued there
+            self._future.set_result(list(keep))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         torch.sim.current_stream().wait_event(self._done)
@@ -97,3 +116,6 @@ class _Work:
 
     def is_completed(self) -> bool:
         return bool(self._done.query())
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future

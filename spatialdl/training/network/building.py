@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -145,11 +144,3 @@ def make_pipeline(
             sample_weights=task.weights,
         ),
     )
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Most memory so far: of an accelerator's own, resident on a CPU; in MB (2**20 bytes)."""
-    if device.type != "cpu":
-        most: int = torch.get_device_module(device).max_memory_allocated(device)
-        return most / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

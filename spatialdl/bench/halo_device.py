@@ -1,0 +1,121 @@
+"""A halo exchange between accelerators by hand, with all buffers set up beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from spatialdl.comm.datatypes import buffer
+from spatialdl.comm.device_group import backend_for, device_group
+from spatialdl.comm.device_path import device_path
+
+
+class Pieces(NamedTuple):
+    """Views on an accelerator of what a rank sends and receives.
+
+    Attributes:
+        targets: rank of each of `sends`.
+        sources: rank of each of `receives`.
+    """
+
+    sends: Sequence[Tensor]
+    receives: Sequence[Tensor]
+    targets: Sequence[int]
+    sources: Sequence[int]
+
+
+def variants_on_device(pieces: Pieces, comm: MPI.Intracomm) -> dict[str, Callable[[], None]]:
+    """Through memory of the host always, and by the path that was chosen for the device."""
+    found = {"pack, pinned, Isend/Irecv": _through_host(pieces, comm)}
+    device, path = pieces.sends[0].device, device_path().name
+    if path == "nccl":
+        found[f"pack, {backend_for(device)} send/recv"] = _by_group(pieces, comm)
+    if path == "mpi":
+        found["pack, Isend/Irecv"] = _device_aware(pieces, comm)
+    return found
+
+
+def _through_host(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
+    packed, landed = _buffers(pieces)
+    outgoing, incoming = _pinned(packed), _pinned(landed)
+    stream = torch.accelerator.current_stream(packed[0].device)
+
+    def exchange() -> None:
+        _copy(pieces.sends, packed)
+        _copy(packed, outgoing)
+        stream.synchronize()
+        _talk(comm, pieces, outgoing, incoming)
+        _copy(incoming, landed)
+        _copy(landed, pieces.receives)
+
+    return exchange
+
+
+def _device_aware(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
+    packed, landed = _buffers(pieces)
+    stream = torch.accelerator.current_stream(packed[0].device)
+
+    def exchange() -> None:
+        _copy(pieces.sends, packed)
+        stream.synchronize()
+        _talk(comm, pieces, packed, landed)
+        _copy(landed, pieces.receives)
+
+    return exchange
+
+
+def _by_group(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
+    packed, landed = _buffers(pieces)
+    device, store = packed[0].device, device_path().store
+    assert store is not None
+    ranks = tuple(range(comm.size))
+    group = device_group(store, ranks, comm.rank, device, dist.default_pg_timeout)
+
+    def exchange() -> None:
+        _copy(pieces.sends, packed)
+        group._start_coalescing(device)
+        for tensor, source in zip(landed, pieces.sources, strict=True):
+            group.recv([tensor], source, 0)
+        for tensor, target in zip(packed, pieces.targets, strict=True):
+            group.send([tensor], target, 0)
+        group._end_coalescing(device).wait()
+        _copy(landed, pieces.receives)
+
+    return exchange
+
+
+def _buffers(pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+    """Contiguous, for what is sent and for what is received."""
+    sends, receives = (
+        [torch.empty(view.shape, device=view.device) for view in views]
+        for views in (pieces.sends, pieces.receives)
+    )
+    return sends, receives
+
+
+def _pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty(tensor.shape, pin_memory=True) for tensor in tensors]
+
+
+def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for tensor, target in zip(tensors, into, strict=True):
+        target.copy_(tensor, non_blocking=True)
+
+
+def _talk(
+    comm: MPI.Intracomm, pieces: Pieces, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+) -> None:
+    requests = [
+        comm.Irecv(buffer(tensor), source)
+        for tensor, source in zip(incoming, pieces.sources, strict=True)
+    ]
+    requests += [
+        comm.Isend(buffer(tensor), target)
+        for tensor, target in zip(outgoing, pieces.targets, strict=True)
+    ]
+    MPI.Request.Waitall(requests)

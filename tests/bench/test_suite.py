@@ -1,0 +1,90 @@
+"""All benchmarks in one go: on the simulated accelerator, as on GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from spatialdl.bench import suite
+from tests import simulated_device
+from tests.simulated_device.autoload import python_path
+
+EVERY = ["spatial", "memory", "synthetic", "halo", "pipeline", "backend"]
+
+
+def test_one_that_fails_does_not_keep_others_from_running(monkeypatch, tmp_path, capsys):
+    started = []
+
+    def run(arguments):
+        started.append(arguments[-1].rpartition("/")[2])
+        out = tmp_path / started[-1]
+        if started[-1] == "memory":
+            raise ValueError("no memory\nat all")
+        out.mkdir()
+        (out / "x.md").write_text(f"table of {started[-1]}\n")
+
+    for name in EVERY:
+        monkeypatch.setattr(getattr(suite, name), "main", run)
+    with pytest.raises(RuntimeError, match=r"1 failed: memory \(no memory\)$"):
+        suite.main(["--device", "cpu", "--ranks", "2", "--out", str(tmp_path)])
+    assert started == EVERY
+    text = (tmp_path / "suite.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("table")] == [
+        f"table of {name}" for name in EVERY if name != "memory"
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(1, EVERY[:3]), (2, EVERY), (6, EVERY)])
+def test_every_benchmark_takes_its_words(ranks, names):
+    for quick in ([], ["--quick"]):
+        options = suite._parse(["--device", "cpu", "--ranks", str(ranks), *quick])
+        found = suite.runs(options)
+        assert list(found) == names
+        for name, (_, words) in found.items():
+            getattr(suite, name)._parse(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [([], "PyTorch sees no accelerator"), (["--ranks", "0"], "at least 1")]
+)
+def test_what_cannot_be_measured_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        suite._parse([*words, *(["--device", "cpu"] if words else [])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "devices", "fails"), [(1, 1, []), (2, 2, []), (2, 1, ["backend"])]
+)
+def test_everything_runs_on_the_simulated_accelerator(ranks, devices, fails, tmp_path):
+    """Ranks that share a device have no NCCL that our backend could be compared with."""
+    if not simulated_device.available():
+        pytest.skip(str(simulated_device.missing()))
+    (tmp_path / "path").mkdir()
+    path = python_path(tmp_path / "path")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "spatialdl.bench", "suite", "--quick"),
+            *("--ranks", str(ranks), "--out", str(tmp_path)),
+        ],
+        env={**os.environ, "PYTHONPATH": path, "SIM_DEVICES": str(devices)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert bool(done.returncode) == bool(fails), done.stdout + done.stderr
+    if fails:
+        assert "1 failed: backend" in done.stderr
+    names = [name for name in (EVERY if ranks > 1 else EVERY[:3]) if name not in fails]
+    text = (tmp_path / "suite.md").read_text()
+    assert [line for line in text.splitlines() if line[:2] == "##"] == [f"## {n}" for n in names]
+    assert text.count(", sim, ") == len(names)
+    assert "nan" not in text
+    for name in names:
+        (picture,) = (tmp_path / name).glob("*.png")
+        with Image.open(picture) as image:
+            assert len(image.convert("RGB").getcolors(100_000)) > 5
