@@ -32,6 +32,10 @@ class UnderWay(Pending, Protocol):
         """Ranks, as the communicator numbers them, of what `wait` is at."""
 
 
+Start = Callable[[Exchange], UnderWay]
+"""Starts to move tensors along a plan."""
+
+
 class Communicator(Protocol):
     """A number of ranks, as one of them sees them."""
 

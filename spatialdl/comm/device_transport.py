@@ -8,7 +8,7 @@ stream of their own with a high priority, so that the work which the network que
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -16,15 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spatialdl.comm.alone import Done
-from spatialdl.comm.communicator import Communicator, Pending, UnderWay
+from spatialdl.comm.communicator import Communicator, Pending, Start, UnderWay
 from spatialdl.comm.device_group import device_group
-from spatialdl.comm.device_path import DevicePath
+from spatialdl.comm.device_path import DevicePath, device_path
 from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.messages import Message, Messages
 from spatialdl.comm.plan import Piece
-
-Start = Callable[[Exchange], UnderWay]
+from spatialdl.comm.waiting import noted
 
 
 class DeviceTransport(Protocol):
@@ -131,8 +130,7 @@ class DeviceAware:
 class ByGroup:
     """NCCL, or what PyTorch has in its place: queued on the device, the host never waits.
 
-    Its messages have no tags, and those in opposite directions wait for each other: what has a
-    route (hand-overs) goes by another way.
+    Its messages have no tags: what has a route goes by another way, or by a `Lane`.
 
     Args:
         path: with a store where groups meet.
@@ -143,11 +141,13 @@ class ByGroup:
     def __init__(
         self, comm: Communicator, path: DevicePath, device: torch.device, routed: DeviceTransport
     ) -> None:
-        assert path.store is not None
         self._size, self._routed = comm.size, routed
-        limit = timeout_of_groups() or dist.default_pg_timeout
-        ranks = tuple(comm.world_ranks)
-        self._group = device_group(path.store, ranks, comm.rank, device, limit)
+        self._place = path, tuple(comm.world_ranks), comm.rank, device
+
+    @cached_property
+    def _group(self) -> Any:
+        """Asked for the first time by all ranks together, which those of a route do not do."""
+        return _group(*self._place)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
         return _Queued(self._group.allreduce([values]), values)
@@ -161,21 +161,49 @@ class ByGroup:
     def start_exchange(self, exchange: Exchange) -> UnderWay:
         if exchange.route is not None:
             return self._routed.start_exchange(exchange)
-        return PackedExchange(exchange, self._messages, at_once=True)
+        return PackedExchange(exchange, partial(_queue, self._group), at_once=True)
 
-    def _messages(self, exchange: Exchange) -> UnderWay:
-        incoming = [(x, p.peer) for (x, _), p in _pairs(exchange.receives, exchange.incoming)]
-        outgoing = [(x, p.peer) for (x, _), p in _pairs(exchange.sends, exchange.outgoing)]
-        if not incoming and not outgoing:
-            return Done()
-        self._group._start_coalescing(exchange.device)
-        for tensor, peer in incoming:
-            self._group.recv([_bytes(tensor)], peer, 0)
-        for tensor, peer in outgoing:
-            self._group.send([_bytes(tensor)], peer, 0)
-        work = self._group._end_coalescing(exchange.device)
-        message: Message = (work.wait, work.is_completed, None)
-        return Messages([message], keep=exchange)
+
+class Lane:
+    """Messages with a route without tags: matched in the order in which both sides start them.
+
+    NCCL queues them in one stream, in which each waits until its peer has come to it. So a lane is
+    for one direction between ranks that send and ranks that receive; all must make it together.
+
+    Args:
+        comm: has the ranks.
+        ranks: of `comm`, in the order of the plans.
+    """
+
+    def __init__(self, comm: Communicator, ranks: Sequence[int], device: torch.device) -> None:
+        self.device, world = device, tuple(comm.world_ranks[rank] for rank in ranks)
+        self._group = _group(device_path(), world, list(ranks).index(comm.rank), device)
+
+    def start_exchange(self, exchange: Exchange) -> UnderWay:
+        return PackedExchange(exchange, partial(_queue, self._group), at_once=True)
+
+
+def _group(path: DevicePath, ranks: tuple[int, ...], rank: int, device: torch.device) -> Any:
+    assert path.store is not None
+    limit = timeout_of_groups() or dist.default_pg_timeout
+    make = (path.store, ranks, rank, device, limit)
+    return noted("setting up a group of devices", ranks, device_group, *make)
+
+
+def _queue(group: Any, exchange: Exchange) -> UnderWay:
+    """Queue all messages of an exchange at once; they start after what the stream has."""
+    incoming = [(x, p.peer) for (x, _), p in _pairs(exchange.receives, exchange.incoming)]
+    outgoing = [(x, p.peer) for (x, _), p in _pairs(exchange.sends, exchange.outgoing)]
+    if not incoming and not outgoing:
+        return Done()
+    group._start_coalescing(exchange.device)
+    for tensor, peer in incoming:
+        group.recv([_bytes(tensor)], peer, 0)
+    for tensor, peer in outgoing:
+        group.send([_bytes(tensor)], peer, 0)
+    work = group._end_coalescing(exchange.device)
+    message: Message = (work.wait, work.is_completed, None)
+    return Messages([message], keep=exchange)
 
 
 def _pairs(held: Sequence[Held], pieces: Sequence[Piece]) -> list[tuple[Held, Piece]]:
@@ -222,7 +250,7 @@ class PackedExchange:
                 for view, piece in zip(exchange.leaving(), exchange.outgoing, strict=True)
             ]
             incoming = [
-                Held(self._buffer(view), piece.box)
+                Held(self._room(view), piece.box)
                 for view, piece in zip(self._views, exchange.incoming, strict=True)
             ]
             self._packed = self._stream.record_event()
@@ -243,6 +271,11 @@ class PackedExchange:
             return torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
         return torch.empty(view.shape, dtype=view.dtype, device=view.device)
 
+    def _room(self, view: Tensor) -> Tensor:
+        """Where a message lands: at its place, if it can."""
+        is_there = view.is_contiguous() and not self._pinned
+        return view if is_there else self._buffer(view)
+
     def _started(self) -> UnderWay:
         if not self._at_once and (self._buffers.sends or not self._pinned):
             self._packed.synchronize()
@@ -261,7 +294,8 @@ class PackedExchange:
         with self._stream:
             self._messages.wait()
             for view, landed in zip(self._views, self._buffers.receives, strict=True):
-                view.copy_(landed.tensor, non_blocking=True)
+                if landed.tensor is not view:
+                    view.copy_(landed.tensor, non_blocking=True)
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
         self._keep, self._views = None, []
         self._buffers = self._buffers._replace(sends=[], receives=[])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spatialdl.comm import check, dry, trace
 from spatialdl.comm.alone import Done
-from spatialdl.comm.communicator import Communicator, Pending, UnderWay
+from spatialdl.comm.communicator import Communicator, Pending, Start, UnderWay
 from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.tape import exchange_once, taped
@@ -62,9 +62,11 @@ class _Noted:
 
     kind: trace.Kind = "halo"
 
-    def __init__(self, comm: Communicator, exchange: Exchange, name: str) -> None:
+    def __init__(
+        self, comm: Communicator, exchange: Exchange, name: str, start: Start | None = None
+    ) -> None:
         self._comm, self._plan, self._name = comm, exchange.plan, name
-        self._pending = check.understood(comm, comm.start_exchange, exchange)
+        self._pending = check.understood(comm, start or comm.start_exchange, exchange)
 
     def wait(self) -> None:
         with trace.span(self.kind, self._name):
@@ -95,18 +97,21 @@ class PlanMessages(_Noted):
 
     Args:
         name: of what moves, the same on both sides.
+        start: starts it, where that is not the communicator.
     """
 
     kind = "hand-over"
 
-    def __init__(self, comm: Communicator, exchange: Exchange, name: str) -> None:
+    def __init__(
+        self, comm: Communicator, exchange: Exchange, name: str, start: Start | None = None
+    ) -> None:
         self._lines: list[tuple[int, Tensor]] = []
         self._announced: UnderWay = Done()
         if check.enabled() and exchange.route is not None:
             ranks = [comm.world_ranks[rank] for rank in exchange.route.ranks]
             text = check.encode(f"{name} {exchange.plan.describe()}")
             self._announced = self._announce(comm, exchange, text, ranks)
-        super().__init__(comm, exchange, name)
+        super().__init__(comm, exchange, name, start)
 
     def _announce(
         self, comm: Communicator, exchange: Exchange, text: bytes, ranks: Sequence[int]

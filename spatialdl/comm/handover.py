@@ -9,22 +9,26 @@ ranks, and both must learn at one rate.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spatialdl.comm import trace
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_transport import Lane
 from spatialdl.comm.exchange import PlanMessages
 from spatialdl.comm.held import Exchange, Held, Route
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.waiting import noted
 from spatialdl.parallel.layout import Box, Layout, empty_box
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Handover:
         receivers: ranks of the receiving stage.
         me: index of this rank in ``[*senders, *receivers]``.
         tag: a number for this border, below `tags`; borders between the same ranks differ.
+        lanes: for tensors on an accelerator, if both sides take all micro-batches in one order:
+            the host does not wait for them then.
     """
 
     comm: Communicator
@@ -102,6 +108,7 @@ class Handover:
     me: int
     tag: int
     tags: int
+    lanes: Mapping[Direction, Lane] = field(default_factory=dict)
     _leaving: dict[int, list[PlanMessages]] = field(default_factory=dict)
     _arriving: dict[int, deque[_Arriving]] = field(default_factory=dict)
 
@@ -116,8 +123,10 @@ class Handover:
                 f"a stage gives {tile.dtype} of {tuple(tile.shape)}, but the next one waits for "
                 f"{what.dtype}: the type must not depend on data or on training"
             )
-        plan = self._plan(what)
-        self._leave(plan, Held(what.boxed(tile.detach()), plan.own), microbatch, "forward")
+        plan, tile = self._plan(what), tile.detach()
+        if "forward" in self.lanes:  # a network may make tensors on the host
+            tile = tile.to(self.lanes["forward"].device, non_blocking=True)
+        self._leave(plan, Held(what.boxed(tile), plan.own), microbatch, "forward")
 
     def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
         """Receiver, forward: be ready for what the stage before makes; returns at once.
@@ -172,7 +181,7 @@ class Handover:
     def _plan(self, what: HandoverShape) -> Plan:
         return _plan(what, len(self.senders), len(self.receivers), self.me)
 
-    def _leave(self, plan: Plan, held: Held, microbatch: int, direction: str) -> None:
+    def _leave(self, plan: Plan, held: Held, microbatch: int, direction: Direction) -> None:
         self._let_go()
         messages = self._messages(plan, [held], [], held.tensor.device, microbatch, direction)
         self._leaving.setdefault(self._tag(microbatch, direction), []).append(messages)
@@ -184,13 +193,13 @@ class Handover:
                 del self._leaving[tag]
 
     def _expect(
-        self, plan: Plan, tile: Tensor, rooms: list[Held], microbatch: int, direction: str
+        self, plan: Plan, tile: Tensor, rooms: list[Held], microbatch: int, direction: Direction
     ) -> None:
         messages = self._messages(plan, [], rooms, tile.device, microbatch, direction)
         queue = self._arriving.setdefault(self._tag(microbatch, direction), deque())
         queue.append(_Arriving(tile, rooms, messages))
 
-    def _arrived(self, microbatch: int, direction: str) -> _Arriving:
+    def _arrived(self, microbatch: int, direction: Direction) -> _Arriving:
         tag = self._tag(microbatch, direction)
         arriving = self._arriving[tag].popleft()
         if not self._arriving[tag]:
@@ -205,13 +214,16 @@ class Handover:
         receives: list[Held],
         device: torch.device,
         microbatch: int,
-        direction: str,
+        direction: Direction,
     ) -> PlanMessages:
-        route = Route((*self.senders, *self.receivers), self._tag(microbatch, direction))
+        lane = self.lanes.get(direction)
+        # in a lane nothing overtakes, nor what is said of it if the check is on
+        tag = self._tag(0 if lane else microbatch, direction)
+        route = Route((*self.senders, *self.receivers), tag)
         is_adjoint = direction == "backward"
         exchange = Exchange(plan, sends, receives, device, is_adjoint, route)
         name = f"hand-over {direction} of micro-batch {microbatch}"
-        return PlanMessages(self.comm, exchange, name)
+        return PlanMessages(self.comm, exchange, name, lane.start_exchange if lane else None)
 
-    def _tag(self, microbatch: int, direction: str) -> int:
+    def _tag(self, microbatch: int, direction: Direction) -> int:
         return (microbatch * 2 + (direction == "backward")) * self.tags + self.tag

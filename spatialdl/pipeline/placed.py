@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.handover import Handover, HandoverShape
+from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.autocast import autocast
+from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.shapes import Border, Passing, own_samples
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
@@ -74,8 +75,7 @@ class PlacedStage:
     Args:
         module: its layers.
         comm: all ranks of the placement.
-        lane: the same, for hand-overs only.
-        borders: all of the network, over which something passes.
+        handovers: over all borders of the network.
         learns: per stage of the network whether it has anything to learn.
         recompute: whether only its input is kept for backward, and it runs again there.
         mixed: the type to which autocast casts, if it does.
@@ -87,8 +87,7 @@ class PlacedStage:
         placement: Placement,
         position: Position,
         comm: Communicator,
-        lane: Communicator,
-        borders: Sequence[Border],
+        handovers: Handovers,
         learns: Sequence[bool],
         recompute: bool,
         mixed: torch.dtype | None = None,
@@ -100,12 +99,8 @@ class PlacedStage:
         self.mesh: Mesh = stage_mesh(placement, position, comm)
         # a gradient passes a border if anything before it learns: so that both sides agree,
         # it follows from the whole network
-        self._learns = {border for border in borders if any(learns[: border.giver + 1])}
-        own = {
-            border: _handover(placement, position, lane, border, tag, len(borders))
-            for tag, border in enumerate(borders)
-            if position.stage in border
-        }
+        self._learns = {b for b in handovers.borders if any(learns[: b.giver + 1])}
+        own = handovers.at(position)
         self._before = {b: one for b, one in own.items() if b.taker == position.stage}
         self._after = {b: one for b, one in own.items() if b.giver == position.stage}
         self._held: dict[int, _Held] = {}
@@ -297,17 +292,3 @@ class PlacedStage:
         """Wait until all that was sent has left; the end of a step."""
         for handover in (*self._before.values(), *self._after.values()):
             handover.wait_sent()
-
-
-def _handover(
-    placement: Placement,
-    position: Position,
-    lane: Communicator,
-    border: Border,
-    tag: int,
-    tags: int,
-) -> Handover:
-    replica, stage, part, copy = position
-    senders, receivers = (placement.ranks(s, replica, copy) for s in border)
-    me = part if stage == border.giver else len(senders) + part
-    return Handover(lane, senders, receivers, me, tag, tags)

@@ -21,6 +21,7 @@ from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Replicated, lane_of
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.waiting import noted
 from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
@@ -29,6 +30,7 @@ from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.compilable import check_compilable
 from spatialdl.pipeline.compiled import check_compiler, compile_stages
 from spatialdl.pipeline.gradients import Gradients
+from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
@@ -182,11 +184,12 @@ class Pipeline:
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
         self.stages = {p.stage: stages[p.stage].to(self.device) for p in sorted(positions)}
-        lane, borders = comm.duplicate(), list(self._shapes.borders)
+        borders = list(self._shapes.borders)
+        handovers = Handovers(placement, self.schedule, comm, borders, self.device)
         again = self.options.recompute == "stage"
         return [
             PlacedStage(
-                self.stages[p.stage], placement, p, comm, lane, borders, learns, again, self.mixed
+                self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed
             )
             for p in positions
         ]
@@ -291,7 +294,7 @@ class Pipeline:
         self._context.begin(microbatches, step)
         total: Tensor | float = 0.0  # the host waits for it in the end only
         todo = self._todo(self._train, microbatches)
-        coming = self._given(todo)
+        coming = self._given(todo, microbatches)
         last = {one.stage: number for number, one in enumerate(todo) if one.kind == "backward"}
         for number, action in enumerate(todo):
             placed = self._placed[action.copy, action.stage]
@@ -314,7 +317,8 @@ class Pipeline:
         self._wait_sent()
         self.gradients.average()
         self._context.end(len(microbatches))
-        return float(total)
+        # where nothing else has waited for the other ranks, this does
+        return noted("the end of the step", self._comm.world_ranks, float, total)
 
     @property
     def loss_parts(self) -> int:
@@ -336,7 +340,7 @@ class Pipeline:
             for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
             todo = self._todo(self._evaluate, microbatches)
-            coming = self._given(todo)
+            coming = self._given(todo, microbatches)
             for action in todo:
                 placed = self._placed[action.copy, action.stage]
                 self._expect(action, coming, microbatches)
@@ -358,18 +362,21 @@ class Pipeline:
             if self._placed[action.copy, action.stage].own(microbatches[action.microbatch].samples)
         ]
 
-    @staticmethod
-    def _given(todo: Sequence[Action]) -> deque[Action]:
-        """The actions that need what others give."""
-        return deque(action for action in todo if action.kind != "weight")
+    def _given(self, todo: Sequence[Action], microbatches: Sequence[Microbatch]) -> deque[Action]:
+        """The actions that need what others give; the first one is expected."""
+        coming = deque(action for action in todo if action.kind != "weight")
+        self._expect_next(coming, microbatches)
+        return coming
 
     def _expect(
         self, action: Action, coming: deque[Action], microbatches: Sequence[Microbatch]
     ) -> None:
         """While an action runs, what the next one needs may already arrive."""
-        if action.kind == "weight":
-            return
-        coming.popleft()
+        if action.kind != "weight":
+            coming.popleft()
+            self._expect_next(coming, microbatches)
+
+    def _expect_next(self, coming: deque[Action], microbatches: Sequence[Microbatch]) -> None:
         if coming:
             following = coming[0]
             shapes = self._shapes.of(microbatches[following.microbatch].samples)

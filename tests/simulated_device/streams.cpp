@@ -14,7 +14,7 @@
 namespace sim {
 namespace {
 
-constexpr int64_t kPool = 8;           // streams of each priority
+constexpr int64_t kPool = 32;          // streams of each priority, as CUDA has
 constexpr int64_t kHigh = 1 + kPool;   // the first one of high priority
 constexpr int64_t kStreams = 1 + 2 * kPool;
 

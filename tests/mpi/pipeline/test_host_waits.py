@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 import spatialdl
+from spatialdl.comm import check
 from spatialdl.comm.device_path import device_path
 from spatialdl.pipeline.runtime import Pipeline
 from tests.mpi.device import DEVICE
@@ -19,13 +20,31 @@ from tests.mpi.equality_runs import parallel
 pytestmark = pytest.mark.skipif(DEVICE.type != "sim", reason="only the simulated device is watched")
 
 
-@pytest.mark.parametrize(("network", "masks"), [("resnet18", 0), ("unet", 1)])
+STAGES = ((1, 1),) * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "waits"),
+    [
+        (Case("sp", "resnet18", (96, 96), ((2, 1),), batch=2), 1),
+        (Case("sp", "unet", (96, 96), ((2, 1),), batch=2), 2),  # classes of masks are looked at
+        (Case("lp", "resnet18", (50, 50), STAGES, batch=2), 1),
+        (Case("pp", "resnet18", (50, 50), STAGES, 1, 3, 3, schedule="1f1b"), 1),
+        (Case("pp", "resnet18", (50, 50), STAGES, 1, 3, 3, schedule="zero_bubble"), 1),
+        (Case("pp", "resnet18", (45, 50), STAGES * 2, 1, 4, 4, (), "", False, "interleaved", 2), 1),
+        (Case("gems", "resnet18", (45, 50), STAGES, 1, 4, 4, schedule="basic"), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
 def test_by_nccl_a_step_waits_for_its_loss_only(
-    network: str, masks: int, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+    case: Case, waits: int, checked: bool, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
 ) -> None:
-    """And once for the classes of masks, which are looked at; 76 times through the host."""
+    """76 times through the host for the first case."""
     if device_path().name != "nccl":
         pytest.skip("it waits for what is sent")
+    if case.placement.world_size != world.size:
+        pytest.skip(f"needs {case.placement.describe()}")
     steps: list[Counter[tuple[str, str, str]]] = []
     train_step = Pipeline.train_step
 
@@ -37,5 +56,9 @@ def test_by_nccl_a_step_waits_for_its_loss_only(
         return loss
 
     monkeypatch.setattr(Pipeline, "train_step", watched)
-    parallel(Case("sp", network, (96, 96), ((world.size, 1),), batch=2), world)
-    assert sum(steps[-1].values()) <= 1 + masks, dict(steps[-1])
+    check.enable(checked)
+    try:
+        parallel(case, world)
+    finally:
+        check.enable()
+    assert sum(steps[-1].values()) <= waits, dict(steps[-1])
