@@ -8,16 +8,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 import spatialdl
 from spatialdl.comm import device_transport
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import _Chosen, choose_device_path, device_path
-from spatialdl.comm.device_transport import PackedExchange
+from spatialdl.comm.device_transport import Lane, PackedExchange
+from spatialdl.comm.handover import DIRECTIONS, Direction, Handover, HandoverShape
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
 from spatialdl.comm.world import as_communicator
@@ -27,6 +30,7 @@ from tests.mpi.device import DEVICE
 from tests.mpi.equality_networks import OddNet
 from tests.mpi.one_message import start_receive, start_send
 
+Moves = Callable[[Communicator], tuple[bool, bool]]
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cpu", reason="SPATIALDL_DEVICE names no accelerator"
 )
@@ -87,6 +91,50 @@ def moved_there_and_back(ranks: Communicator) -> tuple[bool, bool]:
     return there, back
 
 
+def lanes_between(ranks: Communicator) -> dict[Direction, Lane]:
+    """A lane for each direction where hand-overs have some."""
+    if device_path().name != "nccl":
+        return {}
+    return {direction: Lane(ranks, range(ranks.size), DEVICE) for direction in DIRECTIONS}
+
+
+def handed_over_and_back(ranks: Communicator) -> tuple[bool, bool]:
+    """From all ranks but the last one to that; what is sent is gone at once, on purpose."""
+    image = torch.randn(2, 3, 13, 6, generator=torch.Generator().manual_seed(1))
+    last = ranks.size - 1
+    sender, receiver = (Layout.even(2, (13, 6), (n, 1)) for n in (last, 1))
+    what = HandoverShape((2, 3, 13, 6), torch.float32, sender, receiver)
+    lanes = lanes_between(ranks)
+    handover = Handover(ranks, range(last), [last], ranks.rank, tag=0, tags=1, lanes=lanes)
+    box = receiver.boxes[0] if ranks.rank == last else sender.boxes[ranks.rank]
+    tile = view_of(image, receiver.boxes[0], box).to(DEVICE).contiguous()
+    found: list[Tensor] = []
+    for number in range(10):  # in the order of 1F1B
+        if ranks.rank == last:
+            found.append(handover.receive(what, number, DEVICE))
+            handover.expect(what, number + 1, DEVICE) if number < 9 else None
+            handover.send_back((found[-1] + 1) * 2, what, number)
+        else:
+            handover.send((tile + number) * 1, what, number)
+            if number > 1:
+                found.append(handover.receive_back(what, number - 2, DEVICE))
+            _ = torch.full_like(tile, 7.0)  # where what was sent has been
+    if ranks.rank < last:
+        found += [handover.receive_back(what, number, DEVICE) for number in (8, 9)]
+    handover.wait_sent()
+    wanted = view_of(image, receiver.boxes[0], box)
+    factor, more = (1, 0) if ranks.rank == last else (2 * last, 1)
+    right = all(
+        torch.allclose(one.cpu(), factor * (wanted + number + more), rtol=0, atol=1e-4)
+        for number, one in enumerate(found)
+    )
+    return (right, True) if ranks.rank == last else (True, right)
+
+
+def test_stages_hand_over(ranks: Communicator, delays: None) -> None:
+    assert handed_over_and_back(ranks) == (True, True)
+
+
 def test_a_plan_moves_tensors(ranks: Communicator, delays: None) -> None:
     assert moved_there_and_back(ranks) == (True, True)
 
@@ -140,8 +188,30 @@ def test_equals_one_process(ranks: Communicator, delays: None) -> None:
         assert difference <= 1e-9, f"{name} differs by {difference}"
 
 
+def one_handover(ranks: Communicator, values: Tensor) -> Callable[[], object]:
+    """From the first rank to the last, and back."""
+    layout = Layout.even(2, (13, 6), (1, 1))
+    what, last = HandoverShape((2, 1, 13, 6), values.dtype, layout, layout), ranks.size - 1
+    lanes = {}
+    if device_path().name == "nccl" and ranks.rank in (0, last):
+        lanes = {direction: Lane(ranks, [0, last], DEVICE) for direction in DIRECTIONS}
+    me = int(ranks.rank == last)
+    handover = Handover(ranks, [0], [last], me, tag=0, tags=1, lanes=lanes)
+    whole = values.new_ones(2, 1, 13, 6)
+
+    def there_and_back() -> None:
+        if ranks.rank == 0:
+            handover.send(whole, what, 0)
+            handover.receive_back(what, 0, DEVICE)
+        elif ranks.rank == last:
+            handover.send_back(handover.receive(what, 0, DEVICE), what, 0)
+        handover.wait_sent()
+
+    return there_and_back
+
+
 @on_sim
-@pytest.mark.parametrize("what", ["sum", "collection", "exchange"])
+@pytest.mark.parametrize("what", ["sum", "collection", "exchange", "hand-over"])
 def test_how_often_the_host_waits(what: str) -> None:
     """By `nccl` never, else once: for what is to be sent."""
     ranks = as_communicator(MPI.COMM_WORLD)
@@ -151,6 +221,7 @@ def test_how_often_the_host_waits(what: str) -> None:
         "sum": lambda: ranks.all_reduce(values[:, :, :1]),
         "collection": lambda: ranks.all_gather(values[:, :, :1]),
         "exchange": lambda: move(ranks, plan, values),
+        "hand-over": one_handover(ranks, values),
     }
     calls[what]()  # the first one sets up groups
     torch.sim.synchronize()
@@ -189,8 +260,11 @@ def forgetting(exchange: PackedExchange) -> PackedExchange:
 
 
 @on_sim
+@pytest.mark.parametrize("moves", [moved_there_and_back, handed_over_and_back])
 @pytest.mark.parametrize("wait", ["before packing", "after packing", "after unpacking"])
-def test_a_wait_that_is_left_out_is_found(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_left_out_is_found(
+    wait: str, moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them, on purpose, with streams that dawdle: some number is wrong."""
     if wait == "after packing" and device_path().name == "nccl":
         pytest.skip("nothing waits on the host there")
@@ -203,13 +277,36 @@ def test_a_wait_that_is_left_out_is_found(wait: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(PackedExchange, "_started", lambda self: started(forgetting(self)))
     else:
         monkeypatch.setattr(torch.accelerator, "current_stream", careless_current)
+    assert not right_on_all(ranks, moves)
+
+
+def right_on_all(ranks: Communicator, moves: Moves) -> bool:
+    """While streams dawdle."""
     torch.sim.set_delay(3000, seed=ranks.rank)
     try:
-        right = moved_there_and_back(ranks)
+        right = moves(ranks)
     finally:
         torch.sim.set_delay(0)
         torch.sim.synchronize()
-    assert not all(all(one) for one in ranks.allgather(right))
+    return all(all(one) for one in ranks.allgather(right))
+
+
+@on_sim
+def test_memory_that_is_given_back_before_it_is_sent_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device_path().name != "nccl":
+        pytest.skip("MPI has its messages before the host goes on")
+    leave = Handover._leave
+
+    def forgetful(self: Handover, *arguments: Any) -> None:
+        leave(self, *arguments)
+        self._leaving.clear()
+
+    ranks = as_communicator(MPI.COMM_WORLD)
+    assert right_on_all(ranks, handed_over_and_back)
+    monkeypatch.setattr(Handover, "_leave", forgetful)
+    assert not right_on_all(ranks, handed_over_and_back)
 
 
 # --- the choice
