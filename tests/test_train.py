@@ -208,6 +208,11 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),
         (["trainer.accumulate=2", "data.batch_size=ten"], "data.batch_size=ten cannot be cut into"),
         (["trainer.ema=1"], "error: trainer.ema=1 must be at least 0 and below 1, or null"),
+        (
+            ["trainer.cudnn_benchmark=true", "trainer.deterministic=true"],
+            "trainer.cudnn_benchmark=true may take other algorithms in the next run",
+        ),
+        (["device=cuda:1"], "error: device=cuda:1 is not supported: take one of auto, cpu, cuda"),
         (["trainer.tf32=high"], "error: trainer.tf32=high must be true or false"),
         (["comm.map=ture"], "error: comm.map=ture must be true or false"),
         (

@@ -1,4 +1,7 @@
-"""Groups of torch.distributed over a backend by name, whichever transport the ranks have."""
+"""Groups of torch.distributed over a backend by name, whichever transport the ranks have.
+
+``nccl`` stands for what PyTorch has for the accelerator, as in `device_path`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_group import backend_for
+from spatialdl.comm.device_path import current_device
 from spatialdl.comm.distributed import TorchCommunicator, local_group
 from spatialdl.comm.launch import launched
 from spatialdl.comm.limit import timeout_of_groups
@@ -45,7 +50,7 @@ def backend_of(comm: Communicator, device: torch.device) -> str:
     """The backend that goes with the transport of a communicator."""
     if not isinstance(comm, TorchCommunicator):
         return "mpi4py"
-    return "nccl" if device.type == "cuda" else "gloo"
+    return "gloo" if backend_for(device) is None else "nccl"
 
 
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -55,7 +60,7 @@ def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         ValueError: if the backend cannot be had here.
     """
     start(name)
-    group = local_group(ranks, name)
+    group = local_group(ranks, (backend_for(current_device()) if name == "nccl" else None) or name)
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
     return group
 
@@ -68,8 +73,11 @@ def start(name: str) -> None:
     """
     if name not in BACKENDS:
         raise ValueError(f"the backend {name} is unknown: take one of {', '.join(BACKENDS)}")
-    if name == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise ValueError("the backend nccl needs GPUs, PyTorch sees none: take mpi4py or gloo")
+    if name == "nccl" and backend_for(current_device()) is None:
+        raise ValueError(
+            f"the backend nccl needs GPUs, and PyTorch has no collectives for "
+            f"{current_device().type}: take mpi4py or gloo"
+        )
     if name == "mpi4py":
         _register()
     if dist.is_initialized():

@@ -156,10 +156,14 @@ def torch_world(info: LaunchInfo | None) -> Communicator:
 
 def start_process_group(info: LaunchInfo) -> None:
     """Initialise torch.distributed at the address that the environment, or else MPI, tells."""
-    import torch
     import torch.distributed as dist
 
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    from spatialdl.comm.device_group import backend_for
+    from spatialdl.comm.device_path import current_device
+
+    device = current_device()
+    of_device = backend_for(device)
+    backend = "gloo" if of_device is None else f"cpu:gloo,{device.type}:{of_device}"
     limit, store = timeout_of_groups(), None
     if _has_address():
         store = _store_at_loopback(info)

@@ -451,7 +451,7 @@ class _Recorder:
 
         Parameters and buffers stay themselves.
         """
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        if torch._C._is_any_autocast_enabled():
             raise CannotRecord("its forward switches autocast on; do that inside of a block")
         given = set(map(id, tensors))
         for tensor in written:

@@ -32,6 +32,7 @@ from spatialdl.pipeline.compiled import check_compiler, compile_stages
 from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.holders import holders_of, reducers_of
+from spatialdl.pipeline.moving import moved
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
 from spatialdl.pipeline.samples_apart import check_samples_apart
@@ -183,7 +184,7 @@ class Pipeline:
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
         self.replica = positions[0].replica
-        self.stages = {p.stage: stages[p.stage].to(self.device) for p in sorted(positions)}
+        self.stages = {p.stage: moved(stages[p.stage], self.device) for p in sorted(positions)}
         borders = list(self._shapes.borders)
         handovers = Handovers(placement, self.schedule, comm, borders, self.device)
         again = self.options.recompute == "stage"

@@ -18,9 +18,9 @@ from spatialdl.training.checks import (
     BACKENDS,
     BALANCES,
     DEVICE_PATHS,
-    DEVICES,
     PRECISIONS,
     TRANSPORTS,
+    check_device,
 )
 from spatialdl.training.layouts import placement_of, schedule_of
 
@@ -74,7 +74,6 @@ def names_own_network(ckpt_path: str) -> bool:
 def _check_choices(config: DictConfig) -> None:
     choices: dict[str, tuple[Any, ...]] = {
         "precision": (None, *PRECISIONS),
-        "device": DEVICES,
         "table": TABLES,
         "whole": (None, True, False),
         "comm.transport": TRANSPORTS,
@@ -87,6 +86,7 @@ def _check_choices(config: DictConfig) -> None:
         if not any(value is one or (isinstance(value, str) and value == one) for one in known):
             names = ", ".join({None: "null"}.get(one, str(one).lower()) for one in known)
             raise ValueError(f"{key}={value} is not supported: take one of {names}")
+    check_device(config.device)
     if config.table == "parquet":
         need_pyarrow()
 

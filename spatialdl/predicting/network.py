@@ -50,7 +50,11 @@ class Network:
     def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
         check_trust(trained, config)
         settings = trained.config.trainer
-        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
+        set_arithmetic(
+            tf32=bool(settings.tf32),
+            deterministic=bool(settings.deterministic),
+            cudnn_benchmark=bool(settings.get("cudnn_benchmark", False)),
+        )
         self._trained, self._config, self._world = trained, config, world
         self._device = device_of(config.device)
         self.precision = precision_of(config.precision or settings.precision, self._device)

@@ -34,26 +34,37 @@ PADS_ON_CPU = {"reflect": 2, "replicate": 3}  # up to so many spatial dims
 
 def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a function as autocast gives them to it."""
-    if func in ON_GPU and kwargs.get("dtype") is None and torch.is_autocast_enabled("cuda"):
-        args, kwargs = tree_map(lambda one: _wide(one, "cuda"), (args, kwargs))
-    if func in ON_CPU and torch.is_autocast_enabled("cpu"):
-        args, kwargs = tree_map(lambda one: _wide(one, "cpu"), (args, kwargs))
+    if func in ON_GPU and kwargs.get("dtype") is None:
+        args, kwargs = tree_map(_wide_on_gpu, (args, kwargs))
+    if func in ON_CPU:
+        args, kwargs = tree_map(_wide_on_cpu, (args, kwargs))
     return args, kwargs
 
 
 def in_float32(tile: Tensor) -> Tensor:
     """`tile` as autocast on a GPU gives it to norms and to softmax."""
-    return _wide(tile, "cuda") if torch.is_autocast_enabled("cuda") else tile
+    return _wide_on_gpu(tile)  # type: ignore[no-any-return]
 
 
 def padded_as(x: Tensor, mode: str) -> Tensor:
     """`x` as autocast on a CPU gives it to padding."""
-    if x.dim() - 2 <= PADS_ON_CPU.get(mode, 0) and torch.is_autocast_enabled("cpu"):
-        return _wide(x, "cpu")  # type: ignore[no-any-return]
+    if x.dim() - 2 <= PADS_ON_CPU.get(mode, 0):
+        return _wide_on_cpu(x)  # type: ignore[no-any-return]
     return x
 
 
-def _wide(one: Any, kind: str) -> Any:
-    if isinstance(one, Tensor) and one.dtype in HALF and one.device.type == kind:
-        return one.float()
-    return one
+def _wide_on_gpu(one: Any) -> Any:
+    """Of any kind: PyTorch has one list for accelerators."""
+    return one.float() if _is_cast(one) and one.device.type != "cpu" else one
+
+
+def _wide_on_cpu(one: Any) -> Any:
+    return one.float() if _is_cast(one) and one.device.type == "cpu" else one
+
+
+def _is_cast(one: Any) -> bool:
+    """Whether it is a tensor of half precision on a device that has autocast switched on."""
+    if not isinstance(one, Tensor) or one.dtype not in HALF:
+        return False
+    kind = one.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

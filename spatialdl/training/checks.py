@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,7 +19,6 @@ from spatialdl.training.loggers.choosing import check_loggers
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
-DEVICES = ("auto", "cpu", "cuda", "xpu")
 DEVICE_PATHS = ("auto", "nccl", "mpi", "host")
 TASKS = ("classification", "multilabel", "regression", "segmentation")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -73,7 +73,6 @@ def check_config(config: DictConfig) -> Placement:
 def _check_choices(config: DictConfig) -> None:
     choices = {
         "trainer.precision": PRECISIONS,
-        "device": DEVICES,
         "task.name": TASKS,
         "comm.transport": TRANSPORTS,
         "comm.device_path": DEVICE_PATHS,
@@ -85,6 +84,26 @@ def _check_choices(config: DictConfig) -> None:
         if value not in known:
             names = ", ".join("null" if one is None else one for one in known)
             raise ValueError(f"{key}={value} is not supported: take one of {names}")
+    check_device(config.device)
+
+
+def check_device(name: object) -> None:
+    """Refuse what is no type of device; of others than the usual ones PyTorch is asked.
+
+    Raises:
+        ValueError: PyTorch knows none of this name.
+    """
+    if name in ("auto", "cpu", "cuda", "xpu"):
+        return
+    import torch  # also loads what makes further devices known
+
+    with suppress(RuntimeError):
+        if torch.device(str(name)).index is None:
+            return
+    raise ValueError(
+        f"device={name} is not supported: take one of auto, cpu, cuda, xpu, or the name that a "
+        "package gives to its device in PyTorch"
+    )
 
 
 def _check_files(config: DictConfig) -> None:
@@ -136,6 +155,11 @@ def _check_trainer(config: DictConfig) -> int:
     is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
     if decay is not None and not (is_number and 0 <= decay < 1):
         raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
+    if settings.cudnn_benchmark and settings.deterministic:
+        raise ValueError(
+            "trainer.cudnn_benchmark=true may take other algorithms in the next run, and "
+            "trainer.deterministic=true wants the same bits: leave one of the two out"
+        )
     accumulate = settings.accumulate
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"trainer.accumulate={accumulate} must be at least 1 batch")

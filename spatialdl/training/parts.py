@@ -50,7 +50,11 @@ class Parts:
     def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
         self.config, self.world = config, world
         settings = config.trainer
-        set_arithmetic(tf32=bool(settings.tf32), deterministic=bool(settings.deterministic))
+        set_arithmetic(
+            tf32=bool(settings.tf32),
+            deterministic=bool(settings.deterministic),
+            cudnn_benchmark=bool(settings.cudnn_benchmark),
+        )
         self.device = device_of(config.device)
         self.precision = precision_of(settings.precision, self.device)
         self.nodes = nodes or Nodes(world)

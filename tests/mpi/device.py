@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, current_device
 from spatialdl.comm.launch import launched
@@ -50,16 +51,19 @@ def _device() -> torch.device:
 DEVICE = _device()
 
 
+def device_key(comm: Communicator) -> str:
+    """The override for a run of `comm`; a process by itself is a reference, on the CPU."""
+    return "device=cpu" if isinstance(comm, Alone) else f"device={DEVICE.type}"
+
+
 def put_on(world: Communicator) -> torch.device:
     """Give every rank a device, of its own if there are enough; all ranks call it."""
     if DEVICE.type == "cpu":
         return DEVICE
     torch.accelerator.set_device_index(world.rank % torch.accelerator.device_count())
     if DEVICE.type == "sim":
-        from tests.simulated_device import collectives
         from tests.simulated_device.device_aware_mpi import take_device_memory
 
-        collectives.register()
         if PATH == "mpi":
             take_device_memory()
     path = choose_device_path(world, current_device(), PATH)

@@ -70,7 +70,7 @@ def hooked() -> nn.Module:
     for module in list(network.modules()):
         if isinstance(module, nn.Conv2d):
             mask = (torch.arange(module.weight.numel()) % 3 > 0).view_as(module.weight)
-            module.weight.register_hook(lambda grad, mask=mask: grad * mask)
+            module.weight.register_hook(lambda grad, mask=mask: grad * mask.to(grad.device))
             module.bias.register_hook(lambda grad: 3 * grad)
     prune.random_unstructured(network[2][0].conv1, "weight", 0.3)
     prune.l1_unstructured(network[-1], "weight", 0.3)

@@ -81,10 +81,11 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("sim")
     torch.ops.load_library(_library())
 
-    from tests.simulated_device import sim
+    from tests.simulated_device import collectives, sim
 
     torch._register_device_module("sim", sim)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    collectives.register()
     atexit.register(torch.ops.sim.end_streams)
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spatialdl.spatial.autocast import as_autocast, in_float32, padded_as
+from spatialdl.training.optimization.precision import precision_of
 from tests.simulated_device.networks import NETWORKS, batch
 
 HALF = [torch.float16, torch.bfloat16]
@@ -69,3 +71,27 @@ def test_an_overflow_is_found_and_the_step_left_out():
     scaler.update()
     assert weight.tolist() == [1, 1, 1]
     assert scaler.get_scale() == 2
+
+
+def test_the_package_casts_what_pytorch_casts():
+    x = torch.ones(1, 2, 4, 4, dtype=torch.bfloat16, device="sim")
+    plain = [torch.sum, torch.prod, torch.norm, torch.linalg.vector_norm, torch.mean, F.relu]
+    along = [torch.logsumexp, torch.cumsum, torch.cumprod]
+    calls = [(F.interpolate, {"scale_factor": 2, "mode": "bilinear"})]
+    calls += [(one, {}) for one in plain] + [(one, {"dim": 1}) for one in along]
+    assert in_float32(x) is x
+    with torch.autocast("sim", torch.bfloat16):
+        for function, options in calls:
+            (cast,), _ = as_autocast(function, (x,), options)
+            assert cast.dtype == function(x, **options).dtype, function
+        assert in_float32(x).dtype == x.softmax(1).dtype == torch.float32
+        assert padded_as(x, "reflect") is x
+        assert as_autocast(torch.sum, (x.cpu(),), {})[0][0].dtype == torch.bfloat16
+
+
+def test_a_precision_that_the_device_does_not_have_is_refused(monkeypatch):
+    assert precision_of("bf16-mixed", torch.device("sim", 0)).mixed is torch.bfloat16
+    monkeypatch.setattr(torch.sim, "get_amp_supported_dtype", lambda: [torch.float16])
+    with pytest.raises(ValueError, match=r"not for sim, which has no torch.bfloat16: take fp16-mi"):
+        precision_of("bf16-mixed", torch.device("sim", 0))
+    assert precision_of("fp16-mixed", torch.device("sim", 0)).mixed is torch.float16

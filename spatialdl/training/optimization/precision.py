@@ -53,17 +53,26 @@ def precision_of(name: str, device: torch.device) -> Precision:
         ValueError: if the device cannot do it.
     """
     found = named(name)
-    if device.type == "cuda" and found.mixed is torch.bfloat16:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise ValueError(
-                f"trainer.precision={name} needs a GPU of compute capability 8.0, but "
-                f"{torch.cuda.get_device_name(device)} has {major}.{minor}: take fp16-mixed"
-            )
+    if found.mixed is not None and device.type != "cpu" and not _has(device, found.mixed):
+        kind = torch.get_device_module(device).get_device_properties(device).name
+        other = "fp16-mixed" if found.mixed is torch.bfloat16 else "bf16-mixed"
+        raise ValueError(
+            f"trainer.precision={name} is not for {kind}, which has no {found.mixed}: take {other}"
+        )
     return found
 
 
-def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
+def _has(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether an accelerator computes with numbers of 16 bits without emulating it."""
+    module = torch.get_device_module(device)
+    offered = getattr(module, "get_amp_supported_dtype", None)  # of devices out of PyTorch's tree
+    if offered is not None:
+        return dtype in offered()
+    has_bfloat16 = getattr(module, "is_bf16_supported", None)
+    return dtype is not torch.bfloat16 or has_bfloat16 is None or has_bfloat16(False)
+
+
+def set_arithmetic(*, tf32: bool, deterministic: bool, cudnn_benchmark: bool = False) -> None:
     """How this process calculates from here on.
 
     Args:
@@ -71,13 +80,13 @@ def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
             TensorFloat-32 (10 bits instead of 23).
         deterministic: whether an operation that may give other bits the next time raises
             ``RuntimeError``; call it before CUDA starts.
+        cudnn_benchmark: whether cuDNN (MIOpen) times its algorithms for each new shape and takes
+            the fastest; nothing on other devices.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    if torch.cuda.is_available():
-        torch.backends.cudnn.allow_tf32 = tf32
-        torch.backends.cudnn.deterministic = deterministic
-        if deterministic:
-            torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = cudnn_benchmark
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)

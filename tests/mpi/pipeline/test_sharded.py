@@ -25,6 +25,7 @@ from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.device import device_key
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
 
@@ -204,22 +205,22 @@ def test_parameters_of_several_types_are_refused(world):
 TINY = [
     *("model.width=6", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=19"),
     *("data.validation_samples=7", "data.batch_size=6", "trainer.precision=float64"),
-    *("trainer.max_epochs=1", "device=cpu", "trainer.clip_norm=0.5"),
+    *("trainer.max_epochs=1", "trainer.clip_norm=0.5"),
 ]
 
 
-def config(*overrides: str):
+def trainer(comm: Communicator, *overrides: str) -> Trainer:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", [*TINY, *overrides])
+        return Trainer(compose("train", [*TINY, device_key(comm), *overrides]), comm)
 
 
 def test_a_training_run_is_that_of_one_process(world, tmp_path: Path):
     steps = ["trainer.max_steps=3", "trainer.max_epochs=null"]  # the fourth batch has one sample
     over = [*steps, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true"]
-    fit(Trainer(config(*over), world), tmp_path)
+    fit(trainer(world, *over), tmp_path)
     if world.rank == 0:
         (tmp_path / "plain").mkdir()
-        plain = Trainer(config(*steps, f"parallel.microbatches={RANKS}"), Alone())
+        plain = trainer(Alone(), *steps, f"parallel.microbatches={RANKS}")
         fit(plain, tmp_path / "plain")
         ours, theirs = (
             json.loads((folder / "summary.json").read_text())
@@ -236,4 +237,4 @@ def test_a_training_run_is_that_of_one_process(world, tmp_path: Path):
 
 def test_a_last_batch_that_is_too_small_is_refused_beforehand(world):
     with pytest.raises(ValueError, match="last batch of an epoch of 19 has 1 for"):
-        Trainer(config("parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true"), world)
+        trainer(world, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true")

@@ -20,6 +20,7 @@ from spatialdl.predicting.inputs import Input, slide_input
 from spatialdl.predicting.pieces import PiecedMap
 from spatialdl.predicting.running import Outcome, Runner
 from spatialdl.predicting.trained import find_trained
+from tests.mpi.device import device_key
 from tests.predicting.runs import MAPS, NETWORK, command, train, write_slide
 from tests.predicting.volumes import AFFINE, UNET, save, train_on_labels, train_on_volumes, voxels
 
@@ -85,7 +86,7 @@ def maps(tmp_path_factory) -> Case:
 
 def predict(case: Case, comm: Any, layout: str) -> tuple[Input, Outcome]:
     words = ["overlap=5", "batch_size=5", "min_tissue=0.3", "activation=true"]
-    words += [f"ckpt_path={case.run}", f"slides={case.slide}", *layout.split()]
+    words += [device_key(comm), f"ckpt_path={case.run}", f"slides={case.slide}", *layout.split()]
     config = command(*words)
     trained = find_trained(str(case.run), comm)
     given = slide_input(case.slide, "a", cutting_of(config, trained))
@@ -160,6 +161,7 @@ def predict_volumes(folder: Path, comm: Any, layout: str) -> Path:
     if comm.rank == 0:
         out.mkdir()
     words = (f"ckpt_path={folder / 'run'}", f"volumes={folder / 'new'}", *layout.split())
+    words += (device_key(comm),)
     assert run(command(*words), out, comm)
     return out
 
@@ -208,7 +210,9 @@ def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkey
 
     monkeypatch.setattr(Runner, "run", noted)
     words = (f"ckpt_path={volumes / 'run'}", f"volumes={WORLD.bcast(volumes) / 'mixed'}")
-    config = command(*words, "parallel=dp", f"parallel.data={WORLD.size}", "maps=false")
+    config = command(
+        *words, "parallel=dp", f"parallel.data={WORLD.size}", "maps=false", device_key(WORLD)
+    )
     assert not run(config, volumes / "out", WORLD)
     everybody = WORLD.gather(seen)
     if everybody is None:
@@ -235,7 +239,8 @@ def test_what_places_of_a_volume_give_is_that_of_one_process(layout, tmp_path):
             (folder / name).mkdir()
         WORLD.barrier()
         if comm is WORLD or WORLD.rank == 0:
-            assert run(command(*given, *(words if comm is WORLD else ())), folder / name, comm)
+            own = (device_key(comm), *(words if comm is WORLD else ()))
+            assert run(command(*given, *own), folder / name, comm)
     if WORLD.rank == 0:
         files = sorted(path.name for path in (folder / "plain").glob("*.nii.gz"))
         assert len(files) == 3

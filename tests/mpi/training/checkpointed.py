@@ -16,12 +16,13 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.device import device_key
 
 SAVED, STEPS = 4, 7  # epochs have three steps, so that both lie in the middle of one
 TINY = [
     *("model._target_=tests.training.checkpoints.networks.network", "data.image_size=[37,29]"),
     *("data.num_classes=3", "data.samples=14", "data.validation_samples=0", "data.batch_size=5"),
-    *("trainer.precision=float64", f"trainer.max_steps={STEPS}", "device=cpu"),
+    *("trainer.precision=float64", f"trainer.max_steps={STEPS}"),
     *("trainer.checkpoint.every_epochs=null", f"trainer.checkpoint.every_steps={SAVED}"),
 ]
 SGD = "optimizer=sgd optimizer.lr=0.05 optimizer.momentum=0.9 trainer.clip_norm=0.5"
@@ -71,6 +72,7 @@ def run(run_dir: Path, comm: Communicator, *overrides: str) -> Outcome:
     """Train with the configuration; every rank of `comm` calls it."""
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         words = [word for one in overrides for word in one.split()]
+        words.append(device_key(comm))
         marked = [f"++{word}" if word.startswith("model._") else word for word in (*TINY, *words)]
         trainer = Trainer(_with_own_keys(compose("train", marked)), comm)
     fit(trainer, run_dir)

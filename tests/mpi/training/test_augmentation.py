@@ -16,6 +16,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.device import device_key
 
 SIZE = 37, 45  # of the crops
 STORED = [(61, 70), (37, 45), (30, 80), (21, 19), (50, 44), (36, 46), (64, 33)]
@@ -73,7 +74,7 @@ def small(num_classes: int, in_channels: int, width: int) -> nn.Sequential:
 def train(run_dir: Path, data: Path, comm, layout: str, *more: str) -> dict:
     overrides = ["data=shards", f"data.path={data}", f"data.image_size={list(SIZE)}"]
     overrides += ["data.batch_size=3", "parallel.microbatches=1", "trainer.precision=float64"]
-    overrides += ["trainer.max_steps=7", "device=cpu", "comm.check=true"]  # an epoch has 3 steps
+    overrides += ["trainer.max_steps=7", "comm.check=true", device_key(comm)]  # epochs have 3
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*overrides, *ALL, *more, *layout.split()])
     fit(Trainer(config, comm), run_dir)

@@ -15,6 +15,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.device import device_key
 
 WORLD = MPI.COMM_WORLD
 SIZE = 70, 51
@@ -49,7 +50,7 @@ def losses(run_dir: Path, data: Path, channels: int, comm, *more: str) -> list[f
             [
                 *("model=resnet18", "model.width=4", "data=shards", f"data.path={data}"),
                 *("data.batch_size=2", "trainer.max_steps=2", "trainer.precision=float64"),
-                *("device=cpu", "comm.check=true", *more),
+                *(device_key(comm), "comm.check=true", *more),
             ],
         )
     trainer = Trainer(config, comm)

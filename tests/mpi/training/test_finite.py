@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from spatialdl.errors import NotFinite
 from spatialdl.training.trainer import Trainer
+from tests.mpi.device import device_key
 from tests.training.checkpoints.runs import checkpoints
 from tests.training.debug.test_detect_nan import NETWORK
 
@@ -50,7 +51,7 @@ def test_every_layout_stops(ranks, overrides, where, world, tmp_path):
     if world.size != ranks:
         pytest.skip(f"a layout of {ranks} ranks")
     given = [
-        *("model=resnet18", f"model._target_={NETWORK}", "~model.width", "device=cpu"),
+        *("model=resnet18", f"model._target_={NETWORK}", "~model.width", device_key(world)),
         *("data.image_size=[13,10]", "data.samples=8", "data.batch_size=4", "data.num_classes=3"),
         *("trainer.max_steps=3", "data.validation_samples=2", "trainer.checkpoint.best=null"),
         "trainer.checkpoint.every_steps=1",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,9 +37,11 @@ def test_weights_are_never_of_half_precision(name, dtype, mixed):
 
 
 def test_an_old_gpu_is_told_to_take_fp16(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ValueError, match=r"8\.0, but Tesla T4 has 7\.5: take fp16-mixed"):
+    emulates = lambda including_emulation: including_emulation  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulates)
+    tesla = SimpleNamespace(name="Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: tesla)
+    with pytest.raises(ValueError, match=r"Tesla T4, which has no torch.bfloat16: take fp16-mixed"):
         precision_of("bf16-mixed", torch.device("cuda", 0))
     assert precision_of("fp16-mixed", torch.device("cuda", 0)).mixed is torch.float16
 
@@ -58,20 +61,24 @@ def as_before(monkeypatch) -> Iterator[None]:
 def test_tf32_is_for_products_and_convolutions_alike(tf32, as_before):
     set_arithmetic(tf32=tf32, deterministic=False)
     assert torch.backends.cuda.matmul.allow_tf32 is tf32
-    if torch.cuda.is_available():
-        assert torch.backends.cudnn.allow_tf32 is tf32
+    assert torch.backends.cudnn.allow_tf32 is tf32
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_what_gives_other_bits_the_next_time_is_refused(as_before):
     set_arithmetic(tf32=False, deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    if torch.cuda.is_available():
-        assert torch.backends.cudnn.deterministic
+    assert torch.backends.cudnn.deterministic
     with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
     set_arithmetic(tf32=False, deterministic=False)
     torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_algorithms_of_cudnn_are_timed_where_it_is_asked_for(chosen, as_before):
+    set_arithmetic(tf32=False, deterministic=False, cudnn_benchmark=chosen)
+    assert torch.backends.cudnn.benchmark is chosen
 
 
 def run(scaler: LossScaler, steps: str) -> list[float]:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
 from spatialdl.training.trainer import Trainer
+from tests.mpi.device import device_key
 from tests.training.debug.test_detect_nan import NETWORK
 
 FORWARD, BACKWARD = ["+model.kind=forward"], ["+model.kind=backward"]
@@ -20,7 +21,7 @@ def first(overrides: list[str], world: Communicator, folder) -> str:
     """What every rank says alike; some ranks' own findings follow."""
     given = [
         *("model=resnet18", f"model._target_={NETWORK}", "~model.width", "debug=detect_nan"),
-        *("data.image_size=[13,10]", "data.samples=8", "data.batch_size=4", "device=cpu"),
+        *("data.image_size=[13,10]", "data.samples=8", "data.batch_size=4", device_key(world)),
         *("data.num_classes=3", "trainer.max_steps=3", "data.validation_samples=2"),
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):

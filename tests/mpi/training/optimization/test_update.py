@@ -24,6 +24,7 @@ from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.device import device_key
 
 WORLD = MPI.COMM_WORLD
 CHAIN = {
@@ -170,8 +171,8 @@ def train(run_dir: Path, comm, *overrides: str) -> tuple[dict, list[dict[str, st
             [
                 *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3"),
                 *("data.samples=12", "data.validation_samples=3", "data.batch_size=4"),
-                *("trainer.max_steps=3", "trainer.precision=float64", "device=cpu"),
-                *("comm.check=true", *overrides),
+                *("trainer.max_steps=3", "trainer.precision=float64"),
+                *(device_key(comm), "comm.check=true", *overrides),
             ],
         )
     fit(Trainer(config, comm), run_dir)

@@ -18,6 +18,7 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.data.shards import ShardDataset
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.device import device_key
 
 SIZE = 37, 45
 LAYOUTS = {
@@ -62,7 +63,7 @@ def train(run_dir: Path, data: Path, comm, layout: str) -> tuple[dict, list[dict
             [
                 *("model=unet", "++model.width=2", "++model.depth=2", "data=shards"),
                 *(f"data.path={data}", "data.batch_size=3", "parallel.microbatches=1"),
-                *("trainer.max_steps=4", "trainer.precision=float64", "device=cpu"),
+                *("trainer.max_steps=4", "trainer.precision=float64", device_key(comm)),
                 *("comm.check=true", *layout.split()),
             ],
         )

@@ -15,6 +15,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
+from tests.mpi.device import device_key
 
 SMALL = "++model._target_=tests.mpi.training.small.small ~model.width "
 TASKS = {
@@ -75,7 +76,7 @@ def train(run_dir: Path, comm: Any, layout: str, task: str, batch: int) -> dict[
             [
                 *("data.image_size=[40,36]", "data.num_classes=3", f"data.batch_size={batch}"),
                 *("data.samples=10", "data.validation_samples=5", "trainer.max_steps=3"),
-                *("trainer.precision=float64", "device=cpu", "comm.check=true"),
+                *("trainer.precision=float64", device_key(comm), "comm.check=true"),
                 *(*TASKS[task].split(), *layout.split()),
             ],
         )
