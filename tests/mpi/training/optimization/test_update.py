@@ -24,7 +24,7 @@ from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
-from tests.mpi.device import device_key
+from tests.mpi.device import DEVICE, device_key
 
 WORLD = MPI.COMM_WORLD
 CHAIN = {
@@ -92,23 +92,23 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
     cut = ["3", "4"][: placement.stages - 1]
     pipeline = Pipeline(
         *(network(), placement, schedule, world, F.cross_entropy, (3, 12, 10)),
-        PipelineOptions(cut=cut, mixed=torch.float16),
+        PipelineOptions(cut=cut, mixed=torch.float16, device=DEVICE),
     )
     config = settings("trainer.clip_norm=0.01", "trainer.ema=0.5")
     update = Update(config, pipeline, batch=4, steps=6, steps_per_epoch=6)
 
-    plain = network()
+    plain = network().to(DEVICE)
     groups = [
         {"params": [one for one in plain.parameters() if one.dim() > 1]},
         {"params": [one for one in plain.parameters() if one.dim() <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, 6, 0.9)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE.type)
     average = copy.deepcopy(plain)
 
     for step in range(6):
-        images, labels = batch(step)
+        images, labels = (one.to(DEVICE) for one in batch(step))
         parts, pieces = [], []
         for m in range(2):
             for replica in range(placement.data):
@@ -125,7 +125,7 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
 
         optimizer.zero_grad()
         for x, target in pieces:
-            with torch.autocast("cpu", torch.float16):
+            with torch.autocast(DEVICE.type, torch.float16):
                 loss = F.cross_entropy(plain(x), target) * len(x) / 4
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
