@@ -26,9 +26,12 @@ aten = torch.ops.aten
 
 
 class Moments(NamedTuple):
-    """Per channel, float64: mean and biased variance over `pixels` pixels."""
+    """Per channel, float64: mean and biased variance over `pixels` pixels.
 
-    pixels: int
+    A rank that does not know their number has it as float64 (), which the host does not wait for.
+    """
+
+    pixels: float | Tensor
     mean: Tensor
     variance: Tensor
 
@@ -49,16 +52,15 @@ def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: st
     own = tile.numel() // max(tile.shape[1], 1)
     if comm.size == 1:
         return Moments(own if count is None else count, mean.double(), variance.double())
-    pixels = constant(float(own), 1, torch.float64, tile.device)
-    message = torch.cat([pixels, mean, variance])  # in the widest of their types
+    held = constant(float(own), 1, torch.float64, tile.device)
+    message = torch.cat([held, mean, variance])  # in the widest of their types
     gathered = gather_over_ranks(comm, message, f"{name} statistics")
     counts, statistics, channels = gathered[:, 0], gathered[:, 1:], tile.shape[1]
-    if count is None:
-        count = own * comm.size if tile.is_meta else int(counts.sum())
-    shares = counts / count
+    pixels = counts.sum() if count is None else count
+    shares = counts / pixels
     mean, variance = torch.mv(statistics.t(), shares).chunk(2)
     deviations = statistics[:, :channels] - mean
-    return Moments(count, mean, torch.addmv(variance, deviations.square_().t(), shares))
+    return Moments(pixels, mean, torch.addmv(variance, deviations.square_().t(), shares))
 
 
 def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,13 +244,15 @@ def trained(
         raise TypeError("batch_norm: momentum must be a number; BatchNorm layers take None")
     with torch.no_grad():
         moments = global_moments(tile, count, comm, "batch_norm")
-        if moments.pixels == copies:
+        # asked only where it may be, or the host would wait
+        if tile.numel() <= tile.shape[1] and not tile.is_meta and int(moments.pixels) == copies:
             raise ValueError(
                 "batch_norm needs more than one value per channel to train, got one with "
                 f"{tile.shape[1]} channels"
             )
         moments = Moments(moments.pixels, *moments.of(tile))
-        once = moments._replace(pixels=moments.pixels // copies)
+        pixels = moments.pixels / copies if copies > 1 else moments.pixels
+        once = moments._replace(pixels=pixels)
         update_running(once, running_mean, running_var, momentum)
     y: Tensor = _BatchNorm.apply(tile, weight, bias, moments, eps, comm)  # type: ignore[no-untyped-call]
     return y
@@ -273,10 +277,8 @@ def update_running(
     moments: Moments, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> None:
     """Move running statistics towards those of this batch; the variance is the unbiased one."""
-    unbiased = momentum * moments.pixels / (moments.pixels - 1)
-    for running, value, factor in (
-        (running_mean, moments.mean, momentum),
-        (running_var, moments.variance, unbiased),
-    ):
-        if running is not None:
-            running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=factor)
+    unbiased = moments.variance * (moments.pixels / (moments.pixels - 1))
+    both = (running_mean, moments.mean), (running_var, unbiased)
+    kept = [(one, value.to(one.dtype)) for one, value in both if one is not None]
+    if kept:
+        torch._foreach_lerp_([one for one, _ in kept], [value for _, value in kept], momentum)

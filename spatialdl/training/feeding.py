@@ -17,6 +17,7 @@ from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.split import from_local
+from spatialdl.training.tasks.losses import check_pixels
 
 
 class Feed:
@@ -31,6 +32,7 @@ class Feed:
         pipeline: says which boxes this rank needs.
         batch_size: samples that a step takes, over all ranks.
         masks: whether masks are the targets.
+        classes: that masks may have; None for any.
         normalisation: of the images that the network gets.
         dtype: of these images.
         channels_last: whether these lie so in memory.
@@ -46,6 +48,7 @@ class Feed:
         *,
         batch_size: int,
         masks: bool,
+        classes: int | None = None,
         normalisation: Normalisation,
         dtype: torch.dtype,
         channels_last: bool = False,
@@ -54,7 +57,7 @@ class Feed:
     ) -> None:
         self._pipeline, self._size = pipeline, views.size
         self._dtype, self._device = dtype, pipeline.device
-        self._normalisation = normalisation
+        self._normalisation, self._classes = normalisation, classes
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         numbers = range(pipeline.schedule.microbatches)
         first = [pipeline.first(number) for number in numbers]
@@ -117,5 +120,7 @@ class Feed:
         """Labels (N,) or (N, targets); or masks (N, H, W), each rank of the grid holds its box."""
         if part.masks is None:
             return part.labels.to(self._device)
+        if self._classes is not None:
+            check_pixels(part.masks, self._classes)  # here, where no device is waited for
         mask = part.masks.to(self._device, torch.int64)
         return mask if mesh.parts == 1 else from_local(mask, mesh, self._size)

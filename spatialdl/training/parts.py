@@ -118,6 +118,7 @@ class Parts:
             self.pipeline,
             batch_size=self.batch_size,
             masks=self.config.task.name == "segmentation",
+            classes=self.sources.num_classes,
             normalisation=self.sources.normalisation,
             dtype=self.precision.dtype,
             channels_last=bool(self.config.trainer.channels_last),

@@ -8,7 +8,7 @@ draws random numbers it does so by the same keys.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -131,7 +131,7 @@ def parallel(
         case.placement,
         make_schedule(case.schedule, case.placement, case.microbatches, case.times),
         world,
-        segmentation_loss if case.segments else F.cross_entropy,
+        partial(segmentation_loss, classes=5) if case.segments else F.cross_entropy,
         (3, *case.size),
         PipelineOptions(
             cut=case.cut or None,

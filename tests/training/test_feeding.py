@@ -62,3 +62,17 @@ def test_validation_is_in_order_and_not_augmented():
     assert found.tolist() == labels.tolist()
     assert (batches[0][0].tiles[0].numpy() == images.read(0)).all()
     assert parts("data.validation_samples=0").validation_feed is None
+
+
+def test_masks_of_classes_that_the_data_has_not_are_refused_before_they_travel():
+    made = parts("task=segmentation", "model=unet")
+    feed = made.train_feed
+    (batch, *_) = feed.batches()
+    assert feed.microbatches(batch)
+    batch[0].masks[0, 1, 1] = 255  # without a class
+    assert feed.microbatches(batch)
+    batch[0].masks[0, 1, 1] = 3
+    with pytest.raises(
+        ValueError, match="tells 3 classes apart, but a mask has a pixel of class 3"
+    ):
+        feed.microbatches(batch)

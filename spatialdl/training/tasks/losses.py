@@ -272,14 +272,29 @@ def check_maps(
 def check_masks(
     output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
 ) -> None:
-    """Refuse what is no (N, classes, *spatial) of enough classes for the masks."""
+    """Refuse what is no (N, classes, *spatial) of enough classes for the masks.
+
+    Args:
+        classes: of the data; masks on an accelerator then have been looked at before, on the host,
+            see `check_pixels`.
+    """
     check_maps(output, target, weight, classes)
     labels = own_pixels(target)
-    is_class = labels != UNLABELLED
-    highest = int((labels.where(is_class, -1)).max()) if labels.numel() else -1
-    if highest >= output.shape[1]:
+    if classes is None or labels.device.type == "cpu":
+        check_pixels(labels, output.shape[1])
+
+
+def check_pixels(labels: Tensor, classes: int) -> None:
+    """Refuse masks with a class that the network does not tell.
+
+    Args:
+        labels: (N, *spatial), any number of them; the host waits for these.
+        classes: that it tells apart.
+    """
+    highest = int(labels.where(labels != UNLABELLED, 0).max()) if labels.numel() else 0
+    if highest >= classes:
         raise ValueError(
-            f"the network tells {output.shape[1]} classes apart, but a mask has a pixel of class "
+            f"the network tells {classes} classes apart, but a mask has a pixel of class "
             f"{highest}: leave model.num_classes out, set data.num_classes, or mark pixels without "
             f"a class by {UNLABELLED}"
         )

@@ -20,8 +20,8 @@ CASES = [
     Case("dp", "norm_eval", (21, 19), ONE, 2, 2, 6, compiled=True),
     Case("dp", "norm_eval", (21, 19), ONE, 2, 2, 8, sync=True, compiled=True),
     Case("gems", *PLAIN, ONE * 2, 1, 2, 4, schedule="mast", compiled=True),
-    Case("pp", "random_net", (19, 17), ONE * 2, 1, 2, 4, schedule="1f1b", compiled=True),
-    Case("lp", "unet", (24, 20), ONE * 2, 1, 1, 4, compiled=True),
+    Case("pp", "random", (19, 17), ONE * 2, 1, 2, 4, schedule="1f1b", compiled=True),
+    Case("lp", "skips", (19, 17), ONE * 2, 1, 1, 4, compiled=True),
 ]
 FIRST = 1
 """So many are in every run; the others take their time to compile."""
