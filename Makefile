@@ -60,7 +60,9 @@ RANKS ?= 2
 test-device: $(READY)
 	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
 	    tests/mpi/bench
-	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/pipeline/test_equal_numbers.py
+	$(ON_SIM)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/pipeline/test_equal_numbers.py
+	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/spatial/test_pad.py
 	$(ON_SIM)=mpi $(WITH_TESTS) tests/mpi/spatial/test_pad.py
 
 # RANKS on the GPUs of this machine, each on its own where there are enough
@@ -88,7 +90,7 @@ test-slow: $(READY)
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py
 	# all layouts on the simulated accelerator
-	set -e; for path in nccl mpi; do for ranks in 2 4; do \
+	set -e; for path in nccl host mpi; do for ranks in 2 4; do \
 	    $(ON_SIM)=$$path $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py; \
 	done; done

@@ -213,7 +213,7 @@ def one_handover(ranks: Communicator, values: Tensor) -> Callable[[], object]:
 @on_sim
 @pytest.mark.parametrize("what", ["sum", "collection", "exchange", "hand-over"])
 def test_how_often_the_host_waits(what: str) -> None:
-    """By `nccl` never, else once: for what is to be sent."""
+    """By `nccl` never, else once: for what is to be sent. MPI fills memory of the device, too."""
     ranks = as_communicator(MPI.COMM_WORLD)
     plan = shifted(ranks, (2, 13, 6))
     values = torch.ones(plan.own.shape, device=DEVICE).unsqueeze(1)
@@ -227,7 +227,8 @@ def test_how_often_the_host_waits(what: str) -> None:
     torch.sim.synchronize()
     with torch.sim.wait_sites(str(Path(spatialdl.__file__).parent)) as sites:
         calls[what]()
-    assert sum(sites.values()) == (0 if device_path().name == "nccl" else 1), dict(sites)
+    waits = {"nccl": 0, "mpi": 2 if what == "hand-over" else 1}.get(device_path().name, 1)
+    assert sum(sites.values()) == waits, dict(sites)
 
 
 class Careless(torch.Stream):
@@ -268,6 +269,9 @@ def test_a_wait_that_is_left_out_is_found(
     """Each of them, on purpose, with streams that dawdle: some number is wrong."""
     if wait == "after packing" and device_path().name == "nccl":
         pytest.skip("nothing waits on the host there")
+    is_whole = moves is handed_over_and_back
+    if wait == "after unpacking" and is_whole and device_path().name == "mpi":
+        pytest.skip("MPI puts whole tiles where they belong")
     ranks, own = as_communicator(MPI.COMM_WORLD), torch.device("sim", torch.sim.current_device())
     if wait == "before packing":
         careless = Careless(own)

@@ -40,9 +40,8 @@ STAGES = ONE * 2
     ],
     ids=str,
 )
-@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
 def test_by_nccl_a_step_waits_for_its_loss_and_a_look_at_its_gradients(
-    case: Case, checked: bool, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+    case: Case, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
 ) -> None:
     """76 times through the host for the first case."""
     if device_path().name != "nccl":
@@ -62,7 +61,7 @@ def test_by_nccl_a_step_waits_for_its_loss_and_a_look_at_its_gradients(
         return loss
 
     monkeypatch.setattr(Pipeline, "train_step", watched)
-    check.enable(checked)
+    check.enable(False)  # as programs run: hosts do not wait for each other either
     try:
         parallel(case, world)
     finally:
