@@ -61,7 +61,7 @@ def options(group: str) -> list[str]:
 
 def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
-    assert options("cluster") == ["infiniband", "nvlink_node", "this_machine"]
+    assert options("cluster") == ["h100", "infiniband", "mi300x", "nvlink_node", "this_machine"]
     models = ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet", "unet3d"]
     models.append("wide_view")
     assert options("model") == models
@@ -212,7 +212,7 @@ def make_cluster(name: str, folder: Path) -> None:
     if name == "this_machine":  # the rest is measured
         assert settings == {"name": name}
         return
-    assert cluster_of(settings).memory_bytes(8) == 80e9
+    assert cluster_of(settings).memory_bytes(8) == (192e9 if name == "mi300x" else 80e9)
 
 
 def make_run(name: str, folder: Path) -> None:
