@@ -57,10 +57,10 @@ class ThroughHost:
         self._comm = comm
 
     def start_all_reduce(self, values: Tensor) -> Pending:
-        return _Later(_copied(values), self._comm.all_reduce_, values)
+        return _Later(pinned_copy(values), self._comm.all_reduce_, values)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        own, ready = _copied(values)
+        own, ready = pinned_copy(values)
         size: int = self._comm.size  # type: ignore[attr-defined]
         everybody = torch.empty((size, *own.shape), dtype=own.dtype, pin_memory=True)
         ready.synchronize()
@@ -86,7 +86,7 @@ class _Later:
         self._values.copy_(staged, non_blocking=True)
 
 
-def _copied(values: Tensor) -> tuple[Tensor, torch.Event]:
+def pinned_copy(values: Tensor) -> tuple[Tensor, torch.Event]:
     """A copy in pinned memory, and when it is there."""
     staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     staged.copy_(values.contiguous(), non_blocking=True)

@@ -24,6 +24,8 @@ from spatialdl.comm.backend.host import (
     message,
     portions,
     reduction,
+    room,
+    room_for,
 )
 
 Comm = MPI.Intracomm
@@ -68,7 +70,8 @@ def reduce(comm: Comm, tensor: Tensor, root: int, op: Any) -> Job:
 
 def broadcast(comm: Comm, tensors: Sequence[Tensor], root: int) -> Job:
     """Every tensor becomes that of the root."""
-    prepared = [(tensor, dense(tensor)) for tensor in tensors]
+    taken = dense if comm.rank == root else room_for
+    prepared = [(tensor, taken(tensor)) for tensor in tensors]
 
     def job() -> None:
         for tensor, held in prepared:
@@ -87,7 +90,7 @@ def all_gather_single(comm: Comm, output: Tensor, tensor: Tensor) -> Job:
         ValueError: if the sizes do not fit.
     """
     check_fits("all_gather", output, tensor, comm.size)
-    held, landed = dense(tensor), dense(output)
+    held, landed = dense(tensor), room_for(output)
 
     def job() -> None:
         comm.Allgather(message(held), message(landed, held.numel()))
@@ -108,7 +111,7 @@ def all_gather(comm: Comm, outputs: Sequence[Tensor], tensor: Tensor) -> Job:
     held = dense(tensor)
 
     def job() -> None:
-        landed = held.new_empty(sum(counts))
+        landed = room((sum(counts),), outputs[0])
         comm.Allgatherv(message(held), blocks(landed, counts))
         give_back_parts(outputs, landed, counts)
 
@@ -126,7 +129,7 @@ def gather(comm: Comm, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> 
         if comm.rank != root:
             comm.Gatherv(message(held), None, root)
             return
-        landed = held.new_empty(sum(counts))
+        landed = room((sum(counts),), outputs[0])
         comm.Gatherv(message(held), blocks(landed, counts), root)
         give_back_parts(outputs, landed, counts)
 
@@ -135,7 +138,7 @@ def gather(comm: Comm, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> 
 
 def scatter(comm: Comm, output: Tensor, tensors: Sequence[Tensor], root: int) -> Job:
     """Every rank gets its tensor from the root; the others have none to give."""
-    landed = dense(output)
+    landed = room_for(output)
     counts = [tensor.numel() for tensor in tensors]
     if comm.rank == root:
         check_list("scatter", tensors, comm.size, output)
@@ -155,7 +158,7 @@ def reduce_scatter_single(comm: Comm, output: Tensor, tensor: Tensor, op: Any) -
         ValueError: if the sizes do not fit.
     """
     check_fits("reduce_scatter", tensor, output, comm.size)
-    held, landed, how = dense(tensor), dense(output), reduction(op, tensor, comm.size)
+    held, landed, how = dense(tensor), room_for(output), reduction(op, tensor, comm.size)
     counts = [output.numel()] * comm.size
     return _reduce_scatter(comm, output, landed, held, counts, how)
 
@@ -163,7 +166,7 @@ def reduce_scatter_single(comm: Comm, output: Tensor, tensor: Tensor, op: Any) -
 def reduce_scatter(comm: Comm, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Job:
     """Of the reductions of a list every rank gets the one of its number; sizes may differ."""
     check_list("reduce_scatter", tensors, comm.size, output)
-    landed, how = dense(output), reduction(op, output, comm.size)
+    landed, how = room_for(output), reduction(op, output, comm.size)
     counts = [tensor.numel() for tensor in tensors]
     if counts[comm.rank] != output.numel():
         raise ValueError(
@@ -213,7 +216,7 @@ def all_to_all_single(
     incoming = _counts("all_to_all", output, output_rows, comm.size)
     if output.dtype != tensor.dtype:
         raise ValueError(f"all_to_all from {tensor.dtype} to {output.dtype}: the types differ")
-    held, landed = dense(tensor), dense(output)
+    held, landed = dense(tensor), room_for(output)
 
     def job() -> None:
         comm.Alltoallv(blocks(held, outgoing), blocks(landed, incoming))
@@ -228,10 +231,10 @@ def all_to_all(comm: Comm, outputs: Sequence[Tensor], tensors: Sequence[Tensor])
     check_list("all_to_all", tensors, comm.size, tensors[0])
     counts = [output.numel() for output in outputs]
     own = [tensor.numel() for tensor in tensors]
-    held = flat(tensors, dense(tensors[0]))
+    held = flat(tensors, tensors[0])
 
     def job() -> None:
-        landed = held.new_empty(sum(counts))
+        landed = room((sum(counts),), outputs[0])
         comm.Alltoallv(blocks(held, own), blocks(landed, counts))
         give_back_parts(outputs, landed, counts)
 
@@ -256,7 +259,7 @@ def all_of(jobs: Sequence[Job]) -> Job:
 def flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """All elements of some tensors one after the other, on the host."""
     parts = [dense(tensor).detach().reshape(-1) for tensor in tensors]
-    return torch.cat(parts) if parts else like.new_empty(0)
+    return torch.cat(parts) if parts else room((0,), like)
 
 
 def give_back_parts(outputs: Sequence[Tensor], landed: Tensor, counts: Sequence[int]) -> None:

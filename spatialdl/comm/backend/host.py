@@ -10,6 +10,8 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from spatialdl.comm.device_transport import pinned_copy
+
 MOST = 2**31 - 1
 """Elements in one message: MPI counts in 32 bits."""
 
@@ -53,16 +55,40 @@ _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it that lies contiguous on the host.
+    """`tensor`, or a copy of it that lies contiguous on the host, from a device in pinned memory.
 
     Raises:
         TypeError: for sparse tensors.
     """
+    if _is_dense(tensor):
+        return tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_cpu:
+        return plain.contiguous()
+    copy, ready = pinned_copy(plain)
+    ready.synchronize()
+    return copy
+
+
+def room_for(tensor: Tensor) -> Tensor:
+    """Where something lands that fills all of a tensor: itself, or memory without its content.
+
+    Raises:
+        TypeError: for sparse tensors.
+    """
+    return tensor if _is_dense(tensor) else room(tensor.shape, tensor)
+
+
+def room(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory on the host, pinned if the tensor that it is for lies on a device."""
+    return torch.empty(shape, dtype=like.dtype, pin_memory=not like.is_cpu)
+
+
+def _is_dense(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         raise TypeError(f"mpi4py moves dense tensors only, not {tensor.layout}; call to_dense()")
-    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    is_plain = not (tensor.is_conj() or tensor.is_neg())
+    return tensor.is_cpu and tensor.is_contiguous() and is_plain
 
 
 def device_kinds() -> list[str]:
@@ -74,7 +100,7 @@ def device_kinds() -> list[str]:
 def give_back(tensor: Tensor, landed: Tensor) -> None:
     """What has landed in the copy of a tensor goes into the tensor."""
     if landed is not tensor:
-        tensor.detach().copy_(landed)
+        tensor.detach().copy_(landed, non_blocking=True)
         if not tensor.is_cpu:
             torch.accelerator.current_stream(tensor.device).synchronize()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from spatialdl.comm.backend.calls import Call, seconds
-from spatialdl.comm.backend.host import check_counts, dense, give_back, message
+from spatialdl.comm.backend.host import check_counts, dense, give_back, message, room_for
 
 
 class MessageWork(Work):
@@ -131,7 +131,7 @@ class Messages:
 
     def receive(self, call: Call, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
         """From a rank, or from whoever sends first."""
-        held, comm = dense(tensor), self._comm()
+        held, comm = room_for(tensor), self._comm()
         source = MPI.ANY_SOURCE if rank is None else rank
         start = lambda: comm.Irecv(message(held), source, tag)  # noqa: E731
         return self._add(call, tensor, held, start, incoming=True)
