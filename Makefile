@@ -62,7 +62,7 @@ test-device: $(READY)
 	    tests/mpi/bench
 	$(ON_SIM)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py
-	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/spatial/test_pad.py
+	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/spatial/test_pad.py tests/mpi/comm/test_collectives.py
 	$(ON_SIM)=mpi $(WITH_TESTS) tests/mpi/spatial/test_pad.py
 
 # RANKS on the GPUs of this machine, each on its own where there are enough
