@@ -57,9 +57,14 @@ ON_SIM := SPATIALDL_DEVICE=sim SPATIALDL_DEVICE_PATH
 WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
 RANKS ?= 2
 
+# feeding, checkpoints, half precision, sharded state, NaN, predictions
+WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_sharded.py \
+    tests/mpi/predicting/test_layouts.py $(addprefix tests/mpi/training/, debug optimization \
+    tasks test_augmentation.py test_checkpoints.py test_dtypes.py test_finite.py)
+
 test-device: $(READY)
 	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
-	    tests/mpi/bench
+	    tests/mpi/bench tests/mpi/training/optimization
 	$(ON_SIM)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py
 	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/spatial/test_pad.py tests/mpi/comm/test_collectives.py
@@ -89,7 +94,10 @@ test-slow: $(READY)
 	done
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py
-	# all layouts on the simulated accelerator
+	# all layouts on the simulated accelerator, and all that surrounds their steps
+	set -e; for ranks in 2 3; do \
+	    $(ON_SIM)=nccl $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" $(WHOLE_RUNS); \
+	done
 	set -e; for path in nccl host mpi; do for ranks in 2 4; do \
 	    $(ON_SIM)=$$path $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py; \

@@ -13,16 +13,8 @@ from tests import simulated_device
 _NAME = "spatialdl_simulated_device-0.dist-info"
 _FILES = {
     "METADATA": "Metadata-Version: 2.1\nName: spatialdl-simulated-device\nVersion: 0\n",
-    "entry_points.txt": f"[torch.backends]\nsim = {__name__}:load\n",
+    "entry_points.txt": f"[torch.backends]\nsim = {simulated_device.__name__}:load\n",
 }
-
-
-def load() -> None:
-    """Register the device and its collectives."""
-    simulated_device.load()
-    from tests.simulated_device import collectives
-
-    collectives.register()
 
 
 def python_path(folder: Path) -> str:

@@ -35,6 +35,14 @@ class SimGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, limit)
         self._stream = torch.Stream("sim")
         self._batch: list[tuple[str, Tensor, int]] | None = None
+        self._name = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
 
     def getBackendName(self) -> str:
         return NAME
@@ -62,6 +70,21 @@ class SimGroup(dist.ProcessGroup):
         return self._queued(
             lambda: self._gloo.allgather([rows], [view.view(-1)]).wait(), [everybody, own]
         )
+
+    def _reduce_scatter_base(self, own: Tensor, everybody: Tensor, options: Any) -> Any:
+        if options.reduceOp != dist.ReduceOp.SUM:
+            raise ValueError(f"only sums are known here, not {options.reduceOp}")
+        into, view = self._view(own), self._view(everybody)
+
+        def add() -> None:
+            total = view.clone()
+            self._gloo.allreduce([total]).wait()
+            into.copy_(total.view(self.size(), -1)[self.rank()].view_as(into))
+
+        return self._queued(add, [own, everybody])
+
+    # what PyTorch calls them from 2.13 on
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []

@@ -19,18 +19,20 @@ from torch.distributed.tensor import DTensor
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_group import backend_for
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
-from tests.mpi.device import device_key
+from tests.mpi.device import DEVICE, device_key
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 RANKS = MPI.COMM_WORLD.size
+BACKENDS = ["null"] if backend_for(DEVICE) is None else ["null", "nccl"]
 WIDTH = 12 * 32  # in equal parts for 2 and 3 ranks
 
 
@@ -214,9 +216,11 @@ def trainer(comm: Communicator, *overrides: str) -> Trainer:
         return Trainer(compose("train", [*TINY, device_key(comm), *overrides]), comm)
 
 
-def test_a_training_run_is_that_of_one_process(world, tmp_path: Path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_training_run_is_that_of_one_process(backend, world, tmp_path: Path):
     steps = ["trainer.max_steps=3", "trainer.max_epochs=null"]  # the fourth batch has one sample
     over = [*steps, "parallel=dp", f"parallel.data={RANKS}", "parallel.shard_state=true"]
+    over.append(f"comm.backend={backend}")
     fit(trainer(world, *over), tmp_path)
     if world.rank == 0:
         (tmp_path / "plain").mkdir()
