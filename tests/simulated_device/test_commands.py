@@ -112,7 +112,7 @@ def one_process(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("sp", "nccl", 2, ["data.workers=1"]),
         pytest.param("sp+pp", "host", 3, ["parallel.recompute=block"], marks=pytest.mark.slow),
-        pytest.param("dp", "nccl", 2, ["parallel.shard_state=true"], marks=pytest.mark.slow),
+        pytest.param("dp", "nccl", 2, [], marks=pytest.mark.slow),
         pytest.param("gems", "host", 2, [], marks=pytest.mark.slow),
         pytest.param("sp+gems", "nccl", 3, [], marks=pytest.mark.slow),
     ],
