@@ -41,6 +41,10 @@ def table(rows: Sequence[Row], job: Job, cluster: Cluster, found: int) -> str:
             f"{row.memory / 1e9:9.2f}{one.seconds:10.4g}{job.batch / one.seconds:10.4g}"
             f"{one.sent / 1e6:10.1f}{one.bubble:9.0%}  {keys}"
         )
-    if rows[0].prediction.placement.world_size > 1 and job.uncut:
+    world = rows[0].prediction.placement.world_size
+    before = cluster.base_bytes(world)
+    if cluster.cores is None:  # on CPUs it is measured
+        lines += ["", f"of them {before / 1e9:.2f} GB: context, NCCL, libraries (cluster.base_mb)"]
+    if world > 1 and job.uncut:
         lines += ["", f"note: layouts with stages are left out: {job.uncut}"]
     return "\n".join(lines)

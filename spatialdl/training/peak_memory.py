@@ -1,4 +1,4 @@
-"""The most memory that a process has taken."""
+"""The memory that a process has taken at most, and that its device says is in use."""
 
 from __future__ import annotations
 
@@ -13,3 +13,16 @@ def peak_memory_mb(device: torch.device) -> float:
         most: int = torch.get_device_module(device).max_memory_allocated(device)
         return most / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def device_memory_mb(device: torch.device) -> float | None:
+    """What an accelerator itself says is in use now, by all its processes, in MB (2**20 bytes).
+
+    Beside tensors that is the context, NCCL, what PyTorch keeps for later and what lies between.
+    None for a CPU.
+    """
+    if device.type == "cpu":
+        return None
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    used: int = total - free
+    return used / 2**20

@@ -28,7 +28,7 @@ from spatialdl.training.feeding import Feed
 from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.meeting import Meeting
 from spatialdl.training.parts import Parts
-from spatialdl.training.peak_memory import peak_memory_mb
+from spatialdl.training.peak_memory import device_memory_mb, peak_memory_mb
 from spatialdl.training.pictures.timeline import Timeline
 from spatialdl.training.reporter import Reporter
 from spatialdl.training.signals import MARKER, write_marker
@@ -165,6 +165,7 @@ class Trainer:
         return {
             "world_size": self.world.size,
             "peak_memory_mb": self.world.gather(peak_memory_mb(self.parts.device)),
+            "device_memory_mb": self.world.gather(device_memory_mb(self.parts.device)),
             "time_split": self._split.summary(),
         }
 

@@ -126,6 +126,9 @@ def _facts(
     memory = summary.get("peak_memory_mb")
     if memory:
         found.append(("peak memory of a rank", readable_bytes(round(max(memory) * 2**20))))
+    used = [one for one in summary.get("device_memory_mb") or () if one is not None]
+    if used:  # with the context, NCCL and what other processes take
+        found.append(("in use on its device", readable_bytes(round(max(used) * 2**20))))
     return found
 
 

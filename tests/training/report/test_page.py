@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from spatialdl.text import readable_bytes
 from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.report.page import save_report
 
@@ -89,3 +90,12 @@ def test_long_runs_stay_small(tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 500_000
     # rows of step, loss and accuracy; of AUROC there is none
     assert (tmp_path / "report.html").read_text().count("<td>...</td>") == 3
+
+
+def test_memory_that_a_device_says_is_in_use_stands_beside_the_peak(tmp_path):
+    found = page(tmp_path, summary={**SUMMARY, "device_memory_mb": [700.0, 1024.0]})
+    assert "in use on its device" in found
+    assert readable_bytes(2**30) in found
+    assert "in use on its device" not in page(
+        tmp_path, summary=SUMMARY | {"device_memory_mb": [None]}
+    )
