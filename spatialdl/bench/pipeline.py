@@ -95,7 +95,9 @@ def table(result: dict[str, Any]) -> str:
         *heading(result),
         *markdown(titles, rows),
         "",
-        "ideal: simulated from the times of the same actions; reached: ideal time / time;",
+        "ideal: simulated from the times of the same actions (on an accelerator: of a step more,",
+        "in which the host waits for the end of each, so more may be reached);",
+        "reached: ideal time / time;",
         "held: micro-batches whose activations a rank holds at most",
     ]
     return "\n".join(lines)
