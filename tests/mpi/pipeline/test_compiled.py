@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.pipeline import runtime
 from tests.mpi.device import DEVICE
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
@@ -38,3 +40,13 @@ def test_compiled_stages_equal_one_process(case: Case, world: Communicator) -> N
     check_equality(case, world)
     if case.placement.world_size == world.size:
         assert sum(world.allgather(counters["stats"]["unique_graphs"])) > 0
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)
+def test_statistics_are_kept_around_what_is_compiled(
+    case: Case, world: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quickly: what would be compiled runs as it is."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(runtime, "check_compiler", lambda device: None)
+    check_equality(case, world)
