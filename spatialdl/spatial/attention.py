@@ -20,7 +20,9 @@ from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.spatial.window import nothing
 
 
-@register_op(F.scaled_dot_product_attention, split=("query", "key", "value", "attn_mask"))
+@register_op(
+    F.scaled_dot_product_attention, split=("query", "key", "value", "attn_mask"), prefix=True
+)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

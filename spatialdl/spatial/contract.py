@@ -18,12 +18,11 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.comm.repartition import repartition
 from spatialdl.parallel.layout import Box, Layout
-from spatialdl.spatial.dims import SpatialDims, from_image
+from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.operands import cut
 from spatialdl.spatial.table import refusal
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile, to_tile
 
 
 class Split(NamedTuple):
@@ -31,23 +30,23 @@ class Split(NamedTuple):
 
     Attributes:
         letters: of each spatial dim; merged ones share one.
-        outer: factors in front of them, see `SpatialDims`.
+        dims: where they are in the operand.
     """
 
     letters: tuple[str, ...]
-    outer: tuple[int, ...]
+    dims: SpatialDims
     layout: Layout
     mesh: Mesh
 
     @classmethod
     def of(cls, x: SpatialTensor, letters: str) -> Split:
         dims = x.spatial_dims
-        return cls(tuple(letters[dim] for dim in dims.at), dims.outer, x.spatial_layout, x.mesh)
+        return cls(tuple(letters[dim] for dim in dims.at), dims, x.spatial_layout, x.mesh)
 
     def dims_in(self, letters: str) -> SpatialDims:
         """Where the spatial dims are in a tensor with these letters, which has all of theirs."""
         at = (letters.index(letter) - len(letters) for letter in self.letters)
-        return SpatialDims(tuple(at), self.outer)
+        return self.dims._replace(at=tuple(at))
 
 
 def contract(
@@ -94,14 +93,15 @@ def _bring(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:
     cuts = [
         (letters.index(letter) - len(letters), *rest)
         for letter, *rest in zip(
-            split.letters, split.outer, split.layout.size, own.spatial, strict=True
+            split.letters, split.dims.outer, split.layout.size, own.spatial, strict=True
         )
         if letter in letters
     ]
     if not cuts:
         return x
     at, outer, size, intervals = zip(*cuts, strict=True)
-    return cut(x, SpatialDims(at, outer), size, intervals)
+    dims = split.dims._replace(at=at, outer=outer)
+    return cut(x, dims, size, intervals, split.mesh.part)
 
 
 def _bring_split(func: Any, x: SpatialTensor, letters: str, split: Split, own: Box) -> Tensor:
@@ -111,18 +111,19 @@ def _bring_split(func: Any, x: SpatialTensor, letters: str, split: Split, own: B
     clashing = {letter for letter, clash in zip(theirs.letters, clashes, strict=True) if clash}
     if foreign or clashing & set(split.letters) or x.mesh is not split.mesh:
         raise refusal(func, [x], "two split operands have their spatial dims at other dims")
-    ours = zip(split.outer, split.layout.size, strict=True)
+    ours = zip(split.dims.outer, split.layout.size, strict=True)
     for clash, one, other in zip(
-        clashes, ours, zip(theirs.outer, theirs.layout.size, strict=True), strict=True
+        clashes, ours, zip(theirs.dims.outer, theirs.layout.size, strict=True), strict=True
     ):
         if not clash and one != other:
             raise refusal(func, [x], "two split operands of different sizes meet")
+    if not any(clashes) and theirs.dims[2:] != split.dims[2:]:
+        raise refusal(func, [x], "two split operands have other tokens beside those of the image")
     needs = _needs(x.spatial_layout, split.layout, clashes)
     plan = plan_for(x.spatial_layout.boxes, needs, x.mesh.part)
     if needs == x.spatial_layout.boxes:
         return to_tile(x)
-    image = repartition(image_of(x), x.mesh.grid_comm, plan, name="operand of a product")
-    return from_image(image, x.spatial_dims, x._tile.shape)
+    return bring(x, plan, "operand of a product", whole=any(clashes))
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import spatial_names
 
 
@@ -27,10 +28,15 @@ class SpatialDims(NamedTuple):
             follow on each other may share one: they are merged in it, the first the slowest.
         outer: for each spatial dim a factor in front of it within its dim: (N*H) has N. Of merged
             ones the first has it, and the others 1.
+        prefix: of spatial dims merged in one dim: so many entries of this dim come before those of
+            the pixels, as class tokens do. Part 0 of the grid has them, see `prefix`.
+        suffix: so many come after them.
     """
 
     at: tuple[int, ...]
     outer: tuple[int, ...]
+    prefix: int = 0
+    suffix: int = 0
 
     @classmethod
     def of(cls, *at: int, outer: Sequence[int] = ()) -> SpatialDims:
@@ -45,6 +51,20 @@ class SpatialDims(NamedTuple):
     def apart(self) -> bool:
         """Whether each spatial dim has a dim of its own, without a factor."""
         return len(set(self.at)) == len(self.at) and set(self.outer) == {1}
+
+    @property
+    def beside(self) -> int:
+        """How many entries belong to no pixel."""
+        return self.prefix + self.suffix
+
+    @property
+    def of_pixels(self) -> SpatialDims:
+        """The same without entries that belong to no pixel."""
+        return self._replace(prefix=0, suffix=0) if self.beside else self
+
+    def of_part(self, part: int) -> SpatialDims:
+        """Those of the tile of a part of the grid."""
+        return self if part == 0 else self.of_pixels
 
     def holds(self, dim: int, of: int) -> bool:
         """Whether dim `dim` of a tensor with `of` dims holds a spatial dim."""
@@ -61,6 +81,7 @@ class SpatialDims(NamedTuple):
             sizes[dim] = 1
         for dim, outer, extent in zip(self.at, self.outer, extents, strict=True):
             sizes[dim] *= outer * extent
+        sizes[self.at[0]] += self.beside
         return tuple(sizes)
 
     def describe(self) -> str:
@@ -69,7 +90,13 @@ class SpatialDims(NamedTuple):
             return ""
         names = spatial_names(len(self.at))
         if len(set(self.at)) == 1 and len(names) > 1:
-            return f", {' and '.join(names)} merged in dim {self.at[0]}"
+            beside = [
+                f"{count} tokens {where} them"
+                for count, where in ((self.prefix, "before"), (self.suffix, "after"))
+                if count
+            ]
+            text = f", {' and '.join(names)} merged in dim {self.at[0]}"
+            return text + (f" with {' and '.join(beside)}" if beside else "")
         return "".join(f", {name} in dim {dim}" for name, dim in zip(names, self.at, strict=True))
 
 
@@ -121,6 +148,7 @@ def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tenso
     A view wherever `tensor` allows one.
     """
     count = len(extents)
+    _check_pixels(dims)
     if not dims.is_image:
         sizes, where = _unmerged(tensor.shape, dims, extents)
         tensor = tensor.reshape(sizes).movedim(where, image_dims(count).at)
@@ -130,6 +158,7 @@ def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tenso
 def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor:
     """The inverse of `to_image`, for a tensor of `shape` but for its spatial dims."""
     count = len(dims.at)
+    _check_pixels(dims)
     extents = image.shape[-count:]
     if dims.is_image:
         return image if len(shape) > count else image.squeeze(0)
@@ -137,6 +166,14 @@ def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor
     if len(sizes) == count:
         image = image.squeeze(0)
     return image.movedim(image_dims(count).at, where).reshape(dims.sizes(shape, extents))
+
+
+def _check_pixels(dims: SpatialDims) -> None:
+    if dims.beside:
+        raise UnsupportedSpatialOp(
+            f"an image cannot be made of tokens split{dims.describe()}: slice off those that "
+            "belong to no pixel"
+        )
 
 
 def samples_of(shape: Sequence[int], dims: SpatialDims) -> int:
@@ -196,6 +233,8 @@ def regroup(
     """
     if prod(shape) == 0 or prod(shape) != prod(new_shape):
         return None
+    if dims.beside:
+        return _regroup_tokens(shape, new_shape, dims, extents)
     factors = _factors(shape, dims, extents)
     groups: list[list[_Factor]] = []
     for number, size in enumerate(new_shape):
@@ -205,6 +244,22 @@ def regroup(
             return None
         groups.append(group)
     return _view_of(groups, new_shape, extents)
+
+
+def _regroup_tokens(
+    shape: Sequence[int], new_shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
+) -> View | None:
+    """The same where tokens without pixels are in the dim, which stays together as one."""
+    dim, others = dims.at[0], (1,) * (len(dims.at) - 1)
+    view = regroup(shape, new_shape, SpatialDims.of(dim), (shape[dim],))
+    if view is None or view.dims.outer != (1,):
+        return None
+    (step,), (factor,) = view.steps, view.factors
+    if any(size % step for size in (dims.prefix, extents[-1], dims.suffix)):
+        return None
+    prefix, suffix = (size // step * factor for size in (dims.prefix, dims.suffix))
+    regrouped = SpatialDims(view.dims.at * len(dims.at), dims.outer, prefix, suffix)
+    return View(regrouped, tuple(new_shape), (*others, step), (*others, factor))
 
 
 def _factors(shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]) -> list[_Factor]:

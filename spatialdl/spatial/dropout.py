@@ -31,7 +31,7 @@ def region_of(x: SpatialTensor) -> Region:
 
 
 def _register(name: str, channels: bool, alpha: bool) -> None:
-    @register_op(getattr(torch, name), split=("input",))
+    @register_op(getattr(torch, name), split=("input",), prefix=True)
     def dropout(input: SpatialTensor, p: float, train: bool) -> Tensor:
         check_probability(p)
         if not train or p == 0:
@@ -41,7 +41,7 @@ def _register(name: str, channels: bool, alpha: bool) -> None:
             input, dropped(to_tile(input), region_of(input), key, p, channels, alpha), ()
         )
 
-    @register_op(getattr(torch, name + "_"), split=("input",))
+    @register_op(getattr(torch, name + "_"), split=("input",), prefix=True)
     def dropout_(input: SpatialTensor, p: float, train: bool) -> Tensor:
         y = dropout(input, p, train)
         return input if y is input else input.copy_(y)
@@ -54,7 +54,7 @@ _register("feature_alpha_dropout", channels=True, alpha=True)
 
 
 def _register_like(func: Any, draw: Callable[..., Tensor]) -> None:
-    @register_op(func, split=("input",))
+    @register_op(func, split=("input",), prefix=True)
     def drawn(
         input: SpatialTensor,
         *,
@@ -75,7 +75,7 @@ _register_like(torch.rand_like, uniform)
 _register_like(torch.randn_like, normal)
 
 
-@register_op(torch.bernoulli, Tensor.bernoulli)
+@register_op(torch.bernoulli, Tensor.bernoulli, prefix=True)
 def split_bernoulli(
     input: SpatialTensor, p: float | None = None, *, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -90,7 +90,7 @@ def _no_generator(func: Any, x: SpatialTensor, generator: torch.Generator | None
         raise refusal(func, [x], "it draws from spatialdl.random.keyed, not from a generator")
 
 
-@register_op(Tensor.bernoulli_, split=("input",))
+@register_op(Tensor.bernoulli_, split=("input",), prefix=True)
 def bernoulli_(
     input: SpatialTensor, p: float = 0.5, *, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -102,7 +102,7 @@ def bernoulli_(
 
 
 def _register_in_place(func: Any, draw: Callable[..., Tensor], is_range: bool) -> None:
-    @register_op(func)
+    @register_op(func, prefix=True)
     def drawn_(input: SpatialTensor, first: float = 0.0, second: float = 1.0, **names: Any) -> Any:
         _no_generator(func, input, names.get("generator"))
         first = names.get("from", names.get("mean", first))
@@ -117,7 +117,7 @@ _register_in_place(Tensor.uniform_, uniform, is_range=True)
 _register_in_place(Tensor.normal_, normal, is_range=False)
 
 
-@register_op(Tensor.exponential_, split=("input",))
+@register_op(Tensor.exponential_, split=("input",), prefix=True)
 def exponential_(
     input: SpatialTensor, lambd: float = 1.0, *, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -127,11 +127,11 @@ def exponential_(
     return input.copy_(without_dims(input, numbers.to(input.dtype), ()))
 
 
-@register_op(torch.rrelu, split=("input",))
+@register_op(torch.rrelu, split=("input",), prefix=True)
 def rrelu(
     input: SpatialTensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
 ) -> Tensor:
     return rrelu_by(torch.rand_like, input, lower, upper, training)
 
 
-register_op(torch.rrelu_, split=("input",))(written_back(rrelu))
+register_op(torch.rrelu_, split=("input",), prefix=True)(written_back(rrelu))

@@ -201,7 +201,7 @@ def _register_max_and_min(func: Function, pairwise: Function, sign: int) -> None
             return pairwise(*args, **kwargs)
         return reduce(*args, **kwargs)
 
-    register_op(func)(call)
+    register_op(func, prefix=True)(call)
 
 
 _register_max_and_min(torch.max, torch.maximum, 1)

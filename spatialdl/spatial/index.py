@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +17,8 @@ from spatialdl.comm.repartition import repartition
 from spatialdl.parallel.layout import Bounds, Box, Layout
 from spatialdl.spatial.dims import SpatialDims, image_dims
 from spatialdl.spatial.operands import lift
-from spatialdl.spatial.reindex import (
-    DimMap,
-    Segment,
-    apart_dims,
-    reindex,
-)
+from spatialdl.spatial.prefix import whole_tokens
+from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex
 from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -135,13 +131,17 @@ def _sliced(item: Item, bounds: Bounds) -> DimMap:
     return DimMap.of([Segment(len(read), read.start, read.step)], bounds, read.step)
 
 
-@register_op(Tensor.__getitem__, split=("input", "index"))
+@register_op(Tensor.__getitem__, split=("input", "index"), prefix=True)
 def getitem(input: SpatialTensor, index: Any) -> Tensor:
     if not isinstance(input, SpatialTensor):
         raise refusal(Tensor.__getitem__, [index], "a split tensor cannot be an index")
     entries = _entries(input, index)
     if all(e.item is not None and _is_all(e.item, input.shape[e.dim]) for e in entries):
         return input
+    if input.spatial_dims.beside:
+        tokens = _tokens(input, entries)
+        if tokens is not None:
+            return tokens
     items = _on_split_dims(input, entries)
     if input.mesh.grid_comm.size == 1:
         return _of_whole(input, entries, items)
@@ -154,6 +154,52 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
         return sliced
     dims = _result_dims(entries, input.spatial_dims)
     return from_tile(to_tile(sliced)[local], sliced.spatial_layout, sliced.mesh, dims)
+
+
+def _tokens(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor | None:
+    """What an index takes of pixels and the tokens beside them; None if it takes all of these.
+
+    With all pixels it is split, without any pixel a plain tensor, the same on every rank.
+    """
+    dims, dim = x.spatial_dims, x.spatial_dims.at[0]
+    item = next(e.item for e in entries if e.dim == dim and e.item is not None)
+    size = x.shape[dim]
+    if isinstance(item, Tensor) or _is_all(item, size):
+        return None
+    start, stop = _interval(item, size)
+    pixels = size - dims.beside
+    if stop <= dims.prefix or start >= dims.prefix + pixels or start >= stop:
+        all_of_them = torch.cat(whole_tokens(to_tile(x), dims, x.mesh, "__getitem__"), dim)
+        moved = _back(item, size, pixels if start >= dims.prefix + pixels else 0)
+        part = all_of_them[_with_item(entries, dim, moved)]
+        return part if x.mesh.grid_comm.size == 1 else x._family.watched(part)
+    is_slice = isinstance(item, slice) and item.step in (None, 1)
+    if not is_slice or start > dims.prefix or stop < dims.prefix + pixels:
+        raise refusal(
+            Tensor.__getitem__,
+            [x],
+            "an index may take all pixels of an image or none of them; slice off the tokens "
+            "beside them, and view the rest as an image",
+        )
+    kept = dims._replace(prefix=dims.prefix - start, suffix=dims.suffix - (size - stop))
+    tile = to_tile(x)
+    if x.mesh.part == 0:
+        tile = tile.narrow(dim, start, tile.shape[dim] - (dims.beside - kept.beside))
+    sliced: Tensor = from_tile(tile, x.spatial_layout, x.mesh, kept)
+    return sliced[_with_item(entries, dim, ALL)]
+
+
+def _back(item: Item, size: int, by: int) -> Item:
+    """An item of a dim of `size` for a tensor that lacks `by` entries before it."""
+    if not isinstance(item, slice):
+        return cast(int, item) % size - by
+    read = range(*item.indices(size))
+    return slice(read.start - by, read.stop - by, read.step) if read else slice(0, 0)
+
+
+def _with_item(entries: Sequence[_Entry], dim: int, item: Item) -> tuple[Item, ...]:
+    """An index with another item for a dim."""
+    return tuple(item if e.dim == dim and e.item is not None else e.item for e in entries)
 
 
 def _of_whole(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_til
 CAT_NAMES = (torch.cat, torch.concat, torch.concatenate)
 
 
-@register_op(*CAT_NAMES, split=("tensors",))
+@register_op(*CAT_NAMES, split=("tensors",), prefix=True)
 def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
     dim = dim if axis is None else axis
     whole = asked(torch.cat, tensors, dim)
@@ -57,13 +57,7 @@ def _check_dims(x: Tensor, first: SpatialTensor) -> None:
 def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
     """One image below, or beside, the other: each brings to every rank what lies in its box."""
     if list(first.spatial_dims.at).count(dim) > 1:
-        raise refusal(
-            torch.cat,
-            [first],
-            "nothing can be put beside the tokens of an image, as a class token is; keep it in a "
-            "tensor of its own, or gather the image at the module before it: gather_before(model, "
-            '"patch_embed.norm") in a ViT of timm; python -m spatialdl.check names the module',
-        )
+        return _beside_pixels(given, first, dim)
     dims = apart_dims(torch.cat, first)
     along, last = dims.index(dim), image_dims(len(dims)).at
     sizes = [x.shape[dim] for x in given]
@@ -74,6 +68,28 @@ def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) ->
     ]
     image = torch.cat(pieces, last[along])
     return from_tile(image.movedim(last, dims), output, first.mesh, first.spatial_dims)
+
+
+def _beside_pixels(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
+    """The tokens of one image, and whole tensors before and after them: class tokens, registers."""
+    dims = first.spatial_dims
+    if sum(isinstance(x, SpatialTensor) for x in given) > 1 or set(dims.outer) != {1}:
+        raise refusal(
+            torch.cat,
+            [first],
+            "beside the tokens of an image there may be whole tensors only: call full_tensor() on "
+            "all operands but one",
+        )
+    place = next(number for number, x in enumerate(given) if x is first)
+    sizes = [x.shape[dim] for x in given]
+    joined = dims._replace(
+        prefix=dims.prefix + sum(sizes[:place]), suffix=dims.suffix + sum(sizes[place + 1 :])
+    )
+    has_tokens = first.mesh.part == 0  # the others keep them in their graph
+    tiles = [
+        to_tile(first) if x is first else x if has_tokens else x.narrow(dim, 0, 0) for x in given
+    ]
+    return from_tile(torch.cat(tiles, dim), first.spatial_layout, first.mesh, joined)
 
 
 def _longer(layout: Layout, size: int, along: int) -> Layout:
@@ -101,22 +117,22 @@ def _shifted(box: Box, start: int, size: int, along: int) -> Box:
     return box.but(1 + along, (low, high))
 
 
-@register_op(torch.stack, split=("tensors",))
+@register_op(torch.stack, split=("tensors",), prefix=True)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     asked(torch.stack, tensors, dim)
     return cat([x.unsqueeze(dim) for x in tensors], dim)
 
 
-@register_op(torch.hstack, split=("tensors",))
+@register_op(torch.hstack, split=("tensors",), prefix=True)
 def hstack(tensors: Sequence[Tensor]) -> Tensor:
     return cat(tensors, 1)
 
 
-@register_op(torch.vstack, torch.row_stack, split=("tensors",))
+@register_op(torch.vstack, torch.row_stack, split=("tensors",), prefix=True)
 def vstack(tensors: Sequence[Tensor]) -> Tensor:
     return cat([x if x.dim() > 1 else x.unsqueeze(0) for x in tensors], 0)
 
 
-@register_op(torch.dstack, split=("tensors",))
+@register_op(torch.dstack, split=("tensors",), prefix=True)
 def dstack(tensors: Sequence[Tensor]) -> Tensor:
     return cat([x if x.dim() > 2 else x.unsqueeze(-1) for x in tensors], 2)

@@ -49,7 +49,7 @@ def _same_type(y: Tensor, *factors: Tensor | None) -> list[Tensor | None]:
     return [None if factor is None else factor.to(y.dtype) for factor in factors]
 
 
-@register_op(F.layer_norm, split=("input",))
+@register_op(F.layer_norm, split=("input",), prefix=True)
 def layer_norm(
     input: SpatialTensor,
     normalized_shape: Sequence[int],
@@ -69,7 +69,7 @@ def layer_norm(
     return y if bias is None else y + bias
 
 
-@register_op(torch.layer_norm, split=("input",))
+@register_op(torch.layer_norm, split=("input",), prefix=True)
 def torch_layer_norm(
     input: SpatialTensor,
     normalized_shape: Sequence[int],
@@ -81,7 +81,7 @@ def torch_layer_norm(
     return layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-@register_op(torch.rms_norm, F.rms_norm, split=("input",))
+@register_op(torch.rms_norm, F.rms_norm, split=("input",), prefix=True)
 def rms_norm(
     input: SpatialTensor,
     normalized_shape: Sequence[int],

@@ -14,7 +14,7 @@ from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 
-@register_op(F.linear, split=("input",))
+@register_op(F.linear, split=("input",), prefix=True)
 def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dims = input.spatial_dims
     if -1 in dims.at:
@@ -49,30 +49,30 @@ def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
     return contract(func, (a, b), (a_letters, b_letters), batch + rows + cols, torch.matmul)
 
 
-@register_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, split=("input", "other"))
+@register_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, split=("input", "other"), prefix=True)
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     return _matmul(torch.matmul, input, other)
 
 
-@register_op(Tensor.__rmatmul__, split=("input", "other"))
+@register_op(Tensor.__rmatmul__, split=("input", "other"), prefix=True)
 def rmatmul(input: Tensor, other: Tensor) -> Tensor:
     """``other @ input``, where `other` does not know how."""
     return _matmul(torch.matmul, other, input)
 
 
-@register_op(torch.bmm, Tensor.bmm, split=("input", "mat2"))
+@register_op(torch.bmm, Tensor.bmm, split=("input", "mat2"), prefix=True)
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     _check_dims("bmm", input, mat2, 3)
     return _matmul(torch.bmm, input, mat2)
 
 
-@register_op(torch.mm, Tensor.mm, split=("input", "mat2"))
+@register_op(torch.mm, Tensor.mm, split=("input", "mat2"), prefix=True)
 def mm(input: Tensor, mat2: Tensor) -> Tensor:
     _check_dims("mm", input, mat2, 2)
     return _matmul(torch.mm, input, mat2)
 
 
-@register_op(torch.mv, Tensor.mv, split=("input", "vec"))
+@register_op(torch.mv, Tensor.mv, split=("input", "vec"), prefix=True)
 def mv(input: Tensor, vec: Tensor) -> Tensor:
     return _matmul(torch.mv, input, vec)
 
@@ -95,7 +95,7 @@ def _added(func: Any, base: Tensor, product: Tensor, beta: float, alpha: float) 
     return result
 
 
-@register_op(torch.addmm, Tensor.addmm, split=("input", "mat1", "mat2"))
+@register_op(torch.addmm, Tensor.addmm, split=("input", "mat1", "mat2"), prefix=True)
 def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
@@ -103,7 +103,7 @@ def addmm(
     return _added(torch.addmm, input, torch.matmul(mat1, mat2), beta, alpha)
 
 
-@register_op(torch.baddbmm, Tensor.baddbmm, split=("input", "batch1", "batch2"))
+@register_op(torch.baddbmm, Tensor.baddbmm, split=("input", "batch1", "batch2"), prefix=True)
 def baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
@@ -114,7 +114,7 @@ def baddbmm(
 # --- einsum
 
 
-@register_op(torch.einsum, split=("operands",))
+@register_op(torch.einsum, split=("operands",), prefix=True)
 def einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])

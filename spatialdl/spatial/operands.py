@@ -17,11 +17,12 @@ from spatialdl.composite import inside
 from spatialdl.parallel.layout import Interval
 from spatialdl.spatial.agreed import leave_alone
 from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.prefix import apart
 from spatialdl.spatial.table import any_other, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
 
 
-@register_op(any_other)
+@register_op(any_other, prefix=True)
 def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of `func` with all tensor operands lifted to one shape and layout."""
     if len(args) == 2 and not kwargs and _are_alike(*args):
@@ -53,7 +54,7 @@ def _are_alike(x: Any, y: Any) -> bool:
     return both and x._tile.shape == y._tile.shape and aligned(x, y)
 
 
-@register_op(Tensor.backward)
+@register_op(Tensor.backward, prefix=True)
 def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """A whole gradient of a split image is cut to the own box."""
     leave_alone([self])
@@ -113,7 +114,7 @@ def lift(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> 
     if isinstance(value, SpatialTensor):
         tile = to_tile(value)
         box = target.mesh.own_box(target.spatial_layout)
-        local = target.spatial_dims.sizes(shape, box.shape[1:])
+        local = target.spatial_dims.of_part(target.mesh.part).sizes(shape, box.shape[1:])
         return from_tile(
             tile.expand(local), target.spatial_layout, target.mesh, target.spatial_dims
         )
@@ -162,8 +163,9 @@ def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Siz
             )
     if mesh.agreement is not None and all(value.shape[dim] > 1 for dim in dims.at):
         mesh.agreement.operand(value)
-    tile = cut(value, dims, layout.size, box.spatial)
-    return from_tile(tile.expand(dims.sizes(shape, box.shape[1:])), layout, mesh, dims)
+    tile = cut(value, dims, layout.size, box.spatial, mesh.part)
+    local = dims.of_part(mesh.part).sizes(shape, box.shape[1:])
+    return from_tile(tile.expand(local), layout, mesh, dims)
 
 
 def unflatten(whole: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -172,14 +174,25 @@ def unflatten(whole: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
 
 
 def cut(
-    whole: Tensor, dims: SpatialDims, size: Sequence[int], intervals: Sequence[Interval]
+    whole: Tensor,
+    dims: SpatialDims,
+    size: Sequence[int],
+    intervals: Sequence[Interval],
+    part: int,
 ) -> Tensor:
     """The box of a whole tensor whose spatial dims are at `dims`; dims of size 1 stay.
 
     Args:
         size: of the whole image.
         intervals: the box.
+        part: whose box it is.
     """
+    if dims.beside and whole.shape[dims.at[0]] > 1:
+        before, pixels, after = apart(whole, dims)
+        pixels = cut(pixels, dims.of_pixels, size, intervals, part)
+        if part:
+            before, after = (x.narrow(dims.at[0], 0, 0) for x in (before, after))
+        return torch.cat([before, pixels, after], dims.at[0])
     each = list(zip(dims.at, zip(dims.outer, size, intervals, strict=True), strict=True))
     for dim in sorted(set(dims.at)):
         if whole.shape[dim] == 1:

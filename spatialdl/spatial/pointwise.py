@@ -17,19 +17,19 @@ from spatialdl.spatial.span import asked, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
-@register_op(F.prelu, torch.prelu, Tensor.prelu, split=("input",))
+@register_op(F.prelu, torch.prelu, Tensor.prelu, split=("input",), prefix=True)
 def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
     if weight.numel() > 1:
         check_channels("prelu", input)
     return without_dims(input, F.prelu(to_tile(input), weight), ())
 
 
-@register_op(F.logsigmoid, split=("input",))
+@register_op(F.logsigmoid, split=("input",), prefix=True)
 def logsigmoid(input: SpatialTensor) -> Tensor:
     return without_dims(input, F.logsigmoid(to_tile(input)), ())
 
 
-@register_op(F.glu, split=("input",))
+@register_op(F.glu, split=("input",), prefix=True)
 def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
     asked(F.glu, input, dim)  # PyTorch's own errors, on all ranks alike
     if dim % input.dim() in split_dims(input):
@@ -37,7 +37,7 @@ def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
     return without_dims(input, F.glu(to_tile(input), dim), ())
 
 
-@register_op(torch.masked_fill, Tensor.masked_fill, split=("input", "mask"))
+@register_op(torch.masked_fill, Tensor.masked_fill, split=("input", "mask"), prefix=True)
 def masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
     """Written with `torch.where`, which gives a trained value (a mask token) its gradient."""
     if isinstance(value, Tensor) and value.dim() > 0:
@@ -47,12 +47,12 @@ def masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
     return torch.where(mask, value.to(input.dtype), input)
 
 
-@register_op(Tensor.masked_fill_, split=("input", "mask"))
+@register_op(Tensor.masked_fill_, split=("input", "mask"), prefix=True)
 def masked_fill_(input: Tensor, mask: Tensor, value: Any) -> Tensor:
     return input.copy_(masked_fill(input, mask, value))
 
 
-@register_op(torch.Tensor.contiguous)
+@register_op(torch.Tensor.contiguous, prefix=True)
 def contiguous(
     input: SpatialTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
@@ -60,7 +60,7 @@ def contiguous(
 
 
 def _register_factory(func: Callable[..., Tensor]) -> None:
-    @register_op(func)
+    @register_op(func, prefix=True)
     def factory(self: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
         """A plain tensor of the size that is asked for, the same on every rank."""
         return func(torch.empty(0, dtype=self.dtype, device=self.device), *args, **kwargs)

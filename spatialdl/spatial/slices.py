@@ -19,19 +19,19 @@ def _at(x: Tensor, dim: int, item: slice | int) -> Tensor:
     return part
 
 
-@register_op(torch.narrow, Tensor.narrow, split=("input",))
+@register_op(torch.narrow, Tensor.narrow, split=("input",), prefix=True)
 def narrow(input: SpatialTensor, dim: int, start: Any, length: int) -> Tensor:
     asked(torch.narrow, input, dim, int(start), length)
     first = int(start) % input.shape[dim] if start < 0 else int(start)
     return _at(input, dim, slice(first, first + length))
 
 
-@register_op(torch.select, Tensor.select, split=("input",))
+@register_op(torch.select, Tensor.select, split=("input",), prefix=True)
 def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
     return _at(input, dim, int(index))
 
 
-@register_op(torch.unbind, Tensor.unbind, split=("input",))
+@register_op(torch.unbind, Tensor.unbind, split=("input",), prefix=True)
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
     asked(torch.unbind, input, dim)
     if input.spatial_dims.holds(dim, input.dim()):
@@ -48,23 +48,23 @@ def _pieces(x: SpatialTensor, whole: Sequence[Tensor], dim: int) -> Iterator[Ten
         start = stop
 
 
-@register_op(torch.split, Tensor.split, split=("tensor",))
+@register_op(torch.split, Tensor.split, split=("tensor",), prefix=True)
 def split(tensor: SpatialTensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tensor, ...]:
     whole = asked(torch.split, tensor, split_size_or_sections, dim)
     return tuple(_pieces(tensor, whole, dim))
 
 
-@register_op(torch.split_with_sizes, Tensor.split_with_sizes, split=("input",))
+@register_op(torch.split_with_sizes, Tensor.split_with_sizes, split=("input",), prefix=True)
 def split_with_sizes(input: SpatialTensor, split_sizes: Any, dim: int = 0) -> tuple[Tensor, ...]:
     return split(input, list(split_sizes), dim)
 
 
-@register_op(torch.chunk, Tensor.chunk, split=("input",))
+@register_op(torch.chunk, Tensor.chunk, split=("input",), prefix=True)
 def chunk(input: SpatialTensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(_pieces(input, asked(torch.chunk, input, chunks, dim), dim))
 
 
-@register_op(torch.tensor_split, Tensor.tensor_split, split=("input",))
+@register_op(torch.tensor_split, Tensor.tensor_split, split=("input",), prefix=True)
 def tensor_split(
     input: SpatialTensor, indices_or_sections: Any, dim: int = 0
 ) -> tuple[Tensor, ...]:
@@ -79,25 +79,25 @@ def tensor_split(
     return tuple(_at(input, dim, slice(start, stop)) for start, stop in pairwise(edges))
 
 
-@register_op(torch.hsplit, Tensor.hsplit, split=("input",))
+@register_op(torch.hsplit, Tensor.hsplit, split=("input",), prefix=True)
 def hsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
     asked(torch.hsplit, input, indices_or_sections)
     return tensor_split(input, indices_or_sections, 1)
 
 
-@register_op(torch.vsplit, Tensor.vsplit, split=("input",))
+@register_op(torch.vsplit, Tensor.vsplit, split=("input",), prefix=True)
 def vsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
     asked(torch.vsplit, input, indices_or_sections)
     return tensor_split(input, indices_or_sections, 0)
 
 
-@register_op(torch.dsplit, Tensor.dsplit, split=("input",))
+@register_op(torch.dsplit, Tensor.dsplit, split=("input",), prefix=True)
 def dsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
     asked(torch.dsplit, input, indices_or_sections)
     return tensor_split(input, indices_or_sections, 2)
 
 
-@register_op(torch.index_select, Tensor.index_select, split=("input",))
+@register_op(torch.index_select, Tensor.index_select, split=("input",), prefix=True)
 def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
     asked(torch.index_select, input, dim, index)
     if input.spatial_dims.holds(dim, input.dim()):
@@ -108,7 +108,7 @@ def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
     return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
 
 
-@register_op(torch.diff, Tensor.diff, split=("input",))
+@register_op(torch.diff, Tensor.diff, split=("input",), prefix=True)
 def diff(input: SpatialTensor, n: int = 1, dim: int = -1) -> Tensor:
     result: Tensor = input
     for _ in range(n):

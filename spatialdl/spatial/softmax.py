@@ -54,19 +54,25 @@ def _softmax(x: SpatialTensor, dim: int | None, dtype: torch.dtype | None, log: 
     return without_dims(x, y.to(result), ())
 
 
-@register_op(torch.softmax, torch.Tensor.softmax, torch.special.softmax, split=("input",))
+@register_op(
+    torch.softmax, torch.Tensor.softmax, torch.special.softmax, split=("input",), prefix=True
+)
 def softmax(input: SpatialTensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     return _softmax(input, dim, dtype, log=False)
 
 
 @register_op(
-    torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax, split=("input",)
+    torch.log_softmax,
+    torch.Tensor.log_softmax,
+    torch.special.log_softmax,
+    split=("input",),
+    prefix=True,
 )
 def log_softmax(input: SpatialTensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     return _softmax(input, dim, dtype, log=True)
 
 
-@register_op(F.softmax, split=("input",))
+@register_op(F.softmax, split=("input",), prefix=True)
 def f_softmax(
     input: SpatialTensor,
     dim: int | None = None,
@@ -76,7 +82,7 @@ def f_softmax(
     return _softmax(input, dim, dtype, log=False)
 
 
-@register_op(F.log_softmax, split=("input",))
+@register_op(F.log_softmax, split=("input",), prefix=True)
 def f_log_softmax(
     input: SpatialTensor,
     dim: int | None = None,
@@ -86,7 +92,7 @@ def f_log_softmax(
     return _softmax(input, dim, dtype, log=True)
 
 
-@register_op(F.softmin, split=("input",))
+@register_op(F.softmin, split=("input",), prefix=True)
 def softmin(
     input: SpatialTensor,
     dim: int | None = None,

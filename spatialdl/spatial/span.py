@@ -109,8 +109,9 @@ def positions(x: SpatialTensor, dim: int) -> Tensor:
     number = dim % x.dim()
     if number not in split_dims(x):
         return torch.arange(x.shape[number])
-    layout = x.spatial_layout
-    return _split_positions(layout, x.mesh.own_box(layout), x.spatial_dims, number - x.dim())
+    layout, dims = x.spatial_layout, x.spatial_dims
+    own = _split_positions(layout, x.mesh.own_box(layout), dims.of_pixels, number - x.dim())
+    return _with_tokens(own, dims, x.shape[dim], x.mesh.part == 0) if dims.beside else own
 
 
 def positions_on(x: SpatialTensor, dim: int) -> Tensor:
@@ -131,6 +132,15 @@ def _split_positions(layout: Layout, box: Box, dims: SpatialDims, dim: int) -> T
             blocks = torch.arange(outer)[:, None] * size + torch.arange(start, stop)
             found = (found[:, None] * (outer * size) + blocks.flatten()).flatten()
     return found
+
+
+@lru_cache(maxsize=4096)
+def _with_tokens(pixels: Tensor, dims: SpatialDims, size: int, is_first: bool) -> Tensor:
+    """The positions of pixels in a dim of `size` that also has entries that belong to none."""
+    pixels = pixels + dims.prefix
+    if not is_first:
+        return pixels
+    return torch.cat([torch.arange(dims.prefix), pixels, torch.arange(size - dims.suffix, size)])
 
 
 def without_dims(x: SpatialTensor, tile: Tensor, removed: tuple[int, ...]) -> SpatialTensor:
@@ -160,7 +170,7 @@ def reduction(*functions: Call) -> Callable[[Call], Call]:
 
     def register(handler: Call) -> Call:
         for function in functions:
-            register_op(function)(checked(function, handler))
+            register_op(function, prefix=True)(checked(function, handler))
         return handler
 
     return register

@@ -19,6 +19,8 @@ from spatialdl.errors import UnsupportedSpatialOp
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _HOLDERS = (torch.Tensor, list, tuple, dict)
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+WITH_PREFIX: set[Callable[..., Any]] = set()
+"""The functions whose handlers take tokens that belong to no pixel, see `prefix`."""
 
 
 class Split(Protocol):
@@ -29,7 +31,9 @@ class Split(Protocol):
 
 
 def register_op(
-    *torch_functions: Callable[..., Any], split: Sequence[str] | None = None
+    *torch_functions: Callable[..., Any],
+    split: Sequence[str] | None = None,
+    prefix: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Teach SpatialTensor one more operation.
 
@@ -42,6 +46,9 @@ def register_op(
         split: names of the parameters that may be SpatialTensors, or hold some; anything else, and
             arguments that the decorated function does not take, are refused for it. If not given,
             it must look at all arguments itself.
+        prefix: whether it is right for tokens of an image that come with others beside them, such
+            as class tokens: ``spatial_dims`` has a prefix or suffix then. Otherwise those are
+            refused.
 
     Returns:
         A decorator, which gives the function back as it was.
@@ -53,6 +60,8 @@ def register_op(
     """
 
     def register(handler: Handler) -> Handler:
+        if prefix:
+            WITH_PREFIX.update(torch_functions)
         for function in torch_functions:
             HANDLERS[function] = (
                 handler if split is None else _checked(function, handler, tuple(split))

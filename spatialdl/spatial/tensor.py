@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
-from spatialdl.comm.plan import plan_for
+from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
@@ -37,9 +37,11 @@ from spatialdl.parallel.layout import Layout
 from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image
+from spatialdl.spatial.prefix import bring_tokens
 from spatialdl.spatial.sharing import Family, check_lines, check_write, lend, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,
+    WITH_PREFIX,
     any_other,
     refusal,
     register_op,
@@ -127,6 +129,8 @@ class SpatialTensor(torch.Tensor):
     spatial_layout: Layout
     spatial_dims: SpatialDims
     mesh: Mesh
+    any_has_prefix: ClassVar[bool] = False
+    """Whether there has been a tensor with tokens that belong to no pixel."""
     of_one_rank: ClassVar[Callable[[Tensor, Layout, Mesh, SpatialDims], SpatialTensor]]
     """Makes the split tensor of a grid of one rank: see `whole`."""
 
@@ -145,6 +149,8 @@ class SpatialTensor(torch.Tensor):
             leaf = tile.detach().requires_grad_(requires_grad)
             return SpatialTensor.of_one_rank(leaf, layout, mesh, dims)
         size = dims.sizes(tile.shape, layout.size)
+        if dims.beside:
+            SpatialTensor.any_has_prefix = True
         wrapper: SpatialTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
@@ -180,8 +186,7 @@ class SpatialTensor(torch.Tensor):
         """
         layout = self.spatial_layout
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)
-        image = repartition(image_of(self), self.mesh.grid_comm, plan, name="full_tensor")
-        whole: Tensor = watched(self, from_image(image, self.spatial_dims, self._tile.shape))
+        whole: Tensor = watched(self, bring(self, plan, "full_tensor", whole=True))
         return whole
 
     def describe(self) -> str:
@@ -245,6 +250,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return _call(func, args, {**kwargs, "requires_grad": False}).requires_grad_()
     handler = HANDLERS.get(func) or inside(func)
     if handler is not None:
+        if SpatialTensor.any_has_prefix and func in HANDLERS and func not in WITH_PREFIX:
+            _check_no_prefix(func, args, kwargs)
         args, kwargs = as_autocast(func, args, kwargs)
         result = handler(*args, **kwargs)
         return watched((args, kwargs), result) if Agreement.any_compares else result
@@ -258,6 +265,12 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     finally:
         _called.function = outermost
+
+
+def _check_no_prefix(func: Any, args: Any, kwargs: Any) -> None:
+    split = [x for x in spatial_in((args, kwargs)) if isinstance(x, SpatialTensor)]
+    if any(x.spatial_dims.beside for x in split):
+        raise refusal(func, split, "it is not taught for class tokens; slice them off before it")
 
 
 # torch.compile must not trace how tiles are exchanged: it runs the network around it as it is
@@ -423,13 +436,25 @@ def on_layout(x: SpatialTensor, layout: Layout) -> SpatialTensor:
         return x
     layout = layout.of_samples(old.samples)
     plan = plan_for(old.boxes, layout.boxes, x.mesh.part)
-    image = repartition(image_of(x), x.mesh.grid_comm, plan, name="redistribute")
-    return from_tile(
-        from_image(image, x.spatial_dims, x._tile.shape), layout, x.mesh, x.spatial_dims
-    )
+    return from_tile(bring(x, plan, "redistribute"), layout, x.mesh, x.spatial_dims)
 
 
-@register_op(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def bring(x: SpatialTensor, plan: Plan, name: str, whole: bool = False) -> Tensor:
+    """The box of `x` that this rank needs by `plan`, a plain tensor with the dims of `x`.
+
+    Args:
+        plan: of pixels.
+        name: of the operation that asks.
+        whole: whether every rank needs the tokens that belong to no pixel; else they stay.
+    """
+    if x.spatial_dims.beside:
+        extents = x.mesh.own_box(x.spatial_layout).shape[1:]
+        return bring_tokens(to_tile(x), x.spatial_dims, extents, plan, x.mesh, name, whole)
+    image = repartition(image_of(x), x.mesh.grid_comm, plan, name=name)
+    return from_image(image, x.spatial_dims, x._tile.shape)
+
+
+@register_op(Tensor.requires_grad_, Tensor.requires_grad.__set__, prefix=True)  # type: ignore[attr-defined]
 def requires_grad_(self: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
     """The gradient of a leaf is the true one, of the mean of the ranks' losses.
 
@@ -446,7 +471,7 @@ def requires_grad_(self: SpatialTensor, requires_grad: bool = True) -> SpatialTe
 
 
 def _refuse(func: Any, advice: str) -> None:
-    @register_op(func)
+    @register_op(func, prefix=True)
     def handler(*args: Any, **kwargs: Any) -> Any:
         raise refusal(func, spatial_in((args, kwargs)), advice)
 

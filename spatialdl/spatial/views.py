@@ -58,7 +58,8 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
         )
     old, new = _layouts(x.spatial_layout, view)
     x = on_layout(x, old)
-    tile = to_tile(x).reshape(view.dims.sizes(shape, x.mesh.own_box(new).shape[1:]))
+    local = view.dims.of_part(x.mesh.part).sizes(shape, x.mesh.own_box(new).shape[1:])
+    tile = to_tile(x).reshape(local)
     return from_tile(tile, new, x.mesh, view.dims)
 
 
@@ -91,31 +92,31 @@ def _check_count(x: Tensor, shape: tuple[int, ...]) -> None:
         raise RuntimeError(f"shape {list(shape)} is invalid for input of size {x.numel()}")
 
 
-@register_op(Tensor.view, split=("input",))
+@register_op(Tensor.view, split=("input",), prefix=True)
 def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
     if dtype is not None or (shape and isinstance(shape[0], torch.dtype)):
         raise refusal(Tensor.view, [input], "other bytes for the same pixels are not supported")
     return reshape(input, *shape)
 
 
-@register_op(Tensor.reshape, split=("input",))
+@register_op(Tensor.reshape, split=("input",), prefix=True)
 def reshape(input: SpatialTensor, *shape: Any) -> Tensor:
     sizes = _inferred(input, _flat(shape))
     _check_count(input, sizes)
     return regrouped(torch.reshape, input, sizes)
 
 
-@register_op(torch.reshape, split=("input",))
+@register_op(torch.reshape, split=("input",), prefix=True)
 def reshape_function(input: SpatialTensor, shape: Sizes) -> Tensor:
     return reshape(input, *shape)
 
 
-@register_op(Tensor.view_as, Tensor.reshape_as, split=("input", "other"))
+@register_op(Tensor.view_as, Tensor.reshape_as, split=("input", "other"), prefix=True)
 def view_as(input: Tensor, other: Tensor) -> Tensor:
     return input.reshape(tuple(other.shape))
 
 
-@register_op(torch.flatten, Tensor.flatten, split=("input",))
+@register_op(torch.flatten, Tensor.flatten, split=("input",), prefix=True)
 def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     first, last = start_dim % input.dim(), end_dim % input.dim()
     if first > last:
@@ -125,12 +126,12 @@ def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tens
     return regrouped(torch.flatten, input, (*shape[:first], merged, *shape[last + 1 :]))
 
 
-@register_op(torch.ravel, Tensor.ravel, split=("input",))
+@register_op(torch.ravel, Tensor.ravel, split=("input",), prefix=True)
 def ravel(input: SpatialTensor) -> Tensor:
     return regrouped(torch.ravel, input, (input.numel(),))
 
 
-@register_op(torch.unflatten, Tensor.unflatten, split=("input",))
+@register_op(torch.unflatten, Tensor.unflatten, split=("input",), prefix=True)
 def unflatten(input: SpatialTensor, dim: int, sizes: Sizes) -> Tensor:
     where = dim % input.dim()
     shape = tuple(input.shape)
@@ -154,12 +155,12 @@ def permuted(x: SpatialTensor, order: Sizes) -> SpatialTensor:
     return from_tile(to_tile(x).permute(order), x.spatial_layout, x.mesh, moved)
 
 
-@register_op(Tensor.permute, split=("input",))
+@register_op(Tensor.permute, split=("input",), prefix=True)
 def permute(input: SpatialTensor, *dims: Any) -> Tensor:
     return permuted(input, _flat(dims))
 
 
-@register_op(torch.permute, split=("input",))
+@register_op(torch.permute, split=("input",), prefix=True)
 def permute_function(input: SpatialTensor, dims: Sizes) -> Tensor:
     return permuted(input, dims)
 
@@ -172,6 +173,7 @@ def permute_function(input: SpatialTensor, dims: Sizes) -> Tensor:
     torch.swapdims,
     Tensor.swapdims,
     split=("input",),
+    prefix=True,
 )
 def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
     order = list(range(input.dim()))
@@ -179,7 +181,9 @@ def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
     return permuted(input, order)
 
 
-@register_op(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, split=("input",))
+@register_op(
+    torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, split=("input",), prefix=True
+)
 def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
     order = torch.movedim(
         torch.empty(tuple(range(1, input.dim() + 1)), device="meta"), source, destination
@@ -192,25 +196,25 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-@register_op(_getter("mT"), split=("input",))
+@register_op(_getter("mT"), split=("input",), prefix=True)
 def matrix_transpose(input: SpatialTensor) -> Tensor:
     return transpose(input, -2, -1)
 
 
-@register_op(torch.adjoint, Tensor.adjoint, _getter("mH"), split=("input",))
+@register_op(torch.adjoint, Tensor.adjoint, _getter("mH"), split=("input",), prefix=True)
 def adjoint(input: SpatialTensor) -> Tensor:
     flipped = transpose(input, -2, -1)
     return flipped.conj() if input.is_complex() else flipped
 
 
-@register_op(torch.t, Tensor.t, split=("input",))
+@register_op(torch.t, Tensor.t, split=("input",), prefix=True)
 def t(input: SpatialTensor) -> Tensor:
     if input.dim() > 2:
         raise RuntimeError(f"t() expects a tensor with at most 2 dims, got {input.dim()}")
     return permuted(input, tuple(reversed(range(input.dim()))))
 
 
-@register_op(_getter("T"), _getter("H"), split=("input",))
+@register_op(_getter("T"), _getter("H"), split=("input",), prefix=True)
 def reversed_dims(input: SpatialTensor) -> Tensor:
     if input.is_complex():
         raise refusal(Tensor.T, [input], "use permute() and conj()")
@@ -235,7 +239,7 @@ def _without(x: SpatialTensor, gone: set[int]) -> Tensor:
     return from_tile(to_tile(x).reshape(shape), x.spatial_layout, x.mesh, dims.moved(shifted))
 
 
-@register_op(torch.squeeze, Tensor.squeeze, split=("input",))
+@register_op(torch.squeeze, Tensor.squeeze, split=("input",), prefix=True)
 def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     count = input.dim()
     asked = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
@@ -243,7 +247,7 @@ def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     return _without(input, gone)
 
 
-@register_op(torch.unsqueeze, Tensor.unsqueeze, split=("input",))
+@register_op(torch.unsqueeze, Tensor.unsqueeze, split=("input",), prefix=True)
 def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
     count = input.dim()
     if not -count - 1 <= dim <= count:
@@ -264,18 +268,18 @@ def _local_sizes(func: Any, x: SpatialTensor, sizes: Sizes) -> list[int]:
     return local
 
 
-@register_op(Tensor.expand, split=("input",))
+@register_op(Tensor.expand, split=("input",), prefix=True)
 def expand(input: SpatialTensor, *sizes: Any, implicit: bool = False) -> Tensor:
     tile = to_tile(input).expand(_local_sizes(Tensor.expand, input, _flat(sizes)))
     return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
 
 
-@register_op(torch.broadcast_to, Tensor.broadcast_to, split=("input",))
+@register_op(torch.broadcast_to, Tensor.broadcast_to, split=("input",), prefix=True)
 def broadcast_to(input: SpatialTensor, size: Sizes) -> Tensor:
     return expand(input, *size)
 
 
-@register_op(Tensor.expand_as, split=("input", "other"))
+@register_op(Tensor.expand_as, split=("input", "other"), prefix=True)
 def expand_as(input: Tensor, other: Tensor) -> Tensor:
     return input.expand(tuple(other.shape))
 
@@ -286,18 +290,18 @@ def _repeated(func: Any, x: SpatialTensor, times: Sizes) -> Tensor:
     return from_tile(to_tile(x).repeat(*times), x.spatial_layout, x.mesh, x.spatial_dims)
 
 
-@register_op(Tensor.repeat, split=("input",))
+@register_op(Tensor.repeat, split=("input",), prefix=True)
 def repeat(input: SpatialTensor, *repeats: Any) -> Tensor:
     return _repeated(Tensor.repeat, input, _flat(repeats))
 
 
-@register_op(torch.tile, Tensor.tile, split=("input",))
+@register_op(torch.tile, Tensor.tile, split=("input",), prefix=True)
 def tile(input: SpatialTensor, *dims: Any) -> Tensor:
     times = _flat(dims)
     return _repeated(torch.tile, input, (1,) * (input.dim() - len(times)) + tuple(times))
 
 
-@register_op(torch.repeat_interleave, Tensor.repeat_interleave, split=("input",))
+@register_op(torch.repeat_interleave, Tensor.repeat_interleave, split=("input",), prefix=True)
 def repeat_interleave(
     input: SpatialTensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Tensor:

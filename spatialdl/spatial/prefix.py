@@ -1,0 +1,82 @@
+"""Tokens beside those of an image: class and distillation tokens, registers.
+
+They are in the dim into which the spatial dims are merged, some before the pixels (prefix), some
+after them (suffix). Part 0 of the grid has them in its tile, as one process would have them; the
+other tiles have pixels only. So what treats all tokens alike treats these too, and their gradients
+are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.comm.repartition import repartition
+from spatialdl.parallel.layout import Box
+from spatialdl.spatial.dims import SpatialDims, from_image, to_image
+
+
+def apart(tensor: Tensor, dims: SpatialDims) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens before the pixels, pixels, and tokens after them; views.
+
+    Args:
+        tensor: a whole tensor, or the tile of a part with the `dims` of this part.
+    """
+    dim = dims.at[0]
+    pixels = tensor.shape[dim] - dims.beside
+    before, own, after = torch.split(tensor, [dims.prefix, pixels, dims.suffix], dim)
+    return before, own, after
+
+
+def bring_tokens(
+    tile: Tensor,
+    dims: SpatialDims,
+    extents: Sequence[int],
+    plan: Plan,
+    mesh: Mesh,
+    name: str,
+    whole: bool,
+) -> Tensor:
+    """Move the pixels of a tile by a plan; differentiable.
+
+    Args:
+        tile: this rank's; dims as `dims`, which are the global ones.
+        extents: of its box.
+        plan: who needs which pixels.
+        name: of the operation that asks.
+        whole: whether every rank gets the tokens that belong to no pixel; else they stay.
+
+    Returns:
+        The box that this rank needs, between the tokens that it has.
+    """
+    before, pixels, after = apart(tile, dims.of_part(mesh.part))
+    image = to_image(pixels, dims.of_pixels, extents)
+    image = repartition(image, mesh.grid_comm, plan, name=name)
+    pixels = from_image(image, dims.of_pixels, pixels.shape)
+    if whole:
+        before, after = whole_tokens(tile, dims, mesh, name)
+    return torch.cat([before, pixels, after], dims.at[0])
+
+
+def whole_tokens(tile: Tensor, dims: SpatialDims, mesh: Mesh, name: str) -> tuple[Tensor, Tensor]:
+    """The tokens before and after the pixels, on every rank; differentiable.
+
+    Args:
+        tile: this rank's; dims as `dims`, which are the global ones.
+        name: of the operation that asks.
+    """
+    dim, ranks = dims.at[0], mesh.grid_comm.size
+    before, _, after = apart(tile, dims.of_part(mesh.part))
+    if ranks == 1:
+        return before, after
+    nothing, everything = Box(((0, 1), (0, 0))), Box(((0, 1), (0, dims.beside)))
+    owned = (everything, *(nothing,) * (ranks - 1))
+    plan = plan_for(owned, (everything,) * ranks, mesh.part)
+    own = torch.cat([before, after], dim).movedim(dim, -1).unsqueeze(0)
+    tokens = repartition(own, mesh.grid_comm, plan, name=name).squeeze(0).movedim(-1, dim)
+    before, after = torch.split(tokens, [dims.prefix, dims.suffix], dim)
+    return before, after
