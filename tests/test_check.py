@@ -76,12 +76,22 @@ class ViT(nn.Module):
         super().__init__()
         self.patch_embed = PatchEmbed(width)
         self.cls_token = nn.Parameter(torch.ones(1, 1, width))
-        layers = [nn.TransformerEncoderLayer(width, 2, 16, 0.0) for _ in range(depth)]
+        layers = [
+            nn.TransformerEncoderLayer(width, 2, 16, 0.0, batch_first=True) for _ in range(depth)
+        ]
         self.blocks = nn.Sequential(*layers)
 
     def forward(self, x):
         x = self.patch_embed(x)
         return self.blocks(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))[:, 0]
+
+
+class SortedViT(ViT):
+    # takes its tokens in another order
+    def forward(self, x):
+        x = self.patch_embed(x)
+        x = torch.cat([x, self.cls_token.expand(len(x), -1, -1)], 1).flip(1)
+        return self.blocks(x)[:, 0]
 
 
 def number():
@@ -170,13 +180,21 @@ def test_refused_operations_are_named_with_their_lines(folder: Path) -> None:
     assert said.splitlines()[-1] == "not exact"
 
 
+@pytest.mark.slow
+def test_a_vision_transformer_with_a_class_token_is_exact(folder: Path) -> None:
+    words = ("my_package.networks.ViT", "width=8", "--size", "16x12", "--grid", "2x1")
+    done = check(folder, *words)
+    assert done.returncode == 0
+    assert "exact" in done.stdout.splitlines()[-1]
+
+
 def test_the_way_out_of_a_vision_transformer_is_tried_and_named(folder: Path) -> None:
     """Arguments of the function are given with it."""
-    words = ("my_package.networks.ViT", "width=8", "depth=2", "--size", "16x12", "--grid", "2x1")
+    words = ("my_package.networks.SortedViT", "width=8", "depth=2", "--size", "16x12", "--grid", "2x1")
     done = check(folder, *words)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert "a ViT of timm; python -m spatialdl.check names the module" in done.stdout
+    assert "flip cannot be done" in done.stdout
     assert lines[-2].startswith('way out: spatialdl.gather_before(model, "patch_embed.norm"), or')
     assert lines[-2].endswith("tried, all numbers are equal to one process")
 

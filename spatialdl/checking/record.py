@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
@@ -17,6 +18,7 @@ from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.source_lines import users_line
 from spatialdl.spatial import SpatialTensor
 from spatialdl.spatial.dims import from_image, to_image
+from spatialdl.spatial.prefix import apart
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import from_tile, to_tile
 
@@ -203,11 +205,14 @@ def _split_as(like: SpatialTensor, value: Any) -> Any:
         return value
     if tuple(value.shape) != dims.sizes(value.shape, size):
         return value
-    image = to_image(value, dims, size)
+    before, pixels, after = apart(value, dims)
+    image = to_image(pixels, dims.of_pixels, size)
     split = shard(image.reshape(1, -1, *size), mesh)
     tile = to_tile(split)
     tile = tile.reshape(*image.shape[:-count], *tile.shape[-count:])
-    return from_tile(from_image(tile, dims, value.shape), split.spatial_layout, mesh, dims)
+    tile = from_image(tile, dims.of_pixels, pixels.shape)
+    again = from_tile(tile, split.spatial_layout, mesh, dims.of_pixels)
+    return torch.cat([before, again, after], dims.at[0]) if dims.beside else again
 
 
 def _spatial(*values: Any) -> list[SpatialTensor]:

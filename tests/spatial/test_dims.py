@@ -8,6 +8,7 @@ from math import prod
 import pytest
 import torch
 
+from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import last_slices
 from spatialdl.spatial.dims import (
     SpatialDims,
@@ -186,3 +187,52 @@ def test_rows_and_columns_of_size_one_go_where_networks_expect_them(
     view = regroup(shape, new_shape, dims, [shape[dim] for dim in dims.at])
     assert view is not None
     assert view.dims == expected
+
+
+# --- tokens that belong to no pixel
+
+BESIDE = SpatialDims.of(-2, -2)._replace(prefix=2, suffix=1)
+COUNT = 2 + H * W + 1
+
+
+def test_tokens_beside_pixels_are_counted() -> None:
+    assert BESIDE.sizes((5, 0, 3), (H, W)) == (5, COUNT, 3)
+    assert BESIDE.of_part(0) == BESIDE
+    assert BESIDE.of_part(1) == BESIDE.of_pixels == SpatialDims.of(-2, -2)
+    assert (
+        BESIDE.describe() == ", rows and columns merged in dim -2 with 2 tokens before them and "
+        "1 tokens after them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("new_shape", "dims", "steps", "factors"),
+    [
+        ((5, COUNT, 3, 4), BESIDE._replace(at=(-3, -3)), (1, 1), (1, 1)),
+        ((5, COUNT * 12), BESIDE._replace(at=(-1, -1), prefix=24, suffix=12), (1, 1), (1, 12)),
+        ((5 * COUNT, 12), None, (), ()),
+        ((5, 3, COUNT // 3, 12), None, (), ()),
+    ],
+)
+def test_tokens_beside_pixels_stay_together(new_shape, dims, steps, factors) -> None:
+    """A dim of 99 tokens, of which three belong to no pixel, is never cut in three."""
+    view = regroup((5, COUNT, 12), new_shape, BESIDE, (H, W))
+    assert (view is None) == (dims is None)
+    if view is not None:
+        assert view == (dims, new_shape, steps, factors)
+
+
+def test_tokens_beside_pixels_go_back_to_a_dim_of_their_own() -> None:
+    merged = SpatialDims.of(-2, -2)._replace(prefix=4, suffix=2)
+    view = regroup((2 * COUNT, 3), (COUNT, 2, 3), merged, (H, 2 * W))
+    assert view == (BESIDE._replace(at=(-3, -3)), (COUNT, 2, 3), (1, 2), (1, 1))
+    odd = SpatialDims.of(-2, -2)._replace(prefix=5, suffix=1)
+    assert regroup((2 * COUNT, 3), (COUNT, 2, 3), odd, (H, 2 * W)) is None
+
+
+def test_tokens_beside_pixels_are_no_image() -> None:
+    whole = torch.zeros(5, COUNT, 3)
+    with pytest.raises(UnsupportedSpatialOp, match="slice off those that belong to no pixel"):
+        to_image(whole, BESIDE, (H, W))
+    with pytest.raises(UnsupportedSpatialOp, match="slice off"):
+        from_image(torch.zeros(5, 3, H, W), BESIDE, whole.shape)
