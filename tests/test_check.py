@@ -190,7 +190,15 @@ def test_a_vision_transformer_with_a_class_token_is_exact(folder: Path) -> None:
 
 def test_the_way_out_of_a_vision_transformer_is_tried_and_named(folder: Path) -> None:
     """Arguments of the function are given with it."""
-    words = ("my_package.networks.SortedViT", "width=8", "depth=2", "--size", "16x12", "--grid", "2x1")
+    words = (
+        "my_package.networks.SortedViT",
+        "width=8",
+        "depth=2",
+        "--size",
+        "16x12",
+        "--grid",
+        "2x1",
+    )
     done = check(folder, *words)
     assert done.returncode == 1
     lines = done.stdout.splitlines()

@@ -1,22 +1,29 @@
 """Attention over the tokens of a split image.
 
-Each rank keeps its own queries; keys and values are gathered for them (networks for large images
-make these few first), or stay where they are if attention goes over windows that lie inside tiles.
+Each rank keeps its own queries. Keys and values of the other ranks come by, one part after the
+other (`ring`), or stay where they are if attention goes over windows that lie inside tiles. A few
+queries that all ranks have look at the keys of each rank there, and the results are put together.
 """
 
 from __future__ import annotations
 
+import math
 import string
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.random.plain import attention, attention_of_whole
-from spatialdl.spatial.contract import contract
+from spatialdl.random.plain import attention, attention_of_whole, check_probability
+from spatialdl.random.streams import next_key
+from spatialdl.spatial.blockwise import Dropped, Scores
+from spatialdl.spatial.contract import Split, bring_operand, contract
+from spatialdl.spatial.ring import Ring, folded_attention, ring_attention
+from spatialdl.spatial.span import positions_of
 from spatialdl.spatial.table import refusal, register_op
-from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 from spatialdl.spatial.window import nothing
 
 
@@ -39,19 +46,110 @@ def scaled_dot_product_attention(
         raise refusal(
             F.scaled_dot_product_attention, split, "its last dim, of features, must not be split"
         )
+    check_probability(dropout_p)
+    options = dropout_p, is_causal, scale
+    if _goes_round(query, key, value, attn_mask, enable_gqa):
+        keys, values = cast(SpatialTensor, key), cast(SpatialTensor, value)
+        return _attended(query, keys, values, attn_mask, *options)
     if not isinstance(query, SpatialTensor):
-        # a few queries of the whole image, the same on every rank: they look at everything
         key, value, attn_mask = (_whole(x) for x in (key, value, attn_mask))
         return attention_of_whole(
-            *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
-            mesh=split[0].mesh,
+            query, key, value, attn_mask, *options, enable_gqa, mesh=split[0].mesh
         )
     if dropout_p > 0 or is_causal:
         # more than PyTorch's kernel can: a rank keeps the weights of its own queries for all keys
         drop = partial(F.dropout, p=dropout_p)
         return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
+    return _in_windows(query, key, value, attn_mask, scale, enable_gqa)
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, SpatialTensor) else x
+
+
+# --- over all tokens
+
+
+def _goes_round(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shares_heads: bool
+) -> bool:
+    """Whether all keys are split along their tokens alone, so that each part can be looked at."""
+    if not isinstance(key, SpatialTensor) or not isinstance(value, SpatialTensor):
+        return False
+    split = [x for x in (query, key, value) if isinstance(x, SpatialTensor)]
+    if key.mesh.grid_comm.size == 1 or any(x.mesh is not key.mesh for x in split):
+        return False
+    along_tokens = all(
+        set(x.spatial_dims.at) == {-2} and set(x.spatial_dims.outer) == {1} for x in split
+    )
+    leading = 3 if shares_heads else 2
+    are_alike = (
+        query.dim() == key.dim() == value.dim()
+        and key.shape[:-1] == value.shape[:-1]
+        and key.spatial_dims == value.spatial_dims
+        and key.shape[-1] == query.shape[-1]
+        and query.shape[:-leading] == key.shape[:-leading]
+    )
+    if not along_tokens or not are_alike or (mask is not None and mask.dim() > query.dim()):
+        return False
+    return not shares_heads or query.shape[-3] % key.shape[-3] == 0
+
+
+def _attended(
+    query: Tensor,
+    key: SpatialTensor,
+    value: SpatialTensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    if is_causal and mask is not None:
+        raise RuntimeError("attention takes either attn_mask or is_causal, not both")
+    value = on_layout(value, key.spatial_layout)
+    shape = (*query.shape[:-1], key.shape[-2])
+    drop = Dropped(next_key(key.mesh), dropout_p, shape) if dropout_p > 0 else None
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    boxes = key.spatial_layout.boxes
+    columns = tuple(positions_of(key, -2, part) for part in range(len(boxes)))
+    tiles = to_tile(key), to_tile(value)
+    if not isinstance(query, SpatialTensor):
+        scores = Scores(factor, is_causal, drop, torch.arange(query.shape[-2]), columns)
+        bias = _bias(_whole(mask), query)
+        return folded_attention(query, *tiles, bias, key.mesh, scores)
+    rows = positions_of(query, -2, query.mesh.part)
+    scores = Scores(factor, is_causal, drop, rows, columns)
+    if mask is not None:
+        batch = string.ascii_uppercase[: query.dim() - 2]
+        letters = batch[len(batch) - (mask.dim() - 2) :] + "ls"
+        split = Split.of(query, batch + "le")
+        mask = bring_operand(F.scaled_dot_product_attention, mask, letters, split)
+    ring = Ring(key.mesh, tuple(map(len, columns)))
+    own = ring_attention(to_tile(query), *tiles, _bias(mask, query), ring, scores)
+    return from_tile(own, query.spatial_layout, query.mesh, query.spatial_dims)
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """What is added to the products: of a mask minus infinity where it says False."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+    return zeros.masked_fill(mask.logical_not(), -math.inf)
+
+
+# --- in windows
+
+
+def _in_windows(
+    query: SpatialTensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    operands = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
+    operands = [query, key, value] + ([mask] if mask is not None else [])
     batch = string.ascii_uppercase[: max(x.dim() for x in operands) - 2]
     ends = ("le", "se", "sv", "ls")
     letters = [
@@ -69,7 +167,3 @@ def scaled_dot_product_attention(
     return contract(
         F.scaled_dot_product_attention, operands, letters, batch + "lv", local, linear=False
     )
-
-
-def _whole(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, SpatialTensor) else x

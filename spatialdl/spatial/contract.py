@@ -76,7 +76,7 @@ def contract(
     if gone and (not linear or gone != set(split.letters)):
         raise refusal(func, [first], "it sums over some split dims and keeps others")
     brought = [
-        to_tile(first) if number == leader else _bring(func, x, names, split)
+        to_tile(first) if number == leader else bring_operand(func, x, names, split)
         for number, (x, names) in enumerate(zip(operands, letters, strict=True))
     ]
     y = local(*brought)
@@ -85,7 +85,7 @@ def contract(
     return from_tile(y, split.layout, split.mesh, split.dims_in(result))
 
 
-def _bring(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:
+def bring_operand(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:
     """An operand as this rank needs it."""
     own = split.mesh.own_box(split.layout)
     if isinstance(x, SpatialTensor):

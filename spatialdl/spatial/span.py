@@ -109,9 +109,14 @@ def positions(x: SpatialTensor, dim: int) -> Tensor:
     number = dim % x.dim()
     if number not in split_dims(x):
         return torch.arange(x.shape[number])
+    return positions_of(x, number - x.dim(), x.mesh.part)
+
+
+def positions_of(x: SpatialTensor, dim: int, part: int) -> Tensor:
+    """The same for the tile of any part, in a dim (negative) that holds spatial dims."""
     layout, dims = x.spatial_layout, x.spatial_dims
-    own = _split_positions(layout, x.mesh.own_box(layout), dims.of_pixels, number - x.dim())
-    return _with_tokens(own, dims, x.shape[dim], x.mesh.part == 0) if dims.beside else own
+    own = _split_positions(layout, layout.boxes[part], dims.of_pixels, dim)
+    return _with_tokens(own, dims, x.shape[dim], part == 0) if dims.beside else own
 
 
 def positions_on(x: SpatialTensor, dim: int) -> Tensor:

@@ -1,0 +1,275 @@
+"""Attention over some of the keys: the result, its log-sum-exp, and the gradients.
+
+By PyTorch's fused kernels where they give the log-sum-exp and nothing is added to the products;
+else by products of a few queries at a time, so that they take no more memory than the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spatialdl.random.generator import Region, keep_mask
+from spatialdl.spatial.constants import on
+
+aten = torch.ops.aten
+
+
+class Dropped(NamedTuple):
+    """Dropout of attention weights.
+
+    Attributes:
+        key: of the stream of random numbers.
+        p: probability.
+        shape: of the weights of the whole attention, (..., L, S).
+    """
+
+    key: int
+    p: float
+    shape: tuple[int, ...]
+
+
+class Scores(NamedTuple):
+    """What is done with the products of queries and keys.
+
+    Attributes:
+        factor: of the products.
+        is_causal: whether a query sees only keys at its own position and before.
+        drop: dropout of the weights, or None.
+        rows: positions of the own queries; int64.
+        columns: positions of the keys of each part.
+    """
+
+    factor: float
+    is_causal: bool
+    drop: Dropped | None
+    rows: Tensor
+    columns: tuple[Tensor, ...]
+
+    def of(self, part: int) -> Block:
+        return Block(self, self.columns[part])
+
+
+class Block(NamedTuple):
+    """The same for the keys at `columns`."""
+
+    scores: Scores
+    columns: Tensor
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether softmax and product follow at once."""
+        return not self.scores.is_causal and self.scores.drop is None
+
+    def rows(self, start: int, stop: int) -> Block:
+        """For some of the queries."""
+        return self._replace(scores=self.scores._replace(rows=self.scores.rows[start:stop]))
+
+    def weigh(self, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+        """Scaled products, with what is added to them; of the wider type of half precision."""
+        products = wide(query @ key.transpose(-2, -1)) * self.scores.factor
+        if bias is not None:
+            products = products + self.bias_of(bias)
+        if self.scores.is_causal:
+            columns, rows = (on(x, query.device) for x in (self.columns, self.scores.rows))
+            products = products.masked_fill(columns > rows[:, None], -math.inf)
+        return products
+
+    def bias_of(self, bias: Tensor) -> Tensor:
+        """The columns of a bias, whose rows are those of the queries already."""
+        if bias.shape[-1] == 1:
+            return bias
+        return bias.index_select(-1, on(self.columns, bias.device))
+
+    def kept(self, weights: Tensor) -> Tensor | None:
+        """Which weights stay, times what makes up for the others; None if all do."""
+        drop = self.scores.drop
+        if drop is None:
+            return None
+        leading = tuple(torch.arange(size) for size in drop.shape[:-2])
+        region = Region((*leading, self.scores.rows, self.columns), drop.shape)
+        keep = keep_mask(region, 1 - drop.p, drop.key, weights.device)
+        return keep.to(weights.dtype) * (0.0 if drop.p == 1 else 1 / (1 - drop.p))
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32 of half precision, all else as it is."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+Found = tuple[Tensor, Tensor]
+"""A result (..., l, F) and its log-sum-exp (..., l)."""
+
+
+def added(before: Found | None, block: Found) -> Found:
+    """The results over two sets of keys as that over both."""
+    if before is None:
+        return block
+    (out, spread), (more, other) = before, block
+    total = torch.logaddexp(spread, other)
+    shift = total.masked_fill(total == -math.inf, 0)  # where nothing is seen the result is zero
+    out = out * (spread - shift).exp().unsqueeze(-1)
+    return out.addcmul_(more, (other - shift).exp().unsqueeze(-1)), total
+
+
+def forward_block(
+    block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> Found:
+    """Attention over the keys of a block; the result is float32 of half precision."""
+    key, value = (_shared(x, query) for x in (key, value))
+    if key.shape[-2] == 0 or query.numel() == 0:
+        nothing = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
+        return nothing, nothing.new_full(query.shape[:-1], -math.inf)
+    if bias is None and block.is_plain and _is_fused(query, key, value):
+        four = [_four_dims(x) for x in (query, key, value)]
+        out, spread = aten._scaled_dot_product_flash_attention_for_cpu(
+            *four, scale=block.scores.factor
+        )
+        shape = query.shape[:-1]
+        return wide(out).reshape(*shape, value.shape[-1]), spread.reshape(shape)
+    found = [
+        _forward_rows(some, query[..., rows, :], key, value, _rows_of(bias, rows))
+        for some, rows in _rows(block, query, key)
+    ]
+    return torch.cat([out for out, _ in found], -2), torch.cat([spread for _, spread in found], -1)
+
+
+def _forward_rows(
+    block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> Found:
+    products = block.weigh(query, key, bias)
+    largest = products.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0)
+    weights = (products - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    kept = block.kept(weights)
+    if kept is not None:
+        weights = weights * kept
+    out = wide(weights.to(value.dtype) @ value) / total.masked_fill(total == 0, 1)
+    return out, (total.log() + largest).squeeze(-1)
+
+
+def backward_block(
+    block: Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    given: tuple[Tensor, Tensor, Tensor],
+    grad_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values for the keys of a block.
+
+    Args:
+        given: the gradient of the result, the result, and its log-sum-exp, over all keys.
+        grad_bias: to which that of `bias` is added, or None.
+    """
+    if key.shape[-2] == 0 or query.numel() == 0:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    keys, values = (_shared(x, query) for x in (key, value))
+    if bias is None and block.is_plain and _is_fused(query, keys, values):
+        grads = _fused_backward(block, query, keys, values, given)
+    else:
+        grads = _backward_by_rows(block, query, keys, values, bias, given, grad_bias)
+    grad_query, grad_keys, grad_values = grads
+    return grad_query, _unshared(grad_keys, key), _unshared(grad_values, value)
+
+
+def _fused_backward(
+    block: Block, query: Tensor, key: Tensor, value: Tensor, given: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out, spread = given
+    four = [_four_dims(x) for x in (grad, query, key, value, out)]
+    lines = spread.reshape(four[0].shape[:-1])
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *four, lines, 0.0, False, scale=block.scores.factor
+    )
+    first, second, third = (
+        x.reshape(like.shape) for x, like in zip(grads, (query, key, value), strict=True)
+    )
+    return first, second, third
+
+
+def _backward_by_rows(
+    block: Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    given: tuple[Tensor, Tensor, Tensor],
+    grad_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out, spread = given
+    factor = block.scores.factor
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (wide(torch.zeros_like(x)) for x in (key, value))
+    spread = spread.masked_fill(spread == -math.inf, math.inf).unsqueeze(-1)
+    for some, rows in _rows(block, query, key):
+        own, own_grad = query[..., rows, :], grad[..., rows, :]
+        weights = (some.weigh(own, key, _rows_of(bias, rows)) - spread[..., rows, :]).exp()
+        kept = some.kept(weights)
+        grad_weights = wide(own_grad @ value.transpose(-2, -1))
+        dropped = weights
+        if kept is not None:
+            dropped, grad_weights = weights * kept, grad_weights * kept
+        grad_value += wide(dropped.to(value.dtype).transpose(-2, -1) @ own_grad)
+        along = (wide(own_grad) * wide(out[..., rows, :])).sum(-1, keepdim=True)
+        products = weights * (grad_weights - along)
+        if grad_bias is not None:
+            _add_bias(some, grad_bias, products, rows)
+        products = (products * factor).to(query.dtype)
+        grad_query[..., rows, :] = products @ key
+        grad_key += wide(products.transpose(-2, -1) @ own)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _add_bias(block: Block, grad_bias: Tensor, products: Tensor, rows: slice) -> None:
+    """Add the gradient of some rows of a bias, which may have size 1 in any dim."""
+    into = grad_bias if grad_bias.shape[-2] == 1 else grad_bias[..., rows, :]
+    if grad_bias.shape[-1] == 1:
+        into += products.sum_to_size(into.shape)
+        return
+    part = products.sum_to_size((*into.shape[:-1], products.shape[-1])).to(into.dtype)
+    into.index_add_(-1, on(block.columns, into.device), part)
+
+
+def _rows(block: Block, query: Tensor, key: Tensor) -> Iterator[tuple[Block, slice]]:
+    """Queries in pieces whose products with all keys of a block are no larger than these."""
+    size, step = query.shape[-2], max(key.shape[-1], 16)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        yield block.rows(start, stop), slice(start, stop)
+
+
+def _rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
+    return bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    on_cpu = query.device.type in ("cpu", "meta")
+    return on_cpu and query.dim() <= 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """As the fused kernels take it, which believe that features follow on each other in memory."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def _shared(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values whose heads several heads of queries share, once for each of them."""
+    if x.dim() < 3 or x.shape[-3] == query.shape[-3]:
+        return x
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
+
+
+def _unshared(grad: Tensor, x: Tensor) -> Tensor:
+    if grad.shape == x.shape:
+        return grad
+    groups: Any = grad.unflatten(-3, (x.shape[-3], -1))  # type: ignore[no-untyped-call]
+    summed: Tensor = groups.sum(-3)
+    return summed

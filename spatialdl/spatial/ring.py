@@ -1,0 +1,269 @@
+"""Attention whose keys and values come by, one part of the grid after the other.
+
+Ring attention (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023,
+https://arxiv.org/abs/2310.01889): queries stay, no rank ever holds all keys. What a query makes of
+each part is put together by log-sum-exp (Dao et al., "FlashAttention", 2022, section 3.1). Backward
+asks for keys and values once more and sends their gradients back. A part travels straight from the
+rank that has it, the next one while this one is worked on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.communicator import Pending
+from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.held import Exchange, Held
+from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.once import once_differentiable
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
+from spatialdl.comm.repartition import add_up, rooms_back
+from spatialdl.comm.tape import aside, once
+from spatialdl.parallel.layout import Box
+from spatialdl.spatial.blockwise import Scores, added, backward_block, forward_block
+
+
+class Ring(NamedTuple):
+    """Who has which keys.
+
+    Attributes:
+        mesh: the ranks.
+        counts: keys of each part.
+    """
+
+    mesh: Mesh
+    counts: tuple[int, ...]
+
+    def hop(self, number: int, elements: int) -> Plan:
+        """The plan by which each rank gets the keys of the part `number` after its own.
+
+        Args:
+            elements: of a key and its value in all samples and heads.
+        """
+        return _hop(self.counts, elements, number, self.mesh.part)
+
+    def part(self, number: int) -> int:
+        return (self.mesh.part + number) % len(self.counts)
+
+
+@lru_cache(maxsize=4096)
+def _hop(counts: tuple[int, ...], elements: int, number: int, part: int) -> Plan:
+    edges = accumulate((count * elements for count in counts), initial=0)
+    owned = tuple(Box(((0, 1), interval)) for interval in pairwise(edges))
+    needed = tuple(owned[(rank + number) % len(owned)] for rank in range(len(owned)))
+    return plan_for(owned, needed, part)
+
+
+class _Packed(NamedTuple):
+    """How keys (..., S, E) and values (..., S, F) of a part lie in one message (1, elements)."""
+
+    keys: torch.Size
+    values: torch.Size
+
+    @property
+    def elements(self) -> int:
+        """Of a key and its value."""
+        return (
+            math.prod(self.keys[:-2]) * self.keys[-1]
+            + math.prod(self.values[:-2]) * self.values[-1]
+        )
+
+    def packed(self, keys: Tensor, values: Tensor) -> Tensor:
+        return torch.cat([keys.reshape(1, -1), values.reshape(1, -1)], 1)
+
+    def unpacked(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        of_keys = (*self.keys[:-2], count, self.keys[-1])
+        size = math.prod(of_keys)
+        of_values = (*self.values[:-2], count, self.values[-1])
+        return message[0, :size].view(of_keys), message[0, size:].view(of_values)
+
+
+def _come_by(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tensor]]:
+    """Messages of all parts, each with how far it is from the own one, which comes first."""
+    hops = len(ring.counts)
+    message: Tensor = own
+    pending: Pending | None = None
+    for number in range(hops):
+        following: tuple[Tensor, Pending] | None = None
+        if number + 1 < hops:
+            plan = ring.hop(number + 1, elements)
+            room = own.new_empty(plan.need.shape)
+            what = Exchange(plan, [Held(own, plan.own)], [Held(room, plan.need)], own.device)
+            following = room, start_exchange(ring.mesh.grid_comm, what, "attention")
+        if pending is not None:
+            pending.wait()
+        yield number, message
+        if following is not None:
+            message, pending = following
+
+
+class _Returning:
+    """Gradients of keys and values on their way to the ranks that have them."""
+
+    def __init__(self, ring: Ring, own: Tensor, elements: int) -> None:
+        self._ring, self._elements = ring, elements
+        self.total = torch.zeros_like(own)
+        self._under_way: tuple[Plan, list[Held], Pending, Tensor] | None = None
+
+    def send(self, number: int, grad: Tensor) -> None:
+        """What this rank makes of the keys of the part `number` after its own."""
+        if number == 0:
+            self.total += grad
+            return
+        plan = self._ring.hop(number, self._elements)
+        rooms = rooms_back(grad, plan)
+        what = Exchange(plan, [Held(grad, plan.need)], rooms, grad.device, adjoint=True)
+        pending = start_exchange(self._ring.mesh.grid_comm, what, "attention")
+        self.wait()
+        self._under_way = plan, rooms, pending, grad
+
+    def wait(self) -> None:
+        if self._under_way is not None:
+            plan, rooms, pending, _ = self._under_way
+            pending.wait()
+            add_up(self.total, plan, rooms)
+            self._under_way = None
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Any
+    ) -> Tensor:
+        ring, scores = given
+        ctx.ring, ctx.scores = ring, scores
+        kept: list[Tensor] = []
+
+        def attend() -> Tensor:
+            with aside():  # a second run takes the result from the tape, not the keys
+                out, spread = _forward(ring, scores, query, key, value, bias)
+            kept.append(spread)
+            return out
+
+        out = once(attend)
+        spread = once(kept.pop)
+        ctx.save_for_backward(query, key, value, bias, out, spread)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, out, spread = ctx.saved_tensors
+        ring, scores = ctx.ring, ctx.scores
+        pack = _Packed(key.shape, value.shape)
+        own = pack.packed(key, value)
+        returning = _Returning(ring, own, pack.elements)
+        grad_query = torch.zeros_like(query)
+        grad_bias = None
+        if bias is not None and ctx.needs_input_grad[3]:
+            grad_bias = torch.zeros_like(bias)
+        given = grad, out, spread
+        for number, message in _come_by(ring, own, pack.elements):
+            part = ring.part(number)
+            keys, values = pack.unpacked(message, ring.counts[part])
+            grads = backward_block(scores.of(part), query, keys, values, bias, given, grad_bias)
+            grad_query += grads[0]
+            returning.send(number, pack.packed(*grads[1:]))
+        returning.wait()
+        grad_key, grad_value = pack.unpacked(returning.total, ring.counts[ring.mesh.part])
+        return grad_query, grad_key, grad_value, grad_bias, None
+
+
+def _forward(
+    ring: Ring, scores: Scores, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    pack = _Packed(key.shape, value.shape)
+    found: tuple[Tensor, Tensor] | None = None
+    for number, message in _come_by(ring, pack.packed(key, value), pack.elements):
+        part = ring.part(number)
+        keys, values = pack.unpacked(message, ring.counts[part])
+        found = added(found, forward_block(scores.of(part), query, keys, values, bias))
+    assert found is not None
+    out, spread = found
+    return out.to(query.dtype), spread
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    ring: Ring,
+    scores: Scores,
+) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks; differentiable.
+
+    Args:
+        query: (..., l, E), this rank's.
+        key, value: (..., s, E) and (..., s, F), this rank's; leading dims as those of `query`, but
+            for heads that are shared.
+        bias: (..., l or 1, S or 1) in the global order of keys, added to the products; or None.
+        ring: who has which keys.
+        scores: what is done with the products.
+
+    Returns:
+        (..., l, F).
+    """
+    given = ring, scores
+    out: Tensor = _RingAttention.apply(query, key, value, bias, given)  # type: ignore[no-untyped-call]
+    return out
+
+
+# --- few queries that all ranks have
+
+
+class _Folded(torch.autograd.Function):
+    """Each rank attends to its own keys, and all put together what they found."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Any
+    ) -> Tensor:
+        mesh, scores = given
+        ctx.given = given
+        out, spread = forward_block(scores.of(mesh.part), query, key, value, bias)
+        own = torch.cat([out, spread.unsqueeze(-1)], -1)
+        found: tuple[Tensor, Tensor] | None = None
+        for part in gather_over_ranks(mesh.grid_comm, own, "attention"):
+            found = added(found, (part[..., :-1], part[..., -1]))
+        assert found is not None
+        out, spread = found[0].to(query.dtype), found[1]
+        ctx.save_for_backward(query, key, value, bias, out, spread)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, out, spread = ctx.saved_tensors
+        mesh, scores = ctx.given
+        grad = sum_over_ranks(mesh.grid_comm, grad, "attention backward")
+        learns = bias is not None and ctx.needs_input_grad[3]
+        grad_bias = torch.zeros_like(bias) if learns else None
+        given = grad, out, spread
+        grads = backward_block(scores.of(mesh.part), query, key, value, bias, given, grad_bias)
+        return *grads, grad_bias, None
+
+
+def folded_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mesh: Mesh, scores: Scores
+) -> Tensor:
+    """Attention of queries that all ranks have over the keys of all ranks; differentiable.
+
+    Args:
+        query: (..., L, E), the same on every rank.
+        key, value, bias, scores: as `ring_attention` takes them.
+
+    Returns:
+        (..., L, F), the same on every rank.
+    """
+    given = mesh, scores
+    out: Tensor = _Folded.apply(query, key, value, bias, given)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,110 @@
+"""Attention over keys in blocks: put together it is that over all keys, and so are gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.random import keyed
+from spatialdl.random.plain import attention_of_whole
+from spatialdl.random.streams import next_key
+from spatialdl.spatial.blockwise import Dropped, Scores, added, backward_block, forward_block
+
+B, HEADS, L, S, E = 2, 4, 37, 29, 8
+PARTS = (slice(0, 11), slice(11, 11), slice(11, 12), slice(12, S))
+"""Keys of four ranks, of which one has none, in an order of their own."""
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.rand(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
+
+
+def mask() -> Tensor:
+    seen = torch.rand(L, S, generator=torch.Generator().manual_seed(5)) < 0.4
+    seen[3] = False  # a query that sees nothing, and one that sees nothing in the first block
+    seen[4] = False
+    seen[4, 20] = True
+    return seen
+
+
+CASES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "scaled": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "a mask": {"attn_mask": mask()},
+    "a bias for each head": {"attn_mask": drawn(HEADS, L, S)},
+    "a bias of keys": {"attn_mask": drawn(B, 1, 1, S)},
+    "a bias of queries": {"attn_mask": drawn(L, 1)},
+    "dropout": {"dropout_p": 0.4},
+    "dropout and a bias": {"dropout_p": 0.4, "attn_mask": drawn(1, HEADS, L, S)},
+    "dropout of all": {"dropout_p": 1.0},
+    "shared heads": {"enable_gqa": True},
+}
+
+
+def in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, bias: Tensor | None, scores: Scores
+) -> tuple[Tensor | None, ...]:
+    """Result and gradients, of queries, keys, values and bias."""
+    found = None
+    for number, part in enumerate(PARTS):
+        keys, values = key[..., part, :], value[..., part, :]
+        found = added(found, forward_block(scores.of(number), query, keys, values, bias))
+    assert found is not None
+    grad_bias = None if bias is None else torch.zeros_like(bias)
+    grads = []
+    for number, part in enumerate(PARTS):
+        keys, values = key[..., part, :], value[..., part, :]
+        given = grad, found[0].to(query.dtype), found[1]
+        block = scores.of(number)
+        grads.append(backward_block(block, query, keys, values, bias, given, grad_bias))
+    queries, keys, values = zip(*grads, strict=True)
+    return found[0], sum(queries), torch.cat(keys, -2), torch.cat(values, -2), grad_bias
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("value_size", [E, 5])
+def test_blocks_are_the_whole(name: str, value_size: int) -> None:
+    options = CASES[name]
+    heads = HEADS // 2 if options.get("enable_gqa") else HEADS
+    query, key = drawn(B, HEADS, E, L).mT, drawn(B, heads, S, E)  # features may be far apart
+    value, grad = drawn(B, heads, S, value_size), drawn(B, HEADS, L, value_size) - 0.5
+    given = options.get("attn_mask")
+    bias = given.clone() if isinstance(given, Tensor) else None
+    inputs = [query, key, value] + ([bias] if bias is not None and bias.is_floating_point() else [])
+    for one in inputs:
+        one.requires_grad_()
+    with keyed(1, 2):
+        whole = attention_of_whole(query, key, value, **{**options, "attn_mask": bias})
+    expected = [whole, *torch.autograd.grad(whole, inputs, grad)]
+
+    with keyed(1, 2):
+        p = float(options.get("dropout_p", 0))
+        drop = Dropped(next_key(), p, (B, HEADS, L, S)) if p else None
+    columns = tuple(torch.arange(S)[part] for part in PARTS)
+    factor = float(options.get("scale", 1 / math.sqrt(E)))
+    scores = Scores(factor, bool(options.get("is_causal")), drop, torch.arange(L), columns)
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros(L, S).double().masked_fill(~bias, -math.inf)
+    with torch.no_grad():
+        found = in_blocks(query, key, value, grad, bias, scores)
+    for ours, plain in zip(found, expected, strict=False):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_added_up_in_float32(dtype: torch.dtype) -> None:
+    query, key = drawn(B, HEADS, L, E).to(dtype), drawn(B, HEADS, S, E).to(dtype)
+    columns = tuple(torch.arange(S)[part] for part in PARTS)
+    scores = Scores(1 / math.sqrt(E), False, None, torch.arange(L), columns)
+    ours = in_blocks(query, key, key, query, None, scores)[0]
+    assert ours is not None
+    assert ours.dtype == torch.float32
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, key)))
+    torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0.01)
