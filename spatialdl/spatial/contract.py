@@ -19,6 +19,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.parallel.layout import Box, Layout
+from spatialdl.spatial.by_parts import by_parts
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.operands import cut
 from spatialdl.spatial.table import refusal
@@ -75,14 +76,41 @@ def contract(
     gone = set(split.letters) - set(result)
     if gone and (not linear or gone != set(split.letters)):
         raise refusal(func, [first], "it sums over some split dims and keeps others")
+    passing = _passing(operands, letters, leader, split) if linear and not gone else None
     brought = [
-        to_tile(first) if number == leader else bring_operand(func, x, names, split)
+        to_tile(cast(SpatialTensor, x))
+        if number in (leader, passing)
+        else bring_operand(func, x, names, split)
         for number, (x, names) in enumerate(zip(operands, letters, strict=True))
     ]
-    y = local(*brought)
+    if passing is None:
+        y = local(*brought)
+    else:
+        y = by_parts(
+            local, brought, letters, result, passing, cast(SpatialTensor, operands[passing])
+        )
     if gone:
         return differentiable_sum(split.mesh.grid_comm, y, getattr(func, "__name__", "contract"))
     return from_tile(y, split.layout, split.mesh, split.dims_in(result))
+
+
+def _passing(
+    operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: Split
+) -> int | None:
+    """The one operand whose tokens, at a letter of their own, every rank needs all; or None."""
+    if split.mesh.grid_comm.size == 1:
+        return None
+    found = []
+    for number, (x, names) in enumerate(zip(operands, letters, strict=True)):
+        if number == leader or not isinstance(x, SpatialTensor) or x.mesh is not split.mesh:
+            continue
+        theirs = set(Split.of(x, names).letters)
+        if theirs & set(split.letters) or set(names) & set(split.letters):
+            return None
+        if len(theirs) > 1 or set(x.spatial_dims.outer) != {1}:
+            return None
+        found.append(number)
+    return found[0] if len(found) == 1 else None
 
 
 def bring_operand(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:

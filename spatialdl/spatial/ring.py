@@ -86,7 +86,7 @@ class _Packed(NamedTuple):
         return message[0, :size].view(of_keys), message[0, size:].view(of_values)
 
 
-def _come_by(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tensor]]:
+def come_by(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tensor]]:
     """Messages of all parts, each with how far it is from the own one, which comes first."""
     hops = len(ring.counts)
     message: Tensor = own
@@ -105,7 +105,7 @@ def _come_by(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tens
             message, pending = following
 
 
-class _Returning:
+class Returning:
     """Gradients of keys and values on their way to the ranks that have them."""
 
     def __init__(self, ring: Ring, own: Tensor, elements: int) -> None:
@@ -160,13 +160,13 @@ class _RingAttention(torch.autograd.Function):
         ring, scores = ctx.ring, ctx.scores
         pack = _Packed(key.shape, value.shape)
         own = pack.packed(key, value)
-        returning = _Returning(ring, own, pack.elements)
+        returning = Returning(ring, own, pack.elements)
         grad_query = torch.zeros_like(query)
         grad_bias = None
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros_like(bias)
         given = grad, out, spread
-        for number, message in _come_by(ring, own, pack.elements):
+        for number, message in come_by(ring, own, pack.elements):
             part = ring.part(number)
             keys, values = pack.unpacked(message, ring.counts[part])
             grads = backward_block(scores.of(part), query, keys, values, bias, given, grad_bias)
@@ -182,7 +182,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     pack = _Packed(key.shape, value.shape)
     found: tuple[Tensor, Tensor] | None = None
-    for number, message in _come_by(ring, pack.packed(key, value), pack.elements):
+    for number, message in come_by(ring, pack.packed(key, value), pack.elements):
         part = ring.part(number)
         keys, values = pack.unpacked(message, ring.counts[part])
         found = added(found, forward_block(scores.of(part), query, keys, values, bias))

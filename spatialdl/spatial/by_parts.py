@@ -1,0 +1,166 @@
+"""Products with all tokens of a split tensor, of which one part after the other comes by.
+
+Queries times keys, and weights times values, where attention is spelled out: as in `ring`, no rank
+holds all keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.once import once_differentiable
+from spatialdl.spatial.constants import on
+from spatialdl.spatial.ring import Returning, Ring, come_by
+from spatialdl.spatial.span import positions_of
+from spatialdl.spatial.tensor import SpatialTensor
+
+Local = Callable[..., Tensor]
+
+
+class _Parts(NamedTuple):
+    """How a contraction is done part by part.
+
+    Attributes:
+        local: the contraction.
+        passing: which operand comes by.
+        at: for each operand the dim of its letter that is split in the one that comes by, negative,
+            or None.
+        into: the dim of the result that has this letter, negative; None: it is summed over.
+        columns: the positions of each part in this dim.
+    """
+
+    local: Local
+    ring: Ring
+    passing: int
+    at: tuple[int | None, ...]
+    into: int | None
+    columns: tuple[Tensor, ...]
+
+    def operands(self, own: Sequence[Tensor], tokens: Tensor, part: int) -> list[Tensor]:
+        """As a block needs them."""
+        return [
+            tokens if number == self.passing else self.columns_of(x, self.at[number], part)
+            for number, x in enumerate(own)
+        ]
+
+    def columns_of(self, x: Tensor, dim: int | None, part: int) -> Tensor:
+        """The columns of a part; all of what does not have them."""
+        if dim is None or x.shape[dim] == 1:
+            return x
+        return x.index_select(dim, on(self.columns[part], x.device))
+
+    def unpacked(self, message: Tensor, like: Tensor, part: int) -> Tensor:
+        shape = list(like.shape)
+        shape[self._dim] = self.ring.counts[part]
+        return message.view(shape)
+
+    def elements(self, tile: Tensor) -> int:
+        """Of one token."""
+        shape = list(tile.shape)
+        shape[self._dim] = 1
+        return math.prod(shape)
+
+    @property
+    def _dim(self) -> int:
+        dim = self.at[self.passing]
+        assert dim is not None
+        return dim
+
+
+class _ByParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: _Parts, *own: Tensor) -> Tensor:
+        ctx.parts = parts
+        ctx.save_for_backward(*own)
+        tile = own[parts.passing]
+        result: Tensor | None = None
+        for number, message in come_by(parts.ring, tile.reshape(1, -1), parts.elements(tile)):
+            part = parts.ring.part(number)
+            tokens = parts.unpacked(message, tile, part)
+            block = parts.local(*parts.operands(own, tokens, part))
+            result = _put(result, block, parts, part)
+        assert result is not None
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        parts, own = ctx.parts, ctx.saved_tensors
+        tile = own[parts.passing]
+        message = tile.reshape(1, -1)
+        returning = Returning(parts.ring, message, parts.elements(tile))
+        grads = [torch.zeros_like(x) for x in own]
+        for number, arrived in come_by(parts.ring, message, parts.elements(tile)):
+            part = parts.ring.part(number)
+            tokens = parts.unpacked(arrived, tile, part)
+            operands = [x.detach() for x in parts.operands(own, tokens, part)]
+            found = _gradients(parts, operands, parts.columns_of(grad, parts.into, part))
+            returning.send(number, found[parts.passing].reshape(1, -1))
+            for place, one in enumerate(found):
+                if place != parts.passing:
+                    _add(grads[place], one, parts, parts.at[place], part)
+        returning.wait()
+        grads[parts.passing] = returning.total.view(tile.shape)
+        return None, *grads
+
+
+def _put(result: Tensor | None, block: Tensor, parts: _Parts, part: int) -> Tensor:
+    """The result with that of a part in it."""
+    if parts.into is None:
+        return block if result is None else result.add_(block)
+    if result is None:
+        shape = list(block.shape)
+        shape[parts.into] = sum(parts.ring.counts)
+        result = block.new_empty(shape)
+    return result.index_copy_(parts.into, on(parts.columns[part], block.device), block)
+
+
+def _gradients(parts: _Parts, operands: list[Tensor], grad: Tensor) -> list[Tensor]:
+    with torch.enable_grad():
+        inputs = [x.requires_grad_() for x in operands]
+        block = parts.local(*inputs)
+    found = torch.autograd.grad(block, inputs, grad, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+def _add(into: Tensor, grad: Tensor, parts: _Parts, dim: int | None, part: int) -> None:
+    if dim is None or into.shape[dim] == 1:
+        into += grad
+    else:
+        into.index_add_(dim, on(parts.columns[part], into.device), grad)
+
+
+def by_parts(
+    local: Local,
+    own: Sequence[Tensor],
+    letters: Sequence[str],
+    result: str,
+    passing: int,
+    x: SpatialTensor,
+) -> Tensor:
+    """A contraction with all tokens of `x`; differentiable.
+
+    Args:
+        local: the contraction, linear in each operand.
+        own: the operands as this rank has them: the tile of `x`, all else as the rank needs it.
+        letters: of the operands; `x` is split along one of its own.
+        result: the letters of the result.
+        passing: which of the operands `x` is.
+    """
+    split = x.spatial_dims.at[0]
+    letter = letters[passing][split]
+    columns = tuple(positions_of(x, split, part) for part in range(x.mesh.grid_comm.size))
+
+    def place(names: str) -> int | None:
+        return names.index(letter) - len(names) if letter in names else None
+
+    ring = Ring(x.mesh, tuple(map(len, columns)))
+    at = tuple(map(place, letters))
+    parts = _Parts(local, ring, passing, at, place(result), columns)
+    product: Tensor = _ByParts.apply(parts, *own)  # type: ignore[no-untyped-call]
+    return product

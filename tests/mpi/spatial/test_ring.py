@@ -1,0 +1,143 @@
+"""Attention whose keys come by part after part: memory, recomputation, uneven parts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spatialdl import Mesh, SpatialTensor, shard
+from spatialdl.random import keyed
+from spatialdl.spatial.recompute import recompute
+from tests.mpi.device import DEVICE
+from tests.mpi.equality import check, every_mesh, parameter
+
+N, C, H, W = 1, 32, 20, 18
+COUNT = H * W
+Meshes = dict[tuple[int, ...], Mesh]
+
+
+def tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def fused(x: Tensor) -> Tensor:
+    t = tokens(x)
+    return F.scaled_dot_product_attention(t, t.sin(), t)
+
+
+def dropped(x: Tensor) -> Tensor:
+    t = tokens(x)
+    return F.scaled_dot_product_attention(t, t.sin(), t, dropout_p=0.3)
+
+
+def causal(x: Tensor) -> Tensor:
+    t = tokens(x)
+    return F.scaled_dot_product_attention(t, t.sin(), t, is_causal=True)
+
+
+def folded(x: Tensor) -> Tensor:
+    t = tokens(x)
+    queries = torch.ones(N, 4, C, dtype=t.dtype, device=DEVICE)
+    return F.scaled_dot_product_attention(queries, t.sin(), t)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operator gave a tensor of memory of its own."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in _plain((args, kwargs))}
+        for one in _plain(out):
+            if one.untyped_storage().data_ptr() not in given:
+                self.elements = max(self.elements, one.numel())
+        return out
+
+
+def _plain(values: Any) -> list[Tensor]:
+    found = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [
+        one for one in found if not isinstance(one, SpatialTensor) and one.device.type != "meta"
+    ]
+
+
+def weights_of(channels: int) -> Tensor:
+    return torch.ones(1, channels, 1, 1, dtype=torch.float64, device=DEVICE, requires_grad=True)
+
+
+@pytest.mark.parametrize("attend", [fused, dropped, causal, folded])
+def test_no_rank_holds_all_keys(attend: Callable[[Tensor], Tensor]) -> None:
+    """Forward and backward; keys and values of a part are in one message."""
+    for mesh in every_mesh(2).values():
+        if mesh.grid_comm.size < 3:
+            continue
+        tile = torch.rand(N, C, H, W, dtype=torch.float64).to(DEVICE)
+        with Largest() as largest, keyed(1, 2):
+            x, weight = shard(tile, mesh), weights_of(C)
+            largest.elements = 0
+            attend(x * weight).square().sum().backward()
+        assert 0 < largest.elements < N * COUNT * C
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+
+
+def test_the_second_run_of_a_block_takes_the_result_from_the_first() -> None:
+    torch.manual_seed(0)
+    module = Attention().double().to(DEVICE)
+    names = [name for name, _ in module.named_parameters()]
+    values = [value.detach() for value in module.parameters()]
+
+    def network(x: Tensor, *values: Tensor) -> Tensor:
+        given = dict(zip(names, values, strict=True))
+
+        def block(x: Tensor) -> Tensor:
+            y: Tensor = torch.func.functional_call(module, given, (x,))
+            return y
+
+        with keyed(1, 2):
+            return recompute(block, tokens(x), modules=[module])
+
+    for mesh in every_mesh(2).values():
+        image = parameter(random.Random(9), 2, 8, 7, 5)
+        check(network, image, values, mesh, f"on {mesh.grid} ")
+
+
+def test_spelled_out_by_einsum(meshes: Meshes) -> None:
+    def network(x: Tensor) -> Tensor:
+        t = tokens(x)
+        weights = torch.einsum("nlc,nsc->nls", t, t.sin()).softmax(-1)
+        return torch.einsum("nls,nsc->nlc", weights, t.cos())
+
+    for mesh in meshes.values():
+        check(network, parameter(random.Random(9), 2, 8, 7, 5), [], mesh, f"on {mesh.grid} ")
+
+
+def test_products_of_all_pairs_hold_no_part_of_others_twice() -> None:
+    """Spelled out, weights are held for the own queries; keys come by nevertheless."""
+    for mesh in every_mesh(2).values():
+        if mesh.grid_comm.size < 3:
+            continue
+        wide = torch.rand(N, 2048, 6, 5, dtype=torch.float64).to(DEVICE)
+        with Largest() as largest:
+            x, weight = shard(wide, mesh), weights_of(2048)
+            largest.elements = 0
+            t = tokens(x * weight)
+            ((t @ t.sin().transpose(1, 2)).softmax(-1) @ t).square().sum().backward()
+        assert 0 < largest.elements < N * 30 * 2048
