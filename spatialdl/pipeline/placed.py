@@ -17,7 +17,7 @@ from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.shapes import Border, Passing, own_samples
+from spatialdl.pipeline.shapes import Border, Passing, SplitShape, own_samples
 from spatialdl.pipeline.stage import OUTPUT, run_stage, run_stage_again
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.spatial.recompute import recompute
@@ -171,7 +171,7 @@ class PlacedStage:
                 tile = handover.receive(part, number, device)
                 learns = torch.is_grad_enabled() and self._has_gradient(border, value, part)
                 tiles[value] = tile.requires_grad_(learns)
-                values[value] = self.as_input(tile, part.receiver)
+                values[value] = self.received(tile, part)
         with autocast(device, self._mixed):
             if self._recompute:
                 modules = [self.module]
@@ -193,6 +193,12 @@ class PlacedStage:
         if len(layout.boxes) == 1 or self.mesh.parts == 1:
             return tile
         return from_tile(tile, layout, self.mesh)
+
+    def received(self, tile: Tensor, part: HandoverShape) -> Tensor:
+        """What the stage gets for what has arrived."""
+        if isinstance(part, SplitShape):
+            return part.given_to(self.mesh, enter(tile))
+        return self.as_input(tile, part.receiver)
 
     def _has_gradient(self, border: Border, value: Value, part: HandoverShape) -> bool:
         is_number = part.dtype.is_floating_point or part.dtype.is_complex
@@ -264,7 +270,7 @@ class PlacedStage:
 
     def _like(self, output: Tensor, grad: Tensor) -> Tensor:
         if isinstance(output, SpatialTensor):
-            return SpatialTensor(grad, output.spatial_layout, self.mesh)
+            return SpatialTensor(grad, output.spatial_layout, self.mesh, output.spatial_dims)
         return grad
 
     def ranks_of(self, samples: Mapping[int, int]) -> Communicator:

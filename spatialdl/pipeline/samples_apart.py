@@ -24,7 +24,7 @@ from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.placed import PlacedStage
-from spatialdl.pipeline.shapes import HandoverShapes
+from spatialdl.pipeline.shapes import HandoverShapes, SplitShape
 from spatialdl.pipeline.stage import run_stage, start_training
 from spatialdl.pipeline.steps import Value
 from spatialdl.random import keyed
@@ -133,7 +133,8 @@ class _Probe:
     def _shape(self, part: HandoverShape) -> tuple[int, ...]:
         """Of what this rank gets; where ranks divide the samples, of all of them."""
         if self._placed.mesh.parts == 1:
-            return part.shape
+            is_flat = isinstance(part, SplitShape)
+            return (part.shape[0], *part.sender.size) if is_flat else part.shape
         return part.local_shape(part.receiver, self._placed.position.part)
 
     def _tile(self, value: Value, part: HandoverShape) -> Tensor:
@@ -150,7 +151,7 @@ class _Probe:
         """What the stage gives and leaves in its buffers; before it, what its modules see."""
         stage, seen = self._placed.module, list[_Seen]()
         values = {
-            value: self._placed.as_input(tiles[value].clone(), part.receiver)
+            value: self._placed.received(tiles[value].clone(), part)
             for value, part in self._parts[number].items()
         }
         calm = autocast(self._device, self._mixed), keyed(0, 0), _Calm()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.handover import HandoverShape
-from spatialdl.comm.mesh import dry_mesh
+from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.comm.repartition import shape_of
 from spatialdl.parallel.layout import Layout, by, even_bounds
 from spatialdl.parallel.placement import Placement
@@ -19,7 +21,10 @@ from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.spatial.constants import on
+from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.span import positions_in
+from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
 class Border(NamedTuple):
@@ -27,6 +32,78 @@ class Border(NamedTuple):
 
     giver: int
     taker: int
+
+
+@dataclass(frozen=True)
+class SplitShape(HandoverShape):
+    """Of a split tensor whose spatial dims are not the last ones: tokens, channels-last maps.
+
+    Each tile is one interval of a flat sample, part after part. A stage that is not split puts the
+    parts in their places.
+
+    Attributes:
+        pixels: the layout of the spatial dims, on all stages that are split.
+        dims: where they are in `shape`.
+    """
+
+    pixels: Layout
+    dims: SpatialDims
+
+    @classmethod
+    def of(cls, output: SpatialTensor, parts: int, is_split: bool) -> SplitShape:
+        """What a stage gives.
+
+        Args:
+            parts: between which the next stage divides samples.
+            is_split: whether it is split as this stage is.
+        """
+        shape, dims, pixels = tuple(output.shape), output.spatial_dims, output.spatial_layout
+        tiles = (_tile_shape(shape, dims, pixels, part) for part in range(len(pixels.boxes)))
+        edges = tuple(accumulate(map(prod, tiles), initial=0))
+        sender = Layout((0, shape[0]), (edges,))
+        receiver = sender if is_split else Layout.by_sample(shape[0], sender.size, parts)
+        return cls(shape, output.dtype, sender, receiver, pixels, dims)
+
+    def local_shape(self, layout: Layout, part: int) -> tuple[int, ...]:
+        if layout.grid != (1,):
+            return (layout.samples, *_tile_shape(self.shape, self.dims, self.pixels, part))
+        samples, elements = layout.boxes[part if len(layout.boxes) > 1 else 0].shape
+        return samples, elements
+
+    def boxed(self, local: Tensor) -> Tensor:
+        return local.contiguous().view(len(local), -1)
+
+    def given_to(self, mesh: Mesh, received: Tensor) -> Tensor:
+        """What a stage gets: a split tensor, or the whole one."""
+        if self.receiver.grid != (1,):
+            return from_tile(received, self.pixels, mesh, self.dims)
+        order, block = _order(self.shape[1:], self.dims, self.pixels)
+        flat = received.view(len(received), -1, block)
+        return flat.index_select(1, on(order, flat.device)).view(len(received), *self.shape[1:])
+
+
+def _tile_shape(
+    shape: tuple[int, ...], dims: SpatialDims, pixels: Layout, part: int
+) -> tuple[int, ...]:
+    return dims.of_part(part).sizes(shape, pixels.boxes[part].shape[1:])[1:]
+
+
+@lru_cache(maxsize=256)
+def _order(sample: tuple[int, ...], dims: SpatialDims, pixels: Layout) -> tuple[Tensor, int]:
+    """Where in the tiles, one after the other, each block of a sample is; and the size of a block.
+
+    A block is what follows on a place in the last dim that is split.
+    """
+    last = max(dims.at)
+    block = prod(sample[len(sample) + last + 1 :]) if last < -1 else 1
+    places = []
+    for part in range(len(pixels.boxes)):
+        place = torch.zeros((), dtype=torch.int64)
+        for dim in range(-len(sample), last + 1):
+            own = positions_in(pixels, dims, sample[dim], dim, part)
+            place = place[..., None] * sample[dim] + own
+        places.append(place.flatten())
+    return torch.cat(places).argsort(), block
 
 
 Passing = dict[Border, dict[Value, HandoverShape]]
@@ -168,6 +245,10 @@ def own_counts(placement: Placement, samples: int) -> set[int]:
 
 
 def _arrived(part: HandoverShape, grid: tuple[int, ...]) -> Tensor:
+    if isinstance(part, SplitShape) and prod(grid) > 1:
+        tile = part.local_shape(part.receiver, 0)
+        made = torch.empty(tile, dtype=part.dtype, device="meta")
+        return SpatialTensor(made, part.pixels, dry_mesh(grid), part.dims)
     whole = torch.empty(part.shape, dtype=part.dtype, device="meta")
     return _meta_input(whole, part.receiver, grid)
 
@@ -196,8 +277,10 @@ def _handover_shape(
     grids = placement.grids[border.giver], placement.grids[border.taker]
     is_map = len(shape) == placement.dims + 2 and prod(shape[2:]) > 1
     sender = None
+    if isinstance(output, SpatialTensor) and not output.spatial_dims.is_image:
+        _check_dims(output, border, grids, samples)
+        return SplitShape.of(output, parts[1], prod(grids[1]) > 1)
     if isinstance(output, SpatialTensor):
-        _check_dims(output, border)
         sender = output.spatial_layout
     elif is_map and prod(grids[0]) == 1 and prod(grids[1]) > 1:
         sender = Layout.by_sample(rows, shape[2:], parts[0])
@@ -213,12 +296,22 @@ def _handover_shape(
     return HandoverShape(shape, output.dtype, sender, receiver)
 
 
-def _check_dims(output: SpatialTensor, border: Border) -> None:
-    if not output.spatial_dims.is_image:
+def _check_dims(
+    output: SpatialTensor, border: Border, grids: tuple[Sequence[int], ...], samples: int
+) -> None:
+    what = (
+        f"a split tensor of {tuple(output.shape)}{output.spatial_dims.describe()} would pass "
+        f"between stages {border.giver} and {border.taker}"
+    )
+    if output.dim() < 2 or output.shape[0] != samples or -output.dim() in output.spatial_dims.at:
         raise ValueError(
-            f"a split image of {tuple(output.shape)}{output.spatial_dims.describe()} would "
-            f"pass between stages {border.giver} and {border.taker}, where spatial "
-            "dims come last: choose another place by parallel.cut"
+            f"{what}: its first dim must be the {samples} samples; choose another place by "
+            "parallel.cut"
+        )
+    if prod(grids[1]) > 1 and tuple(grids[0]) != tuple(grids[1]):
+        raise ValueError(
+            f"{what}, which are cut {by(grids[0])} and {by(grids[1])}: only images may change "
+            "their grid; choose another place by parallel.cut, or one grid for both stages"
         )
 
 

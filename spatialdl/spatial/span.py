@@ -114,9 +114,15 @@ def positions(x: SpatialTensor, dim: int) -> Tensor:
 
 def positions_of(x: SpatialTensor, dim: int, part: int) -> Tensor:
     """The same for the tile of any part, in a dim (negative) that holds spatial dims."""
-    layout, dims = x.spatial_layout, x.spatial_dims
+    return positions_in(x.spatial_layout, x.spatial_dims, x.shape[dim], dim, part)
+
+
+def positions_in(layout: Layout, dims: SpatialDims, size: int, dim: int, part: int) -> Tensor:
+    """The same of any tensor, in a dim (negative) of this global size."""
+    if dim not in dims.at:
+        return torch.arange(size)
     own = _split_positions(layout, layout.boxes[part], dims.of_pixels, dim)
-    return _with_tokens(own, dims, x.shape[dim], part == 0) if dims.beside else own
+    return _with_tokens(own, dims, size, part == 0) if dims.beside else own
 
 
 def positions_on(x: SpatialTensor, dim: int) -> Tensor:

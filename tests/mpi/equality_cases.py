@@ -544,10 +544,27 @@ VOLUMES = [
 ]
 
 
+# 36 x 28 pixels are 9 x 7 tokens with three beside them, which no grid divides
+TOKENS = [
+    Case("sp", "transformer", (36, 28), ((2, 1),)),
+    Case("sp", "transformer", (36, 28), ((1, 2),)),
+    Case("sp", "transformer", (36, 28), ((1, 3),), 1, 2, 5),
+    Case("sp+pp", "transformer", (36, 28), ((2, 1), (1, 1)), 1, 2, 5, ("second",)),
+    Case("sp+pp", "transformer", (36, 28), ((1, 2), (1, 1)), 1, 2, 5, ("last",), schedule="1f1b"),
+    Case("sp", "transformer", (36, 28), ((2, 2),)),
+    Case("sp+pp", "transformer", (36, 28), ((2, 1), (2, 1)), 1, 2, 5, ("drop",), recompute="stage"),
+    Case("sp+pp", "transformer", (36, 28), ((1, 2), (1, 2)), 1, 2, 5, ("first",)),
+    Case("sp+pp", "transformer", (36, 28), ((1, 2), (1, 1)), 1, 2, 5, ("second",), local=(1, 2)),
+    Case(
+        "sp+gems", "transformer", (36, 28), ((2, 1), (1, 1)), 1, 2, 6, ("first",), schedule="mast"
+    ),
+]
+
+
 LAYOUTS = [
     *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
-    *ORDERED,
+    *(*ORDERED, *TOKENS),
     *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),
 ]
 OVER_A_BACKEND = [*BACKENDS, *SHARDED]

@@ -283,7 +283,53 @@ class FrozenStart(nn.Sequential):
         )
 
 
+class Mixing(nn.Module):
+    """A layer of a transformer, and a convolution of maps whose channels are the last dim."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, tokens, width = x.shape
+        q, k, v = (
+            self.qkv(self.norm(x)).reshape(count, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).reshape(count, tokens, width))
+
+
+class Transformer(nn.Module):
+    """Channels-last maps, then tokens with class token, registers and positions."""
+
+    def __init__(self, width: int = 12, size: tuple[int, int] = (9, 7)) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 5, 4, 2)
+        self.last = nn.LayerNorm(width)
+        self.token = nn.Parameter(torch.randn(1, 1, width))
+        self.registers = nn.Parameter(torch.randn(1, 2, width))
+        self.positions = nn.Parameter(torch.randn(1, size[0] * size[1] + 1, width))
+        self.first, self.second = Mixing(width, 3), Mixing(width, 2)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(2 * width, 5)
+        self.scoped = False  # see `Plain`
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.patches(x).permute(0, 2, 3, 1)).flatten(1, 2)
+        token, registers = (one.expand(len(x), -1, -1) for one in (self.token, self.registers))
+        x = torch.cat([torch.cat([token, x], 1) + self.positions, registers], 1)
+        x = self.first(x)
+        with scope("drop") if self.scoped else nullcontext():
+            x = self.drop(x)
+        x = self.second(x)
+        return self.head(torch.cat([x[:, 0], x[:, 1:-2].mean(1)], 1))
+
+
 NETWORKS = {
+    "transformer": Transformer,
     "plain": Plain,
     "twice": Twice,
     "frozen_start": FrozenStart,

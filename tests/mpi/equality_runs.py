@@ -29,7 +29,7 @@ from spatialdl.random import keyed, scope
 from spatialdl.training.tasks.losses import segmentation_loss
 from tests.mpi.device import DEVICE
 from tests.mpi.equality_cases import Case
-from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain, RandomVolumeNet
+from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain, RandomVolumeNet, Transformer
 
 STEPS = 3
 SEED = 11
@@ -72,7 +72,7 @@ def slices(case: Case) -> list[list[tuple[int, int]]]:
 
 
 def forward(model: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(model, Plain):
+    if isinstance(model, Plain | Transformer):
         model.scoped = True
     if not isinstance(model, RandomChain | RandomVolumeNet):
         return model(x)
