@@ -15,6 +15,7 @@ from tests import simulated_device
 OF_THE_CPU = {
     "test_a_frozen_kernel_and_a_frozen_image",
     "test_a_module_of_linear_layers",
+    "test_a_transformer_of_pytorch",
     "test_an_encoder_layer",
     "test_attention_whose_weights_are_kept",
     "test_batch_norm",

@@ -135,7 +135,7 @@ def test_no_weight_stays_gathered(world):
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that have memory: those of a dry run, or that a compiler made, have none."""
+    """Bytes of all tensors that have memory; those of a dry run or of a compiler have none."""
     gc.collect()
     storages = {}
     for one in gc.get_objects():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spatialdl import Mesh, UnsupportedSpatialOp, shard
 from spatialdl.random import keyed
+from tests.mpi.device import DEVICE
 from tests.mpi.equality import check, every_mesh, parameter
 
 N, C, H, W = 2, 8, 7, 5
@@ -155,9 +156,13 @@ def test_beside_pixels(name: str, meshes: Meshes) -> None:
         check(run, drawn(9, N, C, H, W), values, mesh, f"{name} on {mesh.grid} ")
 
 
+def on_device(*shape: int) -> Tensor:
+    return torch.rand(shape).to(DEVICE)
+
+
 def test_only_the_first_part_holds_them(meshes: Meshes) -> None:
     for mesh in meshes.values():
-        x = tokens(shard(torch.rand(N, C, H, W), mesh), torch.rand(*CLS))
+        x = tokens(shard(on_device(N, C, H, W), mesh), on_device(*CLS))
         (top, bottom), (left, right) = mesh.own_box(mesh.layout(N, (H, W))).spatial
         assert x.shape == (N, COUNT + 1, C)
         pixels = (bottom - top) * (right - left)
@@ -190,7 +195,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "some of both": lambda t: t[:, ::2],
     "seen with other dims": lambda t: t.reshape(N, (COUNT + 1) // 2, 2 * C),
     "not taught": lambda t: t.flip(1),
-    "as an image": lambda t: F.conv1d(t.transpose(1, 2), torch.ones(1, C, 3)),
+    "as an image": lambda t: F.conv1d(t.transpose(1, 2), on_device(1, C, 3)),
     "two images": lambda t: torch.cat([t, t], 1),
     "of other tokens": lambda t: t + t[:, 1:],
 }
@@ -201,6 +206,6 @@ def test_what_is_refused(name: str, meshes: Meshes) -> None:
     for mesh in meshes.values():
         if mesh.grid_comm.size == 1:
             continue
-        x = tokens(shard(torch.rand(N, C, H, W), mesh), torch.rand(*CLS))
+        x = tokens(shard(on_device(N, C, H, W), mesh), on_device(*CLS))
         with pytest.raises(UnsupportedSpatialOp):
             REFUSED[name](x)
