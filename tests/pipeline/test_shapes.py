@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from torch import nn
 
+from spatialdl.comm.mesh import dry_mesh
 from spatialdl.models import unet
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.shapes import Border, HandoverShapes, borders
+from spatialdl.pipeline.shapes import Border, HandoverShapes, SplitShape, borders
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.spatial.dims import SpatialDims, token_dims
+from spatialdl.spatial.span import positions_in
+from spatialdl.spatial.tensor import SpatialTensor
 
 
 class Gives(nn.Module):
@@ -97,9 +103,56 @@ def test_found_once_for_every_number_of_samples():
     assert part.shape[0] == 3
 
 
-def test_an_image_with_its_rows_elsewhere_is_refused():
-    found = shapes(lambda x: x.permute(0, 2, 3, 1) * 2, lambda x: x, grids=((2, 1), (1, 1)))
-    with pytest.raises(ValueError, match=r"rows in dim -3.*between stages 0 and 1.*parallel\.cut"):
+def channels_last(x):
+    return x.permute(0, 2, 3, 1) * 2
+
+
+def test_an_image_with_its_rows_elsewhere_is_passed_tile_by_tile():
+    found = shapes(channels_last, lambda x: x, grids=((2, 1), (1, 1)))
+    (part,) = found.of(2)[Border(0, 1)].values()
+    assert isinstance(part, SplitShape)
+    assert part.shape == (2, 9, 7, 3)
+    assert part.local_shape(part.sender, 0) == (2, 4, 7, 3)
+    assert part.local_shape(part.sender, 1) == (2, 5, 7, 3)
+    assert part.local_shape(part.receiver, 0) == (2, 9 * 7 * 3)
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 3), (2, 2)])
+def test_tiles_one_after_the_other_are_put_in_their_places(grid):
+    """Tokens of a sample with one before and two after them, and maps whose columns come first."""
+    mesh = dry_mesh((1, 1))
+    tokens = token_dims(2).moved(lambda dim: dim - 1)._replace(prefix=1, suffix=2)
+    for sample, dims in (((66, 4), tokens), ((7, 3, 9), SpatialDims.of(-1, -3))):
+        pixels = Layout.even(2, (9, 7), grid)
+        whole = torch.arange(2 * prod(sample)).view(2, *sample).double()
+        tile = torch.empty(2, *tile_shape(sample, dims, pixels))
+        output = SpatialTensor(tile, pixels, dry_mesh(grid), dims)
+        part = SplitShape.of(output, 1, is_split=False)
+        tiles = []
+        for number in range(len(pixels.boxes)):
+            tile = whole
+            for dim in set(dims.at):
+                own = positions_in(pixels, dims, whole.shape[dim], dim, number)
+                tile = tile.index_select(dim, own)
+            tiles.append(part.boxed(tile))
+        assert torch.equal(part.given_to(mesh, torch.cat(tiles, 1)), whole)
+
+
+def tile_shape(sample, dims, pixels):
+    return dims.sizes((2, *sample), pixels.boxes[0].shape[1:])[1:]
+
+
+def test_tokens_that_would_change_their_grid_are_refused():
+    found = shapes(channels_last, lambda x: x, grids=((2, 1), (1, 2)))
+    with pytest.raises(ValueError, match=r"rows in dim -3.*between stages 0 and 1.*2x1 and 1x2"):
+        found.of(2)
+
+
+def test_samples_must_come_first():
+    found = shapes(lambda x: x.permute(1, 0, 2, 3) * 2, lambda x: x, grids=((2, 1), (1, 1)))
+    assert found.of(2)  # an image, whatever its other dims are
+    found = shapes(lambda x: x.permute(2, 0, 1, 3) * 2, lambda x: x, grids=((2, 1), (1, 1)))
+    with pytest.raises(ValueError, match=r"first dim must be the 2 samples.*parallel\.cut"):
         found.of(2)
 
 
