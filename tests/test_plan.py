@@ -88,7 +88,7 @@ def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(tmp_path, capsy
 def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"add parallel\.world="):
         auto.choose_alone(auto_config(), [])
-    with pytest.raises(ValueError, match="cluster=abacus is unknown: take one of infiniband, nv"):
+    with pytest.raises(ValueError, match="cluster=abacus is unknown: take one of h100, inf"):
         auto.choose(auto_config("parallel.cluster=abacus"), 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match="knows nothing of this machine yet"):

@@ -12,12 +12,8 @@ from torch import Tensor, nn
 
 from spatialdl.configuring.own_keys import fit_model_keys
 from spatialdl.training.checkpoints.same_run import settings_of
-from spatialdl.training.network.building import instantiate, peak_memory_mb, seed_generators
+from spatialdl.training.network.building import instantiate, seed_generators
 from tests.composing import composed
-
-
-def test_memory_is_told_in_megabytes():
-    assert 20 < peak_memory_mb(torch.device("cpu")) < 100_000
 
 
 def test_the_seed_is_that_of_all_generators_a_network_may_draw_by():
