@@ -53,6 +53,11 @@ class SpatialDims(NamedTuple):
         return len(set(self.at)) == len(self.at) and set(self.outer) == {1}
 
     @property
+    def is_flat(self) -> bool:
+        """Whether all spatial dims are in the last dim, as after ``flatten(1)``."""
+        return set(self.at) == {-1}
+
+    @property
     def beside(self) -> int:
         """How many entries belong to no pixel."""
         return self.prefix + self.suffix

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.spatial.contract import contract
+from spatialdl.spatial.dense import dense
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -17,13 +18,15 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 @register_op(F.linear, split=("input",), prefix=True)
 def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dims = input.spatial_dims
+    if dims.is_flat:
+        return dense(input, weight, bias)
     if -1 in dims.at:
         raise refusal(
             F.linear,
             [input],
-            "it would mix pixels that lie on different ranks; a dense head over a flattened map "
-            "needs the whole map: parallel.gather_before=NAME of this module, or "
-            "spatialdl.gather_before(model, NAME)",
+            "it would mix some of the split dims and keep others; permute() its input so that the "
+            "channels are its last dim, or flatten all split dims into the last; or gather there: "
+            "parallel.gather_before=NAME of this module, or spatialdl.gather_before(model, NAME)",
         )
     tile = F.linear(to_tile(input), weight, bias)
     return from_tile(tile, input.spatial_layout, input.mesh, dims)

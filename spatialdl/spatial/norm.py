@@ -176,9 +176,14 @@ def gradient_of_tile(
 def check_channels(name: str, x: SpatialTensor) -> None:
     """Refuse an image whose second dim is split: it does not hold the channels."""
     if x.dim() < 2 or 1 in split_dims(x):
+        advice = "add the missing dim before the image is split"
+        if x.dim() > 1 and x.spatial_dims.is_flat:
+            advice = (
+                "put it before the map is flattened, or gather there: parallel.gather_before=NAME "
+                "of this module, or spatialdl.gather_before(model, NAME)"
+            )
         raise UnsupportedSpatialOp(
-            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)}: add the missing "
-            "dim before the image is split"
+            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)}: {advice}"
         )
 
 

@@ -52,8 +52,8 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
         raise refusal(
             func,
             [x],
-            f"{tuple(x.shape)} seen as {shape} mixes split dims with other dims; to flatten a "
-            "map before a dense head gather it there: parallel.gather_before=NAME of the module "
+            f"{tuple(x.shape)} seen as {shape} mixes split dims with other dims; keep the split "
+            "dims next to each other, or gather there: parallel.gather_before=NAME of the module "
             "that comes next, or spatialdl.gather_before(model, NAME)",
         )
     old, new = _layouts(x.spatial_layout, view)

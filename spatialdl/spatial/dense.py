@@ -1,0 +1,147 @@
+"""Linear layers over a flattened map, whose last dim holds channels and all spatial dims.
+
+Each rank has some of the columns of the flattened map, which are no interval: (N, C*H*W) has a box
+of pixels of each channel. It multiplies them by the same columns of the weight, and the products
+are added up over the ranks. No rank ever has the whole map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.comm.once import once_differentiable
+from spatialdl.comm.reduce import differentiable_sum
+from spatialdl.parallel.layout import Interval
+from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.later import later
+from spatialdl.spatial.span import asked
+from spatialdl.spatial.tensor import SpatialTensor, to_tile
+
+
+class Columns(NamedTuple):
+    """Which columns of a weight a rank has.
+
+    Attributes:
+        dims: of the flattened map: all spatial dims are in its last dim.
+        size: of the map.
+        box: the rank's intervals of its spatial dims.
+        is_first: whether it also has the columns that belong to no pixel.
+    """
+
+    dims: SpatialDims
+    size: tuple[int, ...]
+    box: tuple[Interval, ...]
+    is_first: bool
+
+    @classmethod
+    def of(cls, x: SpatialTensor) -> Columns:
+        layout, mesh = x.spatial_layout, x.mesh
+        box = mesh.own_box(layout).spatial
+        return cls(x.spatial_dims, layout.size, tuple(box), mesh.part == 0)
+
+    def views(self, weight: Tensor) -> list[Tensor]:
+        """Views of them, (out, ...) each, in the order of the tile.
+
+        Args:
+            weight: (out, in), for all columns.
+        """
+        before, stop = self.dims.prefix, weight.shape[1] - self.dims.suffix
+        factors: list[int] = []
+        for outer, size in zip(self.dims.outer, self.size, strict=True):
+            factors += [outer, size]
+        pixels = weight[:, before:stop].view(len(weight), *factors)
+        for number, (first, last) in enumerate(self.box):
+            pixels = pixels.narrow(2 * number + 2, first, last - first)
+        beside = self.dims.beside and self.is_first
+        return [weight[:, :before], pixels, weight[:, stop:]] if beside else [pixels]
+
+    def taken(self, weight: Tensor) -> Tensor:
+        """Those of a weight (out, in): (out, own)."""
+        parts = [one.flatten(1) for one in self.views(weight)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def placed(self, own: Tensor, count: int) -> Tensor:
+        """(out, own) among zeros: (out, in), of which `in` is `count`."""
+        whole = own.new_zeros(len(own), count)
+        views = self.views(whole)
+        parts = own.split([one[0].numel() for one in views], 1)
+        for one, part in zip(views, parts, strict=True):
+            one.copy_(part.view(one.shape))
+        return whole
+
+
+class _OwnColumns(torch.autograd.Function):
+    """A rank's part of the product; keeps the tile and the weight, as PyTorch does."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, weight: Tensor, columns: Columns, mixed: bool) -> Tensor:
+        ctx.save_for_backward(tile, weight)
+        ctx.columns, ctx.parameter, ctx.mixed = columns, weight, mixed
+        return F.linear(tile, _cast(columns.taken(weight), tile, mixed))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tile, weight = ctx.saved_tensors
+        needs_tile, needs_weight = ctx.needs_input_grad[:2]
+        columns: Columns = ctx.columns
+        count = math.prod(grad.shape[:-1])  # said, as a tile may be empty
+        rows = grad.reshape(count, grad.shape[-1])
+
+        def grad_weight() -> Tensor:
+            own = rows.t() @ tile.reshape(count, tile.shape[-1]).conj()
+            return columns.placed(own.to(weight.dtype), weight.shape[1])
+
+        grad_tile = None
+        if needs_tile:
+            grad_tile = grad @ _cast(columns.taken(weight), tile, ctx.mixed).conj()
+        waiting = later(ctx.parameter) if needs_weight else None
+        if waiting is not None:
+            waiting.leave(ctx.parameter, (rows, tile), grad_weight)
+            needs_weight = False
+        return grad_tile, grad_weight() if needs_weight else None, None, None
+
+
+def _cast(own: Tensor, tile: Tensor, mixed: bool) -> Tensor:
+    """As autocast does; without it other types are PyTorch's error."""
+    return own.to(tile.dtype) if mixed else own
+
+
+def dense(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` over a flattened map; a plain tensor, the same on every rank.
+
+    Args:
+        input: (..., in), all spatial dims in its last dim.
+        weight: (out, in), or (in,).
+        bias: (out,) or ().
+    """
+    if input.mesh.grid_comm.size == 1:
+        return F.linear(to_tile(input), weight, bias)
+    kind = input.device.type
+    mixed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    _check(mixed, [input, weight] if bias is None else [input, weight, bias])
+    if weight.dim() == 1:
+        return dense(input, weight[None], None).squeeze(-1)
+    tile = to_tile(input)
+    if mixed and tile.dtype in (torch.float32, *HALF):
+        tile = tile.to(torch.get_autocast_dtype(kind))
+    part: Tensor = _OwnColumns.apply(tile, weight, Columns.of(input), mixed)  # type: ignore[no-untyped-call]
+    wide = part.float() if part.dtype in HALF else part
+    total = differentiable_sum(input.mesh.grid_comm, wide, "linear")
+    if bias is not None:
+        total = total + bias.to(total.dtype)  # in half precision it is rounded once, as in a kernel
+    return total.to(part.dtype)
+
+
+def _check(mixed: bool, operands: Sequence[Tensor]) -> None:
+    """PyTorch's own errors, on all ranks alike."""
+    if mixed:  # types may be different then
+        operands = [torch.empty(one.shape, device="meta") for one in operands]
+    asked(F.linear, *operands)
