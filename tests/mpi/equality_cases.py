@@ -202,6 +202,23 @@ GATHERED = [
     Case("sp", "unet", (21, 19), ((2, 2),), batch=3, gather_before="head"),
 ]
 
+# the same heads over maps that stay split; some stages end behind the flattened map
+FLATTENED = [
+    Case("sp", "vgg", (50, 34), ((2, 1),)),
+    Case("sp", "vgg", (50, 34), ((1, 2),), microbatches=2, batch=5, recompute=True),
+    Case("sp", "vgg", (50, 34), ((3, 1),), recompute="stage"),
+    Case("sp", "vgg", (50, 34), ((2, 2),)),
+    Case("sp+pp", "vgg", (50, 34), ((2, 1), (1, 1)), 1, 2, 4, ("classifier.0",)),
+    Case("sp+pp", "vgg", (50, 34), ((2, 1), (1, 1)), 1, 2, 4, ("classifier.1",)),
+    Case("sp+pp", "vgg", (50, 34), ((1, 2), (1, 1)), 1, 2, 5, ("classifier.2",), schedule="1f1b"),
+    Case("sp+pp", "vgg", (50, 34), ((2, 1), (2, 1)), 1, 2, 4, ("classifier.1",)),
+    Case(
+        *("sp+pp", "vgg", (50, 34), ((1, 2), (1, 2)), 1, 2, 4, ("classifier.1",)),
+        schedule="zero_bubble",
+    ),
+    Case("dp+sp", "vgg", (50, 34), ((1, 2),), data=2, shard=True),
+]
+
 
 RANDOM = [
     Case("none", "random", (37, 29), ((1, 1),), microbatches=2),
@@ -562,7 +579,7 @@ TOKENS = [
 
 
 LAYOUTS = [
-    *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
+    *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *FLATTENED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
     *(*ORDERED, *TOKENS),
     *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),

@@ -606,6 +606,18 @@ MONAI: dict[str, Entry] = {
         channels=(4, 8),
         strides=(2, 2),
     ),
+    "Regressor": of_monai(
+        "Regressor",
+        (33, 26),
+        in_shape=(3, 33, 26),
+        out_shape=(2, 3),
+        channels=(4, 8),
+        strides=(2, 2),
+    ),
+    "Discriminator": of_monai(
+        "Discriminator", (33, 26), in_shape=(3, 33, 26), channels=(4, 8), strides=(2, 2)
+    ),
+    "Critic": of_monai("Critic", (33, 26), in_shape=(3, 33, 26), channels=(4, 8), strides=(2, 2)),
     "VoxelMorphUNet": of_monai(
         "VoxelMorphUNet",
         image_channels=4,

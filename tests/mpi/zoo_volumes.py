@@ -267,4 +267,18 @@ VOLUMES: dict[str, Entry] = {
         channels=(4, 8),
         strides=(2, 2),
     ),
+    "Regressor": _monai(
+        "Regressor",
+        (11, 14, 9),
+        in_shape=(1, 11, 14, 9),
+        out_shape=(3,),
+        channels=(4, 8),
+        strides=(2, 2),
+    ),
+    "Discriminator": _monai(
+        "Discriminator", (11, 14, 9), in_shape=(1, 11, 14, 9), channels=(4, 8), strides=(2, 2)
+    ),
+    "Critic": _monai(
+        "Critic", (11, 14, 9), in_shape=(1, 11, 14, 9), channels=(4, 8), strides=(2, 2)
+    ),
 }

@@ -161,7 +161,7 @@ def test_other_numbers_of_samples_lie_on_a_line():
 
 
 def test_layers_that_cannot_work_on_a_grid_are_told():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Linear(6, 2))
     found = count(program(model), (1, 3, 8, 8), (2, 1))
     assert [one.name for one in found.layers] == ["0", "1"]
     assert found.loss is None

@@ -18,6 +18,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "strided": lambda x, y, c: F.conv2d(x, ones(3, 5, 3, 3), stride=4),
     "transposed": lambda x, y, c: F.conv_transpose2d(x, ones(5, 3, 3, 3)),
     "pixels": lambda x, y, c: F.linear(x.permute(0, 2, 3, 1), ones(3, 5)),
+    "flattened": lambda x, y, c: F.linear(x.flatten(1), ones(3, 360), ones(3)),
+    "flattened product": lambda x, y, c: x.flatten(1) @ ones(360, 3),
     "product": lambda x, y, c: x.flatten(2) @ y.flatten(2).transpose(1, 2),
     "einsum": lambda x, y, c: torch.einsum("nchw,cd->ndhw", x, ones(5, 3)),
     "batch norm": lambda x, y, c: F.batch_norm(x, None, None, ones(5), ones(5), True),

@@ -45,6 +45,7 @@ NETWORKS = {
     "transposed": lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
     "transposed, 1": lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False),
     "tokens": Tokens,
+    "flattened": lambda: nn.Sequential(nn.Flatten(), nn.Linear(4 * 19 * 14, 5)),
     "twice": lambda: nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1)] * 2),
 }
 
