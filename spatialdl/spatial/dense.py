@@ -71,7 +71,7 @@ class Columns(NamedTuple):
         """(out, own) among zeros: (out, in), of which `in` is `count`."""
         whole = own.new_zeros(len(own), count)
         views = self.views(whole)
-        parts = own.split([one[0].numel() for one in views], 1)
+        parts = torch.split(own, [one[0].numel() for one in views], 1)
         for one, part in zip(views, parts, strict=True):
             one.copy_(part.view(one.shape))
         return whole

@@ -24,7 +24,7 @@ def module_names(given: Names) -> list[str]:
 def gather_before(model: nn.Module, name: Names) -> None:
     """Give a module whole images, the same on every rank, instead of split ones.
 
-    For heads that flatten a map, as that of VGG does: from there on every rank holds, and computes,
+    For what cannot be done on a split image: from there on every rank holds, and computes,
     everything. Gradients are exact. Where no image is split nothing changes.
 
     Args:

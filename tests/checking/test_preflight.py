@@ -138,6 +138,15 @@ def test_a_border_that_cannot_be_passed_is_an_error():
     assert "stage 1 would cut images of 4x4 into 8x8 tiles" in found.errors[0]
 
 
+def test_a_head_over_a_flattened_map_is_not_refused():
+    head = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(2 * 16, 3), nn.BatchNorm1d(3))
+    assert preflight(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), head), TWO, (2, 3, 4, 4)).is_clear
+    normed = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.BatchNorm1d(2 * 16))
+    found = preflight(normed, TWO, (2, 3, 4, 4))
+    assert not found.is_clear
+    assert "put it before the map is flattened" in str(found)
+
+
 def test_a_gathered_head_is_not_refused():
     class Flat(nn.Module):
         def __init__(self):

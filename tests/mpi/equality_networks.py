@@ -117,7 +117,7 @@ def tame_resnet50() -> nn.Module:
 
 
 def vgg() -> nn.Module:
-    """The head flattens a map, so it needs all of it; for images of 50 x 34."""
+    """The head flattens a map, of images of 50 x 34."""
     features = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
         nn.ReLU(inplace=True),

@@ -160,6 +160,17 @@ def test_other_numbers_of_samples_lie_on_a_line():
     assert list(found.lives.bytes) == list(seven.lives.bytes)
 
 
+def test_a_head_over_a_flattened_map_multiplies_its_own_columns():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 64, 5))
+    heads = [count(program(model), (2, 3, 8, 8), grid).layers[-1] for grid in ((1, 1), (2, 2))]
+    products = [
+        sum(work.flops for work in (*one.forward, *one.backward) if work.kind == "matmul")
+        for one in heads
+    ]
+    assert products[1] == products[0] / 4
+    assert [talk.bytes for talk in heads[1].forward_talks] == [2 * 5 * 4]
+
+
 def test_layers_that_cannot_work_on_a_grid_are_told():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Linear(6, 2))
     found = count(program(model), (1, 3, 8, 8), (2, 1))
