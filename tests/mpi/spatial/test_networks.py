@@ -17,6 +17,7 @@ from mpi4py import MPI
 from spatialdl import UnsupportedSpatialOp, init_mesh
 from spatialdl.checking.compare import differences, one_step
 from tests.mpi.zoo import NETWORKS, Entry
+from tests.mpi.zoo_vision_transformers import VISION_TRANSFORMERS
 from tests.mpi.zoo_volumes import VOLUMES
 
 GRIDS = {2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (5, 1), 6: (2, 3)}
@@ -52,6 +53,19 @@ FAST_VOLUMES = {"UNet residual, batch norm", "DynUNet", "HighResNet", "SegResNet
 
 REFUSED_VOLUMES = {"SegResNetVAE": "gather_before", "Classifier": "gather_before"}
 
+FAST_TRANSFORMERS = {
+    "transformers BEiT",
+    "transformers DINOv2 registers",
+    "transformers SAM",
+    "transformers SigLIP attention pooling",
+    "transformers Hiera",
+}
+
+REFUSED_TRANSFORMERS = {
+    "transformers EoMT": "a whole tensor cannot take a split one in place",
+    "transformers Mask2Former": "cat cannot be done",
+}
+
 
 def _exact(networks: Iterable[str], fast: set[str], refused: Container[str]) -> list[object]:
     return [
@@ -64,6 +78,13 @@ def _exact(networks: Iterable[str], fast: set[str], refused: Container[str]) -> 
 @pytest.mark.parametrize("name", _exact(NETWORKS, FAST, REFUSED))
 def test_a_training_step_equals_that_of_one_process(name: str) -> None:
     _compare(NETWORKS[name], GRIDS[MPI.COMM_WORLD.size])
+
+
+@pytest.mark.parametrize(
+    "name", _exact(VISION_TRANSFORMERS, FAST_TRANSFORMERS, REFUSED_TRANSFORMERS)
+)
+def test_a_training_step_of_vision_transformers_equals_that_of_one_process(name: str) -> None:
+    _compare(VISION_TRANSFORMERS[name], GRIDS[MPI.COMM_WORLD.size])
 
 
 @pytest.mark.parametrize("name", _exact(VOLUMES, FAST_VOLUMES, REFUSED_VOLUMES))
@@ -96,6 +117,13 @@ def test_what_cannot_be_done_on_volumes_is_refused_by_name(name: str) -> None:
     _refuse(VOLUMES[name], REFUSED_VOLUMES[name], *grids)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED_TRANSFORMERS)
+def test_what_cannot_be_done_in_vision_transformers_is_refused_by_name(name: str) -> None:
+    saying = REFUSED_TRANSFORMERS[name]
+    _refuse(VISION_TRANSFORMERS[name], saying, GRIDS[MPI.COMM_WORLD.size])
+
+
 def _refuse(entry: Entry, saying: str, *grids: tuple[int, ...]) -> None:
     for grid in grids:
         with pytest.raises(UnsupportedSpatialOp, match=saying):
@@ -106,6 +134,7 @@ def test_the_lists_name_networks_that_are_there() -> None:
     assert FAST | set(REFUSED) <= set(NETWORKS)
     assert not FAST & set(REFUSED)
     assert len(NETWORKS) - len(REFUSED) >= 50
+    assert FAST_TRANSFORMERS | set(REFUSED_TRANSFORMERS) <= set(VISION_TRANSFORMERS)
     assert FAST_VOLUMES | set(REFUSED_VOLUMES) <= set(VOLUMES)
     assert not FAST_VOLUMES & set(REFUSED_VOLUMES)
     assert len(VOLUMES) - len(REFUSED_VOLUMES) >= 40
