@@ -64,7 +64,8 @@ WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_sharde
 
 test-device: $(READY)
 	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
-	    tests/mpi/bench tests/mpi/training/optimization
+	    tests/mpi/bench tests/mpi/training/optimization \
+	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
 	$(ON_SIM)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py
 	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/spatial/test_pad.py tests/mpi/comm/test_collectives.py

@@ -1,7 +1,7 @@
 """Attention over some of the keys: the result, its log-sum-exp, and the gradients.
 
-By PyTorch's fused kernels where they give the log-sum-exp and nothing is added to the products;
-else by products of a few queries at a time, so that they take no more memory than the keys.
+By PyTorch's fused kernels (`attention_kernels`) where nothing is added to the products; else by
+products of a few queries at a time, so that they take little more memory than the keys.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from spatialdl.random.generator import Region, keep_mask
+from spatialdl.spatial.attention_kernels import kernel_for
 from spatialdl.spatial.constants import on
 
-aten = torch.ops.aten
+PIECE = 1 << 24
+"""Products of queries and keys that an accelerator holds at once, 64 MB of float32."""
 
 
 class Dropped(NamedTuple):
@@ -124,13 +126,10 @@ def forward_block(
     if key.shape[-2] == 0 or query.numel() == 0:
         nothing = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
         return nothing, nothing.new_full(query.shape[:-1], -math.inf)
-    if bias is None and block.is_plain and _is_fused(query, key, value):
-        four = [_four_dims(x) for x in (query, key, value)]
-        out, spread = aten._scaled_dot_product_flash_attention_for_cpu(
-            *four, scale=block.scores.factor
-        )
-        shape = query.shape[:-1]
-        return wide(out).reshape(*shape, value.shape[-1]), spread.reshape(shape)
+    kernel = kernel_for(query, key, value) if bias is None and block.is_plain else None
+    if kernel is not None:
+        out, spread = kernel.forward(query, key, value, block.scores.factor)
+        return wide(out), spread
     found = [
         _forward_rows(some, query[..., rows, :], key, value, _rows_of(bias, rows))
         for some, rows in _rows(block, query, key)
@@ -171,27 +170,13 @@ def backward_block(
     if key.shape[-2] == 0 or query.numel() == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     keys, values = (_shared(x, query) for x in (key, value))
-    if bias is None and block.is_plain and _is_fused(query, keys, values):
-        grads = _fused_backward(block, query, keys, values, given)
+    kernel = kernel_for(query, keys, values) if bias is None and block.is_plain else None
+    if kernel is not None:
+        grads = kernel.backward(query, keys, values, given, block.scores.factor)
     else:
         grads = _backward_by_rows(block, query, keys, values, bias, given, grad_bias)
     grad_query, grad_keys, grad_values = grads
     return grad_query, _unshared(grad_keys, key), _unshared(grad_values, value)
-
-
-def _fused_backward(
-    block: Block, query: Tensor, key: Tensor, value: Tensor, given: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad, out, spread = given
-    four = [_four_dims(x) for x in (grad, query, key, value, out)]
-    lines = spread.reshape(four[0].shape[:-1])
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *four, lines, 0.0, False, scale=block.scores.factor
-    )
-    first, second, third = (
-        x.reshape(like.shape) for x, like in zip(grads, (query, key, value), strict=True)
-    )
-    return first, second, third
 
 
 def _backward_by_rows(
@@ -238,8 +223,14 @@ def _add_bias(block: Block, grad_bias: Tensor, products: Tensor, rows: slice) ->
 
 
 def _rows(block: Block, query: Tensor, key: Tensor) -> Iterator[tuple[Block, slice]]:
-    """Queries in pieces whose products with all keys of a block are no larger than these."""
+    """Queries in pieces whose products with all keys of a block are no larger than these.
+
+    On accelerators also where they are no larger than `PIECE`: there launches cost more.
+    """
     size, step = query.shape[-2], max(key.shape[-1], 16)
+    if query.device.type not in ("cpu", "meta"):
+        of_one = math.prod(query.shape[:-2]) * key.shape[-2]
+        step = max(step, PIECE // max(of_one, 1))
     for start in range(0, size, step):
         stop = min(start + step, size)
         yield block.rows(start, stop), slice(start, stop)
@@ -247,17 +238,6 @@ def _rows(block: Block, query: Tensor, key: Tensor) -> Iterator[tuple[Block, sli
 
 def _rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
     return bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]
-
-
-def _is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    on_cpu = query.device.type in ("cpu", "meta")
-    return on_cpu and query.dim() <= 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-
-
-def _four_dims(x: Tensor) -> Tensor:
-    """As the fused kernels take it, which believe that features follow on each other in memory."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
 def _shared(x: Tensor, query: Tensor) -> Tensor:

@@ -77,7 +77,11 @@ class _Packed(NamedTuple):
         )
 
     def packed(self, keys: Tensor, values: Tensor) -> Tensor:
-        return torch.cat([keys.reshape(1, -1), values.reshape(1, -1)], 1)
+        message = keys.new_empty(1, keys.numel() + values.numel())
+        of_keys, of_values = self.unpacked(message, keys.shape[-2])
+        of_keys.copy_(keys)
+        of_values.copy_(values)
+        return message
 
     def unpacked(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
         of_keys = (*self.keys[:-2], count, self.keys[-1])

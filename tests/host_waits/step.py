@@ -11,6 +11,7 @@ from torch import Tensor
 from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.spatial.attention_kernels import KERNELS
 from spatialdl.spatial.tensor import from_tile
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.optimization.precision import PRECISIONS
@@ -25,6 +26,7 @@ from tests.host_waits.transport import CountedMpi
 
 SAMPLES = 4
 DEVICE = torch.device(NAME, 0)
+KERNELS[NAME] = KERNELS["cuda"]  # of which shapes are enough
 
 _SP = "parallel=sp parallel.grid=[2,2]"
 LAYOUTS = {

@@ -20,6 +20,9 @@ from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+# the import forbids it to the process, and other tests set up a training run
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
 ODD_SIZES = ((7, 5), (5, 9), (11, 3))
 IMAGE = (2, 3)  # samples and channels of what was no image
 NOT_REDRAWN = {"lu_unpack", "_segment_reduce"}  # lengths that do not fit crash PyTorch

@@ -66,7 +66,7 @@ def _drawn(name: str, parameter: Tensor) -> Tensor:
 # --- transformers
 
 
-def _hf(name: str, head: str, size: tuple[int, int] = ODD, **options: Any) -> Entry:
+def of_hf(name: str, head: str, size: tuple[int, int] = ODD, **options: Any) -> Entry:
     """`{name}{head}` of transformers, made of a `{name}Config` with these options."""
 
     def build() -> nn.Module:
@@ -79,8 +79,8 @@ def _hf(name: str, head: str, size: tuple[int, int] = ODD, **options: Any) -> En
     return Entry(build, size)
 
 
-def _classifier(name: str, size: tuple[int, int] = ODD, **options: Any) -> Entry:
-    return _hf(name, "ForImageClassification", size, num_labels=5, **options)
+def classifier(name: str, size: tuple[int, int] = ODD, **options: Any) -> Entry:
+    return of_hf(name, "ForImageClassification", size, num_labels=5, **options)
 
 
 def _upernet(backbone: str, **options: Any) -> Entry:
@@ -112,14 +112,14 @@ _HIERARCHY = {
     "drop_path_rate": 0.0,
 }
 _SWIN = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "drop_path_rate": 0.0}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _MOBILEVIT = {
     "hidden_sizes": [16, 24, 32],
     "neck_hidden_sizes": [8, 8, 16, 24, 32, 40, 48],
     "classifier_dropout_prob": 0.0,
     "aspp_dropout_prob": 0.0,
     "aspp_out_channels": 8,
-    **_NO_DROPOUT,
+    **NO_DROPOUT,
 }
 _MOBILEVITV2 = {
     "width_multiplier": 0.25,
@@ -180,18 +180,18 @@ _LEVIT = {
 }
 
 TRANSFORMERS: dict[str, Entry] = {
-    "ResNet basic": _classifier("ResNet", layer_type="basic", **_RESNET),
-    "ResNet bottleneck": _classifier("ResNet", layer_type="bottleneck", **_RESNET),
-    "ResNet backbone": _hf("ResNet", "Backbone", embedding_size=8, **_BACKBONE),
-    "ConvNext": _classifier("ConvNext", **_STAGES),
-    "ConvNext backbone": _hf("ConvNext", "Backbone", **_BACKBONE),
-    "ConvNextV2": _classifier("ConvNextV2", **_STAGES),
-    "RegNet X": _classifier("RegNet", layer_type="x", groups_width=4, **_RESNET),
-    "RegNet Y": _classifier("RegNet", layer_type="y", groups_width=4, **_RESNET),
-    "EfficientNet": _classifier("EfficientNet", **_EFFICIENTNET),
-    "MobileNetV1": _classifier("MobileNetV1", depth_multiplier=0.25, classifier_dropout_prob=0.0),
-    "MobileNetV2": _classifier("MobileNetV2", depth_multiplier=0.25, classifier_dropout_prob=0.0),
-    "MobileNetV2 segmentation": _hf(
+    "ResNet basic": classifier("ResNet", layer_type="basic", **_RESNET),
+    "ResNet bottleneck": classifier("ResNet", layer_type="bottleneck", **_RESNET),
+    "ResNet backbone": of_hf("ResNet", "Backbone", embedding_size=8, **_BACKBONE),
+    "ConvNext": classifier("ConvNext", **_STAGES),
+    "ConvNext backbone": of_hf("ConvNext", "Backbone", **_BACKBONE),
+    "ConvNextV2": classifier("ConvNextV2", **_STAGES),
+    "RegNet X": classifier("RegNet", layer_type="x", groups_width=4, **_RESNET),
+    "RegNet Y": classifier("RegNet", layer_type="y", groups_width=4, **_RESNET),
+    "EfficientNet": classifier("EfficientNet", **_EFFICIENTNET),
+    "MobileNetV1": classifier("MobileNetV1", depth_multiplier=0.25, classifier_dropout_prob=0.0),
+    "MobileNetV2": classifier("MobileNetV2", depth_multiplier=0.25, classifier_dropout_prob=0.0),
+    "MobileNetV2 segmentation": of_hf(
         "MobileNetV2",
         "ForSemanticSegmentation",
         depth_multiplier=0.25,
@@ -199,12 +199,12 @@ TRANSFORMERS: dict[str, Entry] = {
         output_stride=8,
         num_labels=5,
     ),
-    "BiT preactivation": _classifier("Bit", num_groups=4, **_RESNET),
-    "BiT bottleneck": _classifier("Bit", layer_type="bottleneck", num_groups=4, **_RESNET),
-    "BiT same padding": _classifier("Bit", global_padding="SAME", num_groups=4, **_RESNET),
-    "HGNetV2": _classifier("HGNetV2", **_HGNET),
-    "TextNet": _classifier("TextNet", **_TEXTNET),
-    "PoolFormer": _classifier(
+    "BiT preactivation": classifier("Bit", num_groups=4, **_RESNET),
+    "BiT bottleneck": classifier("Bit", layer_type="bottleneck", num_groups=4, **_RESNET),
+    "BiT same padding": classifier("Bit", global_padding="SAME", num_groups=4, **_RESNET),
+    "HGNetV2": classifier("HGNetV2", **_HGNET),
+    "TextNet": classifier("TextNet", **_TEXTNET),
+    "PoolFormer": classifier(
         "PoolFormer", hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], mlp_ratio=2.0
     ),
     "UperNet ConvNext": _upernet("ConvNext", **_BACKBONE),
@@ -218,8 +218,8 @@ TRANSFORMERS: dict[str, Entry] = {
         drop_path_rate=0.0,
         out_features=["stage1", "stage2", "stage3", "stage4"],
     ),
-    "SegFormer": _classifier("Segformer", **_HIERARCHY, classifier_dropout_prob=0.0),
-    "SegFormer segmentation": _hf(
+    "SegFormer": classifier("Segformer", **_HIERARCHY, classifier_dropout_prob=0.0),
+    "SegFormer segmentation": of_hf(
         "Segformer",
         "ForSemanticSegmentation",
         num_labels=5,
@@ -227,20 +227,20 @@ TRANSFORMERS: dict[str, Entry] = {
         classifier_dropout_prob=0.0,
         **_HIERARCHY,
     ),
-    "GLPN": _hf("GLPN", "ForDepthEstimation", (96, 64), decoder_hidden_size=16, **_HIERARCHY),
-    "PVT": _classifier("Pvt", SQUARE, **_PVT),
-    "PVTv2": _classifier("PvtV2", **_HIERARCHY, mlp_ratios=[2, 2, 2, 2]),
-    "PVTv2 linear attention": _classifier(
+    "GLPN": of_hf("GLPN", "ForDepthEstimation", (96, 64), decoder_hidden_size=16, **_HIERARCHY),
+    "PVT": classifier("Pvt", SQUARE, **_PVT),
+    "PVTv2": classifier("PvtV2", **_HIERARCHY, mlp_ratios=[2, 2, 2, 2]),
+    "PVTv2 linear attention": classifier(
         "PvtV2", **_HIERARCHY, mlp_ratios=[2, 2, 2, 2], linear_attention=True
     ),
-    "CvT class token": _classifier("Cvt", **_CVT, cls_token=[False, False, True]),
-    "FocalNet": _classifier(
+    "CvT class token": classifier("Cvt", **_CVT, cls_token=[False, False, True]),
+    "FocalNet": classifier(
         "FocalNet", embed_dim=8, hidden_sizes=[8, 16], depths=[1, 1], drop_path_rate=0.0
     ),
-    "Swin": _classifier("Swin", window_size=4, **_SWIN),
-    "Swin aligned": _classifier("Swin", (64, 96), window_size=4, **_SWIN),
-    "Swinv2": _classifier("Swinv2", window_size=4, **_SWIN),
-    "Swin2SR": _hf(
+    "Swin": classifier("Swin", window_size=4, **_SWIN),
+    "Swin aligned": classifier("Swin", (64, 96), window_size=4, **_SWIN),
+    "Swinv2": classifier("Swinv2", window_size=4, **_SWIN),
+    "Swin2SR": of_hf(
         "Swin2SR",
         "ForImageSuperResolution",
         (32, 44),
@@ -251,28 +251,28 @@ TRANSFORMERS: dict[str, Entry] = {
         drop_path_rate=0.0,
         image_size=32,
     ),
-    "MobileViT": _classifier("MobileViT", EVEN, **_MOBILEVIT),
-    "MobileViT segmentation": _hf(
+    "MobileViT": classifier("MobileViT", EVEN, **_MOBILEVIT),
+    "MobileViT segmentation": of_hf(
         "MobileViT", "ForSemanticSegmentation", EVEN, num_labels=5, **_MOBILEVIT
     ),
-    "MobileViTV2": _classifier("MobileViTV2", EVEN, **_MOBILEVITV2),
-    "MobileViTV2 segmentation": _hf(
+    "MobileViTV2": classifier("MobileViTV2", EVEN, **_MOBILEVITV2),
+    "MobileViTV2 segmentation": of_hf(
         "MobileViTV2", "ForSemanticSegmentation", EVEN, num_labels=5, **_MOBILEVITV2
     ),
-    "LeViT": _classifier("Levit", SQUARE, **_LEVIT),
-    "SwiftFormer": _classifier(
+    "LeViT": classifier("Levit", SQUARE, **_LEVIT),
+    "SwiftFormer": classifier(
         "SwiftFormer", embed_dims=[8, 16, 24, 32], depths=[1, 1, 1, 1], mlp_ratio=2
     ),
-    "SuperPoint": _hf(
+    "SuperPoint": of_hf(
         "SuperPoint",
         "ForKeypointDetection",
         encoder_hidden_sizes=[8, 8, 16, 16],
         decoder_hidden_size=16,
         descriptor_decoder_dim=16,
     ),
-    "DINOv3 ConvNext": _hf("DINOv3ConvNext", "Model", **_STAGES),
-    "RT-DETR ResNet": _hf("RTDetrResNet", "Backbone", embedding_size=8, **_BACKBONE),
-    "ViT": _classifier(
+    "DINOv3 ConvNext": of_hf("DINOv3ConvNext", "Model", **_STAGES),
+    "RT-DETR ResNet": of_hf("RTDetrResNet", "Backbone", embedding_size=8, **_BACKBONE),
+    "ViT": classifier(
         "ViT",
         SQUARE,
         hidden_size=16,
@@ -281,9 +281,9 @@ TRANSFORMERS: dict[str, Entry] = {
         intermediate_size=32,
         image_size=64,
         patch_size=8,
-        **_NO_DROPOUT,
+        **NO_DROPOUT,
     ),
-    "DINOv2": _classifier(
+    "DINOv2": classifier(
         "Dinov2",
         SQUARE,
         hidden_size=16,
@@ -291,7 +291,7 @@ TRANSFORMERS: dict[str, Entry] = {
         num_attention_heads=2,
         image_size=64,
         patch_size=8,
-        **_NO_DROPOUT,
+        **NO_DROPOUT,
     ),
 }
 

@@ -1,8 +1,9 @@
 // The caching allocator of device memory, with the rules of CUDA's.
 //
-// A freed block serves its own stream again at once;
-// other streams must have been recorded. Freed memory is filled with NaN in the order of its
-// stream, so that a read by a stream that nobody recorded shows.
+// A freed block serves its own stream again at once; other streams must have been recorded. A block
+// may be written to from the next allocation of its stream on, not before: its stream may wait for
+// those that still read first, as FSDP2's do. With that allocation, whatever its size, all that
+// was freed is filled with NaN, in the order of the stream, so that other reads show.
 #include "sim.h"
 
 #include <c10/util/Exception.h>
@@ -44,6 +45,7 @@ struct Smaller {
 };
 
 using Pool = std::set<Block*, Smaller>;
+using Spans = std::vector<std::pair<char*, size_t>>;
 
 // Memory of one device; its functions are called with the allocator's lock held.
 class Memory {
@@ -52,6 +54,7 @@ class Memory {
       : gaps_{{device_base(device), bytes_per_device()}} {}
 
   Block* take(size_t bytes, Queue* queue) {
+    poison_freed(queue);
     const bool small = bytes <= kSmall;
     Pool& pool = pools_[{queue, small}];
     Block wanted{nullptr, bytes, queue, small};
@@ -116,6 +119,7 @@ class Memory {
           continue;
         }
         it = pool.erase(it);
+        forget_freed(block);
         madvise(host(block->pointer), block->bytes, MADV_DONTNEED);
         change(stats.reserved_bytes, block->bytes, false);
         change(stats.segment, 1, false);
@@ -137,10 +141,30 @@ class Memory {
     more ? stat[0].increase(by) : stat[0].decrease(by);
   }
 
-  static void poison(Block* block) {
-    block->queue->push("freed memory", [at = host(block->pointer), bytes = block->bytes] {
-      std::memset(at, kPoison, bytes);
+  static void poison(Queue* queue, Spans spans) {
+    queue->push("freed memory", [spans = std::move(spans)] {
+      for (const auto& [at, bytes] : spans) {
+        std::memset(at, kPoison, bytes);
+      }
     });
+  }
+
+  void poison_freed(Queue* queue) {
+    auto found = freed_.find(queue);
+    if (found != freed_.end()) {
+      poison(queue, std::move(found->second));
+      freed_.erase(found);
+    }
+  }
+
+  // Of a segment that may serve another stream next.
+  void forget_freed(const Block* block) {
+    const char* start = host(block->pointer);
+    Spans& spans = freed_[block->queue];
+    auto inside = [&](const auto& span) {
+      return span.first >= start && span.first < start + block->bytes;
+    };
+    spans.erase(std::remove_if(spans.begin(), spans.end(), inside), spans.end());
   }
 
   Block* segment(size_t bytes, Queue* queue, bool small) {
@@ -157,7 +181,7 @@ class Memory {
     }
     change(stats.reserved_bytes, bytes, true);
     change(stats.segment, 1, true);
-    poison(block);
+    poison(queue, {{host(block->pointer), bytes}});
     return block;
   }
 
@@ -192,7 +216,7 @@ class Memory {
 
   void release(Block* block) {
     change(stats.active_bytes, block->bytes, false);
-    poison(block);
+    freed_[block->queue].emplace_back(host(block->pointer), block->bytes);
     Pool& pool = pools_[{block->queue, block->small}];
     if (block->after != nullptr && block->after->free) {
       pool.erase(block->after);
@@ -220,6 +244,7 @@ class Memory {
   std::map<std::pair<Queue*, bool>, Pool> pools_;
   std::map<char*, size_t> gaps_;
   std::vector<Pending> pending_;
+  std::map<Queue*, Spans> freed_;  // of each stream, since its last allocation
 };
 
 class Allocator final : public c10::DeviceAllocator {

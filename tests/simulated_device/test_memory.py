@@ -76,9 +76,28 @@ def test_a_tensor_freed_while_another_stream_reads_it_is_lost():
         with side:
             y = x + 1
         del x
+        torch.empty(1, device="sim")  # it could have been given that memory
         torch.sim.current_stream().synchronize()
     side.synchronize()
     assert y.isnan().all()
+
+
+def test_freed_memory_may_be_read_until_its_stream_allocates_again():
+    """A stream may wait for the readers only then, as that of FSDP2's gradients does."""
+    side = torch.Stream("sim")
+    with side:
+        x = torch.ones(1000, device="sim")
+    torch.sim.current_stream().wait_stream(side)
+    with held():
+        y = x + 1
+        del x
+        side.synchronize()
+        side.wait_stream(torch.sim.current_stream())
+        with side:
+            again = torch.empty(1000, device="sim")
+    assert (y == 2).all()
+    side.synchronize()
+    assert again.isnan().all()
 
 
 def test_a_recorded_stream_keeps_memory():

@@ -6,6 +6,8 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from tests.fitting import fit
 from tests.mpi.device import DEVICE, device_key
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
+from tests.simulated_device.holding import held
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 RANKS = MPI.COMM_WORLD.size
@@ -63,19 +66,26 @@ class Branches(nn.Module):
         return self.branches[int(x.sum() > 0)](x.flatten(1))
 
 
-def pipeline_of(model: nn.Module, world: Communicator, shard: bool = True, parts: int = 1):
+def pipeline_of(
+    model: nn.Module,
+    world: Communicator,
+    shard: bool = True,
+    parts: int = 1,
+    backend: str | None = None,
+) -> Pipeline:
     placement = Placement(RANKS, ((1, 1),))
     schedule = make_schedule("gpipe", placement, parts)
     return Pipeline(
         *(model, placement, schedule, world, F.cross_entropy, (3, 4, 4)),
-        PipelineOptions(shard_state=shard),
+        PipelineOptions(shard_state=shard, backend=backend if shard else None, device=DEVICE),
     )
 
 
 def batch(replica: int, step: int = 0, samples: int = 2) -> Microbatch:
     draw = torch.Generator().manual_seed(100 * step + replica)
     x = torch.randn(samples, 3, 4, 4, dtype=torch.float64, generator=draw)
-    return Microbatch(samples, 1 / RANKS, x, torch.randint(6, (samples,), generator=draw))
+    labels = torch.randint(6, (samples,), generator=draw)
+    return Microbatch(samples, 1 / RANKS, x.to(DEVICE), labels.to(DEVICE))
 
 
 def test_adamw_makes_the_same_steps_and_all_state_shrinks(world):
@@ -100,6 +110,33 @@ def test_adamw_makes_the_same_steps_and_all_state_shrinks(world):
 
 def bytes_of(tensor: Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+@pytest.fixture
+def delays():
+    torch.sim.set_delay(200)
+    yield
+    torch.sim.set_delay(int(os.environ.get("SIM_DELAY_US") or 0))
+
+
+@pytest.mark.skipif(DEVICE.type != "sim", reason="streams are delayed on the simulated device only")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_optimizer_may_read_gradients_after_they_are_freed(backend, delays, world):
+    """They belong to the stream in which FSDP2 reduces, which waits before it allocates again."""
+    found = []
+    for shard in (False, True):
+        named = None if backend == "null" else backend
+        pipeline = pipeline_of(network(), world, shard, backend=named)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+        for step in range(3):
+            pipeline.train_step([batch(world.rank, step)], step)
+            with held():
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.05)  # time enough for a stream that writes into what it got back
+        found.append(pipeline.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-10)
 
 
 class ViewBlock(Block):
@@ -151,13 +188,13 @@ def test_evaluation_takes_batches_that_leave_replicas_without_samples(world):
     model = network().eval()
     plain = [batch(0, step) for step in range(2)]
     with torch.no_grad():
-        expected = [model(one.tile) for one in plain]
+        expected = [model(one.tile.cpu()) for one in plain]
     pipeline = pipeline_of(model, world)
     for one, output in zip(plain, expected, strict=True):
         mine = one if world.rank == 0 else Microbatch(0, 0.0)
         outputs = pipeline.evaluate([mine])
         if world.rank == 0:
-            torch.testing.assert_close(outputs[0], output)
+            torch.testing.assert_close(outputs[0].cpu(), output)
         else:
             assert not outputs
         pipeline.train_step([batch(world.rank)], 0)  # without a step of the optimizer

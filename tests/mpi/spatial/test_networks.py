@@ -17,6 +17,7 @@ from mpi4py import MPI
 from spatialdl import UnsupportedSpatialOp, init_mesh
 from spatialdl.checking.compare import differences, one_step
 from tests.mpi.zoo import NETWORKS, Entry
+from tests.mpi.zoo_vision_transformers import VISION_TRANSFORMERS
 from tests.mpi.zoo_volumes import VOLUMES
 
 GRIDS = {2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (5, 1), 6: (2, 3)}
@@ -51,6 +52,19 @@ REFUSED = {
 
 FAST_VOLUMES = {"UNet residual, batch norm", "DynUNet", "HighResNet", "SegResNetDS", "Classifier"}
 
+FAST_TRANSFORMERS = {
+    "transformers BEiT",
+    "transformers DINOv2 registers",
+    "transformers SAM",
+    "transformers SigLIP attention pooling",
+    "transformers Hiera",
+}
+
+REFUSED_TRANSFORMERS = {
+    "transformers EoMT": "a whole tensor cannot take a split one in place",
+    "transformers Mask2Former": "cat cannot be done",
+}
+
 
 def _exact(networks: Iterable[str], fast: set[str], refused: Container[str] = ()) -> list[object]:
     return [
@@ -63,6 +77,13 @@ def _exact(networks: Iterable[str], fast: set[str], refused: Container[str] = ()
 @pytest.mark.parametrize("name", _exact(NETWORKS, FAST, REFUSED))
 def test_a_training_step_equals_that_of_one_process(name: str) -> None:
     _compare(NETWORKS[name], GRIDS[MPI.COMM_WORLD.size])
+
+
+@pytest.mark.parametrize(
+    "name", _exact(VISION_TRANSFORMERS, FAST_TRANSFORMERS, REFUSED_TRANSFORMERS)
+)
+def test_a_training_step_of_vision_transformers_equals_that_of_one_process(name: str) -> None:
+    _compare(VISION_TRANSFORMERS[name], GRIDS[MPI.COMM_WORLD.size])
 
 
 @pytest.mark.parametrize("name", _exact(VOLUMES, FAST_VOLUMES))
@@ -85,8 +106,18 @@ def _compare(entry: Entry, *grids: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
-    entry, mesh = NETWORKS[name], init_mesh(GRIDS[MPI.COMM_WORLD.size])
-    with pytest.raises(UnsupportedSpatialOp, match=REFUSED[name]):
+    _refuse(NETWORKS[name], REFUSED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED_TRANSFORMERS)
+def test_what_cannot_be_done_in_vision_transformers_is_refused_by_name(name: str) -> None:
+    _refuse(VISION_TRANSFORMERS[name], REFUSED_TRANSFORMERS[name])
+
+
+def _refuse(entry: Entry, saying: str) -> None:
+    mesh = init_mesh(GRIDS[MPI.COMM_WORLD.size])
+    with pytest.raises(UnsupportedSpatialOp, match=saying):
         one_step(entry.network(), entry.image(), tuple(entry.arguments), mesh)
 
 
@@ -94,5 +125,6 @@ def test_the_lists_name_networks_that_are_there() -> None:
     assert FAST | set(REFUSED) <= set(NETWORKS)
     assert not FAST & set(REFUSED)
     assert len(NETWORKS) - len(REFUSED) >= 50
+    assert FAST_TRANSFORMERS | set(REFUSED_TRANSFORMERS) <= set(VISION_TRANSFORMERS)
     assert set(VOLUMES) >= FAST_VOLUMES
     assert len(VOLUMES) >= 40

@@ -127,3 +127,24 @@ def test_products_of_all_pairs_hold_no_part_of_others_twice() -> None:
             t = tokens(x * weight)
             ((t @ t.sin().transpose(1, 2)).softmax(-1) @ t).square().sum().backward()
         assert 0 < largest.elements < N * 30 * 2048
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_of_the_device_give_parts_that_can_be_put_together(dtype: torch.dtype) -> None:
+    """Fused kernels of accelerators take no float64, in which all else here is compared."""
+    for mesh in every_mesh(2).values():
+        full = torch.rand(2, 32, 7, 9, generator=torch.Generator().manual_seed(3)) - 0.5
+        expected = fused(full.double().requires_grad_())
+        with torch.no_grad():
+            ours = fused(shard(full.to(DEVICE, dtype), mesh)).full_tensor()
+        x = full.to(DEVICE, dtype)
+        split = shard(x, mesh).requires_grad_()
+        fused(split).float().square().mean().backward()
+        plain = full.double().requires_grad_()
+        fused(plain).square().mean().backward()
+        assert split.grad is not None
+        assert plain.grad is not None
+        for found, right in ((ours, expected), (split.grad.full_tensor(), plain.grad)):
+            close = 1e-5 if dtype == torch.float32 else 2e-2
+            error = (found.double().cpu() - right.detach()).norm() / right.detach().norm()
+            assert error < close, f"on {mesh.grid}: {error}"
