@@ -25,7 +25,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.configuring.keys import keys_of
 from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.models import ResNet, ResNetV2, UNet
+from spatialdl.models import ResNet, ResNetV2, UNet, VisionTransformer
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.submitting.resources import resources
@@ -63,7 +63,7 @@ def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
     assert options("cluster") == ["h100", "infiniband", "mi300x", "nvlink_node", "this_machine"]
     models = ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet", "unet3d"]
-    models.append("wide_view")
+    models += ["vit", "wide_view"]
     assert options("model") == models
     assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
     assert options("data") == ["fractals", "shards", "synthetic"]
@@ -77,6 +77,7 @@ def test_the_groups_have_the_promised_options():
 SMALL = {
     "amoebanet_d": ["model.layers=3", "model.filters=16"],
     "unet3d": ["model.width=2", "model.depth=2"],
+    "vit": ["model.width=12", "model.depth=2", "model.heads=3", "model.patch=4"],
 }
 TINY = [
     *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
@@ -106,7 +107,7 @@ def make_model(name: str, folder: Path) -> None:
         *SMALL.get(name, ["model.width=2"]),
     )
     network = instantiate(cfg.model).eval()
-    assert isinstance(network, nn.Sequential | ResNet | ResNetV2 | UNet)
+    assert isinstance(network, nn.Sequential | ResNet | ResNetV2 | UNet | VisionTransformer)
     image = (16,) * (3 if name.endswith("3d") else 2)
     pixels = image if cfg.task.name == "segmentation" else ()
     assert network(torch.zeros(2, 1, *image)).shape == (2, 4, *pixels)
@@ -225,6 +226,8 @@ def make_run(name: str, folder: Path) -> None:
         small.append("scheduler.warmup_steps=1")
     if name == "hyfi_amoebanet":
         small = [*(one for one in small if "width" not in one), *SMALL["amoebanet_d"]]
+    if name == "vit_slide":
+        small = [*(one for one in small if "width" not in one), *SMALL["vit"]]
     if name == "volume_fractals":
         small.append("data.image_size=[16,18,20]")
     cfg = config(f"experiment={name}", *small)

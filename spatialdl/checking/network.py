@@ -30,6 +30,9 @@ def find_builder(target: str) -> Callable[..., Any]:
     else:
         try:
             found = resolve_name(target)
+            if isinstance(found, ModuleType) and "." in target:
+                # a function of the same name in its package, as spatialdl.models.unet
+                found = resolve_name(":".join(target.rsplit(".", 1)))
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{target} is not to be found: {error}; name a function that makes the network as "

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path, get_args_parser
@@ -344,7 +345,10 @@ def _is_open(config: DictConfig, key: str) -> bool:
 def _arguments(target: str) -> list[str] | None:
     """What a class or function takes; None if anything, or if there is no such thing."""
     try:
-        parameters = inspect.signature(resolve_name(target)).parameters.values()
+        found = resolve_name(target)
+        if isinstance(found, ModuleType):  # of the same name as a function in its package
+            found = resolve_name(":".join(target.rsplit(".", 1)))
+        parameters = inspect.signature(found).parameters.values()
     except Exception:
         return None  # told when it is made
     if any(one.kind is one.VAR_KEYWORD for one in parameters):

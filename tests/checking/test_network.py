@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from spatialdl import models
 from spatialdl.checking.network import build, find_builder, switch_off_dropout
 
 FILE = """\
@@ -55,6 +56,11 @@ def test_all_ranks_build_the_same_network(file):
 def test_what_is_installed_needs_no_file():
     assert find_builder("torch.nn.Identity") is nn.Identity
     assert find_builder("torch.nn:Identity") is nn.Identity
+
+
+@pytest.mark.parametrize("name", ["unet", "vit", "wide_view"])
+def test_a_function_is_found_where_its_module_has_the_same_name(name):
+    assert find_builder(f"spatialdl.models.{name}") is getattr(models, name)
 
 
 def test_dropout_that_drops_is_switched_off_and_counted():

@@ -34,6 +34,10 @@ MODELS = "there are amoebanet_d, resnet110_v2, resnet18, resnet50, unet"
             "++model.widht=3",
             "model.widht is unknown to spatialdl.models.resnet18; nearest: model.w",
         ),
+        (  # its module has the same name
+            "model=unet ++model.widht=3",
+            "model.widht is unknown to spatialdl.models.unet; nearest: model.w",
+        ),
         ("optimizer.momentun=1", "unknown to torch.optim.SGD; nearest: optimizer.momentum;"),
         ("optimizer.maximize=true", "to hand torch.optim.SGD one more argument write +optimizer.m"),
         ("+optimizer.nesterv=true", "unknown to torch.optim.SGD; nearest: optimizer.nesterov"),

@@ -578,10 +578,45 @@ TOKENS = [
 ]
 
 
+# 9 x 7 tokens, 7 x 1 (grids of which some ranks have none), and rows of an odd number of tokens
+VIT = [
+    Case("none", "vit", (36, 28), ((1, 1),), microbatches=2, recompute=True),
+    Case("sp", "vit", (36, 28), ((2, 1),)),
+    Case("sp", "vit", (36, 28), ((1, 2),), 1, 2, 5, recompute=True),
+    Case("sp", "vit_plain", (28, 4), ((1, 2),)),
+    Case("sp", "vit_mean", (36, 28), ((1, 2),)),
+    Case("sp", "vit_mean_registers", (20, 60), ((2, 1),), clip=0.05),
+    Case("sp", "vit_signal", (52,), ((2,),)),
+    Case("sp", "vit_volume", (12, 20, 8), ((1, 2, 1),)),
+    Case("dp", "vit", (36, 28), ((1, 1),), 2, 2, 7),
+    Case("pp", "vit", (36, 28), ((1, 1),) * 2, 1, 2, 5, ("blocks.1",), schedule="1f1b"),
+    Case("pp", "vit_mean_registers", (36, 28), ((1, 1),) * 2, 1, 3, 7, schedule="zero_bubble"),
+    # three ranks
+    Case("sp", "vit", (36, 28), ((3, 1),)),
+    Case("sp", "vit_mean", (28, 16), ((3, 1),)),
+    Case("sp", "vit_mean_registers", (36, 28), ((1, 3),), 1, 2, 5),
+    Case("pp", "vit_plain", (36, 28), ((1, 1),) * 3, microbatches=2),
+    Case("sp+lp", "vit_mean", (36, 28), ((1, 2), (1, 1))),
+    Case("sp+pp", "vit", (36, 28), ((2, 1), (1, 1)), 1, 2, 5, ("blocks.0",)),
+    Case("sp+pp", "vit", (36, 28), ((1, 2), (1, 1)), 1, 2, 5, ("blocks.1",), recompute=True),
+    Case("sp+pp", "vit_mean_registers", (36, 28), ((2, 1), (1, 1)), 1, 2, 5, ("norm",)),
+    # four ranks and more
+    Case("sp", "vit", (36, 28), ((2, 2),)),
+    Case("sp", "vit_plain", (36, 28), ((2, 2),), recompute=True),
+    Case("sp", "vit_mean", (20, 12), ((2, 2),)),
+    Case("sp", "vit_mean_registers", (36, 28), ((2, 2),), 1, 2, 5),
+    Case("sp", "vit_signal", (68,), ((4,),)),
+    Case("sp", "vit_volume", (12, 20, 8), ((1, 2, 2),)),
+    Case("dp+sp", "vit", (36, 28), ((2, 1),), 2, 2, 7),
+    Case("sp+pp", "vit", (36, 28), ((1, 2), (1, 2)), 1, 2, 5, ("blocks.1",)),
+    Case("sp+pp", "vit_mean", (36, 28), ((2, 2), (1, 1)), 1, 2, 5),
+]
+
+
 LAYOUTS = [
     *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *FLATTENED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
-    *(*ORDERED, *TOKENS),
+    *(*ORDERED, *TOKENS, *VIT),
     *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),
 ]
 OVER_A_BACKEND = [*BACKENDS, *SHARDED]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet, unet3d
+from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet, unet3d, vit
 from spatialdl.random import scope
 from tests.mpi.sample_networks import SAMPLE_NETWORKS
 from tests.mpi.stateful_networks import STATEFUL
@@ -328,8 +329,17 @@ class Transformer(nn.Module):
         return self.head(torch.cat([x[:, 0], x[:, 1:-2].mean(1)], 1))
 
 
+small_vit = partial(vit, num_classes=5, patch=4, width=12, depth=2, heads=3, mlp_ratio=2)
+
+
 NETWORKS = {
     "transformer": Transformer,
+    "vit": partial(small_vit, registers=2, dropout=0.2),
+    "vit_plain": partial(small_vit, depth=3),
+    "vit_mean": partial(small_vit, pool="mean"),
+    "vit_mean_registers": partial(small_vit, pool="mean", registers=3, dropout=0.1),
+    "vit_signal": partial(small_vit, dims=1, registers=1),
+    "vit_volume": partial(small_vit, dims=3, pool="mean"),
     "plain": Plain,
     "twice": Twice,
     "frozen_start": FrozenStart,

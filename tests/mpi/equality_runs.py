@@ -7,10 +7,12 @@ draws random numbers it does so by the same keys.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from spatialdl import from_local
 from spatialdl.comm.mesh import Mesh
 from spatialdl.data.format import UNLABELLED
+from spatialdl.models import VisionTransformer
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
@@ -74,12 +77,26 @@ def slices(case: Case) -> list[list[tuple[int, int]]]:
 def forward(model: nn.Module, x: Tensor) -> Tensor:
     if isinstance(model, Plain | Transformer):
         model.scoped = True
+    if isinstance(model, VisionTransformer):
+        with drawing_by_name(model):
+            return model(x)
     if not isinstance(model, RandomChain | RandomVolumeNet):
         return model(x)
     for name, layer in model.named_children():
         with scope(name):
             x = layer(x)
     return x
+
+
+@contextmanager
+def drawing_by_name(model: VisionTransformer) -> Iterator[None]:
+    """Modules draw random numbers by the names of the steps of a pipeline."""
+    names = ["pos_drop", *(f"blocks.{number}" for number in range(len(model.blocks)))]
+    with ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name)
+            stack.enter_context(patch.object(module, "forward", scope(name)(module.forward)))
+        yield
 
 
 def autocast(mixed: torch.dtype | None) -> AbstractContextManager[object]:
