@@ -26,7 +26,7 @@ from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.parallel.layout import nearly_cubic
-from spatialdl.worker import environment
+from spatialdl.planning.worker import environment
 
 STEP = 64
 """Sides are multiples of this."""

@@ -23,7 +23,7 @@ from spatialdl.bench.worker import CONVOLUTIONS, dims_of
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.parallel.layout import nearly_cubic
-from spatialdl.worker import environment, run_worker
+from spatialdl.planning.worker import environment, run_worker
 
 PLAIN = "plain PyTorch"
 MEASURES = {
