@@ -1,8 +1,8 @@
 """Spatial parallelism against one process, alternately in one go.
 
 On CPUs they have the same cores, and one process is there twice: as PyTorch comes, and with the
-memory settings of `spatialdl.allocator`, which the ranks have. With ``--device`` one process has
-one accelerator, and each rank its own where there are enough.
+memory settings of `spatialdl.comm.allocator`, which the ranks have. With ``--device`` one process
+has one accelerator, and each rank its own where there are enough.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 from tqdm import tqdm
 
-from spatialdl.allocator import MAPPED_FROM
+from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.planning.worker import environment, run, run_worker
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from spatialdl import allocator
+from spatialdl.comm import allocator
 from spatialdl.planning import worker
 
 
