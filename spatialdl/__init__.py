@@ -24,7 +24,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from spatialdl import allocator
+from spatialdl.comm import allocator
 from spatialdl.errors import CommMismatch, ShardError, SlideError, UnsupportedSpatialOp
 from spatialdl.version import __version__
 

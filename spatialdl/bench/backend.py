@@ -13,7 +13,7 @@ from typing import Any
 from spatialdl.bench.device import add_device
 from spatialdl.bench.results import heading, machine, markdown, place, publish
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.worker import environment, run_worker
+from spatialdl.planning.worker import environment, run_worker
 
 OURS, RAW, SILENT = "mpi4py backend", "raw mpi4py", "no communication"
 CALL = "PyTorch's call"

@@ -2,7 +2,7 @@
 
 Every answer is a real run of two training steps; one that takes more than the limit is stopped. The
 peak at one fixed size is told, too, also of PyTorch as it comes, without the memory settings of
-`spatialdl.allocator`. Memory is the peak resident set above what the imports take, on an
+`spatialdl.comm.allocator`. Memory is the peak resident set above what the imports take, on an
 accelerator the peak of its own memory that tensors take.
 """
 
@@ -26,7 +26,7 @@ from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.parallel.layout import nearly_cubic
-from spatialdl.worker import environment
+from spatialdl.planning.worker import environment
 
 STEP = 64
 """Sides are multiples of this."""

@@ -18,7 +18,7 @@ from spatialdl.bench.device import add_device
 from spatialdl.bench.pipeline_layouts import ONE_AFTER_THE_OTHER
 from spatialdl.bench.results import heading, machine, markdown, place, publish
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.worker import environment, run_worker
+from spatialdl.planning.worker import environment, run_worker
 
 
 def main(arguments: Sequence[str]) -> None:

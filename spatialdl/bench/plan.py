@@ -26,8 +26,8 @@ from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import job_of
+from spatialdl.planning.worker import run
 from spatialdl.training.layouts import placement_of, schedule_of
-from spatialdl.worker import run
 
 R18 = ("model=resnet18", "data.image_size=[448,512]", "data.batch_size=4")
 LAYOUTS: dict[str, tuple[str, ...]] = {

@@ -1,8 +1,8 @@
 """Spatial parallelism against one process, alternately in one go.
 
 On CPUs they have the same cores, and one process is there twice: as PyTorch comes, and with the
-memory settings of `spatialdl.allocator`, which the ranks have. With ``--device`` one process has
-one accelerator, and each rank its own where there are enough.
+memory settings of `spatialdl.comm.allocator`, which the ranks have. With ``--device`` one process
+has one accelerator, and each rank its own where there are enough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spatialdl.bench.worker import CONVOLUTIONS, dims_of
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.parallel.layout import nearly_cubic
-from spatialdl.worker import environment, run_worker
+from spatialdl.planning.worker import environment, run_worker
 
 PLAIN = "plain PyTorch"
 MEASURES = {

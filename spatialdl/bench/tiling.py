@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from spatialdl.bench.results import machine, publish
+from spatialdl.planning.worker import environment, run_worker
 from spatialdl.slides.reading.decoding import TELLS_OF_DAMAGE
-from spatialdl.worker import environment, run_worker
 
 OPENSLIDE, NATIVE = "openslide alone", "native alone"
 OURS, THROUGH = "end to end", "end to end, through openslide"

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from spatialdl import worker
 from spatialdl.bench.results import machine, publish
 from spatialdl.bench.whole_vs_tiles_picture import draw
 from spatialdl.data.format import MANIFEST
+from spatialdl.planning import worker
 from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
 
 SIDE, TILE, MPP = 2048, 256, 0.5

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from spatialdl import allocator, early_signals
+from spatialdl import early_signals
+from spatialdl.comm import allocator
 from spatialdl.comm.roll_call import RollCall, say
 
 GRACE_S = 10.0

@@ -29,7 +29,7 @@ from spatialdl.data.batches import Batch, BatchReader, Slice
 
 SHARED = "/dev/shm"
 PRELOADED = (
-    "spatialdl.fork_server",
+    "spatialdl.data.fork_server",
     "spatialdl.data.shards",
     "spatialdl.data.synthetic_masks",
     "spatialdl.data.workers",

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spatialdl.composite import inside
+from spatialdl.random.composite import inside
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _BATCH_NORMS = {

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
-from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.placed import PlacedStage
@@ -28,6 +27,7 @@ from spatialdl.pipeline.shapes import HandoverShapes, SplitShape
 from spatialdl.pipeline.stage import run_stage, start_training
 from spatialdl.pipeline.steps import Value
 from spatialdl.random import keyed
+from spatialdl.random.composite import inside
 from spatialdl.random.plain import PLAIN
 from spatialdl.spatial.tensor import SpatialTensor
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 from tqdm import tqdm
 
-from spatialdl.allocator import MAPPED_FROM
+from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.worker import environment, run, run_worker
+from spatialdl.planning.worker import environment, run, run_worker
 
 TINY = ("model=resnet18", "model.width=2", "data.image_size=[64,64]", "data.batch_size=4")
 TINY_RUN = (

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.allocator import MAPPED_FROM
 from spatialdl.checking.dry_loss import dry_loss
+from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.dry import Talk, listening
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
@@ -76,7 +76,7 @@ class NetworkCosts:
         lives: what was made, and when it lived.
         refused: why parts after those that are listed cannot work on this grid.
         heap, mapped: on a CPU the same, with the memory alone that lies in the C library's heap, or
-            is mapped by itself, see `spatialdl.allocator`.
+            is mapped by itself, see `spatialdl.comm.allocator`.
     """
 
     layers: list[LayerCosts]

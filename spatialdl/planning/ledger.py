@@ -63,7 +63,7 @@ _RESULTS: Known = {}
 
 
 def taken(size: int) -> int:
-    """Bytes that become resident for a tensor on a CPU, see `spatialdl.allocator`."""
+    """Bytes that become resident for a tensor on a CPU, see `spatialdl.comm.allocator`."""
     return size if size < PAGE else -(-size // PAGE) * PAGE
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from spatialdl.composite import inside
+from spatialdl.random.composite import inside
 from spatialdl.random.generator import key_of
 from spatialdl.random.plain import PLAIN
 from spatialdl.random.streams import Stream, of_meshes, thread

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.composite import inside
+from spatialdl.random.composite import inside
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
 from spatialdl.spatial.span import asked, split_dims, without_dims

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from spatialdl.composite import inside
 from spatialdl.parallel.layout import Interval
+from spatialdl.random.composite import inside
 from spatialdl.spatial.agreed import leave_alone
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.prefix import apart

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.composite import inside
+from spatialdl.random.composite import inside
 from spatialdl.spatial.norm import StatisticsOver, trained
 from spatialdl.spatial.tensor import SpatialTensor
 

@@ -31,9 +31,9 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition
-from spatialdl.composite import inside
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import Layout
+from spatialdl.random.composite import inside
 from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image

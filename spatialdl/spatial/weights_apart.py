@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from spatialdl.composite import inside
+from spatialdl.random.composite import inside
 from spatialdl.spatial.later import can_wait, later
 from spatialdl.spatial.tensor import SpatialTensor
 

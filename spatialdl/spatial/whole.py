@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.mesh import Mesh
-from spatialdl.composite import inside
 from spatialdl.parallel.layout import Layout
+from spatialdl.random.composite import inside
 from spatialdl.spatial.dims import SpatialDims, samples_of
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.table import HANDLERS, refusal, spatial_in

@@ -7,8 +7,8 @@ import json
 import pytest
 from PIL import Image
 
-from spatialdl.allocator import SWITCH
 from spatialdl.bench import spatial
+from spatialdl.comm.allocator import SWITCH
 
 SECONDS = {"plain": [2.0, 4.0, 2.0], "one": [1.0, 3.0, 2.0], "ranks": [1.5, 1.5, 1.5]}
 

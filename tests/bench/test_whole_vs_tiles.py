@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from spatialdl import worker
 from spatialdl.bench import whole_vs_tiles
 from spatialdl.data import ShardDataset
+from spatialdl.planning import worker
 
 
 def finish(run: Path, accuracies: list[float], memory: list[float], seconds: float) -> None:

@@ -8,7 +8,7 @@ from spatialdl.comm.launch import mpiexec_command
 from spatialdl.planning import calibrate
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.ledger import Work
-from spatialdl.worker import environment, run_worker
+from spatialdl.planning.worker import environment, run_worker
 
 CONV = [(flops * 1e9, size * 2**20) for flops in (1, 5) for size in (1, 4, 32, 128)]
 

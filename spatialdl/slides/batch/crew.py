@@ -94,7 +94,7 @@ class Processes:
         # not forked: MPI, HDF5 or threads may have been at work in this one
         self._context = multiprocessing.get_context("forkserver")
         # imported once, not by every process
-        self._context.set_forkserver_preload(["spatialdl.fork_server", _STEPS])
+        self._context.set_forkserver_preload(["spatialdl.data.fork_server", _STEPS])
         self._told = self._context.Value("q", 0)
         self._pool = self._start()
 

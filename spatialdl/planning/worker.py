@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spatialdl import allocator
+from spatialdl.comm import allocator
 
 
 def environment(threads: int, plain: bool = False) -> dict[str, str]:

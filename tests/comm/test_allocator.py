@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl import allocator
+from spatialdl.comm import allocator
 
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PROGRAM = """

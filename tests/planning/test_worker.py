@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from spatialdl import allocator, worker
+from spatialdl.comm import allocator
+from spatialdl.planning import worker
 
 
 @pytest.mark.parametrize("plain", [False, True])
