@@ -22,6 +22,7 @@ SMALL = {
     "hyfi_amoebanet": (6, ["model.layers=3", "model.filters=16", "data.image_size=[64,72]"]),
     "camelyon_like": (4, ["model.width=2", "scheduler.warmup_steps=1", "data.batch_size=4"]),
     "whole_vs_tiles": (2, ["model.width=2", "data.batch_size=4"]),
+    "vit_slide": (2, ["model.width=12", "model.patch=8", "data.image_size=[64,96]"]),
     "volume_fractals": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
 }
 
@@ -91,6 +92,15 @@ def test_quickstart_learns(tmp_path):
     assert trained("quickstart", tmp_path)["validation"][-1]["accuracy"] > 0.9
 
 
+def test_slides_are_learned_a_little_by_a_vit(tmp_path):
+    small = ["data.image_size=[96,96]", "model.patch=8", "model.width=32", "optimizer.lr=3e-3"]
+    small += ["data.num_classes=2", "data.samples=64", "data.validation_samples=8"]
+    summary = trained("vit_slide", tmp_path, *small)
+    assert summary["world_size"] == 2
+    losses = summary["loss"]
+    assert np.mean(losses[-6:]) < 0.7 * np.mean(losses[:6])
+
+
 def test_fractals_are_learned_a_little(tmp_path):
     small = ["data.image_size=[24,24,24]", "data.num_classes=2", "data.samples=32"]
     small += ["model.width=4", "model.depth=2", "data.validation_samples=4", "trainer.max_epochs=7"]
@@ -107,3 +117,10 @@ def test_fractals_are_learned_a_little(tmp_path):
 def test_fractals_are_learned(tmp_path):
     summary = trained("volume_fractals", tmp_path, limit=1700)  # 6 minutes on two idle cores
     assert summary["validation"][-1]["mean_dice"] > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_slides_are_learned_by_a_vit(tmp_path):
+    summary = trained("vit_slide", tmp_path, limit=1700)  # 6 minutes on two cores
+    assert summary["validation"][-1]["accuracy"] > 0.9
