@@ -7,7 +7,7 @@ One rank is this process; for several it starts itself again under a launcher; s
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from spatialdl import early_signals
+    from spatialdl.comm import early_signals
 
     early_signals.keep()  # before anything else is imported, which takes a while
 
@@ -23,12 +23,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
+from spatialdl.comm.early_signals import let_end
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
-from spatialdl.early_signals import let_end
 from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
     alone,

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from spatialdl import early_signals
-from spatialdl.comm import allocator
+from spatialdl.comm import allocator, early_signals
 from spatialdl.comm.roll_call import RollCall, say
 
 GRACE_S = 10.0

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from spatialdl.comm.early_signals import STOPPING, take
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
 from spatialdl.data.saving import replacing
-from spatialdl.early_signals import STOPPING, take
 
 MARKER = "stopped.json"
 """In the run directory, for a script that starts the run again."""
@@ -37,7 +37,7 @@ class _Seen:
 def install() -> None:
     """From now on these signals ask for a stop; only the main thread may call it.
 
-    One that was kept by `spatialdl.early_signals` does so, too.
+    One that was kept by `spatialdl.comm.early_signals` does so, too.
     """
     if _Seen.installed:
         return

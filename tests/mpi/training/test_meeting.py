@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from mpi4py import MPI
 
+from spatialdl.comm.early_signals import STOPPING
 from spatialdl.comm.mpi import MpiCommunicator
-from spatialdl.early_signals import STOPPING
 from spatialdl.errors import ShardError
 from spatialdl.training import signals
 from spatialdl.training.console import run_log

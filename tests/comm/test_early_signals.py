@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl import early_signals
+from spatialdl.comm import early_signals
 from spatialdl.comm.launch import mpiexec_command
 from tests.test_stopping import LONG, ROOT, SP_PP, command, stopped_at
 
@@ -103,7 +103,7 @@ def test_a_rank_that_is_told_as_it_starts_stops_all(number, tmp_path):
 
 TAKING = """
 import signal
-from spatialdl import early_signals
+from spatialdl.comm import early_signals
 early_signals.keep()
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.raise_signal(number)
