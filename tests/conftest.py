@@ -9,6 +9,17 @@ from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
 
+# Tests expect CPU results and timings, and the GPUs of a shared machine may be busy: no GPU is visible
+# here or in processes that tests start, unless SPATIALDL_DEVICE names one, as `make test-gpu` does.
+HIDE_DEVICES = {
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "HIP_VISIBLE_DEVICES": "-1",  # HIP ignores an empty value
+    "ROCR_VISIBLE_DEVICES": "-1",
+    "ONEAPI_DEVICE_SELECTOR": "*:cpu",
+}
+if os.environ.get("SPATIALDL_DEVICE", "cpu") in ("cpu", "sim"):
+    os.environ.update(HIDE_DEVICES)
+
 import pytest
 from hypothesis import HealthCheck, settings
 
