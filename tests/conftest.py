@@ -9,21 +9,21 @@ from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
 
-# Tests expect CPU results and timings, and the GPUs of a shared machine may be busy: no GPU is visible
-# here or in processes that tests start, unless SPATIALDL_DEVICE names one, as `make test-gpu` does.
+import pytest
+from hypothesis import HealthCheck, settings
+
+from spatialdl.comm.launch import launched
+
 HIDE_DEVICES = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "HIP_VISIBLE_DEVICES": "-1",  # HIP ignores an empty value
     "ROCR_VISIBLE_DEVICES": "-1",
     "ONEAPI_DEVICE_SELECTOR": "*:cpu",
 }
+# Tests expect CPU results, and the GPUs of a shared machine may be busy: none is visible here or in
+# processes that tests start, unless SPATIALDL_DEVICE names one, as `make test-gpu` does.
 if os.environ.get("SPATIALDL_DEVICE", "cpu") in ("cpu", "sim"):
     os.environ.update(HIDE_DEVICES)
-
-import pytest
-from hypothesis import HealthCheck, settings
-
-from spatialdl.comm.launch import launched
 
 settings.register_profile(
     "quick",
