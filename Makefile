@@ -58,9 +58,10 @@ WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
 RANKS ?= 2
 
 # feeding, checkpoints, half precision, sharded state, NaN, predictions
-WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_sharded.py \
-    tests/mpi/predicting/test_layouts.py $(addprefix tests/mpi/training/, debug optimization \
-    tasks test_augmentation.py test_checkpoints.py test_dtypes.py test_finite.py)
+WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_host_waits.py \
+    tests/mpi/pipeline/test_sharded.py tests/mpi/predicting/test_layouts.py \
+    $(addprefix tests/mpi/training/, debug optimization tasks test_augmentation.py \
+    test_checkpoints.py test_dtypes.py test_finite.py)
 
 test-device: $(READY)
 	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \

@@ -210,7 +210,7 @@ class PlacedStage:
         microbatch: Microbatch,
         passing: Passing,
         criterion: Criterion,
-        weight: float,
+        weight: float | Tensor,
         device: torch.device,
     ) -> Tensor | float:
         """The backward of a micro-batch; its gradients are on their way to the stages before.

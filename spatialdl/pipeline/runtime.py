@@ -406,8 +406,8 @@ class Pipeline:
         loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
 
-    def _part_of(self, own: range, microbatch: Microbatch) -> float:
-        """What some of its samples count in the mean loss of a micro-batch."""
+    def _part_of(self, own: range, microbatch: Microbatch) -> float | Tensor:
+        """What some of its samples count in the mean loss of a micro-batch; stays on a device."""
         target = microbatch.target
         if len(own) == microbatch.samples or target is None or self.options.sample_weights is None:
             return len(own) / microbatch.samples
@@ -416,7 +416,8 @@ class Pipeline:
             return len(own) / microbatch.samples
         weights = weights.double()  # a quotient of whole numbers would be float32
         total = weights.sum()
-        return float(weights[own.start : own.stop].sum() / total) if total > 0 else 0.0
+        part = weights[own.start : own.stop].sum() / total.where(total > 0, 1.0)
+        return float(part) if part.is_cpu else part
 
     def _wait_sent(self) -> None:
         for placed in self._placed.values():

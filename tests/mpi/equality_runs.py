@@ -30,6 +30,7 @@ from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
 from spatialdl.training.tasks.losses import segmentation_loss
+from spatialdl.training.tasks.task import Task
 from tests.mpi.device import DEVICE
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain, RandomVolumeNet, Transformer
@@ -142,13 +143,16 @@ def parallel(
     world: MPI.Intracomm,
     dtype: torch.dtype = torch.float64,
     mixed: torch.dtype | None = None,
+    task: Task | None = None,
 ) -> Outcome:
+    """Train with the loss of a task, or with cross entropy."""
+    criterion = partial(segmentation_loss, classes=5) if case.segments else F.cross_entropy
     pipeline = Pipeline(
         network(case, dtype),
         case.placement,
         make_schedule(case.schedule, case.placement, case.microbatches, case.times),
         world,
-        partial(segmentation_loss, classes=5) if case.segments else F.cross_entropy,
+        task.loss if task else criterion,
         (3, *case.size),
         PipelineOptions(
             cut=case.cut or None,
@@ -162,6 +166,7 @@ def parallel(
             mixed=mixed,
             device=DEVICE,
             compiled=case.compiled,
+            sample_weights=task.weights if task else None,
         ),
     )
     optimizer = optimiser(pipeline.parameters())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
 from spatialdl.parallel.layout import by
+from spatialdl.spatial.constants import on
 from spatialdl.spatial.losses import split_as_target
 from spatialdl.spatial.tensor import SpatialTensor, redistribute
 
@@ -44,7 +45,11 @@ def classification_loss(
     if target.is_floating_point():
         target = F.pad(target.to(output), (0, output.shape[1] - target.shape[1]))
     total = F.cross_entropy(
-        output, target, _like(weight, output), reduction="sum", label_smoothing=label_smoothing
+        output,
+        target,
+        _given_like(weight, output),
+        reduction="sum",
+        label_smoothing=label_smoothing,
     )
     if weight is None:
         return total / len(target)
@@ -54,8 +59,8 @@ def classification_loss(
 def classification_weights(target: Tensor, weight: Tensor) -> Tensor:
     """(N,): what the samples weigh, by their classes."""
     if not target.is_floating_point():
-        return weight.to(target.device)[target]
-    return target @ weight.to(target)[: target.shape[1]]
+        return on(weight, target.device)[target]
+    return target @ weight_like(weight, target)[: target.shape[1]]
 
 
 def multilabel_loss(
@@ -77,7 +82,7 @@ def multilabel_loss(
     known = known_labels(target)
     labels = target.nan_to_num(0.0).to(output) * (1 - label_smoothing) + label_smoothing / 2
     losses = F.binary_cross_entropy_with_logits(
-        output, labels, reduction="none", pos_weight=_like(pos_weight, output)
+        output, labels, reduction="none", pos_weight=_given_like(pos_weight, output)
     )
     return _over((losses * known).sum(), known.sum())
 
@@ -144,7 +149,7 @@ def segmentation_loss(
     total = F.cross_entropy(
         output,
         target,
-        _like(weight, output),
+        _given_like(weight, output),
         ignore_index=UNLABELLED,
         reduction="sum",
         label_smoothing=label_smoothing,
@@ -155,7 +160,8 @@ def segmentation_loss(
     numbers = torch.arange(output.shape[1], device=output.device).view(1, -1, *spatial)
     is_class = (target.unsqueeze(1) == numbers).to(output.dtype)
     counts = is_class.sum(over)
-    loss = _over(total, counts.sum() if weight is None else (counts * weight.to(counts)).sum())
+    weighted = counts if weight is None else counts * weight_like(weight, counts)
+    loss = _over(total, weighted.sum())
     if not dice:
         return loss
     shares = output.softmax(1) * (target != UNLABELLED).unsqueeze(1)
@@ -188,8 +194,13 @@ def wide(output: Tensor) -> Tensor:
     return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
 
 
-def _like(weight: Tensor | None, output: Tensor) -> Tensor | None:
-    return None if weight is None else weight.to(output.device, output.dtype)
+def weight_like(weight: Tensor, other: Tensor) -> Tensor:
+    """Weights of classes in the dtype and on the device of another tensor, copied there once."""
+    return on(weight, other.device).to(other.dtype)
+
+
+def _given_like(weight: Tensor | None, output: Tensor) -> Tensor | None:
+    return None if weight is None else weight_like(weight, output)
 
 
 # --- what does not fit is told before anything is computed

@@ -55,4 +55,6 @@ def mixed(
 def _mix(x: Tensor | None, share: float, partners: Tensor) -> Tensor | None:
     if x is None:
         return None
-    return share * x + (1 - share) * x[partners.to(x.device)]
+    if not x.is_cpu:  # from pinned memory, or the host waits for the device
+        partners = partners.pin_memory().to(x.device, non_blocking=True)
+    return share * x + (1 - share) * x[partners]

@@ -17,6 +17,7 @@ from spatialdl.training.tasks.losses import (
     own_pixels,
     segmentation_loss,
     split_alike,
+    weight_like,
 )
 from spatialdl.training.tasks.metrics import SHOW_UP_TO, Scores, from_pairs
 from spatialdl.training.tasks.own_loss import OwnLoss
@@ -87,7 +88,7 @@ class Segmentation:
             loss = F.cross_entropy(
                 output,
                 target,
-                None if self.weight is None else self.weight.to(output),
+                None if self.weight is None else weight_like(self.weight, output),
                 ignore_index=UNLABELLED,
                 reduction="sum",
                 label_smoothing=self.label_smoothing,

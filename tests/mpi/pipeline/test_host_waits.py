@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mpi4py import MPI
+from torch import Tensor
 
 import spatialdl
 from spatialdl.comm import check
 from spatialdl.comm.device_path import device_path
+from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.finite import are_finite
+from spatialdl.training.tasks.mixup import mixed
+from spatialdl.training.tasks.segmentation import Segmentation
+from spatialdl.training.tasks.task import Classification, MultiLabel, Task
 from tests.mpi.device import DEVICE
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import parallel
@@ -44,6 +50,54 @@ def test_by_nccl_a_step_waits_for_its_loss_and_a_look_at_its_gradients(
     case: Case, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
 ) -> None:
     """76 times through the host for the first case."""
+    sites = waits_of_a_step(case, None, monkeypatch, world)
+    assert sum(sites.values()) <= 2, dict(sites)
+
+
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+class OneHot(MultiLabel):
+    """Labels of several classes, of which a sample has one."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(output, F.one_hot(target, 5).double())
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        return super().weights(F.one_hot(target, 5).double())
+
+
+@pytest.mark.parametrize(
+    ("case", "task"),
+    [
+        (Case("sp", "resnet18", (96, 96), ((2, 1),), batch=2), Classification(WEIGHTS, classes=5)),
+        (Case("dp", "resnet18", (96, 96), ONE, 2, batch=4), OneHot(WEIGHTS)),
+        (
+            Case("lp", "resnet18", (50, 50), STAGES, batch=5, local=(1, 2)),
+            Classification(WEIGHTS, classes=5),
+        ),
+        (Case("sp", "unet", (96, 96), ((2, 1),), batch=2), Segmentation(5, WEIGHTS, dice=0.5)),
+    ],
+    ids=lambda value: value.name if not isinstance(value, Case) else str(value),
+)
+def test_weights_of_classes_are_copied_to_the_device_once(
+    case: Case, task: Task, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+) -> None:
+    sites = waits_of_a_step(case, task, monkeypatch, world)
+    assert sum(sites.values()) <= 2, dict(sites)
+
+
+def test_mixup_does_not_wait() -> None:
+    tile, target = torch.rand(4, 3, 8, 8).to(DEVICE), torch.tensor([0, 1, 2, 0]).to(DEVICE)
+    with torch.sim.wait_sites(str(Path(spatialdl.__file__).parent)) as sites:
+        mixed([Microbatch(4, 1.0, tile, target)], 0.4, 3, 0, 0, 0, 1)
+    assert not sites, dict(sites)
+
+
+def waits_of_a_step(
+    case: Case, task: Task | None, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+) -> Counter[tuple[str, str, str]]:
+    """Where the host waits in the last of several training steps."""
     if device_path().name != "nccl":
         pytest.skip("it waits for what is sent")
     if case.placement.world_size != world.size:
@@ -63,7 +117,7 @@ def test_by_nccl_a_step_waits_for_its_loss_and_a_look_at_its_gradients(
     monkeypatch.setattr(Pipeline, "train_step", watched)
     check.enable(False)  # as programs run: hosts do not wait for each other either
     try:
-        parallel(case, world)
+        parallel(case, world, task=task)
     finally:
         check.enable()
-    assert sum(steps[-1].values()) <= 2, dict(steps[-1])
+    return steps[-1]
