@@ -53,7 +53,7 @@ def one_step(
 
     Args:
         model: left with the buffers and gradients of this step.
-        image: (N, C, H, W), whole and the same on every rank; its gradient is a number too.
+        image: (N, C, *spatial), whole and the same on every rank; its gradient is a number too.
         arguments: what the model takes after the image.
         mesh: split the image over it; in one process if None.
     """

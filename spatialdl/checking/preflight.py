@@ -42,7 +42,7 @@ class Preflight:
         guesses: ``file:line`` where the network asks for a value, which decides what it does: one
             way was gone, that for 1 or for False.
         stages: the network cut as the layout wants it, without memory.
-        entering: rows and columns of the largest image that enters each stage; None if none does.
+        entering: spatial size of the largest image that enters each stage; None if none does.
     """
 
     refusals: list[Refusal] = field(default_factory=list)
@@ -72,7 +72,7 @@ def preflight(
 
     Args:
         model: stays as it is.
-        shape: (N, C, H, W) of the images of a micro-batch of one replica, whole.
+        shape: (N, C, *spatial) of the images of a micro-batch of one replica, whole.
         names: modules with which stages begin, see `pipeline.partition.cut`.
         gather_before: modules that get whole images, see `spatial.gather`.
         recompute: whether blocks run again in backward.

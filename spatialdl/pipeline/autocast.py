@@ -34,7 +34,7 @@ def value_types(
 
     Args:
         stages: the first ones of a network, on the ``meta`` device, in evaluation.
-        image: (N, C, H, W), on the ``meta`` device.
+        image: (N, C, *spatial), on the ``meta`` device.
         device: of the stages.
         dtype: to which autocast casts.
 

@@ -51,7 +51,7 @@ class Costs:
 
 
 Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], Costs]
-"""From a network, its recording, and the (N, C, H, W) that this is for, to what it costs."""
+"""From a network, its recording, and the (N, C, *spatial) that this is for, to what it costs."""
 
 
 def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> Costs:

@@ -33,7 +33,7 @@ class Microbatch:
     Attributes:
         samples: how many, on all ranks of the replica alike; 0 is left out by all of them.
         share: of the whole batch's samples that these are; their mean loss counts so much.
-        tile: (N, C, h, w), this rank's box of the images; on the first stage only.
+        tile: (N, C, *own), this rank's box of the images; on the first stage only.
         target: (N,), on the last stage only.
     """
 

@@ -64,7 +64,7 @@ def check_samples_apart(
     Args:
         stages: those of this rank of which ranks share micro-batches.
         shapes: of what they are given.
-        image: global (channels, H, W).
+        image: global (channels, *spatial).
         dtype: of the images.
         mixed: the type to which autocast casts, if it does.
         comm: all ranks.

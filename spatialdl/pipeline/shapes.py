@@ -139,7 +139,7 @@ class HandoverShapes:
 
     Args:
         stages: all of them.
-        image_size: global (channels, H, W).
+        image_size: global (channels, *spatial).
         dtype: of the images.
         mixed: the device of the stages and the type to which autocast casts there, if it does.
 

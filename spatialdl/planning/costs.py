@@ -117,7 +117,7 @@ def count(
     """Run a network on the ``meta`` device, forwards and backwards.
 
     Args:
-        shape: (N, C, H, W) of the images of a micro-batch of one replica, whole.
+        shape: (N, C, *spatial) of the images of a micro-batch of one replica, whole.
         grid: into which they are cut.
         uncut: whether the network is run as it is, and not step by step.
         segments: whether it learns a class for every pixel.

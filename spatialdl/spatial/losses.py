@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import differentiable_sum
+from spatialdl.parallel.layout import image_shape
 from spatialdl.random.composite import inside
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
@@ -198,8 +199,8 @@ def split_as_target(func: Function, input: Tensor, target: SpatialTensor) -> Spa
     it, and the sum over the ranks is that of the loss, times their number as of any other tensor.
 
     Args:
-        input: (N, C, H, W).
-        target: (N, H, W), or as `input`.
+        input: (N, C, *spatial).
+        target: (N, *spatial), or as `input`.
     """
     like = target if target.shape == input.shape else target.unsqueeze(1)
     return own_box_of(func, input, like, input.shape)  # type: ignore[arg-type]
@@ -207,7 +208,8 @@ def split_as_target(func: Function, input: Tensor, target: SpatialTensor) -> Spa
 
 def _check_classes(func: Function, input: SpatialTensor) -> None:
     if input.dim() < 2 or 1 in split_dims(input):
-        raise refusal(func, [input], "it takes (N, C, H, W), the classes in the second dim")
+        shape = image_shape(len(input.mesh.grid))
+        raise refusal(func, [input], f"it takes {shape}, the classes in the second dim")
 
 
 def _weight_of_classes(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

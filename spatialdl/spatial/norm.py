@@ -17,6 +17,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.parallel.layout import image_shape
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.constants import constant
 from spatialdl.spatial.span import split_dims, without_dims
@@ -182,8 +183,9 @@ def check_channels(name: str, x: SpatialTensor) -> None:
                 "put it before the map is flattened, or gather there: parallel.gather_before=NAME "
                 "of this module, or spatialdl.gather_before(model, NAME)"
             )
+        shape = image_shape(len(x.mesh.grid))
         raise UnsupportedSpatialOp(
-            f"{name} on a split image takes (N, C, H, W), got {tuple(x.shape)}: {advice}"
+            f"{name} on a split image takes {shape}, got {tuple(x.shape)}: {advice}"
         )
 
 
