@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spatialdl.comm.alone import Done
-from spatialdl.comm.communicator import Communicator, Pending, Start, UnderWay
+from spatialdl.comm.communicator import Communicator, Message, Messages, Pending, Start, UnderWay
 from spatialdl.comm.device_group import device_group
 from spatialdl.comm.device_path import DevicePath, device_path
 from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.limit import timeout_of_groups
-from spatialdl.comm.messages import Message, Messages
 from spatialdl.comm.plan import Piece
 from spatialdl.comm.waiting import noted
 

@@ -23,12 +23,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from spatialdl.comm import check
 from spatialdl.comm.alone import Done
-from spatialdl.comm.communicator import Pending, UnderWay, fold
+from spatialdl.comm.communicator import Message, Messages, Pending, UnderWay, fold
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.device_transport import ByGroup, DeviceTransport, ThroughHost
 from spatialdl.comm.held import Exchange
 from spatialdl.comm.limit import timeout_of_groups
-from spatialdl.comm.messages import Message, Messages
 from spatialdl.comm.processes import machine
 from spatialdl.comm.waiting import noted
 

@@ -15,12 +15,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm import check
-from spatialdl.comm.communicator import Pending, UnderWay, fold
+from spatialdl.comm.communicator import Messages, Pending, UnderWay, fold
 from spatialdl.comm.datatypes import buffer, reduction_type
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.device_transport import ByGroup, DeviceAware, DeviceTransport, ThroughHost
 from spatialdl.comm.held import Exchange
-from spatialdl.comm.messages import Messages
 from spatialdl.comm.waiting import noted
 from spatialdl.comm.ways import WAYS, Neighbours, Way, by_messages, fastest, under_way
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
+from spatialdl.comm.communicator import Message, Messages
 from spatialdl.comm.datatypes import buffer, strided_type
 from spatialdl.comm.held import Exchange, holders, pieces_of
-from spatialdl.comm.messages import Message, Messages
 from spatialdl.comm.plan import Piece, Plan
 from spatialdl.comm.waiting import noted
 from spatialdl.parallel.layout import Box
