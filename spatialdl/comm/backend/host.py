@@ -105,6 +105,22 @@ def give_back(tensor: Tensor, landed: Tensor) -> None:
             torch.accelerator.current_stream(tensor.device).synchronize()
 
 
+def queued_before(tensors: Sequence[Tensor]) -> list[torch.Event]:
+    """Events of what the current streams of the devices of some tensors have queued so far.
+
+    A copy back may run in another stream, that of the communication thread or of the caller of
+    `wait`. It must not overtake what still writes or reads its target here.
+    """
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    return [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+
+def wait_in_stream(events: Sequence[torch.Event]) -> None:
+    """Have the current streams of this thread wait for events; the host does not."""
+    for event in events:
+        torch.accelerator.current_stream(event.device).wait_event(event)
+
+
 def message(tensor: Tensor, count: int | None = None) -> list[Any]:
     """A dense tensor as mpi4py takes it, to be moved.
 

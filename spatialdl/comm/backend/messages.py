@@ -13,7 +13,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from spatialdl.comm.backend.calls import Call, seconds
-from spatialdl.comm.backend.host import check_counts, dense, give_back, message, room_for
+from spatialdl.comm.backend.host import (
+    check_counts,
+    dense,
+    give_back,
+    message,
+    queued_before,
+    room_for,
+    wait_in_stream,
+)
 
 
 class MessageWork(Work):
@@ -33,6 +41,7 @@ class MessageWork(Work):
         self._call, self._request, self._lock = call, request, Lock()
         self._tensor, self._held, self._incoming = tensor, held, incoming
         self._done, self._source = False, -1
+        self._before = queued_before([tensor] if incoming else [])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the tensor is there, or may be written to again.
@@ -108,6 +117,7 @@ class MessageWork(Work):
                 f"{self._call}: rank {self._source} has sent {came} bytes, the tensor has "
                 f"{self._held.nbytes}"
             )
+        wait_in_stream(self._before)
         give_back(self._tensor, self._held)
 
 

@@ -32,7 +32,7 @@ from spatialdl.comm.backend import collectives, matching
 from spatialdl.comm.backend.arrivals import Arrivals
 from spatialdl.comm.backend.calls import Call, Group, Job, seconds
 from spatialdl.comm.backend.communication_thread import CommunicationThread
-from spatialdl.comm.backend.host import device_kinds
+from spatialdl.comm.backend.host import device_kinds, queued_before, wait_in_stream
 from spatialdl.comm.backend.messages import Messages, MessageWork
 
 NAME = "mpi4py"
@@ -282,6 +282,8 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         call = Call(self._group, name, tensors, seconds(opts.timeout, self._timeout_s), opts)
         if self._compares or check.enabled():
             job = matching.checked(self._comm, call, self._numbers, job)
+        if before := queued_before(results):
+            job = _after(before, job)
         if opts.asyncOp:
             return self._thread.start(call, job, results)
         return self._thread.run(call, job)
@@ -323,3 +325,13 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
 
     def _message(self, name: str, tensors: Tensors, words: str) -> Call:
         return Call(self._group, name, tensors, self._timeout_s, words=words)
+
+
+def _after(events: Sequence[torch.Event], job: Job) -> Job:
+    """A job that writes to tensors of devices once events have happened there."""
+
+    def ordered() -> None:
+        wait_in_stream(events)
+        job()
+
+    return ordered

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -582,3 +583,54 @@ def test_a_message_of_a_device_is_copied_on_one_side_each():
             work.wait()
     alike(landed.cpu(), values((4, 3), torch.float32, peer))
     assert (copies.to_host, copies.to_device, copies.pageable) == (1, 1, 0)
+
+
+def fill_late(tensor: Tensor, value: float) -> None:
+    """Fill a tensor in the current stream, which has something else to do for a while first."""
+    if DEVICE.type == "sim":
+        torch.sim.enqueue(partial(time.sleep, 0.05))
+    elif DEVICE.type == "cuda":
+        torch.cuda._sleep(100_000_000)
+    tensor.fill_(value)
+
+
+def broadcast_late(target: Tensor, at_once: bool) -> Callable[[], object]:
+    work = dist.broadcast(target, 0, async_op=not at_once)
+    return work.wait if work is not None else lambda: None
+
+
+def scatter_late(target: Tensor, at_once: bool) -> Callable[[], object]:
+    given = [torch.full_like(target, 7.0)] * size() if rank() == 0 else None
+    work = dist.scatter(target, given, 0, async_op=not at_once)
+    return work.wait if work is not None else lambda: None
+
+
+def receive_late(target: Tensor, at_once: bool) -> Callable[[], object]:
+    """Waited for in another stream than the one that is current when it is posted."""
+    if rank() == 0:
+        return dist.isend(torch.full_like(target, 7.0), 1).wait
+    if rank() != 1:
+        target.fill_(7.0)
+        return lambda: None
+    work = dist.irecv(target, 0)
+    if at_once:
+        return work.wait
+
+    def wait() -> None:
+        with torch.Stream(DEVICE):
+            work.wait()
+
+    return wait
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="there is no device")
+@pytest.mark.parametrize("at_once", [False, True], ids=["in the thread", "at once"])
+@pytest.mark.parametrize("fill", [broadcast_late, scatter_late, receive_late])
+def test_what_lands_does_not_overtake_what_the_stream_does_before(fill, at_once):
+    """Copies back run in the thread's stream, behind what the program has queued in its own."""
+    with torch.Stream(DEVICE):
+        target = torch.full((5,), 7.0, device=DEVICE)
+        if rank() != 0:
+            fill_late(target, -1.0)
+        fill(target, at_once)()
+        assert target.tolist() == [7.0] * 5
