@@ -56,7 +56,11 @@ class Kernel(NamedTuple):
             _four(grad), _four(query), _four(key), _four(value), _four(out), lines, factor
         )
         of_query, of_key, of_value = grads
-        return of_query.view_as(query), of_key.view_as(key), of_value.view_as(value)
+        return (
+            of_query.reshape(query.shape),
+            of_key.reshape(key.shape),
+            of_value.reshape(value.shape),
+        )
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
