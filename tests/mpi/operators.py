@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# the import forbids it to the process, and other tests set up a training run
-torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
+from tests.operator_database import invocations
 
 ODD_SIZES = ((7, 5), (5, 9), (11, 3))
 IMAGE = (2, 3)  # samples and channels of what was no image

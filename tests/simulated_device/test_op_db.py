@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 pytest.importorskip("expecttest", reason="PyTorch's operator database imports it")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.common_methods_invocations import op_db
+from tests.operator_database import invocations
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +58,9 @@ def results(op: Any, args: Any, kwargs: Any) -> list[Tensor | None]:
     return found
 
 
-@pytest.mark.parametrize("op", filter(is_sampled, op_db), ids=lambda op: op.formatted_name)
+@pytest.mark.parametrize(
+    "op", filter(is_sampled, invocations.op_db), ids=lambda op: op.formatted_name
+)
 @pytest.mark.filterwarnings("ignore")
 def test_samples(op):
     samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
