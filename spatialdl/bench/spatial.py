@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from spatialdl.bench.device import add_device
 from spatialdl.bench.results import CPU, heading, machine, markdown, place, publish
-from spatialdl.bench.worker import CONVOLUTIONS, dims_of
+from spatialdl.bench.worker import CONVOLUTIONS, dims_of, name_of
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.parallel.layout import nearly_cubic
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     for side in tqdm(order, desc="runs", unit="run"):
         runs[side].append(run_worker(*sides[side]))
     result = summarise(options, runs)
-    name = f"spatial-{options.model}-{options.size}-{options.ranks}ranks"
+    name = f"spatial-{name_of(options.model)}-{options.size}-{options.ranks}ranks"
     publish(result, table, draw, Path(options.out) / name)
 
 
@@ -61,7 +61,10 @@ def _sides(options: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spatialdl.bench spatial", description=__doc__)
-    models = f"of spatialdl.models, or {CONVOLUTIONS} (%(default)s)"
+    models = (
+        f"of spatialdl.models, or {CONVOLUTIONS}, or package.module.function or file.py:function, "
+        "which takes num_classes (%(default)s)"
+    )
     parser.add_argument("--model", default="resnet18", help=models)
     parser.add_argument("--size", type=int, default=1024, help="side of the image (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="images a step (%(default)s)")
@@ -184,7 +187,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     threads = f"{options['threads']} threads in all" if on_cpu else place(result)
     size = "x".join([str(options["size"])] * dims_of(options["model"]))
     figure.suptitle(
-        f"{options['model']}, {size}, batch {options['batch']}, {threads}",
+        f"{name_of(options['model'])}, {size}, batch {options['batch']}, {threads}",
         fontsize=11,
     )
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from threading import Event, Thread
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import spatialdl
 from spatialdl import models
 from spatialdl.bench.device import Stopwatch, describe, take_device
+from spatialdl.checking.network import find_builder
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_group import backend_for
@@ -105,12 +106,17 @@ def measure(
 
 def _network(options: argparse.Namespace, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    build = convolutions if options.model == CONVOLUTIONS else getattr(models, options.model)
-    model: nn.Module = build(num_classes=CLASSES)
+    model: nn.Module = _builder(options.model)(num_classes=CLASSES)
     if options.recompute:
         spatialdl.recompute_blocks(model)
     model.to(device)
     return DistributedDataParallel(model) if options.ddp else model
+
+
+def _builder(model: str) -> Callable[..., nn.Module]:
+    if model == CONVOLUTIONS:
+        return convolutions
+    return find_builder(model) if "." in model else getattr(models, model)  # type: ignore[no-any-return]
 
 
 def _start_ddp(comm: Communicator, device: torch.device) -> None:
@@ -173,6 +179,11 @@ def _own(size: tuple[int, ...], mesh: spatialdl.Mesh | None) -> list[tuple[int, 
         return [(0, n) for n in size]
     bounds = mesh.box(size)
     return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def name_of(model: str) -> str:
+    """The last word of ``package.module.function`` or ``file.py:function``."""
+    return model.replace(":", ".").rpartition(".")[2]
 
 
 def dims_of(model: str) -> int:

@@ -40,3 +40,21 @@ def test_the_stack_of_convolutions_is_halved_once():
     model = worker.convolutions(5)
     assert model[:8](torch.zeros(1, 64, 12, 10)).shape == (1, 64, 6, 5)
     assert model(torch.zeros(2, 64, 12, 10)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("resnet18", "resnet18"), ("a/b.c/net.py:build", "build"), ("library.nets.Net", "Net")],
+)
+def test_a_result_is_named_after_the_network(model, name):
+    assert worker.name_of(model) == name
+
+
+def test_a_network_may_be_that_of_others(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n\n\ndef net(num_classes):\n    return nn.Linear(3, num_classes)\n"
+    )
+    options = Namespace(model=f"{file}:net", recompute=False, ddp=False)
+    network = worker._network(options, torch.device("cpu"))
+    assert network.out_features == worker.CLASSES
