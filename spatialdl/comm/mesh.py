@@ -16,7 +16,7 @@ from spatialdl.comm.dry import Dry
 from spatialdl.comm.gradients import Replicated
 from spatialdl.comm.launch import check_mpi_world
 from spatialdl.comm.limit import check_timeout
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.comm.protection import (
     Timeout,
     check_same_arguments,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.comm.two_levels import by_nodes
 from spatialdl.parallel.placement import Placement
 

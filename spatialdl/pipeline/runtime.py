@@ -48,7 +48,7 @@ from spatialdl.spatial.recompute import blocks_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from spatialdl.comm.nodes import Nodes
+    from spatialdl.comm.processes import Nodes
     from spatialdl.pipeline.sharded import ShardedStage
 
 

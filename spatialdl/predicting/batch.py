@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import by

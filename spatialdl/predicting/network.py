@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_of
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.data.image_source import Size
 from spatialdl.errors import CheckpointError

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_of
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.data.views import Views
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.shardable import check_samples

@@ -14,7 +14,7 @@ from typing import NoReturn, Self
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.data.needs import (
     Needs,
     one_after_another,

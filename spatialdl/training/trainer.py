@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm import check, trace, waiting
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.placed import Microbatch

@@ -15,7 +15,7 @@ import json, socket, sys
 import torch
 from mpi4py import MPI
 from spatialdl.comm.launch import launched
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.comm.two_levels import by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 from torch import nn
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.configuring.own_keys import offered_keys, refused_key
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule

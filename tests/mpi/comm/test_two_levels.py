@@ -13,7 +13,7 @@ from torch import nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import average_
 from spatialdl.comm.launch import launched
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.comm.two_levels import TwoLevels, by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.parallel.placement import Placement

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.data import ShardWriter
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.errors import ShardError

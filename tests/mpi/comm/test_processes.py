@@ -14,7 +14,7 @@ from mpi4py import MPI
 import spatialdl
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.launch import launched
-from spatialdl.comm.nodes import Nodes
+from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.parallel.placement import Placement
