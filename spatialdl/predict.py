@@ -25,7 +25,6 @@ from spatialdl.sameness.subjects import prediction_files
 from spatialdl.starting import (
     alone,
     as_rank,
-    check_ranks,
     check_words,
     composed_by_rank,
     composed_job,
@@ -97,7 +96,7 @@ def _run_rank(info: LaunchInfo) -> None:
         return
     _, composed = found
     config = without_hydra(composed)
-    check_ranks(info, check_config(config), str(config.parallel.name))
+    check_config(config).check_world(info.size, f"parallel={config.parallel.name}")
     world = meet(info, composed, prediction_files)  # from here on this process is a rank
     _predict(world, composed, config)
 

@@ -22,12 +22,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from spatialdl.comm.abort import describe_error, install_abort_hook
 from spatialdl.comm.ending import end_job
-from spatialdl.comm.launch import LaunchInfo, check_world_size, end_with_launcher, launched
+from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
 from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.roll_call import answer
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
-from spatialdl.parallel.placement import Placement
 from spatialdl.sameness.comparing import check_alike
 from spatialdl.sameness.subjects import Subject, code, configuration, versions
 from spatialdl.training.console import run_log
@@ -159,16 +158,6 @@ def composed_by_rank(
         return flags, composed
     check_words(flags, command)
     return flags, composed_for(flags, command)
-
-
-def check_ranks(info: LaunchInfo, placement: Placement, layout: str) -> None:
-    """Refuse another number of ranks than a layout needs.
-
-    Raises:
-        ValueError: with the arithmetic.
-    """
-    arithmetic = placement.describe().rpartition(" = ")[0]
-    check_world_size(info.size, placement.world_size, placement.replica_size, arithmetic, layout)
 
 
 def check_same_start(world: Communicator, composed: DictConfig, files: Subject) -> None:

@@ -33,7 +33,6 @@ from spatialdl.sameness.subjects import training_files
 from spatialdl.starting import (
     alone,
     as_rank,
-    check_ranks,
     check_words,
     composed_by_rank,
     composed_job,
@@ -184,7 +183,7 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
             "but submits jobs that start theirs: leave one of the two out"
         )
     if config.parallel.name != "auto":
-        check_ranks(info, check_config(config), str(config.parallel.name))
+        check_config(config).check_world(info.size, f"parallel={config.parallel.name}")
     world = meet(info, composed, training_files)  # from here on this process is a rank
     if config.parallel.name == "auto":
         config = _choose_together(world, config)

@@ -414,7 +414,7 @@ def test_ranks_of_a_sweep_know_the_number_of_their_job(command, tmp_path):
 def test_a_launcher_with_the_wrong_number_of_ranks_is_told_the_arithmetic(command, tmp_path):
     done = command("parallel=sp+pp", ranks=2)
     assert done.returncode != 0
-    sentence = "needs 3 ranks = 1 replica x (2x1 + 1x1), but this world has 2: start it with "
+    sentence = "needs 1 replica x (2x1 + 1x1) = 3 ranks, but this world has 2 ranks: start it with "
     assert done.stderr.count(f"parallel=sp+pp {sentence}`mpiexec -n 3`") == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "outputs").exists()

@@ -95,35 +95,6 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchInfo | None:
     return None
 
 
-def check_world_size(size: int, needed: int, replica: int, arithmetic: str, parallel: str) -> None:
-    """Say the arithmetic, and what fits, if the world is not what the layout needs.
-
-    Args:
-        size: ranks in the world.
-        needed: ranks that the layout needs.
-        replica: ranks of one data replica of it.
-        arithmetic: how that number comes about, such as ``1 replica x (2x1 + 1x1)``.
-        parallel: name of the layout, such as ``sp+pp``.
-
-    Raises:
-        ValueError: if they differ.
-    """
-    if size != needed:
-        raise ValueError(
-            f"parallel={parallel} needs {_ranks(needed)} = {arithmetic}, but this world has "
-            f"{size}: start it with `mpiexec -n {needed}`, or {_that_fits(size, replica)}"
-        )
-
-
-def _that_fits(size: int, replica: int) -> str:
-    data = size // replica
-    if data == 0:
-        return f"a smaller layout: one replica of this one has {_ranks(replica)}"
-    if size % replica == 0:
-        return f"take parallel.data={data}"
-    return f"take parallel.data={data} on {_ranks(data * replica)}"
-
-
 def check_mpi_world(size: int, environment: Mapping[str, str] | None = None) -> None:
     """Find out that every process is a world of its own, though several were started together.
 

@@ -168,7 +168,7 @@ def init_mesh(
     world = all_ranks() if comm is None else as_communicator(comm)
     if comm is None:
         check_mpi_world(world.size)
-    axes.check_world(world.size)
+    placement.check_world(world.size, "the mesh", "data")
     arguments = {"grid": axes.spatial, "data": data, "timeout": timeout, "check": check}
     check_same_arguments(world, "init_mesh", arguments)
     protect(world, timeout, check)

@@ -96,15 +96,3 @@ class Axes:
         if not all(isinstance(degree, int) for degree in shown.values()):
             return product
         return f"{product} = {self.size} rank{'' if self.size == 1 else 's'}"
-
-    def check_world(self, ranks: int) -> None:
-        """Refuse a world of another size.
-
-        Raises:
-            ValueError: with the product and the number of ranks there are.
-        """
-        if self.size != ranks:
-            raise ValueError(
-                f"the mesh needs {self}, but this world has {ranks}: start it with "
-                f"`mpiexec -n {self.size}` or change grid or data"
-            )

@@ -1,4 +1,4 @@
-"""Which rank holds which part of which stage: pure arithmetic."""
+"""The degrees of a layout, and which rank holds which part of which stage: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which ranks hold which stages.
+    """All degrees of a layout, and which ranks hold which stages.
 
     Places are numbered replica by replica, within it stage by stage, within it the grid in
     row-major order, so that ranks that talk most are neighbours. Each rank has the place of its
@@ -98,6 +98,16 @@ class Placement:
         return self.stages // self.interleave
 
     @property
+    def most_batch_parts(self) -> int:
+        """The largest number of ranks over which a stage divides the samples of a micro-batch."""
+        return max(self.batch, default=1)
+
+    @property
+    def network_copies(self) -> int:
+        """All copies of the network, those of all replicas; each has samples of its own."""
+        return self.data * self.copies
+
+    @property
     def _parts(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(self.batch_parts(stage), grid) for stage, grid in enumerate(self.grids)]
 
@@ -122,6 +132,38 @@ class Placement:
     @property
     def world_size(self) -> int:
         return self.data * self.replica_size
+
+    @property
+    def ranks_by_place(self) -> Sequence[int]:
+        """All ranks: replica by replica, stage by stage, each grid in row-major order."""
+        return self.at(range(self.world_size))
+
+    def replica_ranks(self, replica: int) -> Sequence[int]:
+        """The ranks of one replica, in the order of their places."""
+        return self.at(range(replica * self.replica_size, (replica + 1) * self.replica_size))
+
+    def check_world(self, ranks: int, name: str, key: str = "parallel.data") -> None:
+        """Refuse a world of another size.
+
+        Args:
+            ranks: of the world.
+            name: of what needs these degrees, such as ``parallel=sp+pp``.
+            key: that sets the number of replicas.
+
+        Raises:
+            ValueError: with the product, the number of ranks, and what fits it.
+        """
+        if ranks == self.world_size:
+            return
+        one, fitting = self.replica_size, ranks // self.replica_size
+        advice = f"take {key}={fitting}" + f" on {_ranks(fitting * one)}" * (ranks % one > 0)
+        if fitting == 0:
+            advice = f"take a smaller layout: a replica of this one has {_ranks(one)}"
+        product = str(self.axes(0)) if self.stages == 1 else self.describe()
+        raise ValueError(
+            f"{name} needs {product}, but this world has {_ranks(ranks)}: start it with "
+            f"`mpiexec -n {self.world_size}`, or {advice}"
+        )
 
     def positions(self, rank: int) -> list[Position]:
         """All that a world rank holds, copy by copy, stage by stage."""
@@ -170,5 +212,8 @@ class Placement:
             grids += f" with {self.interleave} stages each"
         if self.mirrored:
             grids += " and again in inverse order"
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return f"{replicas} x {grids} = {ranks}"
+        return f"{replicas} x {grids} = {_ranks(self.world_size)}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -49,7 +49,7 @@ class Sharing:
         units: Mapping[int, Sequence[nn.Module]],
     ) -> None:
         self._comm, self._is_first_step = comm, True
-        self._is_divided = _copies(placement, max(placement.batch, default=1)) > 1
+        self._is_divided = placement.network_copies * placement.most_batch_parts > 1
         self._parameters: list[ForwardParameters] = []
         self._data, self._over_replicas = placement.data, over_replicas and placement.data > 1
         self._replica = placed[0].position.replica
@@ -57,7 +57,7 @@ class Sharing:
         self._alone: set[int] = set()  # stages whose slices are all of this rank
         self._spectral: list[SpectralNorms] = []
         for stage, module in stages.items():
-            if _copies(placement, placement.batch_parts(stage)) > 1:
+            if placement.network_copies * placement.batch_parts(stage) > 1:
                 self._parameters.append(ForwardParameters(module, units.get(stage, ())))
                 others = self._keepers(module, holders[stage])
                 self._kept[stage] = [self._parameters[-1], *others]
@@ -134,8 +134,3 @@ class Sharing:
         if self._is_first_step and self._is_divided:
             check_unwritten(self._comm, self._parameters)
         self._is_first_step = False
-
-
-def _copies(placement: Placement, batch_parts: int) -> int:
-    """How many ranks have the same part of a stage."""
-    return placement.data * placement.copies * batch_parts

@@ -24,7 +24,7 @@ def check_compilable(
             "the operations of split images talk to other ranks",
             "take parallel=lp, pp, dp, gems or none",
         )
-    if max(placement.batch, default=1) > 1:
+    if placement.most_batch_parts > 1:
         local = f"parallel.local_dp={max(placement.batch)}"
         raise _refused(
             local, "stages that divide samples talk to other ranks", "take parallel.data"

@@ -169,7 +169,7 @@ class Pipeline:
         options, placement = self.options, self.placement
         microbatches = self.schedule.microbatches
         weigh = weighing(options.balance, self._comm, self.device, microbatches)
-        divided = placement.data * placement.copies * max(placement.batch, default=1) > 1
+        divided = placement.network_copies * placement.most_batch_parts > 1
         stages = cut(
             *(model, placement.widths, options.cut, self.image_size),
             *(options.recompute == "block", weigh, divided, options.compiled),
@@ -197,10 +197,8 @@ class Pipeline:
 
     def _check_samples_apart(self, dtype: torch.dtype) -> None:
         """Where ranks have some samples of a micro-batch each, or BatchNorm sees those of all."""
-        local, over = (
-            max(self.placement.batch, default=1),
-            self.options.sync_batchnorm and self.placement.data > 1,
-        )
+        local = self.placement.most_batch_parts
+        over = self.options.sync_batchnorm and self.placement.data > 1
         if local == 1 and not over:
             return
         stages = [one for _, one in sorted(self._placed.items()) if over or one.mesh.batch > 1]
@@ -324,12 +322,7 @@ class Pipeline:
     @property
     def loss_parts(self) -> int:
         """How many losses backward adds up on the last stages, of which the mean counts."""
-        return self._replicas * self.placement.widths[-1]
-
-    @property
-    def _replicas(self) -> int:
-        """How many ranks, or sets of ranks, work on samples of their own."""
-        return self.placement.data * self.placement.copies
+        return self.placement.network_copies * self.placement.widths[-1]
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
@@ -402,7 +395,7 @@ class Pipeline:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
-        weight = share * self._replicas * placed.mesh.batch * self._scale
+        weight = share * self.placement.network_copies * placed.mesh.batch * self._scale
         loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
         return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
 

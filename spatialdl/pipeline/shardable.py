@@ -26,8 +26,8 @@ def check_shardable(placement: Placement, schedule: Schedule) -> None:
         "parallel.schedule=zero_bubble, where gradients of weights come late: take 1f1b": (
             "weight" in kinds
         ),
-        f"parallel.local_dp={max(placement.batch, default=1)}, which may leave a rank without "
-        "samples: leave it out": max(placement.batch, default=1) > 1,
+        f"parallel.local_dp={placement.most_batch_parts}, which may leave a rank without "
+        "samples: leave it out": placement.most_batch_parts > 1,
     }
     for reason, stands in reasons.items():
         if stands:

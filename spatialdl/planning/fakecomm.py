@@ -107,8 +107,7 @@ def _layout(placement: Placement, size: tuple[int, ...], ranks: bool) -> Iterato
 
 def _check(errors: list[str], config: DictConfig, placement: Placement) -> None:
     microbatches, batch = config.parallel.microbatches, config.data.batch_size
-    local = max(placement.batch, default=1)
-    _tried(errors, lambda: check_batch(batch, microbatches, placement.data, local))
+    _tried(errors, lambda: check_batch(batch, microbatches, placement))
     _tried(errors, lambda: check_task(config.task, placement))
 
 

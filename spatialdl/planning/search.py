@@ -122,7 +122,7 @@ def _predicted(
     config = layout.config(base)
     placement = placement_of(config, len(job.image) - 1)
     schedule = schedule_of(config, placement)
-    check_batch(job.batch, schedule.microbatches, placement.data)
+    check_batch(job.batch, schedule.microbatches, placement)
     check_image(job.image[1:], placement)
     return predict(job, cluster, placement, schedule, recompute)
 

@@ -225,12 +225,10 @@ def _replica(config: DictConfig, trained: Trained, world: Communicator) -> _Team
     if placement.data == 1:
         return _Team(0, 1, world, config)
     placement = placed_by_nodes(placement, Nodes(world).of)
-    width = placement.replica_size
-    number = placement.place(world.rank) // width
-    ranks = placement.at(range(number * width, (number + 1) * width))
+    number = placement.positions(world.rank)[0].replica
     config = config.copy()
     config.parallel.data = 1
-    return _Team(number, placement.data, world.subset(ranks), config)
+    return _Team(number, placement.data, world.subset(placement.replica_ranks(number)), config)
 
 
 def _tell(report: Report, *, volume: bool) -> None:

@@ -49,7 +49,7 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("parallel.shard_state=true is for training: leave it out")
     placement = placement_of(config.parallel, None if config.volumes is None else 3)
     schedule = schedule_of(config.parallel, placement)
-    least = schedule.microbatches * placement.data * max(placement.batch, default=1)
+    least = schedule.microbatches * placement.data * placement.most_batch_parts
     alone = config.whole or config.volumes is not None
     if config.batch_size < least and not alone:
         raise ValueError(

@@ -55,8 +55,7 @@ def check_config(config: DictConfig) -> Placement:
     _check_input(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
     microbatches = schedule.microbatches // accumulate  # of one batch, as the user counts them
-    local = max(placement.batch, default=1)
-    check_batch(config.data.batch_size, microbatches, placement.data, local)
+    check_batch(config.data.batch_size, microbatches, placement)
     check_task(config.task, placement)
     if config.trainer.compile:
         parallel = config.parallel

@@ -162,8 +162,9 @@ def _grid(given: object, dims: int | None) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def check_batch(batch_size: int, microbatches: int, replicas: int, local: int = 1) -> None:
+def check_batch(batch_size: int, microbatches: int, placement: Placement) -> None:
     """Refuse a batch that leaves ranks without samples in a micro-batch."""
+    replicas, local = placement.data, placement.most_batch_parts
     least = microbatches * replicas * local
     if not isinstance(batch_size, int) or batch_size < least:
         divided = f" x parallel.local_dp={local}" if local > 1 else ""
@@ -175,25 +176,26 @@ def check_batch(batch_size: int, microbatches: int, replicas: int, local: int = 
 
 def check_task(task: DictConfig, placement: Placement) -> None:
     """Refuse a task whose loss ranks that divide the samples cannot put together."""
-    if max(placement.batch, default=1) == 1:
+    local = placement.most_batch_parts
+    if local == 1:
         return
     own = task.get("loss")
     if isinstance(own, DictConfig):
         raise ValueError(
             f"task.loss={own.get('_target_')} does not go with parallel.local_dp="
-            f"{max(placement.batch)}, as nobody knows what some of a micro-batch's samples count "
-            "in it: leave local_dp out"
+            f"{local}: the weight of a part of a micro-batch's samples in it is unknown; leave "
+            "local_dp out"
         )
     if task.name == "segmentation":
         raise ValueError(
-            f"task=segmentation does not go with parallel.local_dp={max(placement.batch)}, as the "
+            f"task=segmentation does not go with parallel.local_dp={local}, as the "
             "mean over pixels with a class is that of a whole micro-batch: leave local_dp out"
         )
     weights = task.get("class_weights")
     if isinstance(weights, ListConfig) and 0 in weights and task.label_smoothing:
         raise ValueError(
             f"task.class_weights={list(weights)} with task.label_smoothing={task.label_smoothing} "
-            f"does not go with parallel.local_dp={max(placement.batch)}: a rank whose samples "
+            f"does not go with parallel.local_dp={local}: a rank whose samples "
             "weigh 0 still has a share of their smoothed labels: leave one of the three out"
         )
 

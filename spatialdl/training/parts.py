@@ -66,7 +66,7 @@ class Parts:
         schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
-        check_batch(self.batch_size, self.microbatches, self.placement.data)
+        check_batch(self.batch_size, self.microbatches, self.placement)
         self.pipeline = make_pipeline(
             config,
             *(self.sources, self.task, self.placement, schedule),

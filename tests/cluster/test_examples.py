@@ -112,7 +112,7 @@ def test_a_run_that_fails_is_not_queued_again(tmp_path):
         job.until(job.is_over)
         assert job.told("JobState") == "FAILED"
         assert job.told("Restarts") == "0"
-        assert "parallel=dp needs 2 ranks = 2 replicas x 1x1" in job.said()
+        assert "parallel=dp needs data 2 x rows 1 x columns 1 = 2 ranks" in job.said()
 
 
 @pytest.mark.parametrize(

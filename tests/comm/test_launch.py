@@ -16,7 +16,6 @@ from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import (
     LaunchInfo,
     check_mpi_world,
-    check_world_size,
     close_to_others,
     launched,
     start_ranks,
@@ -65,25 +64,6 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 )
 def test_launched_reads_what_the_launcher_says(environment, expected):
     assert launched(environment) == expected
-
-
-@pytest.mark.parametrize(
-    ("size", "fits"),
-    [
-        (6, "take parallel.data=2"),
-        (4, "take parallel.data=1 on 3 ranks"),
-        (8, "take parallel.data=2 on 6 ranks"),
-        (2, "a smaller layout: one replica of this one has 3 ranks"),
-    ],
-)
-def test_wrong_world_size_is_told_with_the_arithmetic_and_what_fits(size, fits):
-    check_world_size(3, 3, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
-    with pytest.raises(ValueError, match="needs") as error:
-        check_world_size(size, 3, 3, "1 replica x (2x1 + 1x1)", "sp+pp")
-    assert str(error.value) == (
-        f"parallel=sp+pp needs 3 ranks = 1 replica x (2x1 + 1x1), but this world has {size}: "
-        f"start it with `mpiexec -n 3`, or {fits}"
-    )
 
 
 @pytest.mark.parametrize(

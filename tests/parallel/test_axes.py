@@ -49,13 +49,6 @@ def test_what_fits_no_mesh_is_refused(arguments: dict, sentence: str) -> None:
         Axes(**arguments)
 
 
-def test_another_world_is_refused_with_the_product() -> None:
-    Axes(2, spatial=(2, 1)).check_world(4)
-    sentence = r"the mesh needs data 2 x rows 2 x columns 1 = 4 ranks, but this world has 3"
-    with pytest.raises(ValueError, match=sentence):
-        Axes(2, spatial=(2, 1)).check_world(3)
-
-
 def test_parameters_are_replicated_along_all_axes_that_do_not_divide_them() -> None:
     axes = Axes(2, stage=3, spatial=(2, 1))
     assert axes.replicated() == ("data", "rows", "columns", "batch")

@@ -110,3 +110,29 @@ def test_describe_shows_the_arithmetic(data, stages, text):
 def test_degrees_below_one_are_refused_with_their_values(data, stages, sentence):
     with pytest.raises(ValueError, match=sentence):
         Placement(data, tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("size", "fits"),
+    [
+        (6, "take parallel.data=2"),
+        (4, "take parallel.data=1 on 3 ranks"),
+        (8, "take parallel.data=2 on 6 ranks"),
+        (2, "take a smaller layout: a replica of this one has 3 ranks"),
+    ],
+)
+def test_another_world_is_refused_with_the_product_and_what_fits(size, fits):
+    placement = Placement(1, ((2, 1), (1, 1)))
+    placement.check_world(3, "parallel=sp+pp")
+    with pytest.raises(ValueError, match="needs") as error:
+        placement.check_world(size, "parallel=sp+pp")
+    assert str(error.value) == (
+        f"parallel=sp+pp needs 1 replica x (2x1 + 1x1) = 3 ranks, but this world has {size} ranks: "
+        f"start it with `mpiexec -n 3`, or {fits}"
+    )
+
+
+def test_ranks_are_listed_by_place():
+    placement = Placement(2, ((2, 1), (1, 1)), order=(5, 4, 3, 2, 1, 0))
+    assert placement.ranks_by_place == [5, 4, 3, 2, 1, 0]
+    assert placement.replica_ranks(1) == [2, 1, 0]

@@ -49,7 +49,7 @@ def test_the_shipped_layouts_mean_these_ranks(name, placement):
     parallel = config(f"parallel={name}").parallel
     assert (parallel.name, placement_of(parallel)) == (name, placement)
     assert schedule_of(parallel, placement).microbatches == parallel.microbatches
-    check_batch(config().data.batch_size, parallel.microbatches, placement.data)
+    check_batch(config().data.batch_size, parallel.microbatches, placement)
 
 
 @pytest.mark.parametrize("name", ["none", "dp", "sp", "pp", "sp+pp", "dp+pp", "dp+sp+pp"])
@@ -212,21 +212,23 @@ def test_numbers_that_contradict_each_other_are_refused(overrides, sentence):
 
 
 def test_a_batch_must_reach_for_every_microbatch_of_every_replica():
-    check_batch(8, 4, 2)
+    replicated = Placement(2, (ONE,))
+    check_batch(8, 4, replicated)
     with pytest.raises(
         ValueError,
         match=r"batch_size=7 cannot be cut into parallel.microbatches=4 x parallel.data=2: "
         "take at least 8",
     ):
-        check_batch(7, 4, 2)
+        check_batch(7, 4, replicated)
 
 
 def test_ranks_that_divide_samples_need_samples_and_labels():
-    check_batch(8, 2, 2, 2)
+    both = Placement(2, ((2, 1), ONE), batch=(1, 2))
+    check_batch(8, 2, both)
     with pytest.raises(
         ValueError, match=r"parallel\.data=2 x parallel\.local_dp=2: take at least 8"
     ):
-        check_batch(7, 2, 2, 2)
+        check_batch(7, 2, both)
     divided = Placement(1, ((2, 1), ONE), batch=(1, 2))
     classes, maps = ({"name": name, "loss": None} for name in ("classification", "segmentation"))
     check_task(OmegaConf.create(classes), divided)

@@ -91,9 +91,8 @@ class Checkpoints:
         everybody = self._world.gather(random_states(self._pipeline.device))
         content: dict[str, Any] = {}
         if everybody is not None:
-            placement = self._pipeline.placement
-            places = placement.at(range(placement.world_size))
-            files.update(random_file([everybody[rank] for rank in places]))
+            ranks = self._pipeline.placement.ranks_by_place
+            files.update(random_file([everybody[rank] for rank in ranks]))
             content = self._content()
         self.writer.start(files, {**content, **progress}, is_best)
         self.last = progress["step"]

@@ -40,9 +40,9 @@ def _words(placement: Placement) -> Iterator[str]:
     if placement.mirrored:
         yield "  of two ranks in a tile, the second holds it in the copy in inverse order"
     if placement.data == 2:
-        yield f"  replica 1: the same on {ranks_text(placement.at(range(size, 2 * size)))}"
+        yield f"  replica 1: the same on {ranks_text(placement.replica_ranks(1))}"
     elif placement.data > 2:
-        ranks = ranks_text(sorted(placement.at(range(size, placement.world_size))))
+        ranks = ranks_text(sorted(placement.ranks_by_place[size:]))
         each = "" if size == 1 else f", {size} each"
         yield f"  replicas 1 to {placement.data - 1}: the same on {ranks}{each}"
 

@@ -42,7 +42,7 @@ def rank_lines(
     titles = ["rank", "host", "device", "replica", "stage", *names, "samples"]
     boxes = [Layout.even(1, size, grid).boxes for grid in placement.grids]
     rows = []
-    for rank in placement.at(range(placement.world_size)):
+    for rank in placement.ranks_by_place:
         on = [devices[rank].host, devices[rank].device] if devices else ["", ""]
         for stages, (replica, stage, part, _) in _held(placement, rank):
             parts = placement.batch_parts(stage)
@@ -51,7 +51,7 @@ def rank_lines(
             samples = "all" if parts == 1 else f"{part + 1} of {parts}"
             rows.append([str(rank), *on, str(replica), stages, *sides, samples])
     left_out = set() if devices else {1, 2}
-    if max(placement.batch, default=1) == 1:
+    if placement.most_batch_parts == 1:
         left_out.add(len(titles) - 1)
     shown = [column for column in range(len(titles)) if column not in left_out]
     left = [place for place, column in enumerate(shown) if column in (1, 2, 4)]

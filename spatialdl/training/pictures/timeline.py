@@ -112,8 +112,7 @@ def simulated(
     """The same step if every action took what it usually takes, and messages nothing."""
     seen = {span.detail for spans in ranks for span in spans if isinstance(span.detail, Action)}
     done = [[action for action in actions if action in seen] for actions in train]
-    replica = placement.at(range(placement.replica_size))
-    actions = [actions_of(rank, placement, done) for rank in replica]
+    actions = [actions_of(rank, placement, done) for rank in placement.replica_ranks(0)]
     rows = simulate(actions, measured_costs(ranks, placement.stages)).spans
     places = (placement.place(rank) for rank in range(placement.world_size))
     return [
