@@ -124,6 +124,47 @@ def test_halos_are_those_of_arithmetic_by_hand(capsys, tmp_path, monkeypatch):
     assert line.endswith(f" {expected:.2f}")
 
 
+@pytest.mark.parametrize("layout", [["parallel=sp"], ["parallel=sp+lp"]])
+def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
+    network = ["model=unet3d", "model.depth=2", "data.batch_size=1"]
+    given = config(
+        *(*network, *layout, "parallel.grid=[2,1,3]"),
+        *("data.image_size=[17,16,25]", "comm.map=true"),
+    )
+    assert look(given)
+    lines = capsys.readouterr().out.splitlines()
+    placement = placement_of(given.parallel, 3)
+    assert lines[0] == f"layout: {placement.describe()}, images of 17x16x25"
+    assert lines[-1] == "it would run"
+    first = next(line for line in lines if line.startswith("    0  "))
+    assert "8 to 9 x 16 x 8 to 9" in first
+    assert "0:8, 0:16, 0:8" in first
+    rows = [line.split() for line in lines]
+    at = rows.index(["rank", "replica", "stage", "slices", "rows", "columns"])
+    assert rows[at + 6][-3:] == ["8:17", "0:16", "16:25"]
+    assert all(float(one) > 0 for one in first.split()[-2:])
+    assert sum("GB each" in line for line in lines) == placement.stages
+
+
+def test_halos_of_a_volume_are_those_of_arithmetic_by_hand(capsys, tmp_path, monkeypatch):
+    (tmp_path / "one_conv3d.py").write_text(
+        "from torch import nn\n"
+        "def net(num_classes, in_channels):\n"
+        "    return nn.Sequential(nn.Conv3d(in_channels, 5, 3, padding=1), nn.Conv3d(5, 7, 3,\n"
+        "        padding=1), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(7, num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = config(
+        "parallel=sp", "parallel.grid=[2,1,1]", "~model.width", "model._target_=one_conv3d.net",
+        "data.batch_size=5", "data.image_size=[64,100,110]",
+    )  # fmt: skip
+    assert look(given)
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("    0  "))
+    # forward: a slice of 3 and of 5 channels; backward: the gradient of that of 5
+    expected = 4 * 5 * 100 * 110 * (3 + 5 + 5) / 1e6
+    assert line.endswith(f" {expected:.2f}")
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentences"),
     [

@@ -81,6 +81,16 @@ def test_a_picture_is_drawn(ranks, tmp_path):
     assert width > height > 300
 
 
+def test_the_timeline_of_volumes_is_that_of_images_on_as_many_ranks(tmp_path):
+    images, volumes = (Placement(1, (grid, (1,) * len(grid))) for grid in ((2, 2), (2, 1, 2)))
+    train = make_schedule("1f1b", volumes, 3).train
+    ranks = recorded(volumes, train)
+    assert ranks == recorded(images, train)
+    assert simulated(ranks, volumes, train) == simulated(ranks, images, train)
+    draw_step(ranks, volumes, train, tmp_path / "timeline.png")
+    assert image.imread(tmp_path / "timeline.png").size
+
+
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     placement = Placement(1, ((1, 1),))
     train = make_schedule("gpipe", placement, 1).train
