@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl import Mesh, average_gradients, init_mesh, shard
+from spatialdl.random import keyed
 from spatialdl.spatial import SpatialTensor
 from tests.mpi.device import DEVICE
 
@@ -173,6 +174,28 @@ def draw(rng: random.Random, meshes: dict[tuple[int, ...], Mesh], pooling: bool 
 def parameter(rng: random.Random, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(rng.randint(0, 1000))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return parameter(random.Random(seed), *shape)
+
+
+def check_keyed(
+    operation: Operation,
+    size: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    meshes: dict[tuple[int, ...], Mesh],
+    name: str,
+) -> None:
+    """`check` of images and parameters of these shapes, with the random numbers of one step."""
+    values = [drawn(number, *shape) for number, shape in enumerate(shapes)]
+
+    def run(*inputs: Tensor) -> Tensor:
+        with keyed(1, 2):
+            return operation(*inputs)
+
+    for mesh in meshes.values():
+        check(run, drawn(9, *size), values, mesh, f"{name} on {mesh.grid} ")
 
 
 def seeds(sample: int, proof: int) -> list[object]:

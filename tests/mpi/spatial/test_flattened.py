@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -17,17 +16,13 @@ from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, average_gradien
 from spatialdl.random import keyed
 from spatialdl.spatial.recompute import recompute
 from tests.mpi.device import DEVICE
-from tests.mpi.equality import check, every_mesh, mean_over_ranks, parameter
+from tests.mpi.equality import check_keyed, drawn, every_mesh, mean_over_ranks
 from tests.mpi.spatial.test_ring import Largest
 
 N, C, H, W = 3, 4, 7, 6
 SIZE = C * H * W
 Meshes = dict[tuple[int, ...], Mesh]
 Operation = Callable[..., Tensor]
-
-
-def drawn(seed: int, *shape: int) -> Tensor:
-    return parameter(random.Random(seed), *shape)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -115,28 +110,19 @@ HEADS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_give_the_results_of_a_single_process(name: str, meshes: Meshes) -> None:
     operation, shapes = HEADS[name]
-    values = [drawn(number, *shape) for number, shape in enumerate(shapes)]
-
-    def run(*inputs: Tensor) -> Tensor:
-        with keyed(1, 2):
-            return operation(*inputs)
-
-    for mesh in meshes.values():
-        check(run, drawn(9, N, C, H, W), values, mesh, f"{name} on {mesh.grid} ")
+    check_keyed(operation, (N, C, H, W), shapes, meshes, name)
 
 
 @pytest.mark.parametrize("size", [(11,), (5, 4, 4)])
 def test_of_signals_and_volumes(size: tuple[int, ...]) -> None:
     count = C * torch.Size(size).numel()
-    values = [drawn(1, 5, count), drawn(2, 5)]
     heads: list[Operation] = [
         lambda x, w, b: F.linear(flat(x), w, b),
         lambda x, w, b: F.linear(tokens(x).flatten(1), w, b),
         lambda x, w, b: torch.addmm(b, flat(x), w.t()),
     ]
-    for mesh in every_mesh(len(size)).values():
-        for number, head in enumerate(heads):
-            check(head, drawn(9, N, C, *size), values, mesh, f"{number} on {mesh.grid} ")
+    for number, head in enumerate(heads):
+        check_keyed(head, (N, C, *size), [(5, count), BIAS], every_mesh(len(size)), f"{number}")
 
 
 class Classifier(nn.Sequential):

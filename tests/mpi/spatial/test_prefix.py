@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -11,19 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import Mesh, UnsupportedSpatialOp, shard
-from spatialdl.random import keyed
 from tests.mpi.device import DEVICE
-from tests.mpi.equality import check, every_mesh, parameter
+from tests.mpi.equality import check_keyed, every_mesh
 
 N, C, H, W = 2, 8, 7, 5
 HEADS = 2
 COUNT = H * W
 Meshes = dict[tuple[int, int], Mesh]
 Operation = Callable[..., Tensor]
-
-
-def drawn(seed: int, *shape: int) -> Tensor:
-    return parameter(random.Random(seed), *shape)
 
 
 def tokens(x: Tensor, *before: Tensor, after: tuple[Tensor, ...] = ()) -> Tensor:
@@ -146,14 +140,7 @@ CASES: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
 def test_beside_pixels(name: str, meshes: Meshes) -> None:
     """Outputs, and gradients of image and tokens, are those of one process."""
     operation, shapes = CASES[name]
-    values = [drawn(number, *shape) for number, shape in enumerate(shapes)]
-
-    def run(*inputs: Tensor) -> Tensor:
-        with keyed(1, 2):
-            return operation(*inputs)
-
-    for mesh in meshes.values():
-        check(run, drawn(9, N, C, H, W), values, mesh, f"{name} on {mesh.grid} ")
+    check_keyed(operation, (N, C, H, W), shapes, meshes, name)
 
 
 def on_device(*shape: int) -> Tensor:
@@ -174,19 +161,16 @@ def test_a_transformer_of_pytorch(meshes: Meshes) -> None:
     layer = nn.TransformerEncoderLayer(C, HEADS, 16, dropout=0.1, batch_first=True).double()
 
     def network(x: Tensor, c: Tensor) -> Tensor:
-        with keyed(1, 2):
-            return layer(tokens(x, c))[:, 0] + 0 * x.sum()
+        return layer(tokens(x, c))[:, 0] + 0 * x.sum()
 
-    for mesh in meshes.values():
-        check(network, drawn(9, N, C, H, W), [drawn(0, *CLS)], mesh, f"on {mesh.grid} ")
+    check_keyed(network, (N, C, H, W), [CLS], meshes, "a layer")
 
 
 def test_of_volumes() -> None:
     def operation(x: Tensor, c: Tensor) -> Tensor:
         return attended(tokens(x, c))
 
-    for mesh in every_mesh(3).values():
-        check(operation, drawn(9, N, C, 5, 4, 4), [drawn(0, *CLS)], mesh, f"on {mesh.grid} ")
+    check_keyed(operation, (N, C, 5, 4, 4), [CLS], every_mesh(3), "attention")
 
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {
