@@ -6,7 +6,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 import yaml
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+
+from spatialdl.configuring.own_keys import named
 
 
 def find_builder(target: str) -> Callable[..., Any]:
@@ -29,10 +30,7 @@ def find_builder(target: str) -> Callable[..., Any]:
             raise ValueError(f"{file} has no {name}: name a function that makes the network")
     else:
         try:
-            found = resolve_name(target)
-            if isinstance(found, ModuleType) and "." in target:
-                # a function of the same name in its package, as spatialdl.models.unet
-                found = resolve_name(":".join(target.rsplit(".", 1)))
+            found = named(target)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{target} is not to be found: {error}; name a function that makes the network as "

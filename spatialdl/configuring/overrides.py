@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from pkgutil import resolve_name
-from types import ModuleType
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path, get_args_parser
@@ -30,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from spatialdl.configuring.keys import chosen_by_default, file_of, groups, keys_of
+from spatialdl.configuring.own_keys import named
 
 ELSEWHERE = {
     "accelerator": "device",
@@ -345,12 +344,9 @@ def _is_open(config: DictConfig, key: str) -> bool:
 def _arguments(target: str) -> list[str] | None:
     """What a class or function takes; None if anything, or if there is no such thing."""
     try:
-        found = resolve_name(target)
-        if isinstance(found, ModuleType):  # of the same name as a function in its package
-            found = resolve_name(":".join(target.rsplit(".", 1)))
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(named(target)).parameters.values()
     except Exception:
-        return None  # told when it is made
+        return None  # raised when it is made
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
     return [one.name for one in parameters]

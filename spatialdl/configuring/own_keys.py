@@ -23,6 +23,18 @@ FROM_DATA = {
 _PRODUCT = "spatialdl.models."
 
 
+def named(target: str) -> Any:
+    """The object of a dotted name; a function comes before its module, as spatialdl.models.unet.
+
+    Raises:
+        ImportError, AttributeError, ValueError: if there is none.
+    """
+    found = resolve_name(target)
+    if isinstance(found, ModuleType) and "." in target:
+        found = resolve_name(":".join(target.rsplit(".", 1)))
+    return found
+
+
 def is_own_network(target: str) -> bool:
     """Whether ``model._target_`` is the user's, and not one of this package."""
     return not target.startswith(_PRODUCT)
@@ -121,10 +133,7 @@ def refused_key(error: Exception, offered: Iterable[str]) -> str | None:
 def _arguments(target: str) -> dict[str, Parameter]:
     """By name; none of a builtin without a signature."""
     try:
-        found = resolve_name(target)
-        if isinstance(found, ModuleType):  # of the same name as a function in its package
-            found = resolve_name(":".join(target.rsplit(".", 1)))
-        return dict(inspect.signature(found).parameters)
+        return dict(inspect.signature(named(target)).parameters)
     except Exception as error:
         if isinstance(error, ValueError) and "no signature" in str(error):
             return {}

@@ -79,10 +79,6 @@ class ShardedStage:
         self.units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._parameters = list(module.parameters())
 
-    def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def state_dict(self) -> dict[str, Tensor]:
         """As it would be without sharding; all replicas must ask."""
         return {name: self.full(value) for name, value in self._module.state_dict().items()}

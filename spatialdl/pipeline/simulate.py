@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -83,22 +84,9 @@ class Timeline:
     @property
     def peak_held(self) -> tuple[int, ...]:
         """Per rank, how many forwards are held at most that have not come back yet."""
-        return tuple(_peak(spans, "forward", "backward") for spans in self.spans)
-
-    @property
-    def peak_waiting(self) -> tuple[int, ...]:
-        """Per rank, how many backwards at most have a weight action that is still to come."""
-        apart = any(span.action.kind == "weight" for spans in self.spans for span in spans)
-        return tuple(_peak(spans, "backward", "weight") if apart else 0 for spans in self.spans)
-
-
-def _peak(spans: Sequence[Span], begin: Kind, end: Kind) -> int:
-    """The most that have begun and not ended at a time."""
-    held = most = 0
-    for span in spans:
-        held += (span.action.kind == begin) - (span.action.kind == end)
-        most = max(most, held)
-    return most
+        change = {"forward": 1, "backward": -1}
+        changes = ((change.get(span.action.kind, 0) for span in spans) for spans in self.spans)
+        return tuple(max(accumulate(rank, initial=0)) for rank in changes)
 
 
 def simulate(schedule: Lists, costs: Costs) -> Timeline:

@@ -85,10 +85,6 @@ class Parts:
     alone: Alone | None
     bands: tuple[Band | None, ...]
 
-    @property
-    def present(self) -> Iterator[tuple[int, Band]]:
-        return ((place, band) for place, band in enumerate(self.bands) if band is not None)
-
 
 @lru_cache(maxsize=4096)
 def parts_of(own: Box, outputs: Box, size: tuple[int, ...], windows: tuple[Window, ...]) -> Parts:

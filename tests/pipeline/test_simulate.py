@@ -67,7 +67,6 @@ def test_costs_without_weights_are_for_schedules_without_weight_actions():
     actions = [Action(kind, 0, 0) for kind in ("forward", "backward", "weight")]
     costs = Costs((1.0,), (2.0,))
     assert simulate([actions[:2]], costs).seconds == 3.0
-    assert simulate([actions[:2]], costs).peak_waiting == (0,)
     with pytest.raises(ValueError, match=r"name 0 stages for weight.*give Costs\(weight="):
         simulate([actions], costs)
 
