@@ -14,17 +14,31 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 6
 """Channels of all blocks, so that any two can follow one another or be added."""
 
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+LAZY_CONV = {1: nn.LazyConv1d, 2: nn.LazyConv2d, 3: nn.LazyConv3d}
+BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+LAZY_NORM = {1: nn.LazyBatchNorm1d, 2: nn.LazyBatchNorm2d, 3: nn.LazyBatchNorm3d}
+MAX_POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+AVG_POOL = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
+"""Layers by the spatial dims of a map."""
 
-def _norm(rng: random.Random) -> nn.Module:
+
+def _norm(rng: random.Random, dims: int) -> nn.Module:
     return rng.choice(
         (
-            lambda: nn.BatchNorm2d(WIDTH),
-            lambda: nn.BatchNorm2d(WIDTH),
-            lambda: nn.BatchNorm2d(WIDTH, momentum=None),
+            lambda: BATCH_NORM[dims](WIDTH),
+            lambda: BATCH_NORM[dims](WIDTH),
+            lambda: BATCH_NORM[dims](WIDTH, momentum=None),
             lambda: nn.GroupNorm(2, WIDTH),
             nn.Identity,
         )
     )()
+
+
+def mean(x: Tensor) -> Tensor:
+    """Over the pixels of a map (N, C, *spatial)."""
+    return x.mean(tuple(range(2, x.dim())))
 
 
 def _act(rng: random.Random) -> nn.Module:
@@ -32,12 +46,12 @@ def _act(rng: random.Random) -> nn.Module:
 
 
 class Conv(nn.Sequential):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         kernel = rng.choice((1, 3, 3, 5))
         dilation = rng.choice((1, 1, 2))
-        norm = _norm(rng)
+        norm = _norm(rng, dims)
         super().__init__(
-            nn.Conv2d(
+            CONV[dims](
                 *(WIDTH, WIDTH, kernel),
                 padding=dilation * (kernel // 2),
                 dilation=dilation,
@@ -52,11 +66,11 @@ class Conv(nn.Sequential):
 class Residual(nn.Module):
     """The block of a ResNet."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.one = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
-        self.two = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
-        self.norm1, self.norm2, self.act = _norm(rng), _norm(rng), _act(rng)
+        self.one = CONV[dims](WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.two = CONV[dims](WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.norm1, self.norm2, self.act = _norm(rng, dims), _norm(rng, dims), _act(rng)
         self.how = rng.choice(("out", "in place"))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,11 +82,11 @@ class Residual(nn.Module):
 
 
 class PreActivation(nn.Module):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.norm, self.act = _norm(rng), nn.ReLU()
-        self.one = nn.Conv2d(WIDTH, 2 * WIDTH, 1)
-        self.two = nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1)
+        self.norm, self.act = _norm(rng, dims), nn.ReLU()
+        self.one = CONV[dims](WIDTH, 2 * WIDTH, 1)
+        self.two = CONV[dims](2 * WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.5 * self.two(self.one(self.act(self.norm(x))).tanh())
@@ -81,32 +95,34 @@ class PreActivation(nn.Module):
 class Squeeze(nn.Module):
     """Channels weighed by what the whole image has of them."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        share = self.two(self.one(x.mean((2, 3))).relu()).sigmoid()
-        return x * share[:, :, None, None]
+        share = self.two(self.one(mean(x)).relu()).sigmoid()
+        return x * share[(..., *[None] * (x.dim() - 2))]
 
 
 class Dense(nn.Module):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.one = nn.Conv2d(WIDTH, 3, 3, padding=1)
-        self.two = nn.Conv2d(WIDTH + 3, WIDTH, 1)
+        self.one = CONV[dims](WIDTH, 3, 3, padding=1)
+        self.two = CONV[dims](WIDTH + 3, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(torch.cat([x, self.one(x).relu()], 1))
 
 
 class Branches(nn.Module):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.one = nn.Conv2d(WIDTH, WIDTH // 2, (1, 5), padding=(0, 2))
-        self.two = nn.Conv2d(WIDTH, WIDTH // 2, 1)
+        self.one = CONV[dims](
+            *(WIDTH, WIDTH // 2, (*(1,) * (dims - 1), 5)), padding=(*(0,) * (dims - 1), 2)
+        )
+        self.two = CONV[dims](WIDTH, WIDTH // 2, 1)
         self.pool = rng.choice(
-            (nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.MaxPool2d(3, 1, 1))
+            (AVG_POOL[dims](3, 1, 1, count_include_pad=False), MAX_POOL[dims](3, 1, 1))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,23 +132,23 @@ class Branches(nn.Module):
 class Hourglass(nn.Module):
     """Down and up again by a transposed convolution."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.down = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(WIDTH, WIDTH, *rng.choice(((2, 2), (4, 2, 1), (3, 2, 1, 1))))
+        self.down = CONV[dims](WIDTH, WIDTH, 3, stride=2, padding=1)
+        self.up = TRANSPOSED[dims](WIDTH, WIDTH, *rng.choice(((2, 2), (4, 2, 1), (3, 2, 1, 1))))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.down(x).relu())
-        return x + y[..., : x.shape[-2], : x.shape[-1]].tanh()
+        return x + y[(..., *(slice(n) for n in x.shape[2:]))].tanh()
 
 
 class Stretch(nn.Module):
     """A transposed convolution of a chain, which leaves the size."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.up = nn.ConvTranspose2d(WIDTH, WIDTH, 3, padding=1, bias=False)
-        self.norm = _norm(rng)
+        self.up = TRANSPOSED[dims](WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.norm = _norm(rng, dims)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.up(x)).relu()
@@ -141,18 +157,18 @@ class Stretch(nn.Module):
 class Shared(nn.Module):
     """One convolution, called twice."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.conv = CONV[dims](WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv(self.conv(x).tanh()).tanh()
 
 
 class Detached(nn.Module):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 1)
+        self.one, self.two = CONV[dims](WIDTH, WIDTH, 3, padding=1), CONV[dims](WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -163,23 +179,23 @@ class Detached(nn.Module):
 class Frozen(nn.Sequential):
     """Does not learn, but its statistics count, as in PyTorch."""
 
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.Tanh())
+    def __init__(self, rng: random.Random, dims: int) -> None:
+        super().__init__(CONV[dims](WIDTH, WIDTH, 3, padding=1), BATCH_NORM[dims](WIDTH), nn.Tanh())
         self.requires_grad_(False)
 
 
 class Fixed(nn.Sequential):
     """Learns, but for its norm."""
 
-    def __init__(self, rng: random.Random) -> None:
-        conv, norm = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH)
+    def __init__(self, rng: random.Random, dims: int) -> None:
+        conv, norm = CONV[dims](WIDTH, WIDTH, 3, padding=1, bias=False), BATCH_NORM[dims](WIDTH)
         super().__init__(conv, norm.requires_grad_(False), nn.Tanh())
 
 
 class Unused(nn.Module):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv, self.other = nn.Conv2d(WIDTH, WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 3)
+        self.conv, self.other = CONV[dims](WIDTH, WIDTH, 1), CONV[dims](WIDTH, WIDTH, 3)
         self.register_buffer("factor", torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,11 +205,11 @@ class Unused(nn.Module):
 class Overwriting(nn.Module):
     """The first operation writes into its input."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.act, self.norm = nn.ReLU(inplace=True), _norm(rng)
-        self.one = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
-        self.two = nn.Conv2d(WIDTH, WIDTH, 1)
+        self.act, self.norm = nn.ReLU(inplace=True), _norm(rng, dims)
+        self.one = CONV[dims](WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.two = CONV[dims](WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.two(self.norm(self.one(self.act(x))).tanh())
@@ -202,9 +218,9 @@ class Overwriting(nn.Module):
 class Views(nn.Module):
     """Writes into a part of a tensor."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv, self.later = nn.Conv2d(WIDTH, WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1)
+        self.conv, self.later = CONV[dims](WIDTH, WIDTH, 1), CONV[dims](WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -217,17 +233,17 @@ class Views(nn.Module):
 class Averages(nn.Module):
     """An average and a counter that training updates and evaluation uses."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.conv = CONV[dims](WIDTH, WIDTH, 3, padding=1)
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
         if not self.training:
-            return (y - 0.1 * self.mean[:, None, None]).tanh()
-        self.mean.mul_(0.8).add_(y.detach().mean((0, 2, 3)), alpha=0.2)
+            return (y - 0.1 * self.mean[(..., *[None] * (x.dim() - 2))]).tanh()
+        self.mean.mul_(0.8).add_(y.detach().mean((0, *range(2, x.dim()))), alpha=0.2)
         self.calls += 1
         return y.tanh()
 
@@ -235,9 +251,9 @@ class Averages(nn.Module):
 class AtRest(nn.Module):
     """Keeps its norm in evaluation mode, as detectors do."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH)
+        self.conv, self.norm = CONV[dims](WIDTH, WIDTH, 3, padding=1), BATCH_NORM[dims](WIDTH)
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
@@ -249,9 +265,9 @@ class AtRest(nn.Module):
 
 
 class Spectral(nn.Module):
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = parametrizations.spectral_norm(nn.Conv2d(WIDTH, WIDTH, 3, padding=1))
+        self.conv = parametrizations.spectral_norm(CONV[dims](WIDTH, WIDTH, 3, padding=1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x).tanh()
@@ -269,22 +285,22 @@ REPARAMETRISED: dict[str, Callable[[nn.Module], nn.Module]] = {
 class Reparametrised(nn.Module):
     """The weight is worked out anew in every forward."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = REPARAMETRISED[rng.choice(tuple(REPARAMETRISED))](nn.Conv2d(WIDTH, WIDTH, 3))
+        self.conv = REPARAMETRISED[rng.choice(tuple(REPARAMETRISED))](CONV[dims](WIDTH, WIDTH, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (1, 1, 1, 1))).tanh()
+        return self.conv(F.pad(x, (1, 1) * (x.dim() - 2))).tanh()
 
 
 class Lazy(nn.Module):
     """Layers that take their shape from the first image."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = nn.LazyConv2d(WIDTH, 3, padding=1, bias=False)
-        self.norm = nn.LazyBatchNorm2d()
-        self(torch.randn(2, WIDTH, 3, 3))
+        self.conv = LAZY_CONV[dims](WIDTH, 3, padding=1, bias=False)
+        self.norm = LAZY_NORM[dims]()
+        self(torch.randn(2, WIDTH, *(3,) * dims))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.conv(x)).tanh()
@@ -293,9 +309,9 @@ class Lazy(nn.Module):
 class ModuleHooks(nn.Module):
     """Hooks of a layer change what it gets, what it gives, and the gradient."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.conv = CONV[dims](WIDTH, WIDTH, 3, padding=1)
         self.conv.register_forward_pre_hook(lambda _, args: (0.9 * args[0],))
         self.conv.register_forward_hook(lambda _, args, output: output + args[0])
         self.act = nn.Tanh()
@@ -308,9 +324,9 @@ class ModuleHooks(nn.Module):
 class Assigned(nn.Module):
     """Writes into channels of tensors of its own."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 1)
+        self.conv = CONV[dims](WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x).tanh()
@@ -326,9 +342,12 @@ class Assigned(nn.Module):
 class Clamped(nn.Module):
     """A weight that forward writes into."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv, self.gain = nn.Conv2d(WIDTH, WIDTH, 1), nn.Parameter(torch.ones(WIDTH, 1, 1))
+        self.conv, self.gain = (
+            CONV[dims](WIDTH, WIDTH, 1),
+            nn.Parameter(torch.ones(WIDTH, *(1,) * dims)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -339,9 +358,9 @@ class Clamped(nn.Module):
 class Hooked(nn.Module):
     """A weight of which some entries are masked, gradients too."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.conv = CONV[dims](WIDTH, WIDTH, 3, padding=1)
         mask = (torch.arange(self.conv.weight.numel()) % 3 > 0).view_as(self.conv.weight)
         self.conv.weight.register_hook(lambda grad: grad * mask)
 
@@ -352,10 +371,10 @@ class Hooked(nn.Module):
 class Checkpointed(nn.Module):
     """Runs again in backward by PyTorch's own means."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, dims: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(WIDTH)
+        self.conv = CONV[dims](WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.norm = BATCH_NORM[dims](WIDTH)
 
     def _inside(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x)).tanh()
@@ -364,7 +383,7 @@ class Checkpointed(nn.Module):
         return x + checkpoint(self._inside, x, use_reentrant=False)
 
 
-BLOCKS: dict[str, Callable[[random.Random], nn.Module]] = {
+BLOCKS: dict[str, Callable[[random.Random, int], nn.Module]] = {
     one.__name__: one
     for one in (
         *(Conv, Residual, PreActivation, Squeeze, Dense, Branches, Hourglass, Stretch, Shared),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 CLASSES = 3
 GRIDS = ((4, 1), (1, 4), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
 SIZES = ((31, 15), (37, 29), (24, 33), (16, 16), (7, 13), (11, 5))
+SIGNALS = ((101,), (64,), (37,), (13,), (8,))
+VOLUMES = ((7, 9, 6), (5, 4, 11), (8, 8, 8), (13, 2, 5), (4, 3, 4))
 
 
 def _divides_samples(parallel: dict[str, Any]) -> bool:
@@ -35,7 +38,7 @@ class Case(NamedTuple):
 
     seed: int
     network: str
-    size: tuple[int, int]
+    size: tuple[int, ...]
     batch: int
     samples: int
     parallel: dict[str, Any]
@@ -55,15 +58,23 @@ class Case(NamedTuple):
         return self.batch * self.trainer["accumulate"]
 
     @property
+    def dims(self) -> int:
+        return len(self.size)
+
+    @property
     def data(self) -> int:
         return self.parallel["data"]
 
     @property
     def by_hand(self) -> bool:
         """Whether a loop over a `Pipeline` trains, and not the command's trainer."""
+        return self.dims == 1 or (self.seed % 4 == 3 and self.is_plain)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a loop by hand can do the same."""
         is_plain = self.head == "labels" and not self.parallel["shard_state"]
-        is_plain = is_plain and self.trainer["ema"] is None and self.comm["backend"] is None
-        return self.seed % 4 == 3 and is_plain
+        return is_plain and self.trainer["ema"] is None and self.comm["backend"] is None
 
     @property
     def leave_out(self) -> list[str]:
@@ -91,7 +102,7 @@ class Case(NamedTuple):
         return " ".join(
             (
                 f"seed {self.seed}{', by hand' * self.by_hand}: {self.network}",
-                f"{self.size[0]}x{self.size[1]}",
+                "x".join(map(str, self.size)),
                 f"batch {self.batch} of {self.samples}, {self.steps} steps",
                 *(word.removeprefix("++") for word in self.overrides()),
             )
@@ -141,10 +152,28 @@ def drawn(seed: int, ranks: int) -> Case:
     if parallel["shard_state"] and optimizer["name"] in ("lars", "lamb"):
         optimizer = {"name": "adamw", "lr": 0.01}
     comm = {"backend": rng.choice((None, None, None, "gloo", "mpi4py"))}
-    return Case(
+    case = Case(
         *(seed, kind, rng.choice(SIZES), batch, samples),
         *(parallel, trainer, task, optimizer, comm, rng.choice((2, 3, 3, 5))),
     )
+    return reshaped(case, random.Random(f"dims of {seed} on {ranks}"))
+
+
+def reshaped(case: Case, rng: random.Random) -> Case:
+    """The same for signals, images or volumes; no data set on disk has signals."""
+    dims = rng.choice((1, 2, 3) if case.is_plain else (2, 2, 3))
+    if dims == 2:
+        return case
+    sizes, parts = (SIGNALS if dims == 1 else VOLUMES), prod(case.parallel["grid"])
+    fitting = [
+        (size, grid)
+        for size in sizes
+        for grid in product(range(1, parts + 1), repeat=dims)
+        if prod(grid) == parts and all(n >= k for n, k in zip(size, grid, strict=True))
+    ]
+    size, grid = rng.choice(fitting)
+    parallel = {**case.parallel, "grid": list(grid)}
+    return case._replace(size=size, parallel=parallel)
 
 
 def layout(rng: random.Random, ranks: int) -> dict[str, Any]:

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.mpi.fuzz.blocks import BLOCKS, TWICE, WIDTH
+from tests.mpi.fuzz.blocks import BLOCKS, CONV, MAX_POOL, TWICE, WIDTH, mean
+
+ADAPTIVE = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
+MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 def network(
@@ -19,6 +22,7 @@ def network(
     kind: str,
     head: str,
     leave_out: Sequence[str] = (),
+    dims: int = 2,
 ) -> nn.Module:
     """The network of a seed.
 
@@ -26,20 +30,21 @@ def network(
         kind: "chain", an `nn.Sequential`, or "graph", with a forward of its own.
         head: "labels", or "masks" for an output as large as the image.
         leave_out: names of blocks and connections that a layout does not take.
+        dims: spatial dims of the images.
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    stem = nn.Sequential(nn.Conv2d(in_channels, WIDTH, 3, padding=1), nn.ReLU(inplace=True))
-    blocks = drawn(rng, [name for name in BLOCKS if name not in leave_out])
-    last = [nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Tanh()]
-    ends = Pixels(num_classes) if head == "masks" else Labels(num_classes)
+    stem = nn.Sequential(CONV[dims](in_channels, WIDTH, 3, padding=1), nn.ReLU(inplace=True))
+    blocks = drawn(rng, [name for name in BLOCKS if name not in leave_out], dims)
+    last = [CONV[dims](WIDTH, WIDTH, 3, padding=1), nn.Tanh()]
+    ends = Pixels(num_classes, dims) if head == "masks" else Labels(num_classes)
     if kind == "chain" and head == "labels":
-        return nn.Sequential(*stem, *blocks, *last, nn.AdaptiveAvgPool2d(1), nn.Flatten(), ends.fc)
+        return nn.Sequential(*stem, *blocks, *last, ADAPTIVE[dims](1), nn.Flatten(), ends.fc)
     joins = [name for name in JOINS if name not in leave_out]
-    return Graph(stem, [*blocks, nn.Sequential(*last)], ends, joins, rng)
+    return Graph(stem, [*blocks, nn.Sequential(*last)], ends, joins, rng, dims)
 
 
-def drawn(rng: random.Random, names: Sequence[str]) -> list[nn.Module]:
+def drawn(rng: random.Random, names: Sequence[str], dims: int) -> list[nn.Module]:
     """Blocks; one class at least comes twice, so that there is something to recompute."""
     chosen = rng.choices(names, k=rng.randint(2, 5))
     chosen += [rng.choice(TWICE)] * 2
@@ -48,12 +53,12 @@ def drawn(rng: random.Random, names: Sequence[str]) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     for name in chosen:
         if name == "Overwriting":  # what a convolution gives, no backward needs
-            blocks.append(nn.Conv2d(WIDTH, WIDTH, 1))
-        blocks.append(BLOCKS[name](rng))
+            blocks.append(CONV[dims](WIDTH, WIDTH, 1))
+        blocks.append(BLOCKS[name](rng, dims))
     if stride == "conv":
-        blocks.insert(rng.randint(0, 2), nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1))
+        blocks.insert(rng.randint(0, 2), CONV[dims](WIDTH, WIDTH, 3, stride=2, padding=1))
     elif stride == "pool":
-        blocks.insert(rng.randint(0, 2), nn.MaxPool2d(3, 2, 1, ceil_mode=rng.random() < 0.5))
+        blocks.insert(rng.randint(0, 2), MAX_POOL[dims](3, 2, 1, ceil_mode=rng.random() < 0.5))
     return blocks
 
 
@@ -67,12 +72,13 @@ class Graph(nn.Module):
         ends: nn.Module,
         joins: Sequence[str],
         rng: random.Random,
+        dims: int,
     ) -> None:
         super().__init__()
         self.stem, self.blocks, self.ends = stem, nn.ModuleList(blocks), ends
-        self.scale = nn.Parameter(torch.full((WIDTH, 1, 1), 0.8))
+        self.scale = nn.Parameter(torch.full((WIDTH, *(1,) * dims), 0.8))
         self.unused = nn.Linear(3, 3)
-        self.register_buffer("shift", torch.linspace(-0.1, 0.1, WIDTH).view(-1, 1, 1))
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, WIDTH).view(-1, *(1,) * dims))
         self.skips = {n: rng.randint(0, n) for n in range(1, len(blocks)) if rng.random() < 0.4}
         self.how = {n: rng.choice(joins) for n in self.skips}
 
@@ -84,7 +90,7 @@ class Graph(nn.Module):
             if number in self.skips:
                 other = seen[self.skips[number]]
                 if other.shape != x.shape:
-                    other = F.interpolate(other, x.shape[-2:], mode="bilinear")
+                    other = F.interpolate(other, x.shape[2:], mode=MODES[x.dim() - 2])
                 x = JOINS[self.how[number]](x, other)
             seen.append(x)
         return self.ends(x, image) if isinstance(self.ends, Pixels) else self.ends(x)
@@ -110,16 +116,16 @@ class Labels(nn.Module):
         self.fc = nn.Linear(WIDTH, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x.mean((2, 3)))
+        return self.fc(mean(x))
 
 
 class Pixels(nn.Module):
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, dims: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, classes, 1)
+        self.conv = CONV[dims](WIDTH, classes, 1)
 
     def forward(self, x: Tensor, image: Tensor) -> Tensor:
-        return F.interpolate(self.conv(x), image.shape[-2:], mode="bilinear", align_corners=False)
+        return F.interpolate(self.conv(x), image.shape[2:], mode=MODES[x.dim() - 2])
 
 
 # --- losses of a user's

@@ -28,7 +28,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on: images uint8 (N, H, W, 3) and targets, and the same to validate on."""
+    """What a run trains on: images uint8 (N, *spatial, 3), targets, and the same to validate on."""
 
     images: np.ndarray
     targets: np.ndarray
@@ -101,10 +101,10 @@ def _loss_of(case: Case) -> Loss:
             return loss
         known = (target != UNKNOWN).unsqueeze(1)
         shares = output.softmax(1) * known
-        classes = torch.arange(CLASSES).view(1, -1, 1, 1)
+        classes = torch.arange(CLASSES).view(-1, *(1,) * case.dims)
         is_class = (target.unsqueeze(1) == classes).double()
         both, told, count = ((shares * is_class), shares, is_class)
-        sums = [one.sum((0, 2, 3)) for one in (both, told, count)]
+        sums = [one.sum((0, *range(2, 2 + case.dims))) for one in (both, told, count)]
         coefficients = 2 * sums[0] / (sums[1] + sums[2])
         return loss + task["dice"] * (1 - coefficients)[sums[2] > 0].mean()
 
@@ -134,7 +134,9 @@ def _loss_of(case: Case) -> Loss:
 
 def alone(case: Case, data: Data, noise: float = 0.0) -> Outcome:
     """The run; with some noise on the images to see how well conditioned it is."""
-    model = network(CLASSES, 3, case.seed, case.network, case.head, case.leave_out).double()
+    model = network(
+        CLASSES, 3, case.seed, case.network, case.head, case.leave_out, case.dims
+    ).double()
     at_rest = freeze(model, case.trainer["freeze"])
     optimizer = optimizer_of(case, model)
     loss_function = loss_of(case)
@@ -211,7 +213,7 @@ def batches(case: Case, data: Data, noise: float) -> Iterator[tuple[Tensor, Tens
 
 
 def pixels(images: np.ndarray, noise: float) -> Tensor:
-    x = torch.from_numpy(images).permute(0, 3, 1, 2).double()
+    x = torch.from_numpy(images).movedim(-1, 1).double()
     x = (x / 255 - 0.5) / 0.25
     return x + noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
 

@@ -56,7 +56,11 @@ def write(folder: Path, case: Case, data: Data) -> list[str]:
         ("val", data.validation_images, data.validation_targets),
     )
     rows = []
-    with ShardWriter(folder / "set", classes if name != "regression" else ()) as writer:
+    with ShardWriter(
+        folder / "set",
+        classes if name != "regression" else (),
+        kind="volumes" if case.dims == 3 else "tiles",
+    ) as writer:
         for split, images, targets in halves:
             for image, target in zip(images, targets, strict=True):
                 label = int(target) if name == "classification" else None
@@ -82,6 +86,7 @@ def composed(case: Case, words: list[str]) -> DictConfig:
         for word in (
             *(*ALWAYS, *words, *case.overrides(), f"data.batch_size={case.batch}"),
             *(f"model.seed={case.seed}", f"model.kind={case.network}", f"model.head={case.head}"),
+            f"model.dims={case.dims}",
             f"model.leave_out=[{','.join(case.leave_out)}]",
             *(f"trainer.max_steps={case.steps}", f"trainer.validate_every={case.steps}"),
         )
@@ -122,13 +127,15 @@ def driven(case: Case, world: Communicator, data: Data) -> Outcome:
     spatial, stages = parallel["spatial_stages"], parallel["stages"]
     grid, local, variant = tuple(parallel["grid"]), parallel["local_dp"], parallel["gems.variant"]
     placement = Placement(
-        *(parallel["data"], (grid,) * spatial + ((1, 1),) * (stages - spatial)),
+        *(parallel["data"], (grid,) * spatial + ((1,) * case.dims,) * (stages - spatial)),
         *(parallel["interleave"], variant != "none"),
         (1,) * spatial + (local,) * (stages - spatial) if local > 1 else (),
     )
     name = parallel["schedule"] if variant == "none" else variant
     schedule = make_schedule(name, placement, parallel["microbatches"], parallel["gems.times"])
-    model = network(CLASSES, 3, case.seed, case.network, case.head, case.leave_out).double()
+    model = network(
+        CLASSES, 3, case.seed, case.network, case.head, case.leave_out, case.dims
+    ).double()
     freeze(model, case.trainer["freeze"])
 
     def counts(target: Tensor) -> Tensor | None:
