@@ -20,6 +20,7 @@ from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, from_local, ini
 from spatialdl.parallel.layout import Layout, last_slices
 from spatialdl.spatial.table import HANDLERS
 from spatialdl.spatial.tensor import from_tile
+from tests.mpi.device import DEVICE
 
 H, W = 13, 10
 
@@ -847,3 +848,15 @@ def test_scripted_functions_are_exact_or_warn_with_the_reason(mesh: Mesh) -> Non
         pytest.raises(RuntimeError, match="TorchScript"),
     ):
         softmax_of_rows(x)
+
+
+def test_a_split_leaf_takes_a_gradient_in_another_order_of_memory(mesh: Mesh) -> None:
+    def run(x: Tensor) -> Tensor:
+        (F.layer_norm(x.movedim(1, -1), (4,)) ** 3).sin().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = run(image().requires_grad_())
+    found = run(shard(image().to(DEVICE), mesh).detach().requires_grad_())
+    assert isinstance(found, SpatialTensor)
+    torch.testing.assert_close(found.full_tensor().cpu(), expected, rtol=1e-10, atol=1e-10)
