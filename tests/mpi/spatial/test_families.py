@@ -52,7 +52,6 @@ FAMILIES: dict[str, Family] = {
     "dropout": lambda x, w, n: F.dropout(x, 0.4),
     "dropout of channels": lambda x, w, n: functional("dropout", n)(x, 0.4),
     "alpha dropout": lambda x, w, n: F.alpha_dropout(x, 0.4, training=True),
-    "unfold": lambda x, w, n: F.unfold(x, 3, padding=1) if n == 2 else x.unfold(-1, 3, 2),
     "sum": lambda x, w, n: x.sum(-1),
     "mean": lambda x, w, n: x.mean(tuple(range(2, n + 2))),
     "variance": lambda x, w, n: x.var(tuple(range(2, n + 2))),
@@ -73,7 +72,7 @@ FAMILIES: dict[str, Family] = {
     "squares": lambda x, w, n: F.mse_loss(x, x.sin()),
     "distances": lambda x, w, n: F.l1_loss(x, x.sin()),
     "huber": lambda x, w, n: F.huber_loss(x, x.sin(), delta=0.3),
-    "logits": lambda x, w, n: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
+    "logits": lambda x, w, n: F.binary_cross_entropy_with_logits(x, x.detach().cos().abs()),
     "cross entropy": lambda x, w, n: F.cross_entropy(x, x.detach().argmax(1)),
 }
 
