@@ -20,6 +20,7 @@ from tests.mpi.zoo import NETWORKS, Entry
 from tests.mpi.zoo_attention import ATTENTION, SIGNALS, TUBES
 from tests.mpi.zoo_vision_transformers import VISION_TRANSFORMERS
 from tests.mpi.zoo_volumes import VOLUMES
+from tests.mpi.zoo_windows import WINDOWS
 
 GRIDS = {2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (5, 1), 6: (2, 3)}
 ALL_GRIDS = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2)], 5: [(5, 1)], 6: [(2, 3)]}
@@ -93,10 +94,10 @@ def test_a_training_step_on_volumes_equals_that_of_one_process(name: str) -> Non
     _compare(VOLUMES[name], *GRIDS_OF_VOLUMES[MPI.COMM_WORLD.size])
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", [*ATTENTION, *WINDOWS])
 def test_steps_of_small_transformers_equal_those_of_one_process(name: str) -> None:
     for grid in ALL_GRIDS[MPI.COMM_WORLD.size]:
-        _compare_steps(ATTENTION[name], grid)
+        _compare_steps({**ATTENTION, **WINDOWS}[name], grid)
 
 
 @pytest.mark.parametrize("name", SIGNALS)
