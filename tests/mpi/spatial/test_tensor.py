@@ -607,6 +607,17 @@ def test_operators_of_other_libraries_are_refused_by_name(
             call(shard(image().requires_grad_(), mesh))
 
 
+def test_what_no_table_sees_finds_no_data(mesh: Mesh) -> None:
+    """As a function of a C++ extension that is no operator."""
+    x = shard(image(), mesh)
+    if mesh.size > 1:
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            pytest.raises(RuntimeError, match="data point"),
+        ):
+            x.data_ptr()
+
+
 @pytest.fixture
 def still_talking(mesh: Mesh) -> Iterator[None]:
     """After a refusal ranks are where they were: they can go on together."""
