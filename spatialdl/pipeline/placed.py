@@ -182,6 +182,8 @@ class PlacedStage:
             for value, part in passing[border].items():
                 given = outputs[value] if value in outputs else values[value]
                 local = given._tile if isinstance(given, SpatialTensor) else given
+                if isinstance(part, SplitShape):
+                    local = part.leaving(local, self.position.part)
                 handover.send(local, part, number)
         if torch.is_grad_enabled():
             self._held[number] = _Held(tiles, outputs)
@@ -260,6 +262,8 @@ class PlacedStage:
             for value, part in passing[border].items():
                 if self._has_gradient(border, value, part):
                     grad = handover.receive_back(part, number, device)
+                    if isinstance(part, SplitShape):
+                        grad = part.tile_of(grad, part.pixels[0], self.position.part)
                     grads[value] = grads[value] + grad if value in grads else grad
         reached = [value for value in grads if outputs[value].requires_grad]
         if reached:

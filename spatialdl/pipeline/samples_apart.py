@@ -23,7 +23,7 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.placed import PlacedStage
-from spatialdl.pipeline.shapes import HandoverShapes, SplitShape
+from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import run_stage, start_training
 from spatialdl.pipeline.steps import Value
 from spatialdl.random import keyed
@@ -133,8 +133,7 @@ class _Probe:
     def _shape(self, part: HandoverShape) -> tuple[int, ...]:
         """Of what this rank gets; where ranks divide the samples, of all of them."""
         if self._placed.mesh.parts == 1:
-            is_flat = isinstance(part, SplitShape)
-            return (part.shape[0], *part.sender.size) if is_flat else part.shape
+            return part.shape
         return part.local_shape(part.receiver, self._placed.position.part)
 
     def _tile(self, value: Value, part: HandoverShape) -> Tensor:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +13,14 @@ from torch import Tensor, nn
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.comm.repartition import shape_of
-from spatialdl.parallel.layout import Layout, by, even_bounds
+from spatialdl.parallel.layout import Layout, by, even_bounds, last_slices
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.constants import on
-from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.span import positions_in
+from spatialdl.spatial.dims import SpatialDims, from_image, to_image
+from spatialdl.spatial.prefix import apart
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
@@ -38,72 +35,86 @@ class Border(NamedTuple):
 class SplitShape(HandoverShape):
     """Of a split tensor whose spatial dims are not the last ones: tokens, channels-last maps.
 
-    Each tile is one interval of a flat sample, part after part. A stage that is not split puts the
-    parts in their places.
+    It travels as an image (N, ..., *spatial), to any grid. Tokens that belong to no pixel lie in a
+    corner before the pixels, by which the image is larger: as many as they are along its first
+    spatial dim, by one along the others. The rest of what it is larger by is zero and not read.
 
     Attributes:
-        pixels: the layout of the spatial dims, on all stages that are split.
-        dims: where they are in `shape`.
+        seen: the global shape of the tensor; `shape` is that of the image.
+        dims: where the spatial dims are in it.
+        pixels: the layouts of the spatial dims on the two stages.
     """
 
-    pixels: Layout
+    seen: tuple[int, ...]
     dims: SpatialDims
+    pixels: tuple[Layout, Layout]
 
     @classmethod
-    def of(cls, output: SpatialTensor, parts: int, is_split: bool) -> SplitShape:
-        """What a stage gives.
+    def of(cls, output: SpatialTensor, receiver: Layout) -> SplitShape:
+        """What a stage gives to one that has the spatial dims on the layout `receiver`."""
+        seen, dims, sender = tuple(output.shape), output.spatial_dims, output.spatial_layout
+        _, pixels, _ = apart(torch.empty(seen, device="meta"), dims)
+        image = to_image(pixels, dims.of_pixels, sender.size)
+        before, after = (_with_corner(layout, dims) for layout in (sender, receiver))
+        shape = (*image.shape[: -len(sender.size)], *before.size)
+        return cls(shape, output.dtype, before, after, seen, dims, (sender, receiver))
 
-        Args:
-            parts: between which the next stage divides samples.
-            is_split: whether it is split as this stage is.
-        """
-        shape, dims, pixels = tuple(output.shape), output.spatial_dims, output.spatial_layout
-        tiles = (_tile_shape(shape, dims, pixels, part) for part in range(len(pixels.boxes)))
-        edges = tuple(accumulate(map(prod, tiles), initial=0))
-        sender = Layout((0, shape[0]), (edges,))
-        receiver = sender if is_split else Layout.by_sample(shape[0], sender.size, parts)
-        return cls(shape, output.dtype, sender, receiver, pixels, dims)
+    def leaving(self, tile: Tensor, part: int) -> Tensor:
+        """The tile of a part of the sender as it travels."""
+        extents = self.pixels[0].boxes[part].shape[1:]
+        before, own, after = apart(tile, self.dims.of_part(part))
+        image = to_image(own, self.dims.of_pixels, extents)
+        if not self.dims.beside:
+            return image.contiguous()
+        larger = image.new_zeros(self.local_shape(self.sender, part))
+        larger[_behind(larger, extents)] = image
+        if part == 0:
+            tokens = torch.cat([before, after], self.dims.at[0]).movedim(self.dims.at[0], -1)
+            corner = larger[_corner(self.dims)]
+            corner.copy_(tokens.reshape(corner.shape))
+        return larger
 
-    def local_shape(self, layout: Layout, part: int) -> tuple[int, ...]:
-        if layout.grid != (1,):
-            return (layout.samples, *_tile_shape(self.shape, self.dims, self.pixels, part))
-        samples, elements = layout.boxes[part if len(layout.boxes) > 1 else 0].shape
-        return samples, elements
-
-    def boxed(self, local: Tensor) -> Tensor:
-        return local.contiguous().view(len(local), -1)
+    def tile_of(self, image: Tensor, layout: Layout, part: int) -> Tensor:
+        """The inverse, on either side; differentiable."""
+        dims, is_whole = self.dims, prod(layout.grid) == 1
+        own = image[_behind(image, layout.boxes[0 if is_whole else part].shape[1:])]
+        pixels = from_image(own, dims.of_pixels, (len(image), *self.seen[1:]))
+        if not dims.beside or (part > 0 and not is_whole):
+            return pixels
+        tokens = image[_corner(dims)].flatten(-len(dims.at)).movedim(-1, dims.at[0])
+        before, after = torch.split(tokens, [dims.prefix, dims.suffix], dims.at[0])
+        return torch.cat([before, pixels, after], dims.at[0])
 
     def given_to(self, mesh: Mesh, received: Tensor) -> Tensor:
         """What a stage gets: a split tensor, or the whole one."""
-        if self.receiver.grid != (1,):
-            return from_tile(received, self.pixels, mesh, self.dims)
-        order, block = _order(self.shape[1:], self.dims, self.pixels)
-        flat = received.view(len(received), -1, block)
-        return flat.index_select(1, on(order, flat.device)).view(len(received), *self.shape[1:])
+        layout = self.pixels[1]
+        tile = self.tile_of(received, layout, mesh.part)
+        return tile if prod(layout.grid) == 1 else from_tile(tile, layout, mesh, self.dims)
 
 
-def _tile_shape(
-    shape: tuple[int, ...], dims: SpatialDims, pixels: Layout, part: int
-) -> tuple[int, ...]:
-    return dims.of_part(part).sizes(shape, pixels.boxes[part].shape[1:])[1:]
+def _with_corner(layout: Layout, dims: SpatialDims) -> Layout:
+    """Of images with a corner for tokens that belong to no pixel: see `SplitShape`."""
+    if not dims.beside:
+        return layout
+    sizes = (dims.beside, *(1,) * (len(layout.cuts) - 1))
+    cuts = (
+        (0, *(bound + size for bound in bounds[1:]))
+        for bounds, size in zip(layout.cuts, sizes, strict=True)
+    )
+    return Layout(layout.batch, tuple(cuts))
 
 
-@lru_cache(maxsize=256)
-def _order(sample: tuple[int, ...], dims: SpatialDims, pixels: Layout) -> tuple[Tensor, int]:
-    """Where in the tiles, one after the other, each block of a sample is; and the size of a block.
+def _corner(dims: SpatialDims) -> tuple[Any, ...]:
+    """Where in an image the tokens are that belong to no pixel."""
+    return last_slices((slice(dims.beside), *(slice(1),) * (len(dims.at) - 1)))
 
-    A block is what follows on a place in the last dim that is split.
-    """
-    last = max(dims.at)
-    block = prod(sample[len(sample) + last + 1 :]) if last < -1 else 1
-    places = []
-    for part in range(len(pixels.boxes)):
-        place = torch.zeros((), dtype=torch.int64)
-        for dim in range(-len(sample), last + 1):
-            own = positions_in(pixels, dims, sample[dim], dim, part)
-            place = place[..., None] * sample[dim] + own
-        places.append(place.flatten())
-    return torch.cat(places).argsort(), block
+
+def _behind(image: Tensor, sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Where in a larger image the pixels are, of which there are so many along the last dims."""
+    return last_slices(
+        slice(larger - size, None)
+        for larger, size in zip(image.shape[-len(sizes) :], sizes, strict=True)
+    )
 
 
 Passing = dict[Border, dict[Value, HandoverShape]]
@@ -245,10 +256,10 @@ def own_counts(placement: Placement, samples: int) -> set[int]:
 
 
 def _arrived(part: HandoverShape, grid: tuple[int, ...]) -> Tensor:
-    if isinstance(part, SplitShape) and prod(grid) > 1:
-        tile = part.local_shape(part.receiver, 0)
-        made = torch.empty(tile, dtype=part.dtype, device="meta")
-        return SpatialTensor(made, part.pixels, dry_mesh(grid), part.dims)
+    if isinstance(part, SplitShape):
+        shape = part.local_shape(part.receiver, 0)
+        image = torch.empty(shape, dtype=part.dtype, device="meta")
+        return part.given_to(dry_mesh(grid), image)
     whole = torch.empty(part.shape, dtype=part.dtype, device="meta")
     return _meta_input(whole, part.receiver, grid)
 
@@ -278,8 +289,8 @@ def _handover_shape(
     is_map = len(shape) == placement.dims + 2 and prod(shape[2:]) > 1
     sender = None
     if isinstance(output, SpatialTensor) and not output.spatial_dims.is_image:
-        _check_dims(output, border, grids, samples)
-        return SplitShape.of(output, parts[1], prod(grids[1]) > 1)
+        _check_dims(output, border, samples)
+        return SplitShape.of(output, _receiver(output.spatial_layout, parts, grids))
     if isinstance(output, SpatialTensor):
         sender = output.spatial_layout
     elif is_map and prod(grids[0]) == 1 and prod(grids[1]) > 1:
@@ -287,31 +298,27 @@ def _handover_shape(
     if sender is None:
         size = (prod(shape[1:]),)
         sender, receiver = (Layout.by_sample(rows, size, n) for n in parts)
-    elif parts[1] > 1:
-        receiver = Layout.by_sample(rows, sender.size, parts[1])
     else:
-        is_same = grids[0] == grids[1] and parts[0] == 1
-        receiver = sender if is_same else Layout.even(rows, sender.size, grids[1])
-        _check_size(receiver, grids[1], border)
+        receiver = _receiver(sender, parts, grids)
+        if parts[1] == 1:
+            _check_size(receiver, grids[1], border)
     return HandoverShape(shape, output.dtype, sender, receiver)
 
 
-def _check_dims(
-    output: SpatialTensor, border: Border, grids: tuple[Sequence[int], ...], samples: int
-) -> None:
-    what = (
-        f"a split tensor of {tuple(output.shape)}{output.spatial_dims.describe()} would pass "
-        f"between stages {border.giver} and {border.taker}"
-    )
+def _receiver(sender: Layout, parts: tuple[int, int], grids: tuple[tuple[int, ...], ...]) -> Layout:
+    """How the stage after has what is on the layout `sender` on the one before."""
+    if parts[1] > 1:
+        return Layout.by_sample(sender.samples, sender.size, parts[1])
+    is_same = grids[0] == grids[1] and parts[0] == 1
+    return sender if is_same else Layout.even(sender.samples, sender.size, grids[1])
+
+
+def _check_dims(output: SpatialTensor, border: Border, samples: int) -> None:
     if output.dim() < 2 or output.shape[0] != samples or -output.dim() in output.spatial_dims.at:
         raise ValueError(
-            f"{what}: its first dim must be the {samples} samples; choose another place by "
-            "parallel.cut"
-        )
-    if prod(grids[1]) > 1 and tuple(grids[0]) != tuple(grids[1]):
-        raise ValueError(
-            f"{what}, which are cut {by(grids[0])} and {by(grids[1])}: only images may change "
-            "their grid; choose another place by parallel.cut, or one grid for both stages"
+            f"a split tensor of {tuple(output.shape)}{output.spatial_dims.describe()} would pass "
+            f"between stages {border.giver} and {border.taker}: its first dim must be the "
+            f"{samples} samples; choose another place by parallel.cut"
         )
 
 

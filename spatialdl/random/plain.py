@@ -255,8 +255,27 @@ def attention_of_whole(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     check_probability(dropout_p)
+    return attention_spelled_out(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mesh
+    )
+
+
+def attention_spelled_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    mesh: Mesh | None,
+) -> Tensor:
+    """The same of tensors whose products, the weights, all ranks of `mesh` hold whole."""
 
     def drop(weights: Tensor) -> Tensor:
+        if dropout_p == 0:
+            return weights
         return dropped(weights, whole(weights.shape), next_key(mesh), dropout_p)
 
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)

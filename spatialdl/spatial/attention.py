@@ -3,6 +3,7 @@
 Each rank keeps its own queries. Keys and values of the other ranks come by, one part after the
 other (`ring`), or stay where they are if attention goes over windows that lie inside tiles. A few
 queries that all ranks have look at the keys of each rank there, and the results are put together.
+Where channels attend to channels, the products of queries and keys are sums over all tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.random.plain import attention, attention_of_whole, check_probability
+from spatialdl.random.plain import (
+    attention,
+    attention_of_whole,
+    attention_spelled_out,
+    check_probability,
+)
 from spatialdl.random.streams import next_key
 from spatialdl.spatial.blockwise import Dropped, Scores
 from spatialdl.spatial.contract import Split, bring_operand, contract
@@ -42,12 +48,18 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     split = [x for x in (query, key, value, attn_mask) if isinstance(x, SpatialTensor)]
     features = [x for x in (query, key, value) if isinstance(x, SpatialTensor)]
-    if any(-1 in x.spatial_dims.at for x in features):
-        raise refusal(
-            F.scaled_dot_product_attention, split, "its last dim, of features, must not be split"
-        )
     check_probability(dropout_p)
     options = dropout_p, is_causal, scale
+    if any(-1 in x.spatial_dims.at for x in features):
+        if len(features) < len(split) or not all(x.spatial_dims.is_flat for x in features):
+            raise refusal(
+                F.scaled_dot_product_attention,
+                split,
+                "its last dim, of features, must not be split",
+            )
+        return attention_spelled_out(
+            query, key, value, attn_mask, *options, enable_gqa, mesh=split[0].mesh
+        )
     if _goes_round(query, key, value, attn_mask, enable_gqa):
         keys, values = cast(SpatialTensor, key), cast(SpatialTensor, value)
         return _attended(query, keys, values, attn_mask, *options)

@@ -1,10 +1,12 @@
 """Sums of products over dims: what matmul, einsum, linear layers and attention have in common.
 
 Every dim of every operand has a letter, as in einsum. The *first* split operand says which letters
-are split. Other operands come to it: a whole tensor takes its own box along these letters; a split
-one with the same letters is brought onto the same layout; one whose spatial dims carry other
-letters (the keys and values of attention) is gathered along them. A split letter that the result
-lacks was summed over: then each rank has a part of the sum, and the ranks add up.
+are split, unless it has the letters of another one whole and the result has them (see `_leader`).
+Other operands come to it: a whole tensor takes its own box along these letters; a split one with
+the same letters is brought onto the same layout; one whose spatial dims carry other letters (the
+keys and values of attention) is gathered along them, or exchanges its own for those of the leader
+where it has these whole. A split letter that the result lacks was summed over: then each rank has a
+part of the sum, and the ranks add up.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
-from spatialdl.comm.plan import plan_for
+from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.parallel.layout import Box, Layout
+from spatialdl.comm.repartition import repartition
+from spatialdl.parallel.layout import Bounds, Box, Layout
 from spatialdl.spatial.by_parts import by_parts
-from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.dims import SpatialDims, from_image, to_image
 from spatialdl.spatial.operands import cut
 from spatialdl.spatial.table import refusal
 from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile, to_tile
@@ -70,7 +73,7 @@ def contract(
     Returns:
         A split tensor if the result has the split letters, else a plain one, the same everywhere.
     """
-    leader = next(n for n, x in enumerate(operands) if isinstance(x, SpatialTensor))
+    leader = _leader(operands, letters, result)
     first = cast(SpatialTensor, operands[leader])
     split = Split.of(first, letters[leader])
     gone = set(split.letters) - set(result)
@@ -92,6 +95,38 @@ def contract(
     if gone:
         return differentiable_sum(split.mesh.grid_comm, y, getattr(func, "__name__", "contract"))
     return from_tile(y, split.layout, split.mesh, split.dims_in(result))
+
+
+def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> int:
+    """The operand whose split the others come to: the first one that is split.
+
+    Queries that are split within windows, of keys that are split by windows, would have to see the
+    keys of all windows. They have the windows whole, and come to the keys instead: there, each
+    rank has all queries of its own windows, which are no more than it had.
+    """
+    split = [n for n, x in enumerate(operands) if isinstance(x, SpatialTensor)]
+    first = cast(SpatialTensor, operands[split[0]])
+    own = set(Split.of(first, letters[split[0]]).letters)
+    for number in split[1:]:
+        other = Split.of(cast(SpatialTensor, operands[number]), letters[number])
+        if (
+            set(other.letters) <= set(result)
+            and not own & set(letters[number])
+            and _has_whole(first, letters[split[0]], other)
+        ):
+            return number
+    return split[0]
+
+
+def _has_whole(x: SpatialTensor, letters: str, split: Split) -> bool:
+    """Whether `x` is split along other letters, and has those of `split` whole."""
+    own = set(Split.of(x, letters).letters)
+    if own & set(split.letters) or not set(split.letters) <= set(letters):
+        return False
+    if x.mesh is not split.mesh or x.spatial_dims.beside or split.dims.beside:
+        return False
+    shape = tuple(x.shape)
+    return split.dims_in(letters).sizes(shape, split.layout.size) == shape
 
 
 def _passing(
@@ -133,6 +168,8 @@ def bring_operand(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:
 
 
 def _bring_split(func: Any, x: SpatialTensor, letters: str, split: Split, own: Box) -> Tensor:
+    if _has_whole(x, letters, split):
+        return _exchanged(x, letters, split)
     theirs = Split.of(x, letters)
     clashes = tuple(a != b for a, b in zip(theirs.letters, split.letters, strict=True))
     foreign = set(split.letters) & (set(letters) - set(theirs.letters))
@@ -164,3 +201,28 @@ def _needs(theirs: Layout, split: Layout, clashes: tuple[bool, ...]) -> tuple[Bo
         )
         for box in split.boxes
     )
+
+
+# --- an operand that is split along other letters, of which it has those of the leader whole
+
+
+def _exchanged(x: SpatialTensor, letters: str, split: Split) -> Tensor:
+    """All of what `x` is split along, of this rank's box of what the leader is split along."""
+    ours, theirs = split.dims_in(letters), x.spatial_dims
+    dims = SpatialDims((*ours.at, *theirs.at), (*ours.outer, *theirs.outer))
+    own = x.mesh.own_box(x.spatial_layout)
+    image = to_image(to_tile(x), dims, (*split.layout.size, *own.shape[1:]))
+    plan = _exchange(x.spatial_layout.cuts, split.layout.cuts, len(image), x.mesh.part)
+    image = repartition(image, x.mesh.grid_comm, plan, name="operand of a product")
+    return from_image(image, dims, x._tile.shape)
+
+
+@lru_cache(maxsize=4096)
+def _exchange(
+    theirs: tuple[Bounds, ...], ours: tuple[Bounds, ...], samples: int, part: int
+) -> Plan:
+    """From boxes cut along the one, to boxes cut along the other; both are dims of an image."""
+    before, after = (Layout((0, samples), cuts) for cuts in (theirs, ours))
+    owned = tuple(Box((*after.whole, *box.spatial)) for box in before.boxes)
+    needed = tuple(Box((*box, *before.whole.spatial)) for box in after.boxes)
+    return plan_for(owned, needed, part)

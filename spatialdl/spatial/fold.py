@@ -1,4 +1,4 @@
-"""Unfold, the pixels that each window reads, as tokens; and fold, which adds them up again."""
+"""Unfold, the pixels that each window reads; and fold, which adds them up again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition
 from spatialdl.parallel.layout import Layout, Window, by, needed_boxes
-from spatialdl.spatial.dims import are_tokens, token_dims
+from spatialdl.spatial.dims import are_tokens, image_dims, token_dims
+from spatialdl.spatial.reindex import apart_dims, fetch
+from spatialdl.spatial.sharing import share
+from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image, check_output, nothing, per_dim, window_move
@@ -54,6 +57,43 @@ def unfold(
     else:
         tokens = F.unfold(window, **_steps_of(windows))
     return from_tile(tokens, output, mesh, token_dims(2))
+
+
+@register_op(Tensor.unfold, split=("input",))
+def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows along one dim, whose pixels are in a new last dim."""
+    asked(Tensor.unfold, input, dimension, size, step)
+    dim = dimension % input.dim() - input.dim()
+    layout, mesh = input.spatial_layout, input.mesh
+    moved = input.spatial_dims.moved(lambda old: old - 1)
+    if dim not in input.spatial_dims.at:
+        return from_tile(to_tile(input).unfold(dim, size, step), layout, mesh, moved)
+    dims = apart_dims(Tensor.unfold, input)
+    along, last = dims.index(dim), image_dims(len(dims)).at
+    output, plan = _move_along(layout.of_samples(1), along, Window(size, step), mesh.part)
+    image = to_tile(input).movedim(dims, last)
+    others, own = image.shape[: -len(dims)], mesh.own_box(output)
+    image = fetch(image, plan, mesh, name="unfold")
+    if own.is_empty:
+        tile = nothing((*others, *own.shape[1:], size), image)
+    else:
+        tile = image.unfold(last[along], size, step)
+    windows = from_tile(
+        tile.movedim([at - 1 for at in last], [at - 1 for at in dims]), output, mesh, moved
+    )
+    if mesh.grid_comm.size > 1:
+        share(input, windows, moved=True)
+    return windows
+
+
+@lru_cache(maxsize=4096)
+def _move_along(layout: Layout, along: int, window: Window, part: int) -> tuple[Layout, Plan]:
+    """The layout of windows along one spatial dim, and the plan that brings their pixels."""
+    windows = [Window(1)] * len(layout.cuts)
+    windows[along] = window
+    sizes = [each.output_size(pixels) for each, pixels in zip(windows, layout.size, strict=True)]
+    moved = window_move(layout, tuple(windows), tuple(sizes), part)
+    return moved.output, moved.plan
 
 
 class FoldMove(NamedTuple):

@@ -17,6 +17,7 @@ from spatialdl.comm.repartition import repartition
 from spatialdl.parallel.layout import Bounds, Box, Layout
 from spatialdl.spatial.dims import SpatialDims, image_dims
 from spatialdl.spatial.operands import lift
+from spatialdl.spatial.picking import blocks, picked
 from spatialdl.spatial.prefix import whole_tokens
 from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex
 from spatialdl.spatial.span import asked
@@ -25,6 +26,10 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 Item = slice | int | Tensor | None
 ALL = slice(None)
+_PICKS = (
+    "an index tensor may pick channels or samples, or pixels along split dims, each dim by one "
+    "that shares no dim of the result with another; for a mask use torch.where or masked_fill"
+)
 
 
 class _Entry(NamedTuple):
@@ -112,12 +117,7 @@ def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, .
     for item, dim in entries:
         covered = range(dim, dim + _width(item))
         if isinstance(item, Tensor) and set(dims.at) & set(covered):
-            raise refusal(
-                Tensor.__getitem__,
-                [x],
-                "an index tensor or mask may choose channels or samples, not rows or columns; "
-                "slice them, or use torch.where or masked_fill",
-            )
+            raise refusal(Tensor.__getitem__, [x], _PICKS)
     items = {e.dim: e.item for e in entries if e.item is not None}
     if not all(_is_all(items[dim], x.shape[dim]) for dim in dims.at):
         return tuple(items[dim] for dim in apart_dims(Tensor.__getitem__, x))
@@ -142,6 +142,8 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
         tokens = _tokens(input, entries)
         if tokens is not None:
             return tokens
+    if any(isinstance(e.item, Tensor) and e.dim in input.spatial_dims.at for e in entries):
+        return _picked(input, entries)
     items = _on_split_dims(input, entries)
     if input.mesh.grid_comm.size == 1:
         return _of_whole(input, entries, items)
@@ -150,10 +152,28 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
     maps = tuple(map(_sliced, items, input.spatial_layout.cuts))
     sliced = reindex(Tensor.__getitem__, input, maps, is_view=True)
     local = _local(entries, input.spatial_dims)
-    if all(isinstance(item, slice) and item == ALL for item in local):
-        return sliced
-    dims = _result_dims(entries, input.spatial_dims)
-    return from_tile(to_tile(sliced)[local], sliced.spatial_layout, sliced.mesh, dims)
+    if not all(isinstance(item, slice) and item == ALL for item in local):
+        dims = _result_dims(entries, input.spatial_dims)
+        sliced = from_tile(to_tile(sliced)[local], sliced.spatial_layout, sliced.mesh, dims)
+    return sliced
+
+
+def _picked(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor:
+    """What index tensors pick along split dims, each along a dim of its own."""
+    tensors = {e.dim: e.item for e in entries if isinstance(e.item, Tensor)}
+    others = [e for e in entries if not isinstance(e.item, Tensor)]
+    is_mask = any(_width(index) != 1 or index.dtype == torch.bool for index in tensors.values())
+    is_beside = max(tensors) - min(tensors) == len(tensors) - 1
+    own = blocks([index.shape for index in tensors.values()])
+    if is_mask or not is_beside or own is None or not set(tensors) <= set(x.spatial_dims.at):
+        raise refusal(Tensor.__getitem__, [x], _PICKS)
+    if not all(e.item is not None and _is_all(e.item, x.shape[e.dim]) for e in others):
+        raise refusal(Tensor.__getitem__, [x], f"{_PICKS}; slice other dims before it")
+    each = list(zip(tensors.items(), own, strict=True))
+    for (dim, index), shape in reversed(each):  # the last dim first: the others stay in place
+        after = sum(len(later) - 1 for (place, _), later in each if place > dim)
+        x = picked(Tensor.__getitem__, x, dim - after, index.reshape(shape))
+    return x
 
 
 def _tokens(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.spatial.picking import picked
 from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -101,9 +102,7 @@ def dsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]
 def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
     asked(torch.index_select, input, dim, index)
     if input.spatial_dims.holds(dim, input.dim()):
-        raise refusal(
-            torch.index_select, [input], "it may choose channels or samples; slice split dims"
-        )
+        return picked(torch.index_select, input, dim % input.dim() - input.dim(), index.view(-1))
     tile = to_tile(input).index_select(dim, index)
     return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
 

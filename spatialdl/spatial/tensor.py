@@ -159,6 +159,8 @@ class SpatialTensor(torch.Tensor):
             device=tile.device,
             requires_grad=requires_grad,
         )
+        # a function of a C++ extension, which no table sees, would read address 0
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)
         wrapper._tile = tile
         wrapper._family = Family()
         wrapper.spatial_layout = layout

@@ -575,6 +575,15 @@ TOKENS = [
     Case(
         "sp+gems", "transformer", (36, 28), ((2, 1), (1, 1)), 1, 2, 6, ("first",), schedule="mast"
     ),
+    # the grid changes: of channels-last maps ("last"), of tokens with others beside them
+    Case("sp+pp", "transformer", (36, 28), ((2, 1), (1, 2)), 1, 2, 5, ("second",)),
+    Case("sp+pp", "transformer", (36, 28), ((1, 2), (2, 1)), 1, 2, 5, ("last",), schedule="1f1b"),
+    Case("sp+pp", "transformer", (36, 28), ((1, 2), (2, 1)), 1, 2, 5, ("drop",), recompute="stage"),
+    Case("sp+pp", "transformer", (36, 28), ((3, 1), (1, 2)), 1, 2, 5, ("second",)),
+    Case(
+        *("sp+pp", "transformer", (36, 28), ((2, 1), (1, 2), (1, 1)), 1, 2, 5, ("last", "second")),
+        schedule="zero_bubble",
+    ),
 ]
 
 
@@ -610,6 +619,10 @@ VIT = [
     Case("dp+sp", "vit", (36, 28), ((2, 1),), 2, 2, 7),
     Case("sp+pp", "vit", (36, 28), ((1, 2), (1, 2)), 1, 2, 5, ("blocks.1",)),
     Case("sp+pp", "vit_mean", (36, 28), ((2, 2), (1, 1)), 1, 2, 5),
+    Case("sp+pp", "vit", (36, 28), ((2, 1), (1, 2)), 1, 2, 5, ("blocks.1",)),
+    Case("sp+pp", "vit_plain", (28, 4), ((1, 2), (2, 1)), 1, 2, 5, ("blocks.1",)),
+    Case("sp+pp", "vit_signal", (68,), ((2,), (3,)), 1, 2, 5, ("blocks.1",)),
+    Case("sp+pp", "vit_volume", (12, 20, 8), ((1, 2, 1), (1, 1, 2)), 1, 2, 5, ("blocks.1",)),
 ]
 
 

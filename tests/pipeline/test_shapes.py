@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from spatialdl.comm.mesh import dry_mesh
+from spatialdl.comm.repartition import view_of
 from spatialdl.models import unet
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
@@ -107,45 +108,65 @@ def channels_last(x):
     return x.permute(0, 2, 3, 1) * 2
 
 
-def test_an_image_with_its_rows_elsewhere_is_passed_tile_by_tile():
-    found = shapes(channels_last, lambda x: x, grids=((2, 1), (1, 1)))
-    (part,) = found.of(2)[Border(0, 1)].values()
-    assert isinstance(part, SplitShape)
-    assert part.shape == (2, 9, 7, 3)
-    assert part.local_shape(part.sender, 0) == (2, 4, 7, 3)
-    assert part.local_shape(part.sender, 1) == (2, 5, 7, 3)
-    assert part.local_shape(part.receiver, 0) == (2, 9 * 7 * 3)
+def test_an_image_with_its_rows_elsewhere_travels_as_an_image():
+    found = shapes(channels_last, lambda x: x, lambda x: x, grids=((2, 1), (1, 3), (1, 1)))
+    for border, grid in ((Border(0, 1), (1, 3)), (Border(1, 2), (1, 1))):
+        (part,) = found.of(2)[border].values()
+        assert isinstance(part, SplitShape)
+        assert (part.seen, part.shape) == ((2, 9, 7, 3), (2, 3, 9, 7))
+        assert part.sender == Layout.even(2, (9, 7), (2, 1) if border.giver == 0 else (1, 3))
+        assert part.receiver == Layout.even(2, (9, 7), grid)
 
 
-@pytest.mark.parametrize("grid", [(2, 1), (1, 3), (2, 2)])
-def test_tiles_one_after_the_other_are_put_in_their_places(grid):
+def test_tokens_that_belong_to_no_pixel_travel_in_a_corner():
+    dims = token_dims(2).moved(lambda dim: dim - 1)._replace(prefix=1, suffix=2)
+    pixels = Layout.even(2, (9, 7), (2, 2))
+    output = meta_split((2, 66, 4), dims, pixels)
+    part = SplitShape.of(output, Layout.even(2, (9, 7), (1, 3)))
+    assert part.shape == (2, 4, 12, 8)
+    assert part.sender.cuts == ((0, 7, 12), (0, 4, 8))
+    assert part.receiver.cuts == ((0, 12), (0, 3, 5, 8))
+
+
+GRIDS = [((2, 1), (1, 1)), ((1, 3), (2, 2)), ((2, 2), (3, 1)), ((7, 1), (2, 1)), ((2, 2), (2, 2))]
+
+
+@pytest.mark.parametrize("grids", GRIDS)
+def test_tiles_of_one_grid_become_those_of_another(grids):
     """Tokens of a sample with one before and two after them, and maps whose columns come first."""
-    mesh = dry_mesh((1, 1))
     tokens = token_dims(2).moved(lambda dim: dim - 1)._replace(prefix=1, suffix=2)
-    for sample, dims in (((66, 4), tokens), ((7, 3, 9), SpatialDims.of(-1, -3))):
-        pixels = Layout.even(2, (9, 7), grid)
+    merged = SpatialDims.of(-2, -2, outer=(4, 1))
+    for sample, dims, size in (
+        ((66, 4), tokens, (9, 7)),
+        ((13, 4), tokens, (5, 2)),
+        ((7, 3, 9), SpatialDims.of(-1, -3), (9, 7)),
+        ((4 * 63, 2), merged, (9, 7)),
+    ):
+        before, after = (Layout.even(2, size, grid) for grid in grids)
         whole = torch.arange(2 * prod(sample)).view(2, *sample).double()
-        tile = torch.empty(2, *tile_shape(sample, dims, pixels))
-        output = SpatialTensor(tile, pixels, dry_mesh(grid), dims)
-        part = SplitShape.of(output, 1, is_split=False)
-        tiles = []
-        for number in range(len(pixels.boxes)):
-            tile = whole
-            for dim in set(dims.at):
-                own = positions_in(pixels, dims, whole.shape[dim], dim, number)
-                tile = tile.index_select(dim, own)
-            tiles.append(part.boxed(tile))
-        assert torch.equal(part.given_to(mesh, torch.cat(tiles, 1)), whole)
+        part = SplitShape.of(meta_split(whole.shape, dims, before), after)
+        image = torch.full(part.shape, float("nan"), dtype=torch.float64)
+        for number, box in enumerate(part.sender.boxes):
+            tile = tile_of(whole, dims, before, number)
+            sent = part.leaving(tile, number)
+            assert sent.shape == part.local_shape(part.sender, number)
+            assert torch.equal(part.tile_of(sent, before, number), tile)
+            view_of(image, part.sender.whole, box).copy_(sent)
+        for number, box in enumerate(part.receiver.boxes):
+            received = part.tile_of(view_of(image, part.receiver.whole, box), after, number)
+            assert torch.equal(received, tile_of(whole, dims, after, number))
 
 
-def tile_shape(sample, dims, pixels):
-    return dims.sizes((2, *sample), pixels.boxes[0].shape[1:])[1:]
+def meta_split(shape, dims, pixels):
+    tile = torch.empty(dims.sizes(shape, pixels.boxes[0].shape[1:]), device="meta")
+    return SpatialTensor(tile, pixels, dry_mesh(pixels.grid), dims)
 
 
-def test_tokens_that_would_change_their_grid_are_refused():
-    found = shapes(channels_last, lambda x: x, grids=((2, 1), (1, 2)))
-    with pytest.raises(ValueError, match=r"rows in dim -3.*between stages 0 and 1.*2x1 and 1x2"):
-        found.of(2)
+def tile_of(whole, dims, pixels, part):
+    for dim in set(dims.at):
+        own = positions_in(pixels, dims, whole.shape[dim], dim, part)
+        whole = whole.index_select(dim, own)
+    return whole
 
 
 def test_samples_must_come_first():

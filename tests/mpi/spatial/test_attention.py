@@ -161,6 +161,20 @@ def test_attention_whose_weights_are_kept(name: str, meshes: Meshes) -> None:
         check(operation, image, [], mesh, f"{name} on {mesh.grid} ")
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": 1.0}, {"dropout_p": 0.3}, {"is_causal": True}])
+def test_channels_that_attend_to_channels(options: dict[str, object], meshes: Meshes) -> None:
+    """The products of queries and keys are sums over all tokens."""
+
+    def operation(x: Tensor) -> Tensor:
+        q, k = (F.normalize(x.flatten(2), dim=-1) for x in (x, x.sin()))
+        with keyed(1, 2):
+            return F.scaled_dot_product_attention(q, k, x.cos().flatten(2), **options)
+
+    for mesh in meshes.values():
+        image = parameter(random.Random(9), N, C, H, W)
+        check(operation, image, [], mesh, f"{options} on {mesh.grid} ")
+
+
 def test_a_few_whole_queries_with_dropout(meshes: Meshes) -> None:
     queries = parameter(random.Random(3), N, 5, C)
 

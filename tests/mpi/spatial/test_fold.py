@@ -22,6 +22,30 @@ def test_unfold(seed: int, meshes: dict) -> None:
     check(unfold, s.image, [], s.mesh, str(s))
 
 
+@pytest.mark.parametrize("seed", seeds(8, 100))
+def test_windows_along_a_dim(seed: int, meshes: dict) -> None:
+    """Of rows, columns or channels, of maps whose channels are the first or the last dim."""
+    rng = random.Random(seed)
+    s = draw(rng, meshes)
+    dim, last = rng.choice((1, 2, 3, -1)), rng.choice((True, False))
+    size = rng.randint(1, 3 if dim == 1 and not last else 2)
+    step = rng.randint(1, 3)
+
+    def windows(x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1) if last else x
+        return x.unfold(dim, size, step).sin()
+
+    check(windows, s.image, [], s.mesh, f"{s}, {dim}, {size}, {step}")
+
+
+def test_windows_along_both_dims(meshes: dict) -> None:
+    for mesh in meshes.values():
+        check(
+            lambda x: x.unfold(2, 3, 1).unfold(3, 4, 2).square().mean((-1, -2)),
+            *(parameter(random.Random(1), 2, 3, 9, 8), [], mesh, f"on {mesh.grid} "),
+        )
+
+
 def test_a_convolution_by_unfold(meshes: dict) -> None:
     weight = parameter(random.Random(0), 5, 3 * 9)
 

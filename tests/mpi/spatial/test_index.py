@@ -112,14 +112,13 @@ def test_patch_merging(meshes: dict) -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        (ALL, ALL, torch.tensor([0, 2])),
-        (..., [1, 2]),
+        (ALL, ALL, torch.tensor([0, 2]), torch.tensor([1, 2])),
         (ALL, ALL, torch.ones(9, dtype=torch.bool)),
         torch.ones(2, 3, 9, 7, dtype=torch.bool),
         (ALL, True),
     ],
 )
-def test_rows_and_columns_are_not_chosen_by_tensors(index: Any, meshes: dict) -> None:
+def test_pixels_are_not_chosen_by_pairs_or_masks(index: Any, meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.zeros(2, 3, 9, 7), mesh)
         with pytest.raises(UnsupportedSpatialOp, match=r"^__getitem__ .* 9x7.*masked_fill"):

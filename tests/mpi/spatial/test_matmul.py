@@ -155,6 +155,35 @@ def test_what_pytorch_refuses(call: Callable[[Tensor], Tensor], meshes: Meshes) 
                 call(image)
 
 
+def split_within_and_by_windows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries that are one small map, and keys of windows of a large one: (windows, 4, C) each."""
+    small = F.avg_pool2d(x, 3).permute(0, 2, 3, 1)
+    queries = small.repeat_interleave(9, 0).reshape(9 * len(x), 4, C)
+    windows = x.permute(0, 2, 3, 1).view(len(x), 3, 2, 3, 2, C).permute(0, 1, 3, 2, 4, 5)
+    return queries, windows.reshape(9 * len(x), 4, C)
+
+
+WINDOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "queries and keys": lambda q, k: q @ k.mT,
+    "keys and queries": lambda q, k: torch.einsum("bse,ble->bls", k, q),
+    "attention": lambda q, k: (q @ k.mT).softmax(-1) @ k.sin(),
+    "fused attention": lambda q, k: F.scaled_dot_product_attention(q, k, k.sin()),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_operands_that_are_split_along_other_letters(name: str, meshes: Meshes) -> None:
+    image = parameter(random.Random(1), N, C, 6, 6)
+    for mesh in meshes.values():
+        check(
+            lambda x: WINDOWS[name](*split_within_and_by_windows(x)),
+            *(image, [], mesh, f"{name} on {mesh.grid} "),
+        )
+        if mesh.grid_comm.size > 1:
+            found = WINDOWS[name](*split_within_and_by_windows(shard(image, mesh)))
+            assert found.spatial_dims.at == (-3, -3)
+
+
 @pytest.mark.parametrize("dims", [1, 3])
 def test_of_signals_and_volumes(dims: int) -> None:
     letters = "dhw"[:dims]

@@ -17,10 +17,13 @@ from mpi4py import MPI
 from spatialdl import UnsupportedSpatialOp, init_mesh
 from spatialdl.checking.compare import differences, one_step
 from tests.mpi.zoo import NETWORKS, Entry
+from tests.mpi.zoo_attention import ATTENTION, SIGNALS, TUBES
 from tests.mpi.zoo_vision_transformers import VISION_TRANSFORMERS
 from tests.mpi.zoo_volumes import VOLUMES
+from tests.mpi.zoo_windows import WINDOWS
 
 GRIDS = {2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (5, 1), 6: (2, 3)}
+ALL_GRIDS = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2)], 5: [(5, 1)], 6: [(2, 3)]}
 GRIDS_OF_VOLUMES: dict[int, list[tuple[int, ...]]] = {
     2: [(2, 1, 1)],
     3: [(1, 3, 1)],
@@ -89,6 +92,34 @@ def test_a_training_step_of_vision_transformers_equals_that_of_one_process(name:
 @pytest.mark.parametrize("name", _exact(VOLUMES, FAST_VOLUMES))
 def test_a_training_step_on_volumes_equals_that_of_one_process(name: str) -> None:
     _compare(VOLUMES[name], *GRIDS_OF_VOLUMES[MPI.COMM_WORLD.size])
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *WINDOWS])
+def test_steps_of_small_transformers_equal_those_of_one_process(name: str) -> None:
+    for grid in ALL_GRIDS[MPI.COMM_WORLD.size]:
+        _compare_steps({**ATTENTION, **WINDOWS}[name], grid)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_steps_on_signals_equal_those_of_one_process(name: str) -> None:
+    _compare_steps(SIGNALS[name], (MPI.COMM_WORLD.size,))
+
+
+@pytest.mark.parametrize("name", TUBES)
+def test_steps_on_tubes_equal_those_of_one_process(name: str) -> None:
+    for grid in GRIDS_OF_VOLUMES[MPI.COMM_WORLD.size]:
+        _compare_steps(TUBES[name], grid)
+
+
+def _compare_steps(entry: Entry, grid: tuple[int, ...]) -> None:
+    plain, mesh = entry.network(), init_mesh(grid)
+    ours = copy.deepcopy(plain)
+    for step in range(3):
+        image = entry.image() * (1 + step)
+        numbers = one_step(ours, image, (), mesh), one_step(plain, image)
+        assert [str(difference) for difference in differences(*numbers)] == [], (grid, step)
+        for network in (ours, plain):
+            torch.optim.SGD(network.parameters(), 0.01).step()
 
 
 def _compare(entry: Entry, *grids: tuple[int, ...]) -> None:

@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[[Tensor], Any]] = {
     "vsplit": lambda x: torch.vsplit(x, [1]),
     "dsplit": lambda x: x.dsplit(3),
     "index_select": lambda x: x.index_select(1, torch.tensor([2, 0, 2])),
+    "index_select of columns": lambda x: x.index_select(3, torch.tensor([2, 0, 2])),
     "diff": lambda x: x.diff(),
     "diff of rows": lambda x: torch.diff(x, n=2, dim=-2),
     "diff of channels": lambda x: x.diff(dim=1),
@@ -70,7 +71,7 @@ def test_tokens_are_sliced_along_their_other_dims(meshes: dict) -> None:
     "call",
     [
         lambda x: x.unbind(2),
-        lambda x: x.index_select(3, torch.tensor([1])),
+        lambda x: x.flatten(2).index_select(2, torch.tensor([1])),
         lambda x: x.flatten(2)[:, :, 3:],
         lambda x: x.flatten(2).narrow(2, 0, 5),
     ],

@@ -573,6 +573,52 @@ ASKED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@torch.library.custom_op("spatialdl_tests::neighbours", mutates_args=())
+def neighbours(x: Tensor, others: Tensor) -> Tensor:
+    """An operator of another library, such as neighbourhood attention."""
+    return x.roll(1, -1) + others
+
+
+class Neighbours(torch.autograd.Function):
+    """How such libraries give their operators a gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return neighbours(x, x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: neighbours(x, x),
+        lambda x: torch.ops.spatialdl_tests.neighbours(x, image()),
+        Neighbours.apply,
+    ],
+)
+@pytest.mark.usefixtures("still_talking")
+def test_operators_of_other_libraries_are_refused_by_name(
+    call: Callable[[Tensor], Tensor], mesh: Mesh
+) -> None:
+    if mesh.size > 1:
+        with pytest.raises(UnsupportedSpatialOp, match=r"neighbours.* cannot be done on an image"):
+            call(shard(image().requires_grad_(), mesh))
+
+
+def test_what_no_table_sees_finds_no_data(mesh: Mesh) -> None:
+    """As a function of a C++ extension that is no operator."""
+    x = shard(image(), mesh)
+    if mesh.size > 1:
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            pytest.raises(RuntimeError, match="data point"),
+        ):
+            x.data_ptr()
+
+
 @pytest.fixture
 def still_talking(mesh: Mesh) -> Iterator[None]:
     """After a refusal ranks are where they were: they can go on together."""

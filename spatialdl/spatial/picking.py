@@ -1,0 +1,124 @@
+"""Pixels that an index tensor picks along split dims, as the keys of computed windows.
+
+The host does not read an index, which may be on a device: the tiles of all parts come by, one after
+the other, and each rank takes out of them what its own outputs read. So it holds two tiles at once,
+not the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.plan import Plan, plan_for
+from spatialdl.parallel.layout import Layout, even_bounds
+from spatialdl.spatial.constants import on
+from spatialdl.spatial.dims import SpatialDims
+from spatialdl.spatial.span import positions_in
+from spatialdl.spatial.table import refusal
+from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile
+
+
+def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTensor:
+    """`x` with an index of any shape (n, ...) applied to a dim that holds spatial dims.
+
+    Args:
+        func: the operation that asks, for messages.
+        dim: negative.
+        index: whole numbers, the same on every rank; its first dim is split in the place of `dim`.
+    """
+    dims, layout, mesh, size = x.spatial_dims, x.spatial_layout, x.mesh, x.shape[dim]
+    held = tuple(number for number, at in enumerate(dims.at) if at == dim)
+    if dims.beside or dims.outer[held[0]] > 1:
+        raise refusal(func, [x], "an index may pick pixels alone: not samples, nor class tokens")
+    if len(held) > 1 and len(index) != size:
+        raise refusal(func, [x], "an index of merged split dims must have a row for each of them")
+    output = _output(layout, held, len(index))
+    rows = on(positions_in(output, dims, len(index), dim, mesh.part), x.device)
+    own = index.to(x.device, torch.int64).index_select(0, rows)
+    own = torch.where(own < 0, own + size, own)
+    tile = _taken(x, dim, held, own.flatten(), getattr(func, "__name__", str(func)))
+    more = own.dim() - 1
+    moved = dims.moved(lambda at: at - more if at <= dim else at)
+    tile = tile.reshape(*tile.shape[:dim], *own.shape, *tile.shape[x.dim() + dim + 1 :])
+    return from_tile(tile, output, mesh, moved)
+
+
+@lru_cache(maxsize=4096)
+def _output(layout: Layout, held: tuple[int, ...], size: int) -> Layout:
+    """Cut as the input; evenly where it has another size."""
+    if len(held) > 1 or layout.size[held[0]] == size:
+        return layout
+    cuts = list(layout.cuts)
+    cuts[held[0]] = even_bounds(size, layout.grid[held[0]])
+    return Layout(layout.batch, tuple(cuts))
+
+
+def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, name: str) -> Tensor:
+    """What an index takes of a dim, from the tiles of all parts along it; differentiable."""
+    layout, dims, size = x.spatial_layout, x.spatial_dims, x.shape[dim]
+    taken: Tensor | None = None
+    for plan, part in _turns(layout, held, x.mesh.part):
+        tile = bring(x, plan, name)
+        places = on(_places(layout, dims, size, dim, part), x.device)[index]
+        is_here = (places >= 0).view(-1, *(1,) * (-dim - 1))
+        if tile.shape[dim] > 0:
+            here = tile.index_select(dim, places.clamp_min(0))
+        else:  # all ranks walk the same graph
+            here = tile.sum(dim, keepdim=True).to(tile.dtype)
+        taken = torch.where(is_here, here, torch.zeros_like(here) if taken is None else taken)
+    assert taken is not None
+    return taken
+
+
+@lru_cache(maxsize=4096)
+def _turns(layout: Layout, held: tuple[int, ...], part: int) -> tuple[tuple[Plan, int], ...]:
+    """The plans by which the tiles of all parts along some dims come by; whose come to `part`."""
+    turns = []
+    for steps in product(*(range(layout.grid[number]) for number in held)):
+        by_dim = dict(zip(held, steps, strict=True))
+        others = [_further(layout, rank, by_dim) for rank in range(len(layout.boxes))]
+        needed = tuple(layout.boxes[other] for other in others)
+        turns.append((plan_for(layout.boxes, needed, part), others[part]))
+    return tuple(turns)
+
+
+def _further(layout: Layout, part: int, steps: dict[int, int]) -> int:
+    """The part that lies so many steps further along some dims, round at the end."""
+    found = 0
+    for number, (place, parts) in enumerate(zip(layout.part_at(part), layout.grid, strict=True)):
+        found = found * parts + (place + steps.get(number, 0)) % parts
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _places(layout: Layout, dims: SpatialDims, size: int, dim: int, part: int) -> Tensor:
+    """Where in the tile of a part each entry of a dim is; -1: not there."""
+    places = torch.full((size,), -1)
+    own = positions_in(layout, dims, size, dim, part)
+    places[own] = torch.arange(len(own))
+    return places
+
+
+def blocks(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]] | None:
+    """The part of each index tensor's shape that is its own; None if they share dims of the result.
+
+    Tensors that PyTorch would broadcast, each of size 1 where another one is not, in their order:
+    (H, K, 1, 1) and (W, K) index rows by (H, K), columns by (W, K).
+    """
+    count = max(map(len, shapes))
+    aligned = [(*(1,) * (count - len(shape)), *shape) for shape in shapes]
+    found, start = [], 0
+    for number, shape in enumerate(aligned):
+        own = [dim for dim, size in enumerate(shape) if size > 1]
+        is_last = number == len(aligned) - 1
+        stop = count if is_last else max(own, default=start) + 1
+        if stop <= start or any(not start <= dim < stop for dim in own):
+            return None
+        found.append(tuple(shape[start:stop]))
+        start = stop
+    return found
