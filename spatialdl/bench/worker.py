@@ -116,7 +116,7 @@ def _network(options: argparse.Namespace, device: torch.device) -> nn.Module:
 def _builder(model: str) -> Callable[..., nn.Module]:
     if model == CONVOLUTIONS:
         return convolutions
-    return find_builder(model) if "." in model else getattr(models, model)  # type: ignore[no-any-return]
+    return find_builder(model) if "." in model else getattr(models, model)
 
 
 def _start_ddp(comm: Communicator, device: torch.device) -> None:
