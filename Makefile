@@ -1,4 +1,4 @@
-# make demo | make test | make test-gpu | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
+# make demo | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -50,34 +50,36 @@ test-mpi: $(READY)
 	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
 	done
 
-# on a simulated accelerator, by each way in which device tensors travel; on GPUs: make test-gpu
-BY_ALL_PATHS := tests/mpi/comm/test_device_transport.py tests/mpi/comm/test_reduce.py \
-    tests/mpi/comm/test_repartition.py
-ON_SIM := SPATIALDL_DEVICE=sim SPATIALDL_DEVICE_PATH
-WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
+# on a device, by each way in which its tensors travel: by nccl on one for each rank, by host and mpi
+# all ranks on one; what a machine lacks for it is skipped with its reason. GPU=sim: the simulated one
+GPU ?= cuda
 RANKS ?= 2
+ON_GPU := SPATIALDL_DEVICE=$(GPU) SPATIALDL_DEVICE_PATH
+ON_SIM := SPATIALDL_DEVICE=sim SPATIALDL_DEVICE_PATH
+BY_ALL_PATHS := tests/mpi/comm/test_device_transport.py tests/mpi/comm/test_reduce.py \
+    tests/mpi/comm/test_repartition.py tests/mpi/comm/test_collectives.py
+WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
+ON_SHARED ?= tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py
+
+test-gpu: $(READY)
+	$(ON_GPU)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
+	    tests/mpi/bench tests/mpi/training/optimization \
+	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
+	$(ON_GPU)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/pipeline/test_equal_numbers.py
+	SPATIALDL_DEVICES=1 $(ON_GPU)=host $(WITH_TESTS) $(ON_SHARED)
+	SPATIALDL_DEVICES=1 $(ON_GPU)=mpi $(WITH_TESTS) $(ON_SHARED)
+
+test-device: $(READY)
+	$(MAKE) test-gpu GPU=sim ON_SHARED=tests/mpi/spatial/test_pad.py
+	SIM_DELAY_US=200 $(ON_SIM)=nccl $(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/pipeline/test_equal_numbers.py -k "sp+gems and 2x1-1x1"
 
 # feeding, checkpoints, half precision, sharded state, NaN, predictions
 WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_host_waits.py \
     tests/mpi/pipeline/test_sharded.py tests/mpi/predicting/test_layouts.py \
     $(addprefix tests/mpi/training/, debug optimization tasks test_augmentation.py \
     test_checkpoints.py test_dtypes.py test_finite.py)
-
-test-device: $(READY)
-	$(ON_SIM)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
-	    tests/mpi/bench tests/mpi/training/optimization \
-	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
-	$(ON_SIM)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
-	    tests/mpi/pipeline/test_equal_numbers.py
-	$(ON_SIM)=host $(WITH_TESTS) tests/mpi/spatial/test_pad.py tests/mpi/comm/test_collectives.py
-	$(ON_SIM)=mpi $(WITH_TESTS) tests/mpi/spatial/test_pad.py
-
-# RANKS on the GPUs of this machine, each on its own where there are enough
-test-gpu: $(READY)
-	set -e; for path in auto host; do \
-	    SPATIALDL_DEVICE=cuda SPATIALDL_DEVICE_PATH=$$path $(WITH_TESTS) \
-	        tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py; \
-	done
 
 # on a Slurm of several nodes on this machine, where one can be started
 test-cluster: $(READY)
@@ -100,10 +102,11 @@ test-slow: $(READY)
 	set -e; for ranks in 2 3; do \
 	    $(ON_SIM)=nccl $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" $(WHOLE_RUNS); \
 	done
-	set -e; for path in nccl host mpi; do for ranks in 2 4; do \
-	    $(ON_SIM)=$$path $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" \
+	$(MAKE) test-gpu GPU=sim
+	set -e; for path in nccl host mpi; do \
+	    $(ON_SIM)=$$path $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py; \
-	done; done
+	done
 	# the same equality over torch.distributed
 	set -e; for ranks in 2 3 4; do \
 	    SPATIALDL_TRANSPORT=torch $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi; \

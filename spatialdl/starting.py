@@ -267,7 +267,7 @@ def meet(
 
 
 def choose_device(config: DictConfig, info: LaunchInfo) -> None:
-    """The accelerator of this rank, before MPI looks which one is current.
+    """Take the accelerator of this rank, before MPI looks which one is current.
 
     Ranks of a machine that follow each other share one if told so. A launcher may show each rank
     its own only, so one may serve any rank.
@@ -282,6 +282,8 @@ def choose_device(config: DictConfig, info: LaunchInfo) -> None:
         return
     import torch
 
+    from spatialdl.comm.device_path import take_device
+
     if not torch.accelerator.is_available():
         return
     number, count = info.local_rank // shared, torch.accelerator.device_count()
@@ -291,4 +293,4 @@ def choose_device(config: DictConfig, info: LaunchInfo) -> None:
             f"devices: start at most {count * shared} ranks on it, or take "
             f"comm.ranks_per_device={-(-(info.local_rank + 1) // count)} or more"
         )
-    torch.accelerator.set_device_index(number % count)
+    take_device(number % count)

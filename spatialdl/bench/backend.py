@@ -25,7 +25,8 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     sizes = [4**power for power in range(1, 14) if 4**power <= options.most]
     command = [
-        *(*mpiexec_command(options.ranks), sys.executable, "-m", "spatialdl.bench.backend_worker"),
+        *(*mpiexec_command(options.ranks), sys.executable, "-m", "spatialdl.bench.device"),
+        "backend_worker",
         *("--sizes", *map(str, sizes), "--rounds", str(options.rounds)),
         *("--steps", str(options.steps), "--model", options.model),
         *("--side", str(options.side), "--batch", str(options.batch)),

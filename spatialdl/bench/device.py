@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 import time
 from argparse import ArgumentParser
 
 import torch
 
 from spatialdl.bench.results import CPU
+from spatialdl.comm import device_path as paths
 from spatialdl.comm.device_path import device_of, device_path
 from spatialdl.comm.launch import launched
 
@@ -28,7 +31,7 @@ def take_device(name: str) -> torch.device:
     """
     info = launched()
     if name != "cpu" and info is not None and torch.accelerator.is_available():
-        torch.accelerator.set_device_index(info.local_rank % torch.accelerator.device_count())
+        paths.take_device(info.local_rank % torch.accelerator.device_count())
     return device_of(name)
 
 
@@ -73,3 +76,9 @@ class Stopwatch:
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
+
+
+if __name__ == "__main__":  # a worker whose imports initialise MPI: `MODULE --device NAME ...`
+    del sys.argv[0]
+    take_device(sys.argv[sys.argv.index("--device") + 1])
+    runpy.run_module(f"spatialdl.bench.{sys.argv[0]}", run_name="__main__", alter_sys=True)

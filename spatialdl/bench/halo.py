@@ -52,7 +52,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     rows, cols = options.grid
     command = [
-        *(*mpiexec_command(rows * cols), sys.executable, "-m", "spatialdl.bench.halo_worker"),
+        *(*mpiexec_command(rows * cols), sys.executable, "-m", "spatialdl.bench.device"),
+        "halo_worker",
         *("--grid", str(rows), str(cols), "--channels", str(options.channels)),
         *("--side", str(options.side), "--rounds", str(options.rounds)),
         *("--exchanges", str(options.exchanges), "--device", options.device),

@@ -14,6 +14,7 @@ import torch
 
 from spatialdl.bench import backend, halo, memory, pipeline, spatial, synthetic
 from spatialdl.bench.device import add_device
+from spatialdl.comm.device_group import backend_for
 from spatialdl.comm.device_path import device_of
 from spatialdl.parallel.layout import nearly_cubic
 
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     out = Path(options.out)
     tables, failed = [], []
+    why_not = _lacks_backend(options)
+    if why_not:
+        print(f"backend is left out: {why_not}", flush=True)
     for name, (bench, words) in runs(options).items():
         print(f"\n## {name}\n", flush=True)
         try:
@@ -76,8 +80,21 @@ def runs(options: argparse.Namespace) -> dict[str, tuple[Bench, list[str]]]:
         rows, cols = map(str, grid)
         found["halo"] = (halo.main, [*device, "--grid", rows, cols, *_halo(options)])
         found["pipeline"] = (pipeline.main, [*device, *many, *_pipeline(options)])
+    if not _lacks_backend(options):
         found["backend"] = (backend.main, [*device, *many, *_backend(options)])
     return found
+
+
+def _lacks_backend(options: argparse.Namespace) -> str:
+    """Why our backend of torch.distributed has nothing to be compared with; else empty."""
+    device = device_of(options.device)
+    if options.ranks == 1:
+        return "one rank has no other to talk to"
+    if device.type != "cpu" and backend_for(device) is None:
+        return f"PyTorch has no collectives for {device.type} here"
+    if device.type != "cpu" and options.ranks > _devices(options.device):
+        return "several ranks share a device, to which NCCL would give only one"
+    return ""
 
 
 def _spatial(options: argparse.Namespace) -> list[str]:

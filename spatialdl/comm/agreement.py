@@ -115,7 +115,7 @@ class Agreement:
         if task == self._backward:
             return
         self._backward = task
-        if compares and self._grid_comm.size > 1:
+        if compares and self.compares and self._grid_comm.size > 1:  # from image to loss
             self._compare(
                 {"gradient of the loss": grad},
                 "the ranks of a grid have one output, but other losses: give all the same labels "

@@ -67,6 +67,15 @@ def current_device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
+def take_device(index: int) -> None:
+    """Make a device the current one, with a context: MPI looks for one when it is initialised.
+
+    Choosing a device makes none where it is the current one already, as device 0 is.
+    """
+    torch.accelerator.set_device_index(index)
+    torch.empty(1, device=current_device())
+
+
 def device_of(name: str) -> torch.device:
     """The device of this rank, as ``device=`` names it; which one was chosen when it started.
 
@@ -142,10 +151,17 @@ def _own(comm: Communicator, device: torch.device) -> _Own:
 
 
 def _identity(device: torch.device) -> str:
-    """What tells a device from the others of its machine, whichever of them a process sees."""
-    properties = torch.get_device_module(device).get_device_properties(device)
+    """Identify a device among those of its machine, whichever of them a process sees.
+
+    By its PCI address, which NCCL compares: parts of one GPU (MIG) share it, though each has a UUID
+    of its own. On ROCm by the UUID: partitions of a GPU are devices of their own to RCCL.
+    """
+    found = torch.get_device_module(device).get_device_properties(device)
+    address = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in address and torch.version.hip is None:
+        return f"PCI {':'.join(map(str, address))}"
     visible = [os.environ.get(f"{name}_VISIBLE_DEVICES") for name in ("CUDA", "ROCR", "HIP")]
-    return str(getattr(properties, "uuid", (visible, device.index)))
+    return str(getattr(found, "uuid", (visible, device.index)))
 
 
 def _kept(chosen: set[str | None], wanted: str) -> DevicePath:

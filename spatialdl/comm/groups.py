@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_group import backend_for
-from spatialdl.comm.device_path import current_device
+from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.distributed import TorchCommunicator, local_group
 from spatialdl.comm.launch import launched
 from spatialdl.comm.limit import timeout_of_groups
@@ -50,7 +50,7 @@ def backend_of(comm: Communicator, device: torch.device) -> str:
     """The backend that goes with the transport of a communicator."""
     if not isinstance(comm, TorchCommunicator):
         return "mpi4py"
-    return "gloo" if backend_for(device) is None else "nccl"
+    return "nccl" if device.type != "cpu" and device_path().name == "nccl" else "gloo"
 
 
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -77,6 +77,12 @@ def start(name: str) -> None:
         raise ValueError(
             f"the backend nccl needs GPUs, and PyTorch has no collectives for "
             f"{current_device().type}: take mpi4py or gloo"
+        )
+    path = device_path()
+    if name == "nccl" and path.name != "nccl":
+        raise ValueError(
+            f"comm.backend=nccl needs comm.device_path=nccl, and device tensors go by {path.name} "
+            f"({path.reason}): take comm.backend=mpi4py or gloo"
         )
     if name == "mpi4py":
         _register()

@@ -157,7 +157,9 @@ class ForwardBuffers:
         rows = [row for row, moves in enumerate(updated) if moves]
         if not rows:
             return
-        parts = [self._own_part(places[row], factors[row]) for row in rows]
+        tensors = [places[row].tensor for row in rows]
+        device = next(one.device for one in tensors if one is not None)  # of all, as a rule
+        parts = [self._own_part(places[row], factors[row]).to(device) for row in rows]
         total = sum_over_ranks(self._comm, torch.cat(parts), "buffers that forward updates")
         sums = torch.split(total, [len(part) for part in parts])
         for row, rest in zip(rows, sums, strict=True):
@@ -167,12 +169,14 @@ class ForwardBuffers:
         """What this rank's slices add to a buffer."""
         updates, self._updates[place.path] = self._updates[place.path], []
         buffer = place.tensor
-        total = torch.zeros(0 if buffer is None else buffer.numel(), dtype=torch.float64)
+        total = torch.zeros(0, dtype=torch.float64)
+        if buffer is not None:
+            total = buffer.new_zeros(buffer.numel(), dtype=torch.float64)
         own: dict[int, Tensor] = {}
         for number, factor, rest in updates:  # of one slice in forward, then in backward
             own[number] = rest if number not in own else factor * own[number] + rest
         for number, rest in own.items():
-            total += float(factors[number + 1 :].prod()) * rest.cpu().reshape(-1)
+            total += float(factors[number + 1 :].prod()) * rest.reshape(-1)
         return total
 
 

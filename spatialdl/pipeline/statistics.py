@@ -128,11 +128,15 @@ class SliceStatistics:
         parts = [self._own_part(norm, row) for norm, row in zip(self._norms, calls, strict=True)]
         total = sum_over_ranks(self._comm, torch.cat(parts), "batch_norm statistics")
         values = torch.split(total, [len(part) for part in parts])
-        left = [_weights(norm, sum(row))[0] for norm, row in zip(self._norms, calls, strict=True)]
         # layers of which as much is left, as a rule all of them, in few kernels
-        for share in dict.fromkeys(left):
-            some = [number for number, one in enumerate(left) if one == share]
-            _add(share, [self._norms[n] for n in some], torch.cat([values[n] for n in some]))
+        alike: dict[object, list[int]] = {}
+        for number, (norm, row) in enumerate(zip(self._norms, calls, strict=True)):
+            key = norm if norm.momentum is None else (norm.momentum, sum(row))
+            alike.setdefault(key, []).append(number)
+        for some in alike.values():
+            updates, parts = sum(calls[some[0]]), [values[n] for n in some]
+            if updates:
+                _add([self._norms[n] for n in some], updates, torch.cat(parts))
         torch._foreach_add_([_buffers(norm)[2] for norm in self._norms], [sum(r) for r in calls])
 
     def _own_part(self, norm: _BatchNorm, calls: list[int]) -> Tensor:
@@ -142,7 +146,7 @@ class SliceStatistics:
         places = [0, *accumulate(calls)]  # of each slice's first call among all calls
         total = _buffers(norm)[0].new_zeros(2 * norm.num_features, dtype=torch.float64)
         for slice_number, statistics in kept:
-            total.add_(statistics, alpha=weights[1 + places[slice_number]])
+            total.add_(statistics, alpha=weights[places[slice_number]])
             places[slice_number] += 1
         return total
 
@@ -174,26 +178,26 @@ def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, count
 
 
-def _add(share: float, norms: Sequence[_BatchNorm], values: Tensor) -> None:
-    """Keep a share of the running statistics of some layers, and add what the slices come to.
+def _add(norms: Sequence[_BatchNorm], updates: int, values: Tensor) -> None:
+    """Carry out updates of the running statistics of some layers of the same momentum.
 
     Args:
-        values: means and variances of each layer, float64.
+        norms: one layer if its momentum is None, which averages over all updates there have been.
+        updates: how many.
+        values: means and variances of each layer, float64, times `_weights`.
     """
     running = [one for norm in norms for one in _buffers(norm)[:2]]
-    updated = torch.cat(running).double().mul_(share).add_(values)
+    updated, momentum = torch.cat(running).double(), norms[0].momentum
+    if momentum is None:  # on the device, which knows their number: the host would wait for it
+        before = _buffers(norms[0])[2]
+        updated.mul_(before).add_(values).div_(before + updates)
+    else:
+        updated.mul_((1.0 - momentum) ** updates).add_(values)
     torch._foreach_copy_(running, torch.split(updated, [len(one) for one in running]))
 
 
 def _weights(norm: _BatchNorm, updates: int) -> list[float]:
-    """What is left of the running statistics after some updates, and what of each of these."""
-    if norm.momentum is None:  # an average over all there have been
-        before = int(_buffers(norm)[2])
-        factors = [1.0 / (before + number) for number in range(1, updates + 1)]
-    else:
-        factors = [norm.momentum] * updates
-    weights, left = [], 1.0
-    for factor in reversed(factors):
-        weights.append(factor * left)
-        left *= 1.0 - factor
-    return [left, *reversed(weights)]
+    """What each of some updates counts in the outcome; for averages, before they are divided."""
+    if norm.momentum is None:
+        return [1.0] * updates
+    return [norm.momentum * (1.0 - norm.momentum) ** after for after in reversed(range(updates))]

@@ -2,7 +2,8 @@
 
 ``SPATIALDL_TRANSPORT=torch`` runs them over torch.distributed instead of MPI.
 ``SPATIALDL_DEVICE=sim`` has `equality.check` and its like compute on the simulated accelerator, one
-for each rank, and ``SPATIALDL_DEVICE_PATH`` says how its tensors travel.
+for each rank, or as many as ``SPATIALDL_DEVICES`` says, and ``SPATIALDL_DEVICE_PATH`` says how its
+tensors travel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mpi4py import MPI
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world
-from tests.mpi.device import OF_THE_CPU, put_on
+from tests.mpi.device import lacking, put_on
 from tests.mpi.equality import meshes  # noqa: F401  (fixtures for all)
 from tests.mpi.groups import ends_process_group, over_gloo, over_mpi4py  # noqa: F401
 
@@ -26,7 +27,7 @@ torch.manual_seed(0)  # modules that tests make when they are imported are the s
 check.enable()
 TRANSPORT = os.environ.get("SPATIALDL_TRANSPORT", "mpi")
 WORLD = start_world(TRANSPORT)
-DEVICE = put_on(WORLD)
+DEVICE, LACKING = put_on(WORLD), lacking(WORLD)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -43,8 +44,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if DEVICE.type != "cpu" and getattr(item, "originalname", "") in OF_THE_CPU:
-        pytest.skip("it has tensors of its own on the CPU")
+    if LACKING:
+        pytest.skip(LACKING)
     wanted = item.get_closest_marker("world")
     if wanted is not None and MPI.COMM_WORLD.size not in wanted.args:
         sizes = " or ".join(map(str, wanted.args))

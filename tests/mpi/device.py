@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_path import choose_device_path, current_device
+from spatialdl.comm.device_path import choose_device_path, current_device, says_device_aware
 from spatialdl.comm.launch import launched
 from tests import simulated_device
-
-OF_THE_CPU = {
-    "test_a_frozen_kernel_and_a_frozen_image",
-    "test_a_module_of_linear_layers",
-    "test_a_transformer_of_pytorch",
-    "test_an_encoder_layer",
-    "test_attention_whose_weights_are_kept",
-    "test_batch_norm",
-    "test_batch_norm_of_channels_last",
-    "test_channels_last",
-    "test_classes_at_the_end_and_tokens",
-    "test_dice_from_monai",
-    "test_every_part",
-    "test_frozen_operands_where_ranks_have_no_pixels",
-    "test_full_outputs_with_split_targets",
-    "test_given_numbers_are_taken",
-    "test_layers",
-    "test_legacy_arguments_batchmean_and_broadcast",
-    "test_modules_with_dropout",
-    "test_of_signals_and_volumes",
-    "test_take_along_dim",
-    "test_the_same_picture_in_every_layout",
-    "test_where_ranks_have_no_pixels",
-    "test_write_into_channels_and_samples",
-}
-"""Tests whose networks, labels or indices lie on the CPU: they are not for other devices."""
 
 PATH = os.environ.get("SPATIALDL_DEVICE_PATH", "auto")
 
@@ -46,10 +25,43 @@ def _device() -> torch.device:
     if kind == "sim":
         os.environ.setdefault("SIM_DEVICES", str(launched().size))
         simulated_device.load()
+    if kind not in ("cpu", current_device().type):
+        raise RuntimeError(f"SPATIALDL_DEVICE={kind}, but PyTorch sees no {kind} here")
     return torch.device(kind)
 
 
 DEVICE = _device()
+
+
+def lacking(world: Communicator) -> str:
+    """What this machine lacks for tests by `PATH`; else empty."""
+    if PATH == "nccl" and DEVICE.type != "cpu" and _devices() < world.size:
+        return f"nccl needs a device for each of {world.size} ranks, there are {_devices()}"
+    if PATH == "mpi" and DEVICE.type not in ("cpu", "sim") and not says_device_aware(DEVICE):
+        return f"the MPI library does not say that it takes memory of {DEVICE.type}"
+    return ""
+
+
+def _devices() -> int:
+    """How many the ranks take: all, or as many as SPATIALDL_DEVICES says."""
+    count = torch.accelerator.device_count()
+    return min(count, int(os.environ.get("SPATIALDL_DEVICES", count)))
+
+
+class CarriedOver(TorchFunctionMode):
+    """Carries tensors on the CPU to the device of others that a function is called with.
+
+    Networks, labels and indices that tests hold lie on the CPU, where the reference is computed.
+    Functions that the package itself calls are not seen.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = args, kwargs or {}
+        if any(isinstance(one, Tensor) and one.device.type != "cpu" for one in tree_leaves(given)):
+            given = tree_map_only(Tensor, lambda one: one.to(DEVICE) if one.is_cpu else one, given)
+        return func(*given[0], **given[1])
 
 
 def device_key(comm: Communicator) -> str:
@@ -59,14 +71,13 @@ def device_key(comm: Communicator) -> str:
 
 def put_on(world: Communicator) -> torch.device:
     """Give every rank a device, of its own if there are enough; all ranks call it."""
-    if DEVICE.type == "cpu":
+    if DEVICE.type == "cpu" or lacking(world):
         return DEVICE
-    torch.accelerator.set_device_index(world.rank % torch.accelerator.device_count())
-    if DEVICE.type == "sim":
+    torch.accelerator.set_device_index(world.rank % _devices())
+    if DEVICE.type == "sim" and PATH == "mpi":
         from tests.simulated_device.device_aware_mpi import take_device_memory
 
-        if PATH == "mpi":
-            take_device_memory()
+        take_device_memory()
     path = choose_device_path(world, current_device(), PATH)
     assert path is not None
     assert PATH in ("auto", path.name)

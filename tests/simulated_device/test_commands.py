@@ -107,14 +107,27 @@ def one_process(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def split(shards: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of tiles on two devices, and what it printed."""
+    folder = tmp_path_factory.mktemp("split")
+    return folder / "run", on_sim(folder, "sp", "data=shards", shards, "data.workers=1")
+
+
+def test_training_of_tiles_equals_one_process_on_the_cpu(
+    split: tuple[Path, str], one_process: Path
+) -> None:
+    is_that_of_one_process(*split, one_process, ranks=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "path", "ranks", "words"),
     [
-        ("sp", "nccl", 2, ["data.workers=1"]),
-        pytest.param("sp+pp", "host", 3, ["parallel.recompute=block"], marks=pytest.mark.slow),
-        pytest.param("dp", "nccl", 2, [], marks=pytest.mark.slow),
-        pytest.param("gems", "host", 2, [], marks=pytest.mark.slow),
-        pytest.param("sp+gems", "nccl", 3, [], marks=pytest.mark.slow),
+        ("sp+pp", "host", 3, ["parallel.recompute=block"]),
+        ("dp", "nccl", 2, []),
+        ("gems", "host", 2, []),
+        ("sp+gems", "nccl", 3, []),
     ],
 )
 def test_training_equals_one_process_on_the_cpu(
@@ -127,32 +140,32 @@ def test_training_equals_one_process_on_the_cpu(
     tmp_path: Path,
 ) -> None:
     said = on_sim(tmp_path, layout, "data=shards", shards, *words, path=path, ranks=ranks)
+    is_that_of_one_process(tmp_path / "run", said, one_process, ranks)
+
+
+def is_that_of_one_process(run: Path, said: str, one_process: Path, ranks: int) -> None:
     assert "tensors between devices: " in said
     assert f"ranks 0 to {ranks - 1}" in said
-    run = tmp_path / "run"
     assert losses(run) == pytest.approx(losses(one_process), abs=1e-10)
     assert validation(run) == pytest.approx(validation(one_process), abs=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["sp", "dp"])
+@pytest.mark.parametrize("layout", ["sp", pytest.param("dp", marks=pytest.mark.slow)])
 def test_a_run_resumes_as_if_it_had_not_stopped(
-    layout: str, shards: str, one_process: Path, tmp_path: Path
+    layout: str, shards: str, split: tuple[Path, str], one_process: Path, tmp_path: Path
 ) -> None:
     """Dropout included: in the same layout to the bit, in another one to rounding."""
-    words = ("data=shards", shards)
-    on_sim(tmp_path, "sp", *words)
-    whole = losses(tmp_path / "run")
-    checkpoint = f"ckpt_path={tmp_path / 'run' / 'checkpoints' / 'step-00000002'}"
-    on_sim(tmp_path, layout, *words, checkpoint, "hydra.run.dir=again")
+    run, _ = split
+    whole = losses(run)
+    checkpoint = f"ckpt_path={run / 'checkpoints' / 'step-00000002'}"
+    on_sim(tmp_path, layout, "data=shards", shards, checkpoint, "hydra.run.dir=again")
     again = losses(tmp_path / "again")
     assert again == pytest.approx(losses(one_process), abs=1e-10)
     if layout == "sp":
         assert again == whole
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["sp", "dp"])
+@pytest.mark.parametrize("layout", ["sp", pytest.param("dp", marks=pytest.mark.slow)])
 def test_predictions_equal_those_of_one_process_on_the_cpu(
     layout: str, shards: str, one_process: Path, tmp_path: Path
 ) -> None:
@@ -177,8 +190,9 @@ def rows(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "precision", ["fp16-mixed", pytest.param("bf16-mixed", marks=pytest.mark.slow)]
+)
 def test_half_precision_trains_as_far_from_float32_as_on_the_cpu(
     precision: str, shards: str, tmp_path: Path
 ) -> None:

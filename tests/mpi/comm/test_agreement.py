@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -183,6 +183,16 @@ def test_what_ranks_may_have_of_their_own_is_not_refused(name: str, mesh: Mesh) 
     else:
         LOSSES[name](output).backward()
     average_gradients(model, mesh)
+
+
+def test_labels_behind_the_last_image_that_is_compared(mesh: Mesh) -> None:
+    """The loss is not watched, and what the image brings was taken for its gradient."""
+    last = next(number for number in count(1) if not is_due(number + 1))
+    for _ in range(last):
+        x = shard(image().requires_grad_(), mesh)
+    whole = x.full_tensor()
+    labels = shard(torch.ones(2, 16, 12, dtype=torch.int64), mesh)
+    F.cross_entropy(whole + 1, labels).backward()
 
 
 def test_rounding_is_not_refused(mesh: Mesh) -> None:

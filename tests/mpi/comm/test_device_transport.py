@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from torch import Tensor
 import spatialdl
 from spatialdl.comm import device_transport
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_path import _Chosen, choose_device_path, device_path
+from spatialdl.comm.device_group import backend_for
+from spatialdl.comm.device_path import DevicePath, _Chosen, choose_device_path, device_path
 from spatialdl.comm.device_transport import Lane, PackedExchange
+from spatialdl.comm.groups import start
 from spatialdl.comm.handover import DIRECTIONS, Direction, Handover, HandoverShape
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back, view_of
@@ -332,6 +335,53 @@ def test_ranks_that_share_a_device_do_not_take_nccl(undecided: None) -> None:
     _Chosen.path = None
     with pytest.raises(ValueError, match="device_path=nccl cannot be had: ranks 0 and 1 share"):
         choose_device_path(ranks, first, "nccl")
+
+
+SHARED, OWN = "ranks 0 and 1 share a device", "every rank has a device of its own"
+
+
+@pytest.mark.parametrize(
+    ("describe", "reason"),
+    [
+        (lambda rank: {"uuid": "GPU-7"}, SHARED),
+        (lambda rank: {"uuid": f"GPU-{rank}"}, OWN),
+        (lambda rank: {"uuid": f"MIG-{rank}", **address(7)}, SHARED),
+        (lambda rank: {"uuid": "GPU-7", **address(rank)}, OWN),
+    ],
+    ids=["one", "several", "parts of one", "several by their addresses"],
+)
+def test_ranks_that_see_one_device_each(
+    describe: Callable[[int], dict[str, object]],
+    reason: str,
+    undecided: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where CUDA_VISIBLE_DEVICES names one for each rank: they all call it device 0."""
+    ranks = as_communicator(MPI.COMM_WORLD)
+    if ranks.size == 1 or backend_for(DEVICE) is None:
+        pytest.skip("one rank shares with no other, or PyTorch has no collectives for the device")
+    found = SimpleNamespace(**describe(ranks.rank))
+    module = torch.get_device_module(DEVICE)
+    monkeypatch.setattr(module, "get_device_properties", lambda device: found)
+    path = choose_device_path(ranks, torch.device(DEVICE.type, 0))
+    ranks.barrier()  # the first rank holds the store to which the others connect
+    assert path is not None
+    assert reason in path.reason
+    assert (path.name == "nccl") == (reason == OWN)
+
+
+def address(bus: int) -> dict[str, object]:
+    """On the PCI bus, as the properties of CUDA devices have it."""
+    return {"pci_domain_id": 0, "pci_bus_id": bus, "pci_device_id": 0}
+
+
+def test_collectives_of_the_device_need_its_path(undecided: None) -> None:
+    """They went by gloo, through the host, and nothing was printed."""
+    if backend_for(DEVICE) is None:
+        pytest.skip("PyTorch has no collectives for the device")
+    _Chosen.path = DevicePath("host", "as wanted")
+    with pytest.raises(ValueError, match=r"comm\.backend=nccl needs .* go by host \(as wanted\)"):
+        start("nccl")
 
 
 def test_what_was_chosen_stays() -> None:

@@ -38,6 +38,8 @@ STAGES = ONE * 2
         Case("sp", "unet", (96, 96), ((2, 1),), batch=2),
         Case("dp", "resnet18", (96, 96), ONE, 2, batch=4),
         Case("dp", "resnet18", (96, 96), ONE, 2, batch=4, sync=True),
+        Case("dp", "odd", (45, 50), ONE, 2, 2, batch=8),  # BatchNorm with momentum=None
+        Case("dp", "averages", (17, 14), ONE, 2, 3, 9),  # buffers of a layer of its own
         Case("lp", "resnet18", (50, 50), STAGES, batch=2),
         Case("pp", "resnet18", (50, 50), STAGES, 1, 3, 3, schedule="1f1b"),
         Case("pp", "resnet18", (50, 50), STAGES, 1, 3, 3, schedule="zero_bubble"),
