@@ -1,10 +1,11 @@
 """Sums of products over dims: what matmul, einsum, linear layers and attention have in common.
 
-Every dim of every operand has a letter, as in einsum. The *first* split operand says which letters
-are split. Other operands come to it: a whole tensor takes its own box along these letters; a split
-one with the same letters is brought onto the same layout; one whose spatial dims carry other
-letters (the keys and values of attention) is gathered along them. A split letter that the result
-lacks was summed over: then each rank has a part of the sum, and the ranks add up.
+Every dim of every operand has a letter, as in einsum. The first split operand that keeps its split
+letters says which letters are split. Other operands come to it: a whole tensor takes its own box
+along these letters; a split one with the same letters is brought onto the same layout; one whose
+spatial dims carry other letters (the keys and values of attention) is gathered along them. A split
+letter that the result lacks was summed over: then each rank has a part of the sum, and the ranks
+add up; unless a matrix makes new pixels of those, which then are split as the old ones were.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.reduce import differentiable_sum
-from spatialdl.parallel.layout import Box, Layout
+from spatialdl.parallel.layout import Box, Layout, even_bounds
 from spatialdl.spatial.by_parts import by_parts
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.operands import cut
@@ -70,10 +71,13 @@ def contract(
     Returns:
         A split tensor if the result has the split letters, else a plain one, the same everywhere.
     """
-    leader = next(n for n, x in enumerate(operands) if isinstance(x, SpatialTensor))
+    leader = _leader(operands, letters, result)
     first = cast(SpatialTensor, operands[leader])
     split = Split.of(first, letters[leader])
     gone = set(split.letters) - set(result)
+    mixed = _mixed(operands, letters, result, leader, split) if linear and gone else None
+    if mixed is not None:
+        return _product_of_mixed(func, operands, letters, result, leader, (split, mixed), local)
     if gone and (not linear or gone != set(split.letters)):
         raise refusal(func, [first], "it sums over some split dims and keeps others")
     passing = _passing(operands, letters, leader, split) if linear and not gone else None
@@ -92,6 +96,78 @@ def contract(
     if gone:
         return differentiable_sum(split.mesh.grid_comm, y, getattr(func, "__name__", "contract"))
     return from_tile(y, split.layout, split.mesh, split.dims_in(result))
+
+
+def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> int:
+    """The first split operand whose split letters are in the result; else the first split one."""
+    split = [n for n, x in enumerate(operands) if isinstance(x, SpatialTensor)]
+    kept = (
+        n
+        for n in split
+        if set(Split.of(cast(SpatialTensor, operands[n]), letters[n]).letters) <= set(result)
+    )
+    return next(kept, split[0])
+
+
+def _mixed(
+    operands: Sequence[Tensor], letters: Sequence[str], result: str, leader: int, split: Split
+) -> Split | None:
+    """How the result is split where a whole matrix makes new pixels of those of one dim.
+
+    As many new ones lie where the old ones did. Another number is cut evenly along rows or columns
+    alone; of all dims it is no image, and the result a whole tensor: None.
+    """
+    gone = set(split.letters) - set(result)
+    others = [n for n in range(len(operands)) if n != leader]
+    if len(others) != 1 or len(gone) > 1:
+        return None
+    other, names = operands[others[0]], letters[others[0]]
+    new = [name for name in names if name in result and name not in letters[leader]]
+    if isinstance(other, SpatialTensor) or not gone <= set(names) or len(new) != 1:
+        return None
+    dims = [number for number, letter in enumerate(split.letters) if letter in gone]
+    if any(split.dims.outer[number] > 1 for number in dims):
+        return None
+    count = other.shape[names.index(new[0])]
+    cuts = list(split.layout.cuts)
+    if count != operands[leader].shape[split.dims.at[dims[0]]]:
+        if len(dims) == len(split.letters):
+            return None
+        cuts[dims[0]] = even_bounds(count, split.layout.grid[dims[0]])
+    places = tuple(new[0] if letter in gone else letter for letter in split.letters)
+    return split._replace(letters=places, layout=Layout(split.layout.batch, tuple(cuts)))
+
+
+def _product_of_mixed(
+    func: Any,
+    operands: Sequence[Tensor],
+    letters: Sequence[str],
+    result: str,
+    leader: int,
+    splits: tuple[Split, Split],
+    local: Callable[..., Tensor],
+) -> Tensor:
+    """The pixels that this rank has of the result, of all those of a dim of the leader.
+
+    All tokens come by, one part after the other; along rows or columns alone they are gathered.
+
+    Args:
+        splits: of the leader, and of the result.
+    """
+    x, (split, mixed) = cast(SpatialTensor, operands[leader]), splits
+    summed = tuple(a != b for a, b in zip(split.letters, mixed.letters, strict=True))
+    if all(summed):
+        own = to_tile(x)
+    else:
+        needs = _needs(split.layout, split.layout, summed)
+        own = bring(x, plan_for(split.layout.boxes, needs, x.mesh.part), "operand of a product")
+    brought = [
+        own if number == leader else bring_operand(func, one, names, mixed)
+        for number, (one, names) in enumerate(zip(operands, letters, strict=True))
+    ]
+    by_ring = all(summed) and x.mesh.grid_comm.size > 1
+    y = by_parts(local, brought, letters, result, leader, x) if by_ring else local(*brought)
+    return from_tile(y, mixed.layout, mixed.mesh, mixed.dims_in(result))
 
 
 def _passing(
