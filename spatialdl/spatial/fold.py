@@ -15,7 +15,10 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition
 from spatialdl.parallel.layout import Layout, Window, by, needed_boxes
-from spatialdl.spatial.dims import are_tokens, token_dims
+from spatialdl.spatial.dims import are_tokens, from_image, token_dims
+from spatialdl.spatial.reindex import apart_dims
+from spatialdl.spatial.sharing import share
+from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image, check_output, nothing, per_dim, window_move
@@ -54,6 +57,34 @@ def unfold(
     else:
         tokens = F.unfold(window, **_steps_of(windows))
     return from_tile(tokens, output, mesh, token_dims(2))
+
+
+@register_op(Tensor.unfold, split=("input",))
+def windows_of(input: SpatialTensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows along one dim, (..., windows, ..., size): a halo where the dim is split."""
+    asked(lambda whole: whole.unfold(dimension, size, step), input)
+    dim = dimension % input.dim() - input.dim()
+    moved = input.spatial_dims.moved(lambda at: at - 1)
+    if dim not in input.spatial_dims.at:
+        tile = to_tile(input).unfold(dim, size, step)
+        return from_tile(tile, input.spatial_layout, input.mesh, moved)
+    dims, mesh = apart_dims(Tensor.unfold, input, {dim}), input.mesh
+    windows = tuple(Window(size, step) if at == dim else Window(1) for at in dims)
+    count = map(Window.output_size, windows, input.spatial_layout.size)
+    output, plan, _ = window_move(input.spatial_layout, windows, tuple(count), mesh.part)
+    if mesh.grid_comm.size == 1:
+        return from_tile(to_tile(input).unfold(dim, size, step), output, mesh, moved)
+    image = repartition(image_of(input), mesh.grid_comm, plan, name="unfold")
+    window = from_image(image, input.spatial_dims, input._tile.shape)
+    own = mesh.own_box(output)
+    if own.is_empty:
+        shape = (*input.spatial_dims.sizes(window.shape, own.shape[1:]), size)
+        tile = nothing(shape, window)
+    else:
+        tile = window.unfold(dim, size, step)
+    result = from_tile(tile, output, mesh, moved)
+    share(input, result, moved=True)
+    return result
 
 
 class FoldMove(NamedTuple):

@@ -126,3 +126,18 @@ def test_what_pytorch_refuses_is_refused_on_every_rank(call: Operation, meshes: 
             call(x)
         with pytest.raises((ValueError, RuntimeError)):
             call(x.full_tensor())
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize(("size", "step"), [(2, 2), (3, 1), (4, 2), (2, 3)])
+def test_windows_along_one_dim(dim: int, size: int, step: int, meshes: dict) -> None:
+    for mesh in meshes.values():
+        image = parameter(random.Random(1), 2, 5, 9, 8)
+        check(lambda x: x.unfold(dim, size, step), image, [], mesh, f"on {mesh.grid}")
+        check(
+            lambda x: F.max_pool2d(x.unfold(2, size, step)[..., 0], 2).unfold(-1, 2, 1),
+            image,
+            [],
+            mesh,
+            f"empty tiles on {mesh.grid}",
+        )
