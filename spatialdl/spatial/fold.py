@@ -75,13 +75,11 @@ def windows_of(input: SpatialTensor, dimension: int, size: int, step: int) -> Te
     if mesh.grid_comm.size == 1:
         return from_tile(to_tile(input).unfold(dim, size, step), output, mesh, moved)
     image = repartition(image_of(input), mesh.grid_comm, plan, name="unfold")
-    window = from_image(image, input.spatial_dims, input._tile.shape)
-    own = mesh.own_box(output)
+    own, shape = mesh.own_box(output), input._tile.shape
     if own.is_empty:
-        shape = (*input.spatial_dims.sizes(window.shape, own.shape[1:]), size)
-        tile = nothing(shape, window)
+        tile = nothing((*input.spatial_dims.sizes(shape, own.shape[1:]), size), image)
     else:
-        tile = window.unfold(dim, size, step)
+        tile = from_image(image, input.spatial_dims, shape).unfold(dim, size, step)
     result = from_tile(tile, output, mesh, moved)
     share(input, result, moved=True)
     return result
