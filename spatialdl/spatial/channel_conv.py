@@ -1,17 +1,21 @@
-"""Convolutions of one pixel: they mix channels, wherever the spatial dims are.
+"""Convolutions that read no neighbours along the spatial dims, wherever these are.
 
-Tokens (N, C, H*W), and windows (N, C, pixels, windows), have no neighbours to be convolved with.
+Kernels of one pixel mix channels, of tokens (N, C, H*W) and of windows (N, C, pixels, windows).
+Larger ones are local where each window is a sample, (N*H*W, C, rows, columns).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.spatial.span import split_dims, without_dims
+from spatialdl.spatial.span import asked, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, to_tile
-from spatialdl.spatial.window import autocast_cast, nothing
+from spatialdl.spatial.window import autocast_cast, nothing, per_dim
 
 
 def is_of_one_pixel(weight: Tensor, stride: Any, padding: Any) -> bool:
@@ -35,16 +39,78 @@ def check_channels(name: str, input: Tensor, weight: Tensor, groups: int) -> Non
 
 def conv_of_channels(
     function: Any, input: SpatialTensor, weight: Tensor, bias: Tensor | None, groups: int
-) -> SpatialTensor:
+) -> Tensor:
     """`function` (`torch.conv1d` ...) with a kernel of one pixel, on every rank."""
     if input.dim() != weight.dim() or 1 in split_dims(input):
+        return _conv_of_tokens(function, input, weight, bias, groups)
+    check_channels(function.__name__, input, weight, groups)
+    return conv_of_samples(function, input, weight, bias, groups=groups)
+
+
+def _conv_of_tokens(
+    function: Any, input: SpatialTensor, weight: Tensor, bias: Tensor | None, groups: int
+) -> Tensor:
+    """The tokens are the channels, as where an MLP mixes them: a linear layer over them."""
+    if input.dim() != weight.dim() or split_dims(input) != (1,) or groups > 1:
         raise refusal(function, [input], "dim 1, of channels, must not be split; permute it")
     check_channels(function.__name__, input, weight, groups)
+    return F.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
+
+
+def conv_of_samples(
+    function: Any, input: SpatialTensor, weight: Tensor, bias: Tensor | None, **steps: Any
+) -> SpatialTensor:
+    """`function` on every rank, where it convolves no dim that is split."""
     # cast here, so that ranks without pixels give the same type as those with
     tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
     if tile.numel() > 0:
-        y = function(tile, weight, bias, groups=groups)
+        y = function(tile, weight, bias, **steps)
     else:
-        shape = (tile.shape[0], weight.shape[0], *tile.shape[2:])
+        size = tile.shape[2:]
+        if tile.shape[0] == 0:
+            one = tile.new_empty(1, *tile.shape[1:])
+            size = asked(function, one, weight, bias, **steps).shape[2:]
+        shape = (tile.shape[0], weight.shape[0], *size)
         y = nothing(shape, tile, weight, *(() if bias is None else (bias,)))
     return without_dims(input, y, ())
+
+
+def passes_unsplit_dims(input: SpatialTensor, weight: Tensor, stride: Any, padding: Any) -> bool:
+    """Whether all spatial dims are convolved, and others too, of whose entries each is by itself.
+
+    Others have a kernel of one entry there.
+    """
+    split, dims = split_dims(input), weight.dim() - 2
+    others = [n - 2 for n in range(2, weight.dim()) if n not in split]
+    if input.dim() != weight.dim() or not others or min(split) < 2:
+        return False
+    return input.spatial_dims.apart and all(
+        weight.shape[2 + n] == per_dim(stride, dims)[n] == 1
+        and (isinstance(padding, str) or per_dim(padding, dims)[n] == 0)
+        for n in others
+    )
+
+
+def conv_beside(
+    input: SpatialTensor, weight: Tensor, bias: Tensor | None, steps: Sequence[Any], groups: int
+) -> Tensor:
+    """The entries of a dim that is not split as samples of a convolution with a dim less.
+
+    Args:
+        steps: stride, padding and dilation.
+    """
+    dims = weight.dim() - 2
+    place = next(n for n in range(2, weight.dim()) if n not in split_dims(input))
+    fewer = [
+        step if isinstance(step, str) else _without(per_dim(step, dims), place - 2)
+        for step in steps
+    ]
+    function: Any = {1: torch.conv1d, 2: torch.conv2d}[dims - 1]
+    x = input.movedim(place, 1).flatten(0, 1)
+    y = function(x, weight.squeeze(place), bias, *fewer, groups)
+    apart: Tensor = y.unflatten(0, (input.shape[0], input.shape[place]))
+    return apart.movedim(1, place)
+
+
+def _without(values: tuple[int, ...], place: int) -> tuple[int, ...]:
+    return (*values[:place], *values[place + 1 :])

@@ -1,12 +1,13 @@
 """Sums of products over dims: what matmul, einsum, linear layers and attention have in common.
 
-Every dim of every operand has a letter, as in einsum. The *first* split operand says which letters
-are split, unless it has the letters of another one whole and the result has them (see `_leader`).
-Other operands come to it: a whole tensor takes its own box along these letters; a split one with
-the same letters is brought onto the same layout; one whose spatial dims carry other letters (the
-keys and values of attention) is gathered along them, or exchanges its own for those of the leader
-where it has these whole. A split letter that the result lacks was summed over: then each rank has a
-part of the sum, and the ranks add up.
+Every dim of every operand has a letter, as in einsum. The first split operand that keeps its split
+letters says which letters are split, unless it has the letters of another one whole and the result
+has them (see `_leader`). Other operands come to it: a whole tensor takes its own box along these
+letters; a split one with the same letters is brought onto the same layout; one whose spatial dims
+carry other letters (the keys and values of attention) is gathered along them, or exchanges its own
+for those of the leader where it has these whole. A split letter that the result lacks was summed
+over: then each rank has a part of the sum, and the ranks add up; unless a matrix makes new pixels
+of those, which then are split as the old ones were.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import repartition
-from spatialdl.parallel.layout import Bounds, Box, Layout
+from spatialdl.parallel.layout import Bounds, Box, Layout, even_bounds
 from spatialdl.spatial.by_parts import by_parts
 from spatialdl.spatial.dims import SpatialDims, from_image, to_image
 from spatialdl.spatial.operands import cut
@@ -77,6 +78,9 @@ def contract(
     first = cast(SpatialTensor, operands[leader])
     split = Split.of(first, letters[leader])
     gone = set(split.letters) - set(result)
+    mixed = _mixed(operands, letters, result, leader, split) if linear and gone else None
+    if mixed is not None:
+        return _product_of_mixed(func, operands, letters, result, leader, (split, mixed), local)
     if gone and (not linear or gone != set(split.letters)):
         raise refusal(func, [first], "it sums over some split dims and keeps others")
     passing = _passing(operands, letters, leader, split) if linear and not gone else None
@@ -98,24 +102,22 @@ def contract(
 
 
 def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> int:
-    """The operand whose split the others come to: the first one that is split.
+    """The operand whose split the others come to: the first that keeps its split letters.
 
-    Queries that are split within windows, of keys that are split by windows, would have to see the
-    keys of all windows. They have the windows whole, and come to the keys instead: there, each
-    rank has all queries of its own windows, which are no more than it had.
+    If no operand keeps them, the first that is split. Queries that are split within windows, of
+    keys that are split by windows, would have to see the keys of all windows. They have the windows
+    whole, and come to the keys instead: there, each rank has all queries of its own windows, which
+    are no more than it had.
     """
-    split = [n for n, x in enumerate(operands) if isinstance(x, SpatialTensor)]
-    first = cast(SpatialTensor, operands[split[0]])
-    own = set(Split.of(first, letters[split[0]]).letters)
-    for number in split[1:]:
-        other = Split.of(cast(SpatialTensor, operands[number]), letters[number])
-        if (
-            set(other.letters) <= set(result)
-            and not own & set(letters[number])
-            and _has_whole(first, letters[split[0]], other)
-        ):
+    tensors = {n: x for n, x in enumerate(operands) if isinstance(x, SpatialTensor)}
+    splits = {n: Split.of(x, letters[n]) for n, x in tensors.items()}
+    kept = [n for n in splits if set(splits[n].letters) <= set(result)]
+    first = (kept or list(splits))[0]
+    for number in kept[1:]:
+        is_apart = not set(splits[first].letters) & set(letters[number])
+        if is_apart and _has_whole(tensors[first], letters[first], splits[number]):
             return number
-    return split[0]
+    return first
 
 
 def _has_whole(x: SpatialTensor, letters: str, split: Split) -> bool:
@@ -127,6 +129,67 @@ def _has_whole(x: SpatialTensor, letters: str, split: Split) -> bool:
         return False
     shape = tuple(x.shape)
     return split.dims_in(letters).sizes(shape, split.layout.size) == shape
+
+
+def _mixed(
+    operands: Sequence[Tensor], letters: Sequence[str], result: str, leader: int, split: Split
+) -> Split | None:
+    """How the result is split where a whole matrix makes new pixels of those of one dim.
+
+    As many new ones lie where the old ones did. Another number is cut evenly along rows or columns
+    alone; of all dims it is no image, and the result a whole tensor: None.
+    """
+    gone = set(split.letters) - set(result)
+    others = [n for n in range(len(operands)) if n != leader]
+    if len(others) != 1 or len(gone) > 1:
+        return None
+    other, names = operands[others[0]], letters[others[0]]
+    new = [name for name in names if name in result and name not in letters[leader]]
+    if isinstance(other, SpatialTensor) or not gone <= set(names) or len(new) != 1:
+        return None
+    dims = [number for number, letter in enumerate(split.letters) if letter in gone]
+    if any(split.dims.outer[number] > 1 for number in dims):
+        return None
+    count = other.shape[names.index(new[0])]
+    cuts = list(split.layout.cuts)
+    if count != operands[leader].shape[split.dims.at[dims[0]]]:
+        if len(dims) == len(split.letters):
+            return None
+        cuts[dims[0]] = even_bounds(count, split.layout.grid[dims[0]])
+    places = tuple(new[0] if letter in gone else letter for letter in split.letters)
+    return split._replace(letters=places, layout=Layout(split.layout.batch, tuple(cuts)))
+
+
+def _product_of_mixed(
+    func: Any,
+    operands: Sequence[Tensor],
+    letters: Sequence[str],
+    result: str,
+    leader: int,
+    splits: tuple[Split, Split],
+    local: Callable[..., Tensor],
+) -> Tensor:
+    """The pixels that this rank has of the result, of all those of a dim of the leader.
+
+    All tokens come by, one part after the other; along rows or columns alone they are gathered.
+
+    Args:
+        splits: of the leader, and of the result.
+    """
+    x, (split, mixed) = cast(SpatialTensor, operands[leader]), splits
+    summed = tuple(a != b for a, b in zip(split.letters, mixed.letters, strict=True))
+    if all(summed):
+        own = to_tile(x)
+    else:
+        needs = _needs(split.layout, split.layout, summed)
+        own = bring(x, plan_for(split.layout.boxes, needs, x.mesh.part), "operand of a product")
+    brought = [
+        own if number == leader else bring_operand(func, one, names, mixed)
+        for number, (one, names) in enumerate(zip(operands, letters, strict=True))
+    ]
+    by_ring = all(summed) and x.mesh.grid_comm.size > 1
+    y = by_parts(local, brought, letters, result, leader, x) if by_ring else local(*brought)
+    return from_tile(y, mixed.layout, mixed.mesh, mixed.dims_in(result))
 
 
 def _passing(

@@ -22,10 +22,18 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
 from spatialdl.parallel.layout import Box, Layout, Window, last_slices
-from spatialdl.spatial.channel_conv import check_channels, conv_of_channels, is_of_one_pixel
+from spatialdl.spatial.channel_conv import (
+    check_channels,
+    conv_beside,
+    conv_of_channels,
+    conv_of_samples,
+    is_of_one_pixel,
+    passes_unsplit_dims,
+)
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
 from spatialdl.spatial.edges import Cut, Strip, cut_dim
 from spatialdl.spatial.later import later
+from spatialdl.spatial.span import split_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, check_output, per_dim, window_move
 from spatialdl.spatial.window_function import bias_gradient
@@ -328,6 +336,19 @@ def _register(function: Any, dims: int) -> None:
         is_image = input.spatial_dims.is_image and len(input.mesh.grid) == dims
         if not is_image and is_of_one_pixel(weight, stride, padding):
             return conv_of_channels(function, input, weight, bias, groups)
+        if split_dims(input) == (0,):
+            return conv_of_samples(
+                function,
+                input,
+                weight,
+                bias,
+                stride=stride,
+                padding=padding,
+                dilation=dilation,
+                groups=groups,
+            )
+        if passes_unsplit_dims(input, weight, stride, padding):
+            return conv_beside(input, weight, bias, (stride, padding, dilation), groups)
         if dims < len(input.mesh.grid):
             of_image = len(input.mesh.grid)
             raise refusal(

@@ -129,7 +129,7 @@ def are_tokens(shape: Sequence[int], dims: SpatialDims) -> bool:
     return dims == token_dims(len(dims.at)) or (before > 0 and dims == one_row)
 
 
-def _unmerged(
+def unmerged(
     shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """`shape` with spatial dims of `extents` in dims of their own, and which dims these are."""
@@ -155,7 +155,7 @@ def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tenso
     count = len(extents)
     _check_pixels(dims)
     if not dims.is_image:
-        sizes, where = _unmerged(tensor.shape, dims, extents)
+        sizes, where = unmerged(tensor.shape, dims, extents)
         tensor = tensor.reshape(sizes).movedim(where, image_dims(count).at)
     return tensor if tensor.dim() > count else tensor.unsqueeze(0)
 
@@ -167,7 +167,7 @@ def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor
     extents = image.shape[-count:]
     if dims.is_image:
         return image if len(shape) > count else image.squeeze(0)
-    sizes, where = _unmerged(shape, dims, extents)
+    sizes, where = unmerged(shape, dims, extents)
     if len(sizes) == count:
         image = image.squeeze(0)
     return image.movedim(image_dims(count).at, where).reshape(dims.sizes(shape, extents))
@@ -186,7 +186,7 @@ def samples_of(shape: Sequence[int], dims: SpatialDims) -> int:
     count = len(dims.at)
     if dims.is_image:
         return shape[0] if len(shape) > count else 1
-    sizes, where = _unmerged(shape, dims, (1,) * count)
+    sizes, where = unmerged(shape, dims, (1,) * count)
     others = [size for dim, size in enumerate(sizes) if dim not in where]
     return others[0] if others else 1
 

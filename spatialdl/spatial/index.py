@@ -108,7 +108,7 @@ def _is_all(item: Item, size: int) -> bool:
 
 
 def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, ...]:
-    """The items for the spatial dims; all are `:` if they are merged or have a factor.
+    """The items for the spatial dims; `:` for those that are merged or have a factor.
 
     Raises:
         UnsupportedSpatialOp: for tensors, and for a part of merged spatial dims.
@@ -119,9 +119,11 @@ def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, .
         if isinstance(item, Tensor) and set(dims.at) & set(covered):
             raise refusal(Tensor.__getitem__, [x], _PICKS)
     items = {e.dim: e.item for e in entries if e.item is not None}
-    if not all(_is_all(items[dim], x.shape[dim]) for dim in dims.at):
-        return tuple(items[dim] for dim in apart_dims(Tensor.__getitem__, x))
-    return (ALL,) * len(dims.at)
+    touched = {dim for dim in dims.at if not _is_all(items[dim], x.shape[dim])}
+    if touched:
+        is_line = any(isinstance(items[dim], int) for dim in touched)
+        apart_dims(Tensor.__getitem__, x, None if is_line else touched)
+    return tuple(items[dim] if dim in touched else ALL for dim in dims.at)
 
 
 def _sliced(item: Item, bounds: Bounds) -> DimMap:

@@ -11,25 +11,31 @@ from torch import Tensor
 
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.dense import dense
+from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+from spatialdl.spatial.window import autocast_cast
 
 
 @register_op(F.linear, split=("input",), prefix=True)
 def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dims = input.spatial_dims
-    if dims.is_flat:
+    is_square = weight.shape == (input.shape[-1], input.shape[-1]) and set(dims.outer) == {1}
+    if dims.is_flat and not is_square:
         return dense(input, weight, bias)
     if -1 in dims.at:
-        raise refusal(
-            F.linear,
-            [input],
-            "it would mix some of the split dims and keep others; permute() its input so that the "
-            "channels are its last dim, or flatten all split dims into the last; or gather there: "
-            "parallel.gather_before=NAME of this module, or spatialdl.gather_before(model, NAME)",
-        )
+        return _mixed(input, weight, bias)
     tile = F.linear(to_tile(input), weight, bias)
     return from_tile(tile, input.spatial_layout, input.mesh, dims)
+
+
+def _mixed(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Over pixels: over all tokens, or along rows or columns alone."""
+    x, weight, bias = autocast_cast(input, weight, bias)
+    asked(F.linear, *([x, weight] if bias is None else [x, weight, bias]))
+    before, row = string.ascii_uppercase[: input.dim() - 1], "n" * (weight.dim() - 1)
+    mixed = contract(F.linear, (x, weight), (before + "k", row + "k"), before + row, F.linear)
+    return mixed if bias is None else mixed + bias
 
 
 # --- matmul

@@ -29,10 +29,12 @@ def pad_image(
     held = input.spatial_dims.at
     if not any(any(by_dim.get(dim, ())) for dim in held):
         return _pad_other_dims(input, by_dim, mode, value)
-    dims = apart_dims(F.pad, input)
     others = {dim: p for dim, p in by_dim.items() if dim not in held and any(p)}
     if others:
         input = _pad_other_dims(input, others, mode, value)
+    if len(held) > 1 and set(held) == {held[0]} and mode == "constant":
+        return _pad_tokens(input, *by_dim[held[0]], value)
+    dims = apart_dims(F.pad, input, {dim for dim in held if any(by_dim.get(dim, ()))})
     maps = tuple(
         _padded(input, bounds, by_dim.get(dim, (0, 0)), mode)
         for dim, bounds in zip(dims, input.spatial_layout.cuts, strict=True)
@@ -92,6 +94,20 @@ def _mirrored(size: int, before: int, after: int, mode: str) -> list[Segment]:
         return [Segment(left, 0, 0), core, Segment(right, size - 1, 0)]
     start = 2 * (size - 1) - (left + count - before)
     return [Segment(left, max(before, 0), -1), core, Segment(right, max(start, 0), -1)]
+
+
+def _pad_tokens(x: SpatialTensor, before: int, after: int, value: float | None) -> Tensor:
+    """Entries before and after all tokens belong to no pixel, as class tokens do."""
+    dim = x.spatial_dims.at[0]
+    if min(before, after) < 0:
+        raise refusal(F.pad, [x], "tokens of an image can be padded, not cropped")
+
+    def filled(count: int) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] = count
+        return torch.full(shape, value or 0, dtype=x.dtype, device=x.device)
+
+    return torch.cat([filled(before), x, filled(after)], dim)
 
 
 def _pad_other_dims(

@@ -17,10 +17,13 @@ from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
+from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
 from spatialdl.parallel.layout import Box, Window, last_slices
 from spatialdl.spatial.bands import Alone, Band, Parts, parts_of
 from spatialdl.spatial.constants import on
+from spatialdl.spatial.dims import are_tokens
+from spatialdl.spatial.span import positions
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import (
@@ -367,6 +370,8 @@ def _register_average(dims: int, *functions: Any) -> None:
         if divisor_override == 0:
             raise ValueError(f"{name}: divisor_override must not be zero")
         windows = _windows(dims, kernel_size, stride, padding, 1)
+        if dims == 1 and len(input.mesh.grid) > 1 and are_tokens(input.shape, input.spatial_dims):
+            return _mean_of_tokens(input, windows[0], ceil_mode, divisor_override)
         moved = _move_for(name, input, windows, ceil_mode)
         mesh = input.mesh
         own, tile = mesh.own_box(moved.output), to_tile(input)
@@ -375,6 +380,26 @@ def _register_average(dims: int, *functions: Any) -> None:
         counts = None if isinstance(divisor, int) else on(divisor, tile.device)
         mean = _Pool.apply(tile, mesh, moved, pooling, 0.0, counts)  # type: ignore[no-untyped-call]
         return from_tile(mean, moved.output, mesh)
+
+
+def _mean_of_tokens(
+    input: SpatialTensor, window: Window, ceil_mode: bool, divisor: int | None
+) -> Tensor:
+    """Means of tokens (N, C, H*W) that follow on each other: a plain tensor.
+
+    They are pixels of several rows, which many ranks may have.
+    """
+    if window.stride != window.kernel or window.padding or ceil_mode:
+        raise refusal(
+            F.avg_pool1d, [input], "over tokens of an image its windows must not overlap, nor pad"
+        )
+    count = window.output_size(input.shape[-1])
+    check_output("avg_pool1d", input, (count,))
+    tile = _wide(to_tile(input))
+    place = on(positions(input, -1) // window.kernel, tile.device).clamp(max=count)
+    sums = tile.new_zeros(*tile.shape[:-1], count + 1).index_add(-1, place, tile)
+    total = differentiable_sum(input.mesh.grid_comm, sums[..., :count], "avg_pool1d")
+    return (total / (divisor or window.kernel)).to(input.dtype)
 
 
 _register_average(1, F.avg_pool1d)

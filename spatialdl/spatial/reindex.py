@@ -8,7 +8,7 @@ repeating them is local.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
@@ -21,7 +21,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import repartition, view_of
 from spatialdl.parallel.layout import Bounds, Box, Layout, spatial_names, strided_bounds
-from spatialdl.spatial.dims import image_dims
+from spatialdl.spatial.dims import from_image, image_dims, to_image
 from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
@@ -188,16 +188,27 @@ def stays(plan: Plan) -> bool:
     )
 
 
-def apart_dims(func: object, x: SpatialTensor) -> tuple[int, ...]:
+def apart_dims(
+    func: object, x: SpatialTensor, touched: Collection[int] | None = None
+) -> tuple[int, ...]:
     """The dims (negative) of the spatial dims.
 
+    Args:
+        touched: those along which pixels move; by default all.
+
     Raises:
-        UnsupportedSpatialOp: if they are merged into tokens, or with other dims.
+        UnsupportedSpatialOp: if these are merged into tokens, or with other dims.
     """
-    if not x.spatial_dims.apart:
+    dims = x.spatial_dims
+    merged = dims.beside or any(
+        outer > 1 or dims.at.count(at) > 1
+        for at, outer in zip(dims.at, dims.outer, strict=True)
+        if touched is None or at in touched
+    )
+    if merged:
         names = " and ".join(spatial_names(len(x.spatial_dims.at)))
         raise refusal(func, [x], f"view it with {names} each in a dim of its own before it")
-    return x.spatial_dims.at
+    return dims.at
 
 
 def reindex(
@@ -218,16 +229,18 @@ def reindex(
     layout = x.spatial_layout
     if maps == tuple(map(DimMap.identity, layout.cuts)):
         return x
-    dims, last = apart_dims(func, x), image_dims(len(maps)).at
+    each = zip(x.spatial_dims.at, maps, layout.cuts, strict=True)
+    apart_dims(func, x, {dim for dim, one, cuts in each if one != DimMap.identity(cuts)})
     name = getattr(func, "__name__", str(func))
     tile = to_tile(x)
-    image = tile.movedim(dims, last)
+    image = to_image(tile, x.spatial_dims, x.mesh.own_box(layout).shape[1:])
     for now in _passes(layout, maps):
         image = _pass(image, layout, now, x.mesh, fill, name)
         layout = Layout(layout.batch, tuple(dim.bounds for dim in now))
     if not is_view and image.untyped_storage().data_ptr() == tile.untyped_storage().data_ptr():
         image = image.clone()
-    result = from_tile(image.movedim(last, dims), layout, x.mesh, x.spatial_dims)
+    moved = from_image(image, x.spatial_dims, tile.shape)
+    result = from_tile(moved, layout, x.mesh, x.spatial_dims)
     if is_view and not _stays(x, maps):
         share(x, result, moved=True)
     return result

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from spatialdl.parallel.layout import Bounds, Layout
 from spatialdl.spatial.dims import SpatialDims, View, regroup
+from spatialdl.spatial.reorder import reordered
+from spatialdl.spatial.sharing import share
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
@@ -49,6 +51,9 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
     if prod(size) == 1 and (view is None or _loses_dims(view.dims)):
         return x.full_tensor().reshape(shape)
     if view is None:
+        moved = reordered(x, shape)
+        if moved is not None:
+            return moved
         raise refusal(
             func,
             [x],
@@ -57,10 +62,12 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
             "that comes next, or spatialdl.gather_before(model, NAME)",
         )
     old, new = _layouts(x.spatial_layout, view)
-    x = on_layout(x, old)
+    brought = on_layout(x, old)
     local = view.dims.of_part(x.mesh.part).sizes(shape, x.mesh.own_box(new).shape[1:])
-    tile = to_tile(x).reshape(local)
-    return from_tile(tile, new, x.mesh, view.dims)
+    result = from_tile(to_tile(brought).reshape(local), new, x.mesh, view.dims)
+    if brought is not x:
+        share(x, result, moved=True)
+    return result
 
 
 def _loses_dims(dims: SpatialDims) -> bool:

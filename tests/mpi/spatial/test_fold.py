@@ -150,3 +150,15 @@ def test_what_pytorch_refuses_is_refused_on_every_rank(call: Operation, meshes: 
             call(x)
         with pytest.raises((ValueError, RuntimeError)):
             call(x.full_tensor())
+
+
+def test_windows_along_one_dim_where_ranks_have_none(meshes: dict) -> None:
+    for mesh in meshes.values():
+        image = parameter(random.Random(1), 2, 5, 9, 8)
+        check(
+            lambda x: F.max_pool2d(x.unfold(2, 4, 2)[..., 0], 2).unfold(-1, 2, 1),
+            image,
+            [],
+            mesh,
+            f"on {mesh.grid}",
+        )

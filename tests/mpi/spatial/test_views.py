@@ -148,7 +148,6 @@ def test_an_image_of_one_pixel_may_lose_its_dims(name: str, meshes: dict) -> Non
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: x.transpose(2, 3).flatten(2),
         lambda x: x.permute(0, 3, 2, 1).flatten(1),
         lambda x: x.view(N, C, W, H),
     ],
