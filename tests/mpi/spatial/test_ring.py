@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spatialdl import Mesh, SpatialTensor, shard
+from spatialdl.comm.communicator import Communicator, Pending
+from spatialdl.comm.held import Exchange
 from spatialdl.random import keyed
+from spatialdl.spatial import ring
 from spatialdl.spatial.recompute import recompute
 from tests.mpi.device import DEVICE
 from tests.mpi.equality import check, every_mesh, parameter
@@ -86,6 +90,31 @@ def test_no_rank_holds_all_keys(attend: Callable[[Tensor], Tensor]) -> None:
             largest.elements = 0
             attend(x * weight).square().sum().backward()
         assert 0 < largest.elements < N * COUNT * C
+
+
+def test_each_rank_receives_every_key_of_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer bytes are not possible: in backward once more, and as many gradients go back."""
+    received, returned = [], []
+    start = ring.start_exchange
+
+    def counted(comm: Communicator, what: Exchange, name: str) -> Pending:
+        (returned if what.adjoint else received).append(math.prod(what.plan.need.shape))
+        return start(comm, what, name)
+
+    monkeypatch.setattr(ring, "start_exchange", counted)
+    for mesh in every_mesh(2).values():
+        received.clear()
+        returned.clear()
+        x, weight = (
+            shard(torch.rand(N, C, H, W, dtype=torch.float64).to(DEVICE), mesh),
+            weights_of(C),
+        )
+        out = fused(x * weight)
+        own = x.to_local().numel() // (N * C)
+        least = N * 2 * C * (COUNT - own)
+        assert (sum(received), sum(returned)) == (least, 0)
+        out.square().sum().backward()
+        assert (sum(received), sum(returned)) == (2 * least, least)
 
 
 def attention(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
