@@ -59,7 +59,8 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not all(issubclass(kind, FakeTensor) for kind in types):
+        # plain ones are named where autograd detaches what a network without data has saved
+        if not all(kind is Tensor or issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # split tensors, whose tiles come here afterwards
         if func is torch.ops.prim.device.default:  # asked for very often
             return args[0].fake_device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,16 @@ class Ledger:
 
     def totals(self) -> dict[str, int]:
         return {kind: places.total() for kind, places in self.events.items()}
+
+
+def most(ledgers: Sequence[Ledger]) -> Ledger:
+    """Of each kind the events, and the bytes, of the rank that has the most of them."""
+    return Ledger(
+        events={
+            kind: max((one.events[kind] for one in ledgers), key=Counter.total) for kind in KINDS
+        },
+        bytes=Counter({kind: max(one.bytes[kind] for one in ledgers) for kind in KINDS}),
+    )
 
 
 def _place() -> Place:

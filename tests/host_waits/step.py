@@ -1,4 +1,4 @@
-"""One rank's training step of the training command, on a device of which nothing is computed."""
+"""Ranks' training steps of the training command, on a device of which nothing is computed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
@@ -20,10 +21,11 @@ from spatialdl.training.step import Step
 from spatialdl.training.tasks.losses import classification_loss, segmentation_loss
 from tests.composing import composed
 from tests.host_waits.device import NAME, counting
-from tests.host_waits.ledger import Ledger
+from tests.host_waits.ledger import Ledger, most
 from tests.host_waits.networks import CLASSES, NETWORKS, SEGMENTS, SIZE
 from tests.host_waits.transport import CountedMpi
 
+RANKS = 4
 SAMPLES = 4
 DEVICE = torch.device(NAME, 0)
 KERNELS[NAME] = KERNELS["cuda"]  # of which shapes are enough
@@ -35,25 +37,34 @@ LAYOUTS = {
     "sp, clipping": f"{_SP} trainer.clip_norm=1.0",
     "sp, fp16": f"{_SP} trainer.precision=fp16-mixed",
     "sp, LARS": f"{_SP} optimizer=lars",
+    "lp": "parallel=lp parallel.stages=4",
+    "pp": "parallel=pp parallel.stages=4 parallel.schedule=1f1b",
+    "gems": "parallel=gems parallel.stages=4 parallel.microbatches=4",
 }
 """Each of four ranks, as words of the training command."""
 
 
 def counted_step(network: str, layout: str) -> Ledger:
-    """What the second step of rank 0 does; the first one also sets up what stays.
+    """What the second step of a rank does; the first one also sets up what stays.
 
     Args:
         network: a key of `NETWORKS`.
-        layout: a key of `LAYOUTS`.
+        layout: a key of `LAYOUTS`; of one stage rank 0 is counted, of several the most of any rank.
     """
     config = composed("train", f"{LAYOUTS[layout]} seed=0")
+    ranks = RANKS if config.parallel.stages > 1 else 1
+    return most([_of_rank(rank, config, network) for rank in range(ranks)])
+
+
+def _of_rank(rank: int, config: DictConfig, network: str) -> Ledger:
     torch.manual_seed(0)
     with counting() as ledger:
-        comm = CountedMpi(ledger, 0, range(4))
+        comm = CountedMpi(ledger, rank, range(RANKS))
         pipeline = _pipeline(config, network, comm)
         update = Update(config, pipeline, batch=SAMPLES, steps=10, steps_per_epoch=10)
         step = Step(config, pipeline, update, mixup=0.0, num_classes=CLASSES, world=comm)
-        batch = [_microbatch(pipeline, network)]
+        count = pipeline.schedule.microbatches
+        batch = [_microbatch(pipeline, network, number, count) for number in range(count)]
         step.run(batch, 0)
         ledger.is_on = True
         step.run(batch, 1)
@@ -76,16 +87,26 @@ def _pipeline(config: DictConfig, network: str, comm: CountedMpi) -> Pipeline:
     )
 
 
-def _microbatch(pipeline: Pipeline, network: str) -> Microbatch:
-    """This rank's part of a batch, already on the device."""
-    mesh = pipeline.first(0)
-    assert mesh is not None
-    samples = SAMPLES // mesh.data
-    box = Layout.even(samples, SIZE, mesh.grid).boxes[mesh.part].shape[1:]
-    tile = torch.zeros(samples, 3, *box).to(DEVICE)
-    target: Tensor = torch.zeros(samples, dtype=torch.int64).to(DEVICE)
-    if network in SEGMENTS:
-        target = torch.zeros(samples, *box, dtype=torch.int64).to(DEVICE)
-        if mesh.parts > 1:
-            target = from_tile(target, mesh.layout(samples, SIZE), mesh)
-    return Microbatch(samples, 1 / mesh.data, tile, target)
+def _microbatch(pipeline: Pipeline, network: str, number: int, count: int) -> Microbatch:
+    """This rank's part of one of `count` micro-batches, already on the device."""
+    placement = pipeline.placement
+    samples = SAMPLES // placement.data // count
+    first, last = pipeline.first(number), pipeline.last(number)
+    return Microbatch(
+        samples,
+        1 / placement.data / count,
+        torch.zeros(samples, 3, *_box(first, samples)).to(DEVICE) if first else None,
+        _target(last, network, samples) if last else None,
+    )
+
+
+def _box(mesh: Mesh, samples: int) -> tuple[int, ...]:
+    return Layout.even(samples, SIZE, mesh.grid).boxes[mesh.part].shape[1:]
+
+
+def _target(mesh: Mesh, network: str, samples: int) -> Tensor:
+    """Labels of samples, or of the pixels of this rank."""
+    if network not in SEGMENTS:
+        return torch.zeros(samples, dtype=torch.int64).to(DEVICE)
+    target = torch.zeros(samples, *_box(mesh, samples), dtype=torch.int64).to(DEVICE)
+    return from_tile(target, mesh.layout(samples, SIZE), mesh) if mesh.parts > 1 else target
