@@ -158,7 +158,7 @@ class ForwardBuffers:
         if not rows:
             return
         tensors = [places[row].tensor for row in rows]
-        device = next(one.device for one in tensors if one is not None)  # of all, as a rule
+        device = next((one.device for one in tensors if one is not None), torch.device("cpu"))
         parts = [self._own_part(places[row], factors[row]).to(device) for row in rows]
         total = sum_over_ranks(self._comm, torch.cat(parts), "buffers that forward updates")
         sums = torch.split(total, [len(part) for part in parts])

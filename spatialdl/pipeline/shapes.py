@@ -257,7 +257,7 @@ def own_counts(placement: Placement, samples: int) -> set[int]:
 
 def _arrived(part: HandoverShape, grid: tuple[int, ...]) -> Tensor:
     if isinstance(part, SplitShape):
-        shape = part.local_shape(part.receiver, 0)
+        shape = part.shape if prod(grid) == 1 else part.local_shape(part.receiver, 0)
         image = torch.empty(shape, dtype=part.dtype, device="meta")
         return part.given_to(dry_mesh(grid), image)
     whole = torch.empty(part.shape, dtype=part.dtype, device="meta")

@@ -77,6 +77,7 @@ def contract(
     leader = _leader(operands, letters, result)
     first = cast(SpatialTensor, operands[leader])
     split = Split.of(first, letters[leader])
+    _check_sizes(func, operands, letters, leader, split)
     gone = set(split.letters) - set(result)
     mixed = _mixed(operands, letters, result, leader, split) if linear and gone else None
     if mixed is not None:
@@ -99,6 +100,21 @@ def contract(
     if gone:
         return differentiable_sum(split.mesh.grid_comm, y, getattr(func, "__name__", "contract"))
     return from_tile(y, split.layout, split.mesh, split.dims_in(result))
+
+
+def _check_sizes(
+    func: Any, operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: Split
+) -> None:
+    """Refuse to broadcast a split dim of size 1, of which most ranks have nothing."""
+    for letter in set(split.letters):
+        size = operands[leader].shape[letters[leader].index(letter)]
+        for x, names in zip(operands, letters, strict=True):
+            if letter in names and x.shape[names.index(letter)] not in (1, size):
+                raise refusal(
+                    func,
+                    [cast(SpatialTensor, operands[leader])],
+                    "a split dim of size 1 is not broadcast",
+                )
 
 
 def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> int:
@@ -153,7 +169,7 @@ def _mixed(
     count = other.shape[names.index(new[0])]
     cuts = list(split.layout.cuts)
     if count != operands[leader].shape[split.dims.at[dims[0]]]:
-        if len(dims) == len(split.letters):
+        if len(dims) > 1 or len(split.letters) == 1:
             return None
         cuts[dims[0]] = even_bounds(count, split.layout.grid[dims[0]])
     places = tuple(new[0] if letter in gone else letter for letter in split.letters)

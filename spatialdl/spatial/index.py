@@ -30,6 +30,7 @@ _PICKS = (
     "an index tensor may pick channels or samples, or pixels along split dims, each dim by one "
     "that shares no dim of the result with another; for a mask use torch.where or masked_fill"
 )
+_WRITES = "an index tensor may not pick pixels that are written to; use torch.where or masked_fill"
 
 
 class _Entry(NamedTuple):
@@ -107,7 +108,7 @@ def _is_all(item: Item, size: int) -> bool:
     return isinstance(item, slice) and item.indices(size) == (0, size, 1)
 
 
-def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, ...]:
+def _on_split_dims(func: Any, x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, ...]:
     """The items for the spatial dims; `:` for those that are merged or have a factor.
 
     Raises:
@@ -117,7 +118,7 @@ def _on_split_dims(x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, .
     for item, dim in entries:
         covered = range(dim, dim + _width(item))
         if isinstance(item, Tensor) and set(dims.at) & set(covered):
-            raise refusal(Tensor.__getitem__, [x], _PICKS)
+            raise refusal(func, [x], _PICKS if func is Tensor.__getitem__ else _WRITES)
     items = {e.dim: e.item for e in entries if e.item is not None}
     touched = {dim for dim in dims.at if not _is_all(items[dim], x.shape[dim])}
     if touched:
@@ -146,7 +147,7 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
             return tokens
     if any(isinstance(e.item, Tensor) and e.dim in input.spatial_dims.at for e in entries):
         return _picked(input, entries)
-    items = _on_split_dims(input, entries)
+    items = _on_split_dims(Tensor.__getitem__, input, entries)
     if input.mesh.grid_comm.size == 1:
         return _of_whole(input, entries, items)
     if any(isinstance(item, int) for item in items):
@@ -164,7 +165,7 @@ def _picked(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor:
     """What index tensors pick along split dims, each along a dim of its own."""
     tensors = {e.dim: e.item for e in entries if isinstance(e.item, Tensor)}
     others = [e for e in entries if not isinstance(e.item, Tensor)]
-    is_mask = any(_width(index) != 1 or index.dtype == torch.bool for index in tensors.values())
+    is_mask = any(index.dtype in (torch.bool, torch.uint8) for index in tensors.values())
     is_beside = max(tensors) - min(tensors) == len(tensors) - 1
     own = blocks([index.shape for index in tensors.values()])
     if is_mask or not is_beside or own is None or not set(tensors) <= set(x.spatial_dims.at):
@@ -278,7 +279,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
         input.masked_fill_(index, value)
         return
     entries = _entries(input, index)
-    items = _on_split_dims(input, entries)
+    items = _on_split_dims(Tensor.__setitem__, input, entries)
     if not all(map(_is_all, items, input.spatial_layout.size)):
         raise refusal(
             Tensor.__setitem__,

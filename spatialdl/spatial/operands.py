@@ -7,6 +7,7 @@ broadcast; a whole image is cut to the own box; a split image on another layout 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -195,10 +196,10 @@ def cut(
         return torch.cat([before, pixels, after], dims.at[0])
     each = list(zip(dims.at, zip(dims.outer, size, intervals, strict=True), strict=True))
     for dim in sorted(set(dims.at)):
-        if whole.shape[dim] == 1:
-            continue
         held = [part for at, part in each if at == dim]
         factors = [n for outer, extent, _ in held for n in (outer, extent)]
+        if whole.shape[dim] == 1 < prod(factors):
+            continue
         first = whole.dim() + dim
         split = whole if factors[:-1] == [1] else unflatten(whole, first, tuple(factors))
         step = split.dim() - whole.dim()

@@ -37,6 +37,15 @@ def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTe
         raise refusal(func, [x], "an index may pick pixels alone: not samples, nor class tokens")
     if len(held) > 1 and len(index) != size:
         raise refusal(func, [x], "an index of merged split dims must have a row for each of them")
+    if index.device.type == "cpu" and index.numel():  # on all ranks; on a device kernels assert
+        low, high = map(int, index.aminmax())
+        if low < (0 if func is torch.index_select else -size) or high >= size:
+            raise IndexError(
+                f"index {high if high >= size else low} is out of bounds for dimension "
+                f"{dim + x.dim()} with size {size}"
+            )
+    if mesh.agreement is not None:
+        mesh.agreement.operand(index)
     output = _output(layout, held, len(index))
     rows = on(positions_in(output, dims, len(index), dim, mesh.part), x.device)
     own = index.to(x.device, torch.int64).index_select(0, rows)
@@ -64,7 +73,7 @@ def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, nam
     taken: Tensor | None = None
     for plan, part in _turns(layout, held, x.mesh.part):
         tile = bring(x, plan, name)
-        places = on(_places(layout, dims, size, dim, part), x.device)[index]
+        places = on(_places(layout, dims, size, dim, part), x.device).index_select(0, index)
         is_here = (places >= 0).view(-1, *(1,) * (-dim - 1))
         if tile.shape[dim] > 0:
             here = tile.index_select(dim, places.clamp_min(0))

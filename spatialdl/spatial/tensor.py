@@ -233,7 +233,7 @@ class SpatialTensor(torch.Tensor):
             func, args = aten.alias.default, args[:1]  # how autograd hands an input on
         if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
             # how a leaf gets a gradient with strides other than its own
-            func, args, kwargs = aten.empty_like.default, args[:1], {}
+            func, args = aten.empty_like.default, args[:1]
         if func in _PER_TILE or _is_pointwise(func):
             return _on_tiles(func, args, kwargs or {})
         if _called.function is not None or torch._C._current_graph_task_id() != -1:

@@ -169,6 +169,15 @@ def tile_of(whole, dims, pixels, part):
     return whole
 
 
+def test_ranks_may_divide_the_samples_of_tokens_behind_a_split_stage():
+    """The stage after next was told of the samples of one rank only, and refused them."""
+    made = (lambda x: x.flatten(2).transpose(1, 2), lambda x: x * 2, lambda x: x + 1)
+    stages = cut(nn.Sequential(*map(Gives, made)), [1] * 3, ["1", "2"], (3, 9, 7))
+    placement = Placement(1, ((2, 1), (1, 1), (1, 1)), batch=(1, 2, 2))
+    found = HandoverShapes(stages, placement, (3, 9, 7), torch.float64).of(4)
+    assert [part.shape[0] for passing in found.values() for part in passing.values()] == [4, 4]
+
+
 def test_samples_must_come_first():
     found = shapes(lambda x: x.permute(1, 0, 2, 3) * 2, lambda x: x, grids=((2, 1), (1, 1)))
     assert found.of(2)  # an image, whatever its other dims are

@@ -126,9 +126,14 @@ def test_ranks_that_share_cores_are_slower(job, figures):
     assert times[1] == pytest.approx(times[0], rel=1e-2)
 
 
-def test_too_many_stages_and_heads_on_a_grid_are_refused(job, paper):
+class Sorted(torch.nn.Module):
+    def forward(self, x):
+        return x.sort(2).values
+
+
+def test_too_many_stages_and_orders_on_a_grid_are_refused(job, paper):
     with pytest.raises(CannotWork, match="cut into 12 stages: its forward has only 11"):
         stage_costs(job, paper, Placement(1, (ONE,) * 12), 1, "none")
-    dense = torch.nn.Sequential(torch.nn.Conv2d(8, 2, 3), torch.nn.Tanh(), torch.nn.Linear(10, 3))
-    with pytest.raises(CannotWork, match="stage 0 on a grid of 2x1: 2: linear"):
-        stage_costs(replace(job, model=dense), paper, Placement(1, ((2, 1),)), 1, "none")
+    ordered = torch.nn.Sequential(torch.nn.Conv2d(8, 2, 3), torch.nn.Tanh(), Sorted())
+    with pytest.raises(CannotWork, match="stage 0 on a grid of 2x1: 2: sort"):
+        stage_costs(replace(job, model=ordered), paper, Placement(1, ((2, 1),)), 1, "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import Mesh, UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, check_in, parameter
+from tests.mpi.equality import check, check_in, every_mesh, parameter
 
 N, C, H, W = 2, 4, 7, 6
 Meshes = dict[tuple[int, int], Mesh]
@@ -107,6 +108,31 @@ def test_products(name: str, meshes: Meshes) -> None:
         check(operation, image, parameters, mesh, f"{name} on {mesh.grid} ")
 
 
+def test_a_matrix_may_make_one_pixel_of_many(meshes: Meshes) -> None:
+    """One rank along the dim has it; when each of them kept it, sums counted it several times."""
+    products: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "of columns": (lambda x, w: F.linear(x, w).sum((2, 3)), weights((1, W))),
+        "of rows": (lambda x, w: (w @ x).softmax(-2).mean(), weights((1, H))),
+        "before a dense layer": (
+            lambda x, w, v: F.linear(F.linear(x, w).flatten(1), v),
+            weights((1, W), (3, C * H)),
+        ),
+    }
+    for name, (product, parameters) in products.items():
+        for mesh in meshes.values():
+            image = parameter(random.Random(9), N, C, H, W)
+            check(product, image, parameters, mesh, f"{name} on {mesh.grid} ")
+
+
+def test_a_split_dim_of_size_1_is_not_broadcast(meshes: Meshes) -> None:
+    """Ranks without that pixel would have had nothing where PyTorch repeats it."""
+    for mesh in meshes.values():
+        x = shard(torch.rand(N, C, H, W), mesh)
+        if mesh.grid[0] > 1:
+            with pytest.raises(UnsupportedSpatialOp, match="size 1"):
+                torch.matmul(F.avg_pool2d(x, (H, 1)).permute(0, 2, 3, 1), torch.rand(5, C, 3))
+
+
 def test_a_module_of_linear_layers(meshes: Meshes) -> None:
     """What transformers put behind attention."""
     torch.manual_seed(0)
@@ -193,3 +219,11 @@ def test_of_signals_and_volumes(dims: int) -> None:
     }
     for name, product in products.items():
         check_in(dims, product, name, weight)
+
+
+def test_merged_rows_of_a_volume_times_a_matrix_of_another_width() -> None:
+    for mesh in every_mesh(3).values():
+        x = shard(torch.rand(N, C, 4, 4, 4), mesh)
+        if math.prod(mesh.grid[1:]) > 1:
+            with pytest.raises(UnsupportedSpatialOp, match="sums over some split dims"):
+                x.flatten(3) @ torch.rand(16, 5)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spatialdl import Mesh, UnsupportedSpatialOp, shard
+from spatialdl import Mesh, UnsupportedSpatialOp, init_mesh, shard
+from spatialdl.comm.communicator import Communicator
 from spatialdl.spatial.picking import blocks
 from tests.mpi.device import DEVICE
 from tests.mpi.equality import check, every_mesh, parameter, same
@@ -81,6 +82,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "rows and samples": lambda x: x[torch.tensor([0, 1])[:, None], :, ROWS],
     "with a slice": lambda x: x[:, 1:, ROWS],
     "some of the tokens": lambda x: tokens(x)[:, ROWS],
+    "a mask of bytes": lambda x: x[:, :, (torch.arange(H) > 3).to(torch.uint8)],
     "a mask of rows": lambda x: x[:, :, torch.arange(H) > 3],
     "beside class tokens": lambda x: torch.cat([torch.zeros(N, 1, C, device=DEVICE), tokens(x)], 1)[
         :, torch.arange(H * W + 1)
@@ -94,6 +96,30 @@ def test_what_is_refused(name: str, meshes: Meshes) -> None:
         if mesh.grid_comm.size > 1:
             with pytest.raises(UnsupportedSpatialOp, match="index"):
                 REFUSED[name](shard(torch.rand(N, C, H, W).to(DEVICE), mesh))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x[:, :, torch.tensor([0, H])],
+        lambda x: x[..., torch.tensor([-1 - W, 1])],
+        lambda x: torch.index_select(x, 2, torch.tensor([-1])),
+    ],
+)
+def test_no_such_pixel(call: Callable[[Tensor], Tensor], meshes: Meshes) -> None:
+    """All ranks raise: one that goes on would wait for the others in the next exchange."""
+    for mesh in meshes.values():
+        for image in (torch.rand(N, C, H, W), shard(torch.rand(N, C, H, W), mesh)):
+            with pytest.raises(IndexError):
+                call(image)
+
+
+def test_ranks_with_other_indices_are_noticed(world: Communicator) -> None:
+    mesh = init_mesh((world.size, 1))
+    if world.size > 1:
+        x = shard(torch.rand(N, C, H, W, generator=torch.Generator().manual_seed(0)), mesh)
+        with pytest.raises(ValueError, match="tensor beside a split image"):
+            x[:, :, torch.tensor([mesh.part, 0])]
 
 
 def test_indices_of_one_dim_each() -> None:
