@@ -1,4 +1,4 @@
-"""The machines of ranks, and their processes as ranks on one machine see each other."""
+"""The machines of ranks, and which ranks of a machine share what."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Nodes:
 
     Args:
         world: the ranks.
-        names: by rank, what tells its machine from others; asked of the transport without.
+        names: identifies the machine of each rank; asked of the transport if not given.
 
     Attributes:
         of: by rank the number of its node, in the order of their first ranks.

@@ -1,6 +1,6 @@
 """Attention over the tokens of a split image.
 
-Each rank keeps its own queries. Keys and values of the other ranks come by, one part after the
+Each rank keeps its own queries. Keys and values of the other ranks circulate, one part after the
 other (`ring`), or stay where they are if attention goes over windows that lie inside tiles. A few
 queries that all ranks have look at the keys of each rank there, and the results are put together.
 Where channels attend to channels, the products of queries and keys are sums over all tokens.

@@ -1,4 +1,4 @@
-"""Products with all tokens of a split tensor, of which one part after the other comes by.
+"""Products with all tokens of a split tensor, of which one part after the other circulates.
 
 Queries times keys, and weights times values, where attention is spelled out: as in `ring`, no rank
 holds all keys.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.constants import on
-from spatialdl.spatial.ring import Returning, Ring, come_by
+from spatialdl.spatial.ring import Returning, Ring, circulate
 from spatialdl.spatial.span import positions_of
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -27,9 +27,9 @@ class _Parts(NamedTuple):
 
     Attributes:
         local: the contraction.
-        passing: which operand comes by.
-        at: for each operand the dim of its letter that is split in the one that comes by, negative,
-            or None.
+        passing: which operand circulates.
+        at: of each operand the dim of its letter that is split in the one that circulates;
+            negative, or None.
         into: the dim of the result that has this letter, negative; None: it is summed over.
         columns: the positions of each part in this dim.
     """
@@ -79,7 +79,7 @@ class _ByParts(torch.autograd.Function):
         ctx.save_for_backward(*own)
         tile = own[parts.passing]
         result: Tensor | None = None
-        for number, message in come_by(parts.ring, tile.reshape(1, -1), parts.elements(tile)):
+        for number, message in circulate(parts.ring, tile.reshape(1, -1), parts.elements(tile)):
             part = parts.ring.part(number)
             tokens = parts.unpacked(message, tile, part)
             block = parts.local(*parts.operands(own, tokens, part))
@@ -95,7 +95,7 @@ class _ByParts(torch.autograd.Function):
         message = tile.reshape(1, -1)
         returning = Returning(parts.ring, message, parts.elements(tile))
         grads = [torch.zeros_like(x) for x in own]
-        for number, arrived in come_by(parts.ring, message, parts.elements(tile)):
+        for number, arrived in circulate(parts.ring, message, parts.elements(tile)):
             part = parts.ring.part(number)
             tokens = parts.unpacked(arrived, tile, part)
             operands = [x.detach() for x in parts.operands(own, tokens, part)]

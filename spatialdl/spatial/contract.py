@@ -187,7 +187,7 @@ def _product_of_mixed(
 ) -> Tensor:
     """The pixels that this rank has of the result, of all those of a dim of the leader.
 
-    All tokens come by, one part after the other; along rows or columns alone they are gathered.
+    All tokens circulate, one part after the other; along rows or columns alone they are gathered.
 
     Args:
         splits: of the leader, and of the result.

@@ -1,8 +1,7 @@
 """Pixels that an index tensor picks along split dims, as the keys of computed windows.
 
-The host does not read an index, which may be on a device: the tiles of all parts come by, one after
-the other, and each rank takes out of them what its own outputs read. So it holds two tiles at once,
-not the image.
+The host does not read an index, which may be on a device: the tiles of all parts circulate, and
+each rank takes out of them what its own outputs read. So it holds two tiles at once, not the image.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, nam
 
 @lru_cache(maxsize=4096)
 def _turns(layout: Layout, held: tuple[int, ...], part: int) -> tuple[tuple[Plan, int], ...]:
-    """The plans by which the tiles of all parts along some dims come by; whose come to `part`."""
+    """The plans by which the tiles of all parts along some dims circulate; whose come to `part`."""
     turns = []
     for steps in product(*(range(layout.grid[number]) for number in held)):
         by_dim = dict(zip(held, steps, strict=True))

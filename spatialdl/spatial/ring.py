@@ -1,4 +1,4 @@
-"""Attention whose keys and values come by, one part of the grid after the other.
+"""Attention whose keys and values circulate, one part of the grid after the other.
 
 Ring attention (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023,
 https://arxiv.org/abs/2310.01889): queries stay, no rank ever holds all keys. What a query makes of
@@ -90,7 +90,7 @@ class _Packed(NamedTuple):
         return message[0, :size].view(of_keys), message[0, size:].view(of_values)
 
 
-def come_by(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tensor]]:
+def circulate(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tensor]]:
     """Messages of all parts, each with how far it is from the own one, which comes first."""
     hops = len(ring.counts)
     message: Tensor = own
@@ -170,7 +170,7 @@ class _RingAttention(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros_like(bias)
         given = grad, out, spread
-        for number, message in come_by(ring, own, pack.elements):
+        for number, message in circulate(ring, own, pack.elements):
             part = ring.part(number)
             keys, values = pack.unpacked(message, ring.counts[part])
             grads = backward_block(scores.of(part), query, keys, values, bias, given, grad_bias)
@@ -186,7 +186,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     pack = _Packed(key.shape, value.shape)
     found: tuple[Tensor, Tensor] | None = None
-    for number, message in come_by(ring, pack.packed(key, value), pack.elements):
+    for number, message in circulate(ring, pack.packed(key, value), pack.elements):
         part = ring.part(number)
         keys, values = pack.unpacked(message, ring.counts[part])
         found = added(found, forward_block(scores.of(part), query, keys, values, bias))
