@@ -171,6 +171,14 @@ class Layout:
             return self
         return _of_samples(self, samples)
 
+    def resized(self, along: int, size: int) -> Layout:
+        """The same cut with another number of pixels along one spatial dim, there evenly."""
+        if self.size[along] == size:
+            return self
+        cuts = list(self.cuts)
+        cuts[along] = even_bounds(size, self.grid[along])
+        return Layout(self.batch, tuple(cuts))
+
     @property
     def whole(self) -> Box:
         return Box((0, bounds[-1]) for bounds in (self.batch, *self.cuts))

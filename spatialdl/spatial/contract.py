@@ -22,7 +22,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import repartition
-from spatialdl.parallel.layout import Bounds, Box, Layout, even_bounds
+from spatialdl.parallel.layout import Bounds, Box, Layout
 from spatialdl.spatial.by_parts import by_parts
 from spatialdl.spatial.dims import SpatialDims, from_image, to_image
 from spatialdl.spatial.operands import cut
@@ -167,13 +167,13 @@ def _mixed(
     if any(split.dims.outer[number] > 1 for number in dims):
         return None
     count = other.shape[names.index(new[0])]
-    cuts = list(split.layout.cuts)
+    layout = split.layout
     if count != operands[leader].shape[split.dims.at[dims[0]]]:
         if len(dims) > 1 or len(split.letters) == 1:
             return None
-        cuts[dims[0]] = even_bounds(count, split.layout.grid[dims[0]])
+        layout = layout.resized(dims[0], count)
     places = tuple(new[0] if letter in gone else letter for letter in split.letters)
-    return split._replace(letters=places, layout=Layout(split.layout.batch, tuple(cuts)))
+    return split._replace(letters=places, layout=layout)
 
 
 def _product_of_mixed(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import plan_for
-from spatialdl.parallel.layout import Box, Layout, even_bounds, last_slices
+from spatialdl.parallel.layout import Box, Layout, last_slices
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.operands import own_box_of
 from spatialdl.spatial.reindex import apart_dims, fetch
@@ -61,7 +61,7 @@ def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) ->
     dims = apart_dims(torch.cat, first)
     along, last = dims.index(dim), image_dims(len(dims)).at
     sizes = [x.shape[dim] for x in given]
-    output = _longer(first.spatial_layout, sum(sizes), along)
+    output = first.spatial_layout.of_samples(1).resized(along, sum(sizes))
     starts = accumulate(sizes, initial=0)
     pieces = [
         _within(x, first, output, start, along) for x, start in zip(given, starts, strict=False)
@@ -90,12 +90,6 @@ def _beside_pixels(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> S
         to_tile(first) if x is first else x if has_tokens else x.narrow(dim, 0, 0) for x in given
     ]
     return from_tile(torch.cat(tiles, dim), first.spatial_layout, first.mesh, joined)
-
-
-def _longer(layout: Layout, size: int, along: int) -> Layout:
-    cuts = list(layout.cuts)
-    cuts[along] = even_bounds(size, layout.grid[along])
-    return Layout((0, 1), tuple(cuts))
 
 
 def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.plan import Plan, plan_for
-from spatialdl.parallel.layout import Layout, even_bounds
+from spatialdl.parallel.layout import Layout
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.span import positions_in
@@ -45,7 +45,7 @@ def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTe
             )
     if mesh.agreement is not None:
         mesh.agreement.operand(index)
-    output = _output(layout, held, len(index))
+    output = layout if len(held) > 1 else layout.resized(held[0], len(index))
     rows = on(positions_in(output, dims, len(index), dim, mesh.part), x.device)
     own = index.to(x.device, torch.int64).index_select(0, rows)
     own = torch.where(own < 0, own + size, own)
@@ -54,16 +54,6 @@ def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTe
     moved = dims.moved(lambda at: at - more if at <= dim else at)
     tile = tile.reshape(*tile.shape[:dim], *own.shape, *tile.shape[x.dim() + dim + 1 :])
     return from_tile(tile, output, mesh, moved)
-
-
-@lru_cache(maxsize=4096)
-def _output(layout: Layout, held: tuple[int, ...], size: int) -> Layout:
-    """Cut as the input; evenly where it has another size."""
-    if len(held) > 1 or layout.size[held[0]] == size:
-        return layout
-    cuts = list(layout.cuts)
-    cuts[held[0]] = even_bounds(size, layout.grid[held[0]])
-    return Layout(layout.batch, tuple(cuts))
 
 
 def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, name: str) -> Tensor:
