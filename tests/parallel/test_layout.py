@@ -354,3 +354,9 @@ def test_a_box_survives_pickling(box):
 )
 def test_grids_are_as_square_as_can_be(ranks, grid):
     assert nearly_cubic(ranks, len(grid)) == grid
+
+
+def test_another_number_of_pixels_along_one_dim_is_cut_evenly():
+    layout = Layout((0, 2), ((0, 1, 7), (0, 5)))
+    assert layout.resized(0, 7) is layout
+    assert layout.resized(0, 9) == Layout((0, 2), ((0, 4, 9), (0, 5)))
