@@ -19,7 +19,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
-from spatialdl.parallel.layout import Box, Window, last_slices
+from spatialdl.parallel.layout import Box, Layout, Window, last_slices
 from spatialdl.spatial.bands import Alone, Band, Parts, parts_of
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
@@ -374,8 +374,10 @@ def _register_average(dims: int, *functions: Any) -> None:
             return _mean_of_tokens(input, windows[0], ceil_mode, divisor_override)
         moved = _move_for(name, input, windows, ceil_mode)
         mesh = input.mesh
-        own, tile = mesh.own_box(moved.output), to_tile(input)
-        divisor = divisor_override or _divisor(windows, own, moved.size, count_include_pad)
+        tile = to_tile(input)
+        divisor = divisor_override or _divisor(
+            windows, moved.output, mesh.part, moved.size, count_include_pad
+        )
         pooling = _Pooling(windows, divisor if isinstance(divisor, int) else 1)
         counts = None if isinstance(divisor, int) else on(divisor, tile.device)
         mean = _Pool.apply(tile, mesh, moved, pooling, 0.0, counts)  # type: ignore[no-untyped-call]
@@ -409,19 +411,27 @@ _register_average(3, F.avg_pool3d)
 
 @lru_cache(maxsize=1024)
 def _divisor(
-    windows: tuple[Window, ...], own: Box, size: tuple[int, ...], include_pad: bool
+    windows: tuple[Window, ...], output: Layout, part: int, size: tuple[int, ...], include_pad: bool
 ) -> int | Tensor:
-    """How many pixels are averaged: one number if it is the same for all outputs of this rank."""
+    """How many pixels are averaged: one number if that is so for all outputs of all ranks.
+
+    What one of them adds up in float32, all must, as halos travel in that type.
+    """
+    by_dim = [
+        _counts(window, outputs, extent, include_pad)
+        for window, outputs, extent in zip(windows, output.size, size, strict=True)
+    ]
+    if all(bool((counts == w.kernel).all()) for counts, w in zip(by_dim, windows, strict=True)):
+        return prod(window.kernel for window in windows)
     counts = torch.ones((), dtype=torch.int64)
-    for window, (start, stop), extent in zip(windows, own.spatial, size, strict=True):
-        counts = counts.unsqueeze(-1) * _counts(window, start, stop, extent, include_pad)
-    full = prod(window.kernel for window in windows)
-    return full if bool((counts == full).all()) else counts
+    for one, (start, stop) in zip(by_dim, output.boxes[part].spatial, strict=True):
+        counts = counts.unsqueeze(-1) * one[start:stop]
+    return counts
 
 
-def _counts(window: Window, start: int, stop: int, size: int, include_pad: bool) -> Tensor:
-    """How many pixels of one dim are averaged for each output in [start, stop)."""
-    first = torch.arange(start, stop) * window.stride - window.padding
+def _counts(window: Window, outputs: int, size: int, include_pad: bool) -> Tensor:
+    """How many pixels of one dim are averaged for each output."""
+    first = torch.arange(outputs) * window.stride - window.padding
     last = (first + window.kernel).clamp(max=size + window.padding)
     if not include_pad:
         first, last = first.clamp(min=0), last.clamp(max=size)

@@ -127,6 +127,8 @@ def test_half_precision_is_near_one_process_in_float64(
     family, (image, weight) = FAMILIES[name], drawn(dims)
     if error := lack(family, image.to(dtype), weight.to(dtype), dims):
         pytest.skip(f"PyTorch: {error}")
+    if DEVICE.type == "sim" and name == "layer norm of channels":
+        pytest.skip("the CPU's kernel keeps statistics in half precision, a GPU's in float32")
     image, weight = image.to(dtype).double(), weight.to(dtype).double()  # the same numbers for both
     exact = with_gradient(family, image.clone().requires_grad_(), weight, dims)
     for grid, mesh in every_mesh(dims).items():
