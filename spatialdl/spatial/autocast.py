@@ -34,11 +34,17 @@ PADS_ON_CPU = {"reflect": 2, "replicate": 3}  # up to so many spatial dims
 
 def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a function as autocast gives them to it."""
-    if func in ON_GPU and kwargs.get("dtype") is None:
+    if func in ON_GPU and kwargs.get("dtype") is None and not _is_area(func, args, kwargs):
         args, kwargs = tree_map(_wide_on_gpu, (args, kwargs))
     if func in ON_CPU:
         args, kwargs = tree_map(_wide_on_cpu, (args, kwargs))
     return args, kwargs
+
+
+def _is_area(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether it is interpolation by adaptive pooling, which autocast leaves as it is."""
+    mode = kwargs.get("mode", args[3] if len(args) > 3 else None)
+    return func is F.interpolate and mode == "area"
 
 
 def in_float32(tile: Tensor) -> Tensor:
