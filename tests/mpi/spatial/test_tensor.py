@@ -829,7 +829,9 @@ def test_shard_copies_and_from_local_does_not(mesh: Mesh) -> None:
 
 @pytest.mark.world(2, 3, 4)
 def test_the_mesh_must_be_the_world(world: MPI.Intracomm) -> None:
-    with pytest.raises(ValueError, match=rf"world has {world.size}: start it with `mpiexec -n 7`"):
+    with pytest.raises(
+        ValueError, match=rf"world has {world.size} ranks: start it with `mpiexec -n 7`"
+    ):
         init_mesh((7, 1))
 
 
