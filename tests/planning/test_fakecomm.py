@@ -105,22 +105,31 @@ def given_again(given: DictConfig) -> list[str]:
     return ["parallel=sp+pp", "parallel.cut=[layer2]", "parallel.microbatches=3"]
 
 
-def test_halos_are_those_of_arithmetic_by_hand(capsys, tmp_path, monkeypatch):
-    (tmp_path / "one_conv.py").write_text(
+@pytest.mark.parametrize(
+    ("dims", "words", "pixels"),
+    [
+        (2, ["data.image_size=[64,1000]", "data.batch_size=50"], 50 * 1000),
+        (
+            3,
+            ["data.image_size=[64,100,110]", "data.batch_size=5", "parallel.grid=[2,1,1]"],
+            5 * 100 * 110,
+        ),
+    ],
+)
+def test_halos_are_those_of_arithmetic_by_hand(dims, words, pixels, capsys, tmp_path, monkeypatch):
+    (tmp_path / f"convolutions{dims}.py").write_text(
         "from torch import nn\n"
         "def net(num_classes, in_channels):\n"
-        "    return nn.Sequential(nn.Conv2d(in_channels, 5, 3, padding=1), nn.Conv2d(5, 7, 3,\n"
-        "        padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(7, num_classes))\n"
+        f"    return nn.Sequential(nn.Conv{dims}d(in_channels, 5, 3, padding=1),\n"
+        f"        nn.Conv{dims}d(5, 7, 3, padding=1), nn.AdaptiveAvgPool{dims}d(1), nn.Flatten(),\n"
+        "        nn.Linear(7, num_classes))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = config(
-        "parallel=sp", "~model.width", "model._target_=one_conv.net", "data.batch_size=50",
-        "data.image_size=[64,1000]",
-    )  # fmt: skip
-    assert look(given)
+    network = ["~model.width", f"model._target_=convolutions{dims}.net"]
+    assert look(config("parallel=sp", *network, *words))
     (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("    0  "))
-    # forward: a row of 3 and of 5 channels; backward: the gradient of that of 5
-    expected = 4 * 50 * 1000 * (3 + 5 + 5) / 1e6
+    # forward: a row or slice of 3 and of 5 channels; backward: the gradient of that of 5
+    expected = 4 * pixels * (3 + 5 + 5) / 1e6
     assert line.endswith(f" {expected:.2f}")
 
 
@@ -144,25 +153,6 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
     assert rows[at + 6][-3:] == ["8:17", "0:16", "16:25"]
     assert all(float(one) > 0 for one in first.split()[-2:])
     assert sum("GB each" in line for line in lines) == placement.stages
-
-
-def test_halos_of_a_volume_are_those_of_arithmetic_by_hand(capsys, tmp_path, monkeypatch):
-    (tmp_path / "one_conv3d.py").write_text(
-        "from torch import nn\n"
-        "def net(num_classes, in_channels):\n"
-        "    return nn.Sequential(nn.Conv3d(in_channels, 5, 3, padding=1), nn.Conv3d(5, 7, 3,\n"
-        "        padding=1), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(7, num_classes))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    given = config(
-        "parallel=sp", "parallel.grid=[2,1,1]", "~model.width", "model._target_=one_conv3d.net",
-        "data.batch_size=5", "data.image_size=[64,100,110]",
-    )  # fmt: skip
-    assert look(given)
-    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("    0  "))
-    # forward: a slice of 3 and of 5 channels; backward: the gradient of that of 5
-    expected = 4 * 5 * 100 * 110 * (3 + 5 + 5) / 1e6
-    assert line.endswith(f" {expected:.2f}")
 
 
 @pytest.mark.parametrize(
