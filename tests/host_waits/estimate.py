@@ -33,7 +33,7 @@ WAIT_S = 20e-6
 PCIE = 5e10
 """Bytes a second between host and device, of 6.4e10 in each direction of PCIe 5."""
 
-WAITS_BEFORE = 446
+WAITS_BEFORE = 445
 """Of the step that is counted, before the release that has comm.device_path."""
 
 BATCH, TILE, COUNTED_TILE = 4, 1024, 512
