@@ -72,8 +72,11 @@ test-gpu: $(READY)
 
 test-device: $(READY)
 	$(MAKE) test-gpu GPU=sim ON_SHARED=tests/mpi/spatial/test_pad.py
-	SIM_DELAY_US=200 $(ON_SIM)=nccl $(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
-	    tests/mpi/pipeline/test_equal_numbers.py -k "sp+gems and 2x1-1x1"
+	# layouts of three and four ranks
+	set -e; for ranks in 3 4; do \
+	    $(ON_SIM)=nccl $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
+	        tests/mpi/pipeline/test_equal_numbers.py; \
+	done
 
 # feeding, checkpoints, half precision, sharded state, NaN, predictions
 WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_host_waits.py \
@@ -103,7 +106,7 @@ test-slow: $(READY)
 	    $(ON_SIM)=nccl $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" $(WHOLE_RUNS); \
 	done
 	$(MAKE) test-gpu GPU=sim
-	set -e; for path in nccl host mpi; do \
+	set -e; for path in host mpi; do \
 	    $(ON_SIM)=$$path $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py; \
 	done
