@@ -60,9 +60,10 @@ BY_ALL_PATHS := tests/mpi/comm/test_device_transport.py tests/mpi/comm/test_redu
     tests/mpi/comm/test_repartition.py tests/mpi/comm/test_collectives.py
 WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
 ON_SHARED ?= tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py
+LEFT_OUT ?=
 
 test-gpu: $(READY)
-	$(ON_GPU)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
+	$(ON_GPU)=nccl $(WITH_TESTS) $(LEFT_OUT) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
 	    tests/mpi/bench tests/mpi/training/optimization \
 	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
 	$(ON_GPU)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
@@ -70,8 +71,10 @@ test-gpu: $(READY)
 	SPATIALDL_DEVICES=1 $(ON_GPU)=host $(WITH_TESTS) $(ON_SHARED)
 	SPATIALDL_DEVICES=1 $(ON_GPU)=mpi $(WITH_TESTS) $(ON_SHARED)
 
+# operators on split images, and layouts by host and mpi, are left to test-slow
 test-device: $(READY)
-	$(MAKE) test-gpu GPU=sim ON_SHARED=tests/mpi/spatial/test_pad.py
+	$(MAKE) test-gpu GPU=sim ON_SHARED=tests/mpi/spatial/test_pad.py \
+	    LEFT_OUT="--ignore tests/mpi/spatial/test_op_db.py"
 	# layouts of three and four ranks
 	set -e; for ranks in 3 4; do \
 	    $(ON_SIM)=nccl $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \

@@ -296,12 +296,13 @@ def test_a_run_that_is_refused_its_directory_changes_nothing_there(inside, tmp_p
     assert (tmp_path / "sweep" / "0" / ".hydra" / "overrides.yaml").read_text() == "- seed=4\n"
 
 
-def test_what_runs_nothing_leaves_no_run_directory(inside, tmp_path):
+def test_what_runs_nothing_leaves_no_run_directory(inside, tmp_path, monkeypatch):
     small = ["debug=fakecomm", "model.width=4", "data.image_size=[33,47]"]
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
     before = contents(tmp_path)
     assert inside(*small)[0] == 0
+    monkeypatch.setattr("spatialdl.planning.fakecomm.look", lambda config, errors: not errors)
     assert inside(*small, "hydra.run.dir=out")[0] == 0
     assert inside(*small, "hydra.run.dir=used")[0] == 0
     assert inside("--multirun", *small, "parallel=none,dp", "hydra.sweep.dir=sweep")[0] == 0
