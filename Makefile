@@ -42,13 +42,14 @@ test-mpi: $(READY)
 	# what talks between stages and replicas, on a number of ranks that divides nothing
 	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training \
-	    --ignore tests/mpi/training/test_staging.py  # of nodes and their files, on four ranks above
+	    $(addprefix --ignore tests/mpi/training/, tasks pictures console test_staging.py)
 
-	# other numbers of ranks: stages of one rank beside stages of many
-	set -e; for ranks in 1 2 5 8; do \
+	# other numbers of ranks: stages of one rank beside stages of many; of two: see test-device
+	set -e; for ranks in 1 5 8; do \
 	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
 	done
+	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" tests/mpi/comm/test_handover.py tests/mpi/fuzz
 
 # on a device, by each way in which its tensors travel: by nccl on one for each rank, by host and mpi
 # all ranks on one; what a machine lacks for it is skipped with its reason. GPU=sim: the simulated one
@@ -100,7 +101,9 @@ test-slow: $(READY)
 	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m slow tests/mpi || test $$? -eq 5; \
 	done
 	set -e; for ranks in 2 3; do \
-	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/spatial; \
+	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/spatial \
+	        tests/mpi/pipeline/test_equal_numbers.py \
+	        $(addprefix tests/mpi/training/, tasks pictures console); \
 	done
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py

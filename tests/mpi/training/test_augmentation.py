@@ -29,7 +29,7 @@ CLASSIFY = {
     2: [("parallel=sp parallel.grid=[1,2]", 1), ("parallel=dp", 2)],
     3: [("parallel=sp parallel.grid=[3,1]", 1), ("parallel=sp+pp parallel.microbatches=2", 2)],
     4: [
-        ("parallel=sp parallel.grid=[2,2]", 1),
+        pytest.param("parallel=sp parallel.grid=[2,2]", 1, marks=pytest.mark.slow),
         ("parallel=dp+sp", 2),
         ("parallel=sp+gems parallel.stages=3 parallel.microbatches=2", 2),
     ],
