@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
+from spatialdl.comm.roll_call import say_last
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
@@ -110,6 +111,11 @@ def _predict(world: Communicator, composed: DictConfig, config: DictConfig) -> N
         succeeded = run(agreed, run_dir, world)
         run_log.tell_warnings(world)
     if not succeeded:
+        if world.rank == 0:  # below what launchers say of ranks that end with an error
+            say_last(
+                "error: not all was predicted, see status and reason in the tables of "
+                f"{run_dir}; the same command tries again what failed"
+            )
         sys.stdout.flush()
         world.barrier()  # nobody is ended before it has said all
         sys.exit(1)

@@ -231,6 +231,7 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
     assert code == 1
     assert "cannot open slide bad.svs: it is a text file" in said
     assert "failed: cannot open slide bad.svs" in said
+    assert said.splitlines()[-1].startswith("error: not all was predicted, see status and reason")
     bad, good = case.table("bad/slides.csv")
     assert (bad["slide"], bad["status"], bad["tiles"]) == ("bad", "failed", "0")
     assert bad["reason"] == "cannot open slide bad.svs: it is a text file; give the slide itself"
@@ -375,7 +376,7 @@ def test_volumes_are_predicted_in_ranks_and_bad_files_are_reported(tmp_path, her
     assert code == 1
     assert " tile" not in said
     for sentence in (
-        "new/broken.nii: Cannot work out file type",
+        "new/broken.nii: it is damaged, or no NIfTI file",
         "new/flat.nii: it has shape (10, 9), expected a volume",
         "contrasts has 2 channels, the network was trained on 1",
         "holed: 1 of 540 voxels that were read are NaN or infinite",

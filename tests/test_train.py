@@ -195,7 +195,8 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
         (
             ["data=shards", "data.path=nowhere"],
-            "error: data.path=nowhere is no folder: write one by spatialdl-tile",
+            "error: data.path=nowhere is no folder: write one of slides by spatialdl-tile, of "
+            "images, volumes or patches by spatialdl-import",
         ),
         (
             ["trainer.checkpoint.best=acuracy"],

@@ -109,7 +109,7 @@ class Mesh:
         Raises:
             ValueError: if there are more sizes, or fewer, than numbers of the grid.
         """
-        if len(size) != len(self.grid):
+        if isinstance(size, int) or len(size) != len(self.grid):
             raise ValueError(
                 f"mesh.box takes a size for each spatial dim: the grid is {self.grid}, got {size}"
             )

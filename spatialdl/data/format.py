@@ -221,7 +221,8 @@ class Manifest:
         except FileNotFoundError:
             raise ShardError(
                 f"cannot open data set {folder}: it has no {MANIFEST}, so it is not a data set "
-                "or was not finished; write it again"
+                "or was not finished; write one of slides by spatialdl-tile, of images, volumes or "
+                "patches by spatialdl-import"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ShardError(f"cannot read {path}: {error}") from error

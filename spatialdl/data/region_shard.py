@@ -36,6 +36,10 @@ from spatialdl.data.shard_file import ImageRows, ShardFile
 from spatialdl.parallel.layout import even_bounds
 
 
+class OtherTypeError(ValueError):
+    """A region of another type, or number of channels, than those before it."""
+
+
 class RegionShards:
     """Writes regions, band k of each to the shards of stripe k.
 
@@ -173,7 +177,7 @@ class RegionShards:
             self._coding.check(channels, dtype, self._spatial)
             self._channels, self.dtype, self.masks = channels, dtype, masked
         if (channels, dtype) != (self._channels, self.dtype):
-            raise ValueError(
+            raise OtherTypeError(
                 f"it has {channels} channels of {dtype}, those before it "
                 f"{self._channels} of {self.dtype}; all of a data set have the same, so convert it"
             )

@@ -81,6 +81,10 @@ def from_local(tile: Tensor, mesh: Mesh, size: Sequence[int]) -> SpatialTensor:
         ValueError: if the tile has not the shape of this rank's box, or ranks bring tiles of
             images that have other sizes, samples, channels or types.
     """
+    if isinstance(size, int):
+        raise ValueError(
+            f"from_local takes a size for each spatial dim: the grid is {mesh.grid}, got {size}"
+        )
     if mesh.agreement is not None and not isinstance(tile, SpatialTensor):
         mesh.agreement.tiles(tile, size)
     size = tuple(map(int, size))

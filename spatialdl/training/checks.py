@@ -108,7 +108,10 @@ def check_device(name: object) -> None:
 def _check_files(config: DictConfig) -> None:
     """That what is to be read is there."""
     if config.data.name == "shards" and not Path(config.data.path).expanduser().is_dir():
-        raise ValueError(f"data.path={config.data.path} is no folder: write one by spatialdl-tile")
+        raise ValueError(
+            f"data.path={config.data.path} is no folder: write one of slides by spatialdl-tile, of "
+            "images, volumes or patches by spatialdl-import"
+        )
     if config.ckpt_path not in (None, LATEST):
         candidates(str(config.ckpt_path), Path())
     if config.weights is not None:

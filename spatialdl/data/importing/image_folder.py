@@ -32,10 +32,10 @@ class BrokenImagesError(ValueError):
         broken: why, for each.
     """
 
-    def __init__(self, broken: Sequence[str], images: int) -> None:
+    def __init__(self, broken: Sequence[str], images: int, noun: str = "images") -> None:
         self.broken = list(broken)
         super().__init__(
-            f"{len(broken)} of {images} images cannot be read, and nothing was written; mend or "
+            f"{len(broken)} of {images} {noun} cannot be read, and nothing was written; mend or "
             "remove them, or leave them out with --skip-broken"
         )
 

@@ -29,6 +29,7 @@ from spatialdl.data.importing.volume_file import (
 )
 from spatialdl.data.importing.volume_files.volume import StoredVolume
 from spatialdl.data.pixels import DTYPES
+from spatialdl.data.region_shard import OtherTypeError
 from spatialdl.data.volume_geometry import Turn, orientation_of
 from spatialdl.data.writer import ShardWriter
 from spatialdl.text import counted
@@ -76,7 +77,8 @@ def import_volumes(
 
     Raises:
         BrokenImagesError: some cannot be read, and `skip_broken` is false; or all of them.
-        ValueError: there are no volumes, two of one name, or one that has no label.
+        ValueError: there are no volumes, two of one name, one that has no label, or most are of
+            another type than the first that can be read.
     """
     found = find_volumes(folder)
     of_masks = None if masks is None else find_volumes(masks, masks=True)
@@ -91,6 +93,8 @@ def import_volumes(
         )
     broken: list[str] = []
     without_spacing = []
+    written: list[FoundVolume] = []
+    others = 0  # of another type
     off = None if progress else True
     with ShardWriter(out, classes, kind="volumes", **settings) as writer:
         for name, one in tqdm(found.items(), "volumes", disable=off, leave=False):
@@ -108,10 +112,18 @@ def import_volumes(
                     affine=volume.affine,
                 )
                 without_spacing += [name] if volume.spacing is None else []
+                written.append(one)
             except Exception as error:  # what decoders raise of damaged files is anything
+                others += isinstance(error, OtherTypeError)
                 broken.append(f"{one.path}: {' '.join(str(error).split()) or type(error).__name__}")
-        if broken and (not skip_broken or len(broken) == len(found)):
-            raise BrokenImagesError(broken, len(found))
+        if others > len(written):
+            raise ValueError(
+                f"{others} of {len(found)} volumes have another type or number of channels than "
+                f"{written[0].path}, the first, and nothing was written; convert that one to the "
+                "type of the others, or remove it"
+            )
+        if broken and (not skip_broken or not written):
+            raise BrokenImagesError(broken, len(found), "volumes")
     if without_spacing:
         shown = ", ".join(without_spacing[:5]) + ", ..." * (len(without_spacing) > 5)
         of = counted(len(without_spacing), "volume")

@@ -67,17 +67,22 @@ def instantiate(config: DictConfig) -> nn.Module:
 def _called(settings: DictConfig, offered: Sequence[str]) -> object:
     """What the target returns, without the offered arguments that it refuses."""
     try:
-        return hydra.utils.instantiate(settings)
+        return _made(settings)
     except hydra.errors.InstantiationException as error:
         refused = refused_key(error, offered)
         if refused is None:
             _remove(settings, offered)
             if offered:  # it may say in other words that it does not know them
                 with suppress(hydra.errors.InstantiationException):
-                    return hydra.utils.instantiate(settings)
+                    return _made(settings)
             raise
     _remove(settings, [refused])
     return _called(settings, [key for key in offered if key != refused])
+
+
+def _made(settings: DictConfig) -> object:
+    """The target called with plain lists and dicts: many libraries refuse those of OmegaConf."""
+    return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
 
 
 def _remove(settings: DictConfig, keys: Sequence[str]) -> None:

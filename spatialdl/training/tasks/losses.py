@@ -207,7 +207,12 @@ def _given_like(weight: Tensor | None, output: Tensor) -> Tensor | None:
 
 
 def _shape(output: object) -> object:
-    return tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if isinstance(output, Tensor):
+        return tuple(output.shape)
+    name = type(output).__name__
+    if isinstance(getattr(output, "logits", None), Tensor):  # of transformers
+        return f"{name} (wrap it in a module whose forward returns the .logits alone)"
+    return name
 
 
 def as_columns(output: Tensor, target: Tensor) -> Tensor:

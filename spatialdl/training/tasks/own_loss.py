@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pkgutil import resolve_name
+from typing import Any
 
 import hydra.utils
 import torch
@@ -118,13 +119,14 @@ def own_loss_of(settings: DictConfig) -> OwnLoss | None:
 
 def _made(given: DictConfig, target: str) -> Callable[[Tensor, Tensor], Tensor]:
     """An object of a class, or a function with its other arguments filled in."""
-    arguments = {str(key): value for key, value in given.items() if key != "_target_"}
+    plain: dict[str, Any] = OmegaConf.to_container(given, resolve=True)  # type: ignore[assignment]
+    arguments = {key: value for key, value in plain.items() if key != "_target_"}
     try:
         if not inspect.isclass(resolve_name(target)):
             function = resolve_name(target)
             inspect.signature(function).bind(None, None, **arguments)
             return functools.partial(function, **arguments)
-        made = hydra.utils.instantiate(given)
+        made = hydra.utils.instantiate(given, _convert_=given.get("_convert_", "all"))
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(f"task.loss._target_={target} cannot be made: {said}") from error

@@ -79,6 +79,7 @@ def test_broken_files_have_a_sentence_each_and_the_others_are_written(folders, c
     names = ["cut.nii.gz", "empty.nii", "float.nii", "size.nii", "text.tif", "time.nii"]
     assert [line.split(": ")[1].rsplit("/")[-1] for line in said] == [*names, "without.nii"]
     for number, part in (
+        (0, "it is damaged, or no NIfTI file"),
         (2, "float32"),
         (3, "mask has shape"),
         (5, "3 channels of int16, those before it 1"),
@@ -86,6 +87,18 @@ def test_broken_files_have_a_sentence_each_and_the_others_are_written(folders, c
     ):
         assert part in said[number]
     assert len(ShardDataset(path / "set")) == len(volumes)
+
+
+def test_one_volume_of_another_type_does_not_leave_out_all_others(folders, capsys):
+    path, volumes = folders
+    save(path / "in" / "0.nii", np.zeros((5, 7, 4), np.float32))
+    call = ["volumes", str(path / "in"), "--out", str(path / "set")]
+    for more in ([], ["--skip-broken"]):
+        assert main([*call, *more]) == 1
+        assert not (path / "set").exists()
+        said = capsys.readouterr().err
+        assert f"error: {len(volumes)} of {len(volumes) + 1} volumes have another type" in said
+        assert f"than {path / 'in' / '0.nii'}, the first" in said
 
 
 def test_volumes_of_every_kind_in_one_folder(tmp_path, capsys):

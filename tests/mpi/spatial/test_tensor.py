@@ -815,6 +815,11 @@ def test_a_tile_of_another_shape_is_refused_with_the_box(mesh: Mesh) -> None:
     assert f"rank {mesh.comm.rank} brings a tile of {tile.shape[-2]}x" in str(error.value)
 
 
+def test_a_size_of_one_number_is_refused(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="from_local takes a size for each spatial dim: the grid"):
+        from_local(own(image(), mesh), mesh, H)  # type: ignore[arg-type]
+
+
 def test_splitting_twice_is_refused(mesh: Mesh) -> None:
     x = shard(image(), mesh)
     with pytest.raises(ValueError, match="split already"):

@@ -58,6 +58,13 @@ def in_other_words(**kwargs: Any) -> Net:
     return Net(**kwargs)
 
 
+def strict_about_lists(num_classes: int, size: list[int], heads: dict[str, list[int]]) -> Net:
+    assert type(size) is list
+    assert type(heads) is dict
+    assert type(heads["late"]) is list
+    return Net(num_classes, width=sum(size) + heads["late"][0])
+
+
 def always_wrong(**kwargs: Any) -> Net:
     raise RuntimeError("no such weights")
 
@@ -116,6 +123,14 @@ def test_a_network_with_an_argument_of_the_groups_keeps_its_own_default():
     assert model.conv.out_channels == 4  # not the 64 of model=resnet18
     assert "width" not in recorded.model
     assert built(f"{__name__}.Net", "model.width=7")[0].conv.out_channels == 7
+
+
+def test_lists_and_tables_reach_a_network_as_plain_ones():
+    """Configurations of transformers refuse those of OmegaConf."""
+    words = ("model.size=[2,3]", "model.heads={late:[4]}")
+    model, recorded = built(f"{__name__}.strict_about_lists", *words)
+    assert model.conv.out_channels == 9
+    assert instantiate(recorded).conv.out_channels == 9
 
 
 def test_the_error_of_a_network_is_the_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +36,15 @@ class Net(nn.Module):
         return x if self.maps else x.mean((2, 3))
 
 
+class Wrapped(Net):
+    """As networks of transformers give it."""
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=super().forward(x))
+
+
 WRONG = [
+    ("task=classification", Wrapped(3), r"SimpleNamespace \(wrap it .* returns the \.logits alone"),
     ("task=classification", Net(1000), "has 1000 outputs for the 3 classes of the data.*=1000"),
     ("task=classification", Net(2), "has 2 outputs for the 3 classes"),
     ("task=classification", Net(3, maps=True), "to classify, it must"),

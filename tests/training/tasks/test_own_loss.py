@@ -31,6 +31,17 @@ class Weighted(nn.Module):
         return F.cross_entropy(output, target, self.weights, ignore_index=255)
 
 
+def listed(output, target, weights):
+    assert type(weights) is list
+    return F.cross_entropy(output, target, torch.tensor(weights))
+
+
+class Listed(Weighted):
+    def __init__(self, weights):
+        assert type(weights) is list
+        super().__init__(weights)
+
+
 class Learned(nn.Module):
     def __init__(self):
         super().__init__()
@@ -68,6 +79,15 @@ def test_a_function_and_a_class_are_the_loss_and_metrics_stay():
         "task=regression", "task.loss._target_=torch.nn.SmoothL1Loss", "task.loss.beta=2"
     )
     assert regression.loss(output, output + 1) == pytest.approx(0.25)
+
+
+def test_lists_reach_a_function_and_a_class_as_plain_ones():
+    output, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 1])
+    for name in ("listed", "Listed"):
+        task = made(f"task.loss._target_={HERE}.{name}", "task.loss.weights=[1,2,0.5]")
+        assert task.loss(output, labels) == F.cross_entropy(
+            output, labels, torch.tensor([1, 2, 0.5])
+        )
 
 
 def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():

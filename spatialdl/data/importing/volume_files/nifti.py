@@ -48,9 +48,13 @@ def load_nifti(path: Path) -> Any:
     """The image of nibabel, of which the voxels are read later.
 
     Raises:
-        ValueError: nibabel is missing; others if it is damaged.
+        ValueError: nibabel is missing, or it has no header of NIfTI; others if it is damaged.
     """
-    return needed("nibabel").load(path, keep_file_open=True)
+    nibabel = needed("nibabel")
+    try:
+        return nibabel.load(path, keep_file_open=True)
+    except nibabel.filebasedimages.ImageFileError as error:
+        raise ValueError("it is damaged, or no NIfTI file: copy or convert it again") from error
 
 
 def _dtype(image: Any) -> np.dtype[Any]:

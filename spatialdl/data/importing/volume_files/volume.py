@@ -64,7 +64,10 @@ class StoredVolume:
         box = whole_box(self.size) if box is None else box
         if not all(extents(box)):  # nibabel fails to
             return np.empty((*extents(box), self.channels), self.dtype)
-        found = np.asarray(self.voxels(box), self.dtype)
+        try:
+            found = np.asarray(self.voxels(box), self.dtype)
+        except EOFError as error:
+            raise EOFError(f"it is damaged or incomplete ({error}): copy it again") from error
         return found.reshape(*extents(box), self.channels)
 
 

@@ -96,3 +96,16 @@ def test_a_unit_that_is_none_of_nifti_is_refused(tmp_path):
     path = _with_header(tmp_path / "a.nii", xyzt_units=5)
     with pytest.raises(ValueError, match="it has xyzt_units 5"):
         open_volume(path)
+
+
+def test_a_file_that_was_copied_in_part_is_told_from_others(tmp_path):
+    path = tmp_path / "a.nii.gz"
+    pixels = np.random.default_rng(0).integers(-1000, 1000, (40, 30, 20)).astype(np.int16)
+    nibabel.save(nibabel.Nifti1Image(pixels, np.eye(4)), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(EOFError, match=r"it is damaged or incomplete \(.*\): copy it again"):
+        open_volume(path).read()
+    path.write_bytes(whole[:20])
+    with pytest.raises(ValueError, match="it is damaged, or no NIfTI file"):
+        open_volume(path)
