@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.once import once_differentiable
+from spatialdl.spatial.blockwise import wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.ring import Returning, Ring, circulate
 from spatialdl.spatial.span import positions_of
@@ -85,7 +86,7 @@ class _ByParts(torch.autograd.Function):
             block = parts.local(*parts.operands(own, tokens, part))
             result = _put(result, block, parts, part)
         assert result is not None
-        return result
+        return result.to(block.dtype)
 
     @staticmethod
     @once_differentiable
@@ -94,7 +95,7 @@ class _ByParts(torch.autograd.Function):
         tile = own[parts.passing]
         message = tile.reshape(1, -1)
         returning = Returning(parts.ring, message, parts.elements(tile))
-        grads = [torch.zeros_like(x) for x in own]
+        grads = [wide(torch.zeros_like(x)) for x in own]
         for number, arrived in circulate(parts.ring, message, parts.elements(tile)):
             part = parts.ring.part(number)
             tokens = parts.unpacked(arrived, tile, part)
@@ -106,13 +107,13 @@ class _ByParts(torch.autograd.Function):
                     _add(grads[place], one, parts, parts.at[place], part)
         returning.wait()
         grads[parts.passing] = returning.total.view(tile.shape)
-        return None, *grads
+        return None, *(one.to(x.dtype) for one, x in zip(grads, own, strict=True))
 
 
 def _put(result: Tensor | None, block: Tensor, parts: _Parts, part: int) -> Tensor:
-    """The result with that of a part in it."""
+    """The result with that of a part in it; sums over half precision are float32."""
     if parts.into is None:
-        return block if result is None else result.add_(block)
+        return wide(block) if result is None else result.add_(block)
     if result is None:
         shape = list(block.shape)
         shape[parts.into] = sum(parts.ring.counts)
@@ -132,7 +133,7 @@ def _add(into: Tensor, grad: Tensor, parts: _Parts, dim: int | None, part: int) 
     if dim is None or into.shape[dim] == 1:
         into += grad
     else:
-        into.index_add_(dim, on(parts.columns[part], into.device), grad)
+        into.index_add_(dim, on(parts.columns[part], into.device), grad.to(into.dtype))
 
 
 def by_parts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -30,6 +30,7 @@ from spatialdl.spatial.window import (
     WindowMove,
     check_image,
     check_output,
+    nothing,
     per_dim,
     window_move,
 )
@@ -66,6 +67,22 @@ def _move_for(
     )
     check_output(name, x, size)
     return window_move(x.spatial_layout, windows, size, x.mesh.part)
+
+
+def _windows_are_whole(x: SpatialTensor, dims: int) -> bool:
+    """Whether pixels lie in other dims than those pooled, as where whole windows are samples."""
+    return all(dim < -dims for dim in x.spatial_dims.at)
+
+
+def _by_tile(x: SpatialTensor, dims: int, pool: Callable[[Tensor], Tensor]) -> Tensor:
+    """Pooling of whole dims, which needs no other rank."""
+    whole = pool(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # raises on all ranks alike
+    tile = to_tile(x)
+    if tile.numel() == 0:
+        pooled = nothing((*tile.shape[:-dims], *whole.shape[-dims:]), tile)
+    else:
+        pooled = pool(tile)
+    return from_tile(pooled, x.spatial_layout, x.mesh, x.spatial_dims)
 
 
 _NO_PADDING = (0, 0, 0)
@@ -303,6 +320,9 @@ def _register_max(dims: int, *functions: Any) -> None:
         if return_indices:
             raise refusal(functions[0], [input], _NO_INDICES)
         windows = _windows(dims, kernel_size, stride, padding, dilation)
+        if _windows_are_whole(input, dims):
+            given = kernel_size, stride, padding, dilation, ceil_mode
+            return _by_tile(input, dims, lambda x: functions[0](x, *given))
         moved = _move_for(f"max_pool{dims}d", input, windows, ceil_mode)
         tile = to_tile(input)
         pooled = _Pool.apply(tile, input.mesh, moved, _Pooling(windows), _lowest(tile.dtype))  # type: ignore[no-untyped-call]
@@ -372,6 +392,10 @@ def _register_average(dims: int, *functions: Any) -> None:
         windows = _windows(dims, kernel_size, stride, padding, 1)
         if dims == 1 and len(input.mesh.grid) > 1 and are_tokens(input.shape, input.spatial_dims):
             return _mean_of_tokens(input, windows[0], ceil_mode, divisor_override)
+        if _windows_are_whole(input, dims):
+            given = kernel_size, stride, padding, ceil_mode, count_include_pad
+            divisors = () if dims == 1 else (divisor_override,)
+            return _by_tile(input, dims, lambda x: functions[0](x, *given, *divisors))
         moved = _move_for(name, input, windows, ceil_mode)
         mesh = input.mesh
         tile = to_tile(input)

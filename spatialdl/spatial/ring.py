@@ -28,7 +28,7 @@ from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.tape import aside, once
 from spatialdl.parallel.layout import Box
-from spatialdl.spatial.blockwise import Scores, added, backward_block, forward_block
+from spatialdl.spatial.blockwise import Scores, added, backward_block, forward_block, wide
 
 
 class Ring(NamedTuple):
@@ -110,11 +110,15 @@ def circulate(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Ten
 
 
 class Returning:
-    """Gradients of keys and values on their way to the ranks that have them."""
+    """Gradients of keys and values on their way to the ranks that have them.
+
+    Attributes:
+        total: their sum; float32 of half precision.
+    """
 
     def __init__(self, ring: Ring, own: Tensor, elements: int) -> None:
         self._ring, self._elements = ring, elements
-        self.total = torch.zeros_like(own)
+        self.total = wide(torch.zeros_like(own))
         self._under_way: tuple[Plan, list[Held], Pending, Tensor] | None = None
 
     def send(self, number: int, grad: Tensor) -> None:
@@ -165,7 +169,7 @@ class _RingAttention(torch.autograd.Function):
         pack = _Packed(key.shape, value.shape)
         own = pack.packed(key, value)
         returning = Returning(ring, own, pack.elements)
-        grad_query = torch.zeros_like(query)
+        grad_query = wide(torch.zeros_like(query))
         grad_bias = None
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros_like(bias)
@@ -177,8 +181,9 @@ class _RingAttention(torch.autograd.Function):
             grad_query += grads[0]
             returning.send(number, pack.packed(*grads[1:]))
         returning.wait()
-        grad_key, grad_value = pack.unpacked(returning.total, ring.counts[ring.mesh.part])
-        return grad_query, grad_key, grad_value, grad_bias, None
+        total = returning.total.to(own.dtype)
+        grad_key, grad_value = pack.unpacked(total, ring.counts[ring.mesh.part])
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_bias, None
 
 
 def _forward(

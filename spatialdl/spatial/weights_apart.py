@@ -22,6 +22,7 @@ from spatialdl.spatial.tensor import SpatialTensor
 aten = torch.ops.aten
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_WITH_LAYERS_INSIDE = (F.multi_head_attention_forward,)
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -37,11 +38,14 @@ class WeightsApart(TorchFunctionMode):
             with self:  # PyTorch has put this mode aside, but what runs again in backward needs it
                 return (inside(func) or func)(*args, **kwargs)
         apart = _APART.get(func)
-        if apart is None:
+        if apart is None and func not in _WITH_LAYERS_INSIDE:
             return func(*args, **kwargs)
         if any(issubclass(kind, SpatialTensor) for kind in types):
             with self:  # for the tile
                 return SpatialTensor.__torch_function__(func, types, args, kwargs)
+        if apart is None:
+            with self:
+                return (inside(func) or func)(*args, **kwargs)
         y = apart(*args, **kwargs) if torch.is_grad_enabled() else None
         return func(*args, **kwargs) if y is None else y
 

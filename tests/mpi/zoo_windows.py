@@ -122,6 +122,35 @@ class WindowAttention(nn.Module):
         )
 
 
+class PooledWindows(nn.Module):
+    """Windows, padded to whole ones, whose queries are pooled, so that the map is halved.
+
+    As in the encoder of SAM 2 (HieraDet).
+    """
+
+    def __init__(self, window: int, pool: nn.Module, fused: bool) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.skip, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.window, self.pool, self.fused = window, pool, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        skip = self.pooled(self.skip(y))
+        height, width = x.shape[1:3]
+        y = F.pad(y, (0, 0, 0, -width % self.window, 0, -height % self.window))
+        padded = tuple(size // 2 for size in y.shape[1:3])
+        q, k, v = self.qkv(windows_of(y, self.window)).chunk(3, -1)
+        q = self.pooled(q.unflatten(1, (self.window, self.window))).flatten(1, 2)
+        heads = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (q, k, v))
+        y = windows_back(joined(attended(*heads, self.fused)), self.window // 2, padded)
+        height, width = skip.shape[1:3]
+        return skip + self.out(y[:, :height, :width])
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return self.pool(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
 class MaskUnits(nn.Module):
     """Tokens in an order in which mask units, and what is pooled, are far apart."""
 
@@ -168,7 +197,9 @@ class Maps(nn.Module):
     def __init__(self, *attention: nn.Module) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 4, 4)
-        self.layers = nn.Sequential(*map(Layer, attention))
+        self.layers = nn.Sequential(
+            *(one if isinstance(one, PooledWindows) else Layer(one) for one in attention)
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -256,6 +287,19 @@ WINDOWS: dict[str, Entry] = {
         _maps(partial(WindowAttention, 3), partial(GridAttention, 3, True)), _WINDOWS
     ),
     "grid, channels first": Entry(_maps(partial(GridAttentionFirst, 4, False)), _WINDOWS),
+    "pooled windows": Entry(
+        _maps(
+            partial(WindowAttention, 3), partial(PooledWindows, 4, nn.MaxPool2d(2, 2), fused=True)
+        ),
+        _WINDOWS,
+    ),
+    "pooled windows, padded": Entry(
+        _maps(
+            partial(PooledWindows, 4, nn.MaxPool2d(2, 2), fused=False),
+            partial(PooledWindows, 2, nn.AvgPool2d(2, 2, ceil_mode=True), fused=True),
+        ),
+        (40, 44),  # 10 x 11 tokens, then 5 x 5
+    ),
     "mask units": Entry(partial(MaskUnits, (12, 20), True), (48, 80)),
     "mask units, spelled out": Entry(partial(MaskUnits, (12, 20), False), (48, 80)),
     **{

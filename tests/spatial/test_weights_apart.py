@@ -107,6 +107,25 @@ class Residual(nn.Module):
         return x.mean((2, 3)) @ self.head.weight + self.head(x.mean((2, 3)))
 
 
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        keys = x if keys is None else keys
+        y: Tensor = self.attend(x, keys, keys, need_weights=False)[0]
+        return y
+
+
+def test_layers_inside_attention():
+    """Between two sequences the projection in is cut, and parts of a weight do not wait."""
+    own, other = torch.randn(2, 5, 8), torch.randn(2, 3, 8)
+    weights = ["attend.in_proj_weight", "attend.out_proj.weight"]
+    assert both(SelfAttention(), own) == weights
+    assert both(SelfAttention(), own, other) == weights[1:]
+
+
 def test_weights_that_come_twice_and_elsewhere():
     """What `@` gives the head's weight does not wait, so that there is something at once."""
     assert both(Residual(), torch.randn(2, 4, 7, 6)) == ["conv.weight"]

@@ -177,3 +177,23 @@ def test_kernels_of_the_device_give_parts_that_can_be_put_together(dtype: torch.
             close = 1e-5 if dtype == torch.float32 else 2e-2
             error = (found.double().cpu() - right.detach()).norm() / right.detach().norm()
             assert error < close, f"on {mesh.grid}: {error}"
+
+
+def test_parts_of_half_precision_are_added_up_in_float32() -> None:
+    """In bfloat16 256 + 1 is 256, and would stay so however many parts came."""
+    for mesh in every_mesh(2).values():
+        image = torch.zeros(1, 1, 6, 7, dtype=torch.float64)
+        for part, corner in enumerate(mesh.grid_comm.allgather(mesh.box((6, 7))[::2])):
+            image[0, 0, corner[0], corner[1]] = 256 if part == 0 else 1
+        values = image.flatten()
+        weight = values[:, None].expand(42, 42)
+        full = image.clone().requires_grad_()
+        expected = F.linear(full.flatten(2), weight)
+        expected.sum().backward()
+        split = shard(image.bfloat16(), mesh).to(DEVICE).requires_grad_()
+        y = F.linear(split.flatten(2), weight.bfloat16().to(DEVICE))
+        y.sum().backward()
+        assert full.grad is not None
+        assert split.grad is not None
+        for ours, right in ((y, expected), (split.grad, full.grad)):
+            assert torch.equal(ours.detach().full_tensor().cpu(), right.detach().bfloat16())
