@@ -37,6 +37,7 @@ from spatialdl.bench.io_ways import (
     write_all,
 )
 from spatialdl.bench.page_cache import drop, resident
+from spatialdl.bench.results import median_ratio
 
 WINDOW = 1024
 QUARTER = WINDOW // 2
@@ -145,10 +146,7 @@ def _rate(
 
 def _summarised(rates: Rates) -> dict[str, Any]:
     def ratios(to: str) -> dict[str, float]:
-        return {
-            way: statistics.median(a / b for a, b in zip(rates[way], rates[to], strict=True))
-            for way in WAYS
-        }
+        return {way: median_ratio(rates[way], rates[to]) for way in WAYS}
 
     return {
         "rates": {way: statistics.median(rates[way]) for way in WAYS},

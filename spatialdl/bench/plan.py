@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from tqdm import tqdm
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import origin, parser_of, publish, save
 from spatialdl.planning.calibrate import calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
@@ -106,9 +105,7 @@ def main(arguments: Sequence[str]) -> None:
             bar.set_postfix_str(name)
             rows.append({"name": name, **_row(LAYOUTS[name], cluster, options.steps)})
     result = {
-        "command": " ".join(["python -m spatialdl.bench plan", *arguments]),
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin("plan", arguments),
         "load": os.getloadavg()[0],
         "rows": rows,
     }
@@ -116,11 +113,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench plan", description=__doc__)
+    parser = parser_of("plan", __doc__)
     parser.add_argument("--steps", type=int, default=3, help="of each run (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="take what was measured before")
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), help="layouts (all)")
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         raise ValueError(f"--steps {options.steps}: the first one warms up, take at least 2")
@@ -236,7 +232,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("measured")
         panel.set_ylabel("predicted")
-        panel.spines[["top", "right"]].set_visible(False)
     figure.legend(
         *panels[0].get_legend_handles_labels(),
         loc="outside right upper",
@@ -244,4 +239,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         frameon=False,
         handlelength=1.0,
     )
-    figure.savefig(path)
+    save(figure, path)
