@@ -10,10 +10,9 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spatialdl.bench.device import add_device, worker_command
-from spatialdl.bench.pipeline_layouts import ONE_AFTER_THE_OTHER
 from spatialdl.bench.results import (
     heading,
     markdown,
@@ -25,7 +24,13 @@ from spatialdl.bench.results import (
     save,
     words_of,
 )
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
+from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.worker import environment, run_worker
+
+ONE_AFTER_THE_OTHER = "layer parallel"
+INTERLEAVE = 2
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -125,3 +130,33 @@ def draw(result: dict[str, Any], path: Path) -> None:
         fontsize=10,
     )
     save(figure, path)
+
+
+class NamedLayout(NamedTuple):
+    """A layout of a network on ranks; micro-batches are of one image."""
+
+    name: str
+    placement: Placement
+    schedule: Schedule
+
+
+def layouts(ranks: int, microbatches: int) -> list[NamedLayout]:
+    """Layer parallelism, pipelines of `microbatches`, and GEMS of one image a copy and of all."""
+    plain = Placement(1, ((1, 1),) * ranks)
+    dealt = Placement(1, ((1, 1),) * ranks * INTERLEAVE, INTERLEAVE)
+    mirrored = Placement(1, ((1, 1),) * ranks, mirrored=True)
+
+    def made(name: str, placement: Placement, kind: str, count: int, times: int = 1) -> NamedLayout:
+        return NamedLayout(name, placement, make_schedule(kind, placement, count, times))
+
+    return [
+        made(ONE_AFTER_THE_OTHER, plain, "gpipe", 1),
+        made("GPipe", plain, "gpipe", microbatches),
+        made("1F1B", plain, "1f1b", microbatches),
+        made("zero bubble", plain, "zero_bubble", microbatches),
+        made("interleaved", dealt, "interleaved", microbatches),
+        made("GEMS mast", mirrored, "mast", 2),
+        made("GEMS master", mirrored, "master", microbatches, microbatches // 2),
+        made("GEMS basic", mirrored, "basic", 2),
+        made("GEMS basic, more", mirrored, "basic", microbatches),
+    ]

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from spatialdl import models
 from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
-from spatialdl.bench.pipeline_layouts import Layout, layouts
+from spatialdl.bench.pipeline import NamedLayout, layouts
 from spatialdl.comm import trace
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
@@ -57,7 +57,7 @@ class Side:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: NamedLayout,
         options: argparse.Namespace,
         world: Communicator,
         device: torch.device,

@@ -26,9 +26,6 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     out = Path(options.out)
     tables, failed = [], []
-    why_not = _lacks_backend(options)
-    if why_not:
-        print(f"backend is left out: {why_not}", flush=True)
     for name, (bench, words) in runs(options).items():
         print(f"\n## {name}\n", flush=True)
         try:
@@ -80,7 +77,10 @@ def runs(options: argparse.Namespace) -> dict[str, tuple[Bench, list[str]]]:
         rows, cols = map(str, grid)
         found["halo"] = (halo.main, [*device, "--grid", rows, cols, *_halo(options)])
         found["pipeline"] = (pipeline.main, [*device, *many, *_pipeline(options)])
-    if not _lacks_backend(options):
+    why_not = _lacks_backend(options)
+    if why_not:
+        print(f"backend is left out: {why_not}", flush=True)
+    else:
         found["backend"] = (backend.main, [*device, *many, *_backend(options)])
     return found
 

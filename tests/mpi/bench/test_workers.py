@@ -13,7 +13,7 @@ import spatialdl
 from spatialdl.bench import backend_worker, device, pipeline_worker, synthetic_worker, worker
 from spatialdl.bench.halo_worker import Halo
 from spatialdl.bench.halo_worker import measure as measure_halo
-from spatialdl.bench.pipeline_layouts import layouts
+from spatialdl.bench.pipeline import layouts
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_path
 from tests.composing import composed
