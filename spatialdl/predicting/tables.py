@@ -5,8 +5,6 @@ And the slides or volumes of a batch as a table on the console.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spatialdl.data.saving import replacing
+from spatialdl.data.saving import replacing, save_table
 from spatialdl.predicting.checks import need_pyarrow
 from spatialdl.predicting.records import Record
 from spatialdl.text import aligned, fitted
@@ -53,7 +51,11 @@ def save_tables(
     paths = []
     for name, columns in tables.items():
         paths.append(folder / f"{name}.{kind}")
-        (_save_csv if kind == "csv" else _save_parquet)(paths[-1], columns)
+        if kind == "csv":
+            rows = zip(*columns.values(), strict=True)
+            save_table(paths[-1], columns, rows, errors="backslashreplace")
+        else:
+            _save_parquet(paths[-1], columns)
     return paths
 
 
@@ -119,16 +121,6 @@ def _told(values: Any, classes: Sequence[str], task: str) -> Columns:
 
 def _stacked(records: Sequence[Record], columns: int) -> Any:
     return np.concatenate([np.empty((0, columns)), *(record.values for record in records)])
-
-
-def _save_csv(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    with replacing(path) as out:
-        text = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", newline="")
-        table = csv.writer(text)
-        table.writerow(columns)
-        table.writerows(zip(*columns.values(), strict=True))
-        text.flush()
-        text.detach()
 
 
 def _save_parquet(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:

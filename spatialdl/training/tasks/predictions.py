@@ -6,8 +6,6 @@ slides.csv        a row a slide: the same of all its tiles together
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.data.image_source import ImageSource
-from spatialdl.data.saving import replacing
+from spatialdl.data.saving import save_table
 from spatialdl.training.tasks.aggregation import SlidePredictions, to_slides
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.tasks.task import SampleTask
@@ -93,9 +91,9 @@ class Predictions:
 
     def write(self, folder: Path) -> None:
         """Both tables, each whole or not at all; slides only if the samples name any."""
-        _write(folder / "predictions.csv", self._sample_head(), self._sample_rows())
+        save_table(folder / "predictions.csv", self._sample_head(), self._sample_rows())
         if self.slides is not None:
-            _write(folder / "slides.csv", self._slide_head(), self._slide_rows(self.slides))
+            save_table(folder / "slides.csv", self._slide_head(), self._slide_rows(self.slides))
 
     def _columns(self, before: str) -> list[str]:
         more = range(len(self.names), self.values.shape[1])  # a network may tell more apart
@@ -144,16 +142,6 @@ class Predictions:
 
     def _class(self, number: int) -> str:
         return self.names[number] if number < len(self.names) else str(number)
-
-
-def _write(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with replacing(path) as out:
-        text = io.TextIOWrapper(out, encoding="utf-8", newline="")
-        table = csv.writer(text)
-        table.writerow(head)
-        table.writerows(rows)
-        text.flush()
-        text.detach()
 
 
 def errors_of(task: SampleTask, values: Tensor, labels: Tensor) -> Tensor:
