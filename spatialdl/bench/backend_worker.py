@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import spatialdl.comm.backend  # noqa: F401  (registers it)
 from spatialdl import models
+from spatialdl.bench.backend import CALL, OURS, RAW, SILENT
 from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
 from spatialdl.comm.backend.communication_thread import FINISHED
 from spatialdl.comm.datatypes import buffer
@@ -32,8 +33,6 @@ from spatialdl.comm.world import start_world
 
 Thing = TypeVar("Thing")
 Todo = Callable[[], object]
-OURS, RAW, SILENT = "mpi4py backend", "raw mpi4py", "no communication"
-CALL = "PyTorch's call"
 BYTES_A_ROUND = 2**22
 """Small all-reduces are repeated within a round, as many as move so much, but no more than 200."""
 

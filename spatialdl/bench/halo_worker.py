@@ -158,7 +158,7 @@ class Halo:
     def _packed(self) -> Variant:
         outgoing = [torch.empty(view.shape) for view in self.sends]
         incoming = [torch.empty(view.shape) for view in self.receives]
-        outgoing_memory, incoming_memory = map(_memories, (outgoing, incoming))
+        outgoing_memory, incoming_memory = (list(map(buffer, x)) for x in (outgoing, incoming))
 
         def exchange() -> None:
             requests = [
@@ -253,10 +253,6 @@ class Halo:
             target.copy_(source)
 
         return exchange
-
-
-def _memories(tensors: Sequence[Tensor]) -> list[MPI.buffer]:
-    return [buffer(tensor) for tensor in tensors]
 
 
 def _typed(views: Sequence[Tensor]) -> list[list[object]]:

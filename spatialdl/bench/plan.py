@@ -29,6 +29,10 @@ from spatialdl.planning.worker import run
 from spatialdl.training.layouts import placement_of, schedule_of
 
 R18 = ("model=resnet18", "data.image_size=[448,512]", "data.batch_size=4")
+LARGE = ("model=resnet18", "data.image_size=[1024,1024]", "data.batch_size=1")
+R50 = ("model=resnet50", "data.image_size=[384,384]", "data.batch_size=2")
+R110 = ("model=resnet110_v2", "data.image_size=[256,256]", "data.batch_size=2")
+UNET = ("model=unet", "model.width=16", "data.image_size=[320,320]", "data.batch_size=2")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "none": (*R18, "parallel=none"),
     "dp": (*R18, "parallel=dp"),
@@ -40,58 +44,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "sp+lp": (*R18, "parallel=sp+lp"),
     "recompute block": (*R18, "parallel=none", "parallel.recompute=block"),
     "pp recompute stage": (*R18, "parallel=pp", "parallel.recompute=stage"),
-    "resnet18, 1 image": (
-        "model=resnet18",
-        "data.image_size=[1024,1024]",
-        "data.batch_size=1",
-        "parallel=none",
-    ),
-    "resnet18, 1 image, sp": (
-        "model=resnet18",
-        "data.image_size=[1024,1024]",
-        "data.batch_size=1",
-        "parallel=sp",
-    ),
-    "resnet50": (
-        "model=resnet50",
-        "data.image_size=[384,384]",
-        "data.batch_size=2",
-        "parallel=none",
-    ),
-    "resnet50 dp": (
-        "model=resnet50",
-        "data.image_size=[384,384]",
-        "data.batch_size=2",
-        "parallel=dp",
-    ),
-    "resnet110_v2": (
-        "model=resnet110_v2",
-        "data.image_size=[256,256]",
-        "data.batch_size=2",
-        "parallel=none",
-    ),
-    "unet sp": (
-        "model=unet",
-        "model.width=16",
-        "data.image_size=[320,320]",
-        "data.batch_size=2",
-        "parallel=sp",
-    ),
-    "unet lp": (
-        "model=unet",
-        "model.width=16",
-        "data.image_size=[320,320]",
-        "data.batch_size=2",
-        "parallel=lp",
-    ),
-    "unet sp+pp": (
-        "model=unet",
-        "model.width=16",
-        "data.image_size=[320,320]",
-        "data.batch_size=2",
-        "parallel=sp+pp",
-        "parallel.microbatches=2",
-    ),
+    "resnet18, 1 image": (*LARGE, "parallel=none"),
+    "resnet18, 1 image, sp": (*LARGE, "parallel=sp"),
+    "resnet50": (*R50, "parallel=none"),
+    "resnet50 dp": (*R50, "parallel=dp"),
+    "resnet110_v2": (*R110, "parallel=none"),
+    "unet sp": (*UNET, "parallel=sp"),
+    "unet lp": (*UNET, "parallel=lp"),
+    "unet sp+pp": (*UNET, "parallel=sp+pp", "parallel.microbatches=2"),
 }
 
 
