@@ -90,10 +90,10 @@ def size_in_bytes(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """The number of at least 1 that an option says.
+    """A whole number of at least 1, as a type of options.
 
     Raises:
-        ArgumentTypeError: it says none.
+        ArgumentTypeError: the text is none.
     """
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")

@@ -159,7 +159,7 @@ def _summarised(rates: Rates) -> dict[str, Any]:
 
 
 def drop(paths: Iterable[Path]) -> None:
-    """Ask the system to forget files that are on the disk and that nobody has mapped."""
+    """Ask the system to forget files that are on the disk and not mapped by any process."""
     for path in paths:
         file = os.open(path, os.O_RDONLY)
         try:
@@ -172,7 +172,7 @@ def resident(paths: Iterable[Path]) -> float:
     """The share of files' pages that is in memory, by mincore(2).
 
     Raises:
-        OSError: the system does not tell.
+        OSError: the call fails.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     pages = found = 0

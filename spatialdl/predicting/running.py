@@ -1,4 +1,4 @@
-"""The network at work on a slide, in whatever layout: what it says, gathered where it is wanted.
+"""The network at work on a slide, in whatever layout, and its predictions gathered.
 
 So are class activation maps, of all images together.
 """
@@ -29,9 +29,9 @@ from spatialdl.predicting.network import Network
 from spatialdl.predicting.pieces import Piece, own_pieces
 from spatialdl.predicting.progress import ReadInBands, bar, layers_told
 from spatialdl.predicting.trained import Trained
-from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.feeding import Feed
 from spatialdl.training.pictures.activation import NEEDED, Activations
+from spatialdl.training.tasks.losses import own_pixels
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression, SampleTask
 from spatialdl.training.validation import Evaluated, evaluated
 
@@ -152,7 +152,7 @@ class Runner:
         own: list[Piece] = []
         for one in evaluated(pipeline, feed, self._microbatches(feed, given)):
             self._check_map(one.output, given.size, columns)
-            probabilities = _local(one.output).softmax(1)
+            probabilities = own_pixels(one.output).softmax(1)
             own += own_pieces(probabilities, one)
         sums = torch.zeros(columns, dtype=torch.float64)
         for piece in own:
@@ -191,11 +191,6 @@ class Runner:
         if not kept:
             raise SlideError(first)
         return kept, first
-
-
-def _local(output: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return output.to_local() if isinstance(output, SpatialTensor) else output
 
 
 class _Part(NamedTuple):
