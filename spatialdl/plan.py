@@ -65,9 +65,8 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     """
     from spatialdl.planning.calibrate import measured
     from spatialdl.planning.drawing import draw_layout, draw_timeline
-    from spatialdl.planning.search import search
+    from spatialdl.planning.search import limit, search, table
     from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
-    from spatialdl.planning.table import limit, table
 
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:

@@ -87,3 +87,14 @@ def size_in_bytes(text: str) -> int:
     if match is None or int(match[1]) < 1:
         raise ArgumentTypeError(f"{text!r} is not a size such as 256M or 1G")
     return int(match[1]) * _SIZES[match[2].upper()]
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1, as a type of options.
+
+    Raises:
+        ArgumentTypeError: the text is none.
+    """
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

@@ -8,6 +8,7 @@ from spatialdl.text import (
     aligned,
     counted,
     fitted,
+    positive_int,
     readable_bytes,
     size_in_bytes,
     width,
@@ -82,3 +83,10 @@ def test_addresses_are_told_without_passwords() -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="is not a size such as 256M or 1G"):
         size_in_bytes(text)
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "1.5", "two", "\N{SUPERSCRIPT TWO}", ""])
+def test_a_number_of_an_option_is_at_least_1(wrong):
+    assert positive_int("12") == 12
+    with pytest.raises(ArgumentTypeError, match="is not a whole number of at least 1"):
+        positive_int(wrong)

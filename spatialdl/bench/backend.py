@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl.bench.device import add_device
-from spatialdl.bench.results import heading, machine, markdown, place, publish
-from spatialdl.comm.launch import mpiexec_command
+from spatialdl.bench.device import add_device, worker_command
+from spatialdl.bench.results import (
+    heading,
+    markdown,
+    median_ratio,
+    origin,
+    parser_of,
+    place,
+    publish,
+    save,
+    words_of,
+)
 from spatialdl.planning.worker import environment, run_worker
 
 OURS, RAW, SILENT = "mpi4py backend", "raw mpi4py", "no communication"
@@ -23,22 +30,14 @@ COLOR_OF_OTHER = "#d0862a"
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
-    sizes = [4**power for power in range(1, 14) if 4**power <= options.most]
-    command = [
-        *(*mpiexec_command(options.ranks), sys.executable, "-m", "spatialdl.bench.device"),
-        "backend_worker",
-        *("--sizes", *map(str, sizes), "--rounds", str(options.rounds)),
-        *("--steps", str(options.steps), "--model", options.model),
-        *("--side", str(options.side), "--batch", str(options.batch)),
-        *("--device", options.device),
-    ]
+    command = worker_command("backend_worker", options.ranks, options)
     found = run_worker(command, environment(1), show=True)
     name = f"backend-{options.model}-{options.ranks}ranks"
     publish(summarise(options, found), table, draw, Path(options.out) / name)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench backend", description=__doc__)
+    parser = parser_of("backend", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
     parser.add_argument(
         "--most", type=int, default=4**13, help="bytes of the largest all-reduce (%(default)s)"
@@ -49,7 +48,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=64, help="of the images (%(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="images of a rank (%(default)s)")
     add_device(parser)
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if options.ranks < 2 or options.most < 4:
         raise ValueError("there must be at least 2 ranks, and 4 bytes")
@@ -68,25 +66,21 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
                 1e6 * (a - b) for a, b in zip(seconds[OURS], seconds[RAW], strict=True)
             ),
             "call_us": 1e6 * statistics.median(seconds[CALL]),
-            "to_other": _ratio(seconds[other], seconds[OURS]),
+            "to_other": median_ratio(seconds[other], seconds[OURS]),
         }
     step = found["step"]
-    keys = ("ranks", "most", "rounds", "steps", "model", "side", "batch", "device")
-    given = " ".join(f"--{key} {getattr(options, key)}" for key in keys)
     return {
-        "command": f"python -m spatialdl.bench backend {given}",
-        "machine": machine(),
+        **origin("backend", words_of(options)),
         "device": found["device"],
         "other": other,
         "mpi": found["mpi"].split(",")[0].strip(),
-        "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "parameters": found["parameters"],
         "sizes": sizes,
         "step": {
             "median": _medians(step),
-            "throughput_to_other": _ratio(step[other], step[OURS]),
-            "throughput_to_silent": _ratio(step[SILENT], step[OURS]),
+            "throughput_to_other": median_ratio(step[other], step[OURS]),
+            "throughput_to_silent": median_ratio(step[SILENT], step[OURS]),
         },
         "seconds": found["all_reduce"],
         "step_seconds": step,
@@ -95,10 +89,6 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
 
 def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def _ratio(upper: Sequence[float], lower: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(upper, lower, strict=True))
 
 
 def table(result: dict[str, Any]) -> str:
@@ -177,6 +167,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         f"{options['ranks']} ranks on {place(result)}, {result['mpi']}",
         fontsize=10,
     )
-    for panel in (times, bars):
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save(figure, path)

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 import spatialdl.comm.backend  # noqa: F401  (registers it)
 from spatialdl import models
-from spatialdl.bench.device import Stopwatch, describe, take_device
+from spatialdl.bench.backend import CALL, OURS, RAW, SILENT
+from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
 from spatialdl.comm.backend.communication_thread import FINISHED
 from spatialdl.comm.datatypes import buffer
 from spatialdl.comm.device_group import backend_for
@@ -32,22 +33,12 @@ from spatialdl.comm.world import start_world
 
 Thing = TypeVar("Thing")
 Todo = Callable[[], object]
-OURS, RAW, SILENT = "mpi4py backend", "raw mpi4py", "no communication"
-CALL = "PyTorch's call"
 BYTES_A_ROUND = 2**22
 """Small all-reduces are repeated within a round, as many as move so much, but no more than 200."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", type=int, nargs="+", required=True, help="in bytes")
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--side", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--device", required=True)
-    options = parser.parse_args()
+    options = worker_options()
     device = take_device(options.device)
     other = _other_backend(device)
     dist.init_process_group("mpi4py")
@@ -112,7 +103,7 @@ class Bench:
     def all_reduces(self) -> dict[str, dict[str, list[float]]]:
         """Seconds of an all-reduce for each size, of each backend, round by round."""
         found = {}
-        for size in _progress(self._options.sizes, "all-reduce"):
+        for size in _progress(_sizes(self._options.most), "all-reduce"):
             calls = max(1, min(200, BYTES_A_ROUND // size))
             variants = self._variants(size)
             found[str(size)] = measure(variants, self._options.rounds, calls, self._device)
@@ -172,6 +163,11 @@ class Bench:
         torch.manual_seed(0)
         network: nn.Module = getattr(models, self._options.model)(num_classes=10)
         return network.to(self._device)
+
+
+def _sizes(most: int) -> list[int]:
+    """Bytes of the all-reduces."""
+    return [4**power for power in range(1, 14) if 4**power <= most]
 
 
 def measure(

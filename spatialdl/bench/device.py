@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 
 import torch
 
 from spatialdl.bench.results import CPU
 from spatialdl.comm import device_path as paths
 from spatialdl.comm.device_path import device_of, device_path
-from spatialdl.comm.launch import launched
+from spatialdl.comm.launch import launched, mpiexec_command
 
 
 def add_device(parser: ArgumentParser) -> None:
     """Add the option ``--device``."""
     text = "cpu, auto (the accelerator that PyTorch sees, else cpu) or its kind, such as cuda"
     parser.add_argument("--device", default="cpu", help=f"{text} (%(default)s)")
+
+
+def worker_command(name: str, ranks: int, options: Namespace) -> list[str]:
+    """The command that runs a benchmark's worker on ranks, each on its device.
+
+    Args:
+        name: of the worker's module, which finds the options by `worker_options`.
+        options: with ``device``.
+    """
+    start = [*mpiexec_command(ranks), sys.executable, "-m", "spatialdl.bench.device"]
+    return [*start, name, json.dumps(vars(options))]
+
+
+def worker_options() -> Namespace:
+    """The options of `worker_command`, in the worker."""
+    return Namespace(**json.loads(sys.argv[1]))
 
 
 def take_device(name: str) -> torch.device:
@@ -78,7 +95,7 @@ class Stopwatch:
         return event
 
 
-if __name__ == "__main__":  # a worker whose imports initialise MPI: `MODULE --device NAME ...`
+if __name__ == "__main__":  # takes the device before a worker's imports initialise MPI
     del sys.argv[0]
-    take_device(sys.argv[sys.argv.index("--device") + 1])
+    take_device(json.loads(sys.argv[1])["device"])
     runpy.run_module(f"spatialdl.bench.{sys.argv[0]}", run_name="__main__", alter_sys=True)

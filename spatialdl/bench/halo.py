@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl.bench.device import add_device
-from spatialdl.bench.results import CPU, heading, machine, markdown, place, publish
-from spatialdl.comm.launch import mpiexec_command
+from spatialdl.bench.device import add_device, worker_command
+from spatialdl.bench.results import (
+    CPU,
+    heading,
+    markdown,
+    median_ratio,
+    origin,
+    parser_of,
+    place,
+    publish,
+    save,
+    words_of,
+)
 from spatialdl.planning.worker import environment, run_worker
 
 OURS = ("spatialdl", "spatialdl, new strips")
@@ -22,14 +30,15 @@ TARGET = 1.3
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
-    result = summarise(options, _run(options))
     rows, cols = options.grid
+    command = worker_command("halo_worker", rows * cols, options)
+    result = summarise(options, run_worker(command, environment(1)))
     name = f"halo-{rows}x{cols}-{options.channels}x{options.side}"
     publish(result, table, draw, Path(options.out) / name)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench halo", description=__doc__)
+    parser = parser_of("halo", __doc__)
     parser.add_argument(
         "--grid", type=int, nargs=2, default=[2, 2], metavar=("ROWS", "COLS"), help="(2 2)"
     )
@@ -40,7 +49,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--exchanges", type=int, default=10, help="in a row, timed together (%(default)s)"
     )
     add_device(parser)
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(*options.grid, options.channels, options.side, options.rounds, options.exchanges) < 1:
         raise ValueError("grid, channels, side, rounds and exchanges must be at least 1")
@@ -49,38 +57,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _run(options: argparse.Namespace) -> dict[str, Any]:
-    rows, cols = options.grid
-    command = [
-        *(*mpiexec_command(rows * cols), sys.executable, "-m", "spatialdl.bench.device"),
-        "halo_worker",
-        *("--grid", str(rows), str(cols), "--channels", str(options.channels)),
-        *("--side", str(options.side), "--rounds", str(options.rounds)),
-        *("--exchanges", str(options.exchanges), "--device", options.device),
-    ]
-    return run_worker(command, environment(1))
-
-
 def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """Medians over the rounds, and how ours compare with the best by hand, round by round."""
     seconds: dict[str, list[float]] = found["seconds"]
     median = {name: statistics.median(times) for name, times in seconds.items()}
     best = min((n for n in median if n not in OURS + BOUNDS), key=lambda name: median[name])
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(times, seconds[best], strict=True))
-        for name, times in seconds.items()
-    }
-    rows, cols = options.grid
-    given = f"--grid {rows} {cols} " + " ".join(
-        f"--{key} {getattr(options, key)}"
-        for key in ("channels", "side", "rounds", "exchanges", "device")
-    )
+    ratios = {name: median_ratio(times, seconds[best]) for name, times in seconds.items()}
     return {
-        "command": f"python -m spatialdl.bench halo {given}",
-        "machine": machine(),
+        **origin("halo", words_of(options)),
         "device": found["device"],
         "mpi": found["mpi"].split(",")[0].strip(),
-        "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "strip_bytes": options.channels * options.side * 4,
         "bytes": found["bytes"],
@@ -135,7 +121,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panel.invert_yaxis()
     panel.margins(x=0.18)
     panel.set_xlim(left=0)
-    panel.spines[["top", "right"]].set_visible(False)
     panel.set_xlabel(
         f"time of an exchange, microseconds (median, middle half of the rounds), and ratio to "
         f"the best by hand; dashed: {TARGET} times it",
@@ -147,4 +132,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         f"{result['strip_bytes'] / 1024:.3g} KB, {result['mpi']}",
         fontsize=10,
     )
-    figure.savefig(path)
+    save(figure, path)

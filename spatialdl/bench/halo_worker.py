@@ -7,7 +7,6 @@ JSON: per variant, the seconds of an exchange on the slowest rank, one number a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import spatialdl
-from spatialdl.bench.device import Stopwatch, describe, take_device
+from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
 from spatialdl.bench.halo_device import Pieces, variants_on_device
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.alone import Alone, Done
@@ -35,14 +34,7 @@ HALO = Window(kernel=3, padding=1)
 
 def main() -> None:
     install_abort_hook()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--grid", type=int, nargs=2, required=True)
-    parser.add_argument("--channels", type=int, required=True)
-    parser.add_argument("--side", type=int, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--exchanges", type=int, required=True)
-    parser.add_argument("--device", required=True)
-    options = parser.parse_args()
+    options = worker_options()
     device = take_device(options.device)
     mesh = spatialdl.init_mesh(tuple(options.grid), check=False)
     halo = Halo(mesh, options.channels, options.side, device)
@@ -166,7 +158,7 @@ class Halo:
     def _packed(self) -> Variant:
         outgoing = [torch.empty(view.shape) for view in self.sends]
         incoming = [torch.empty(view.shape) for view in self.receives]
-        outgoing_memory, incoming_memory = map(_memories, (outgoing, incoming))
+        outgoing_memory, incoming_memory = (list(map(buffer, x)) for x in (outgoing, incoming))
 
         def exchange() -> None:
             requests = [
@@ -261,10 +253,6 @@ class Halo:
             target.copy_(source)
 
         return exchange
-
-
-def _memories(tensors: Sequence[Tensor]) -> list[MPI.buffer]:
-    return [buffer(tensor) for tensor in tensors]
 
 
 def _typed(views: Sequence[Tensor]) -> list[list[object]]:

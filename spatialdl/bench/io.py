@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from spatialdl.bench import io_feeding, io_memory, io_reading, io_staging, io_writing
 from spatialdl.bench.io_report import draw, table
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import machine, origin, parser_of, publish
 from spatialdl.text import size_in_bytes
 
 Measure = Callable[[argparse.Namespace, Path, Callable[[], object]], Any]
@@ -35,9 +34,8 @@ PARTS: dict[str, Measure] = {
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     result: dict[str, Any] = {
-        "command": " ".join(["python -m spatialdl.bench io", *arguments]),
+        **origin("io", arguments),
         "machine": f"{machine()}, HDF5 {h5py.version.hdf5_version}",
-        "date": time.strftime("%Y-%m-%d"),
         "options": {**vars(options), "parts": list(options.parts)},
     }
     with tqdm(total=sum(_ticks(options).values()), unit="run") as bar:
@@ -61,7 +59,7 @@ def _ticks(options: argparse.Namespace) -> dict[str, int]:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench io", description=__doc__)
+    parser = parser_of("io", __doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
     add("--side", type=int, default=8192, help="of the image to be read, in pixels (%(default)s)")
@@ -79,7 +77,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--written", type=int, default=340, help="tiles (%(default)s)")
     add("--giant", type=int, default=100_000, help="side of the largest image (%(default)s)")
     add("--folder", help="where files are kept meanwhile (the system's temporary folder)")
-    add("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     _check(options)
     return options

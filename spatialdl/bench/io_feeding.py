@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from spatialdl.bench.io_ways import draw_image
 from spatialdl.data import ShardWriter
 from spatialdl.data.codec import Codec
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
+from spatialdl.planning.worker import run_worker
 
 AUGMENTED = "raw, augmented"
 SETS: dict[str, Codec] = {"raw": "raw", "zstd": "zstd", "jpeg": "jpeg", AUGMENTED: "raw"}
@@ -54,11 +53,7 @@ def run(
         *("--batch", str(options.batch), "--compute", str(options.compute)),
         *("--workers", str(workers), *more),
     ]
-    found_there = {**os.environ, **(environment or {})}
-    done = subprocess.run(command, env=found_there, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return list(json.loads(done.stdout.splitlines()[-1])["ends"])
+    return list(run_worker(command, {**os.environ, **(environment or {})})["ends"])
 
 
 def utilisation(ends: Sequence[float], compute: float, skip: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.format import CHUNK, MANIFEST
+from spatialdl.planning.worker import run_worker
 
 BOX = 1024
 LIMIT = 200.0
@@ -29,11 +30,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """MB at the peak of a process: before anything is opened, and afterwards."""
     write_giant(folder / "giant", options.giant)
     command = [sys.executable, "-m", "spatialdl.bench.io_memory", str(folder / "giant")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_worker(command, os.environ)
 
 
 def write_giant(folder: Path, side: int) -> None:

@@ -10,10 +10,12 @@ the clock, where the system drops pages when it is asked to.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from spatialdl.bench.io_ways import (
     size_of,
     write_all,
 )
-from spatialdl.bench.page_cache import drop, resident
+from spatialdl.bench.results import median_ratio
 
 WINDOW = 1024
 QUARTER = WINDOW // 2
@@ -52,6 +54,7 @@ _COLD = 0.02  # of the pages, still there
 
 Rates = Mapping[str, Sequence[float]]
 """MB per second, round by round, in each way."""
+_PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def ticks(options: argparse.Namespace) -> int:
@@ -145,10 +148,7 @@ def _rate(
 
 def _summarised(rates: Rates) -> dict[str, Any]:
     def ratios(to: str) -> dict[str, float]:
-        return {
-            way: statistics.median(a / b for a, b in zip(rates[way], rates[to], strict=True))
-            for way in WAYS
-        }
+        return {way: median_ratio(rates[way], rates[to]) for way in WAYS}
 
     return {
         "rates": {way: statistics.median(rates[way]) for way in WAYS},
@@ -156,3 +156,32 @@ def _summarised(rates: Rates) -> dict[str, Any]:
         "to_plain": ratios(PLAIN),
         "rounds": rates,
     }
+
+
+def drop(paths: Iterable[Path]) -> None:
+    """Ask the system to forget files that are on the disk and not mapped by any process."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+def resident(paths: Iterable[Path]) -> float:
+    """The share of files' pages that is in memory, by mincore(2).
+
+    Raises:
+        OSError: the call fails.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = found = 0
+    for path in paths:
+        mapped = np.memmap(path, np.uint8, "r")
+        seen = np.zeros(-(-len(mapped) // _PAGE), np.uint8)
+        begin, size = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped))
+        if libc.mincore(begin, size, ctypes.c_void_p(seen.ctypes.data)):
+            raise OSError(ctypes.get_errno(), f"mincore of {path}")
+        pages += len(seen)
+        found += int(np.count_nonzero(seen & 1))
+    return found / pages

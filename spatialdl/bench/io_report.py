@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from spatialdl.bench import io_feeding, io_memory, io_reading, io_staging, io_writing
 from spatialdl.bench.io_ways import MEMMAP, OURS, PLAIN, PREAD, THROUGH, WAYS
+from spatialdl.bench.results import save
 
 _WIDE = 28  # columns of names in the table
 _NOT_COLD = "not permitted here: pages stay in memory when they are dropped"
@@ -155,9 +156,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for part, panel in zip(small, panels, strict=True):
             _PANELS[part](result, panel)
     for panel in figure.axes:
-        panel.spines[["top", "right"]].set_visible(False)
         panel.title.set_fontsize(10)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw_reading(found: dict[str, Any], panels: Any) -> None:

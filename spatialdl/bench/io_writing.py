@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from spatialdl.bench.io_ways import Pixels, draw_image
+from spatialdl.bench.results import median_ratio
 from spatialdl.data import ShardWriter
 
 FILE, OURS = "one file", "ShardWriter"
@@ -45,7 +46,7 @@ def measure(
         "mb": size / 1e6,
         "shards": -(-options.written // max(1, options.shard // image.nbytes)),
         "rates": {way: statistics.median(rates[way]) for way in WAYS},
-        "ratio": statistics.median(a / b for a, b in zip(rates[OURS], rates[FILE], strict=True)),
+        "ratio": median_ratio(rates[OURS], rates[FILE]),
         "rounds": rates,
     }
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from math import sqrt
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from spatialdl.bench.device import add_device, describe
-from spatialdl.bench.results import heading, machine, markdown, place, publish
+from spatialdl.bench.results import heading, markdown, origin, parser_of, place, publish, save
 from spatialdl.bench.worker import OVER_LIMIT
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
@@ -38,10 +37,8 @@ Measure = Callable[[int], float | None]
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     result: dict[str, Any] = {
-        "command": " ".join(["python -m spatialdl.bench memory", *arguments]),
-        "machine": machine(),
+        **origin("memory", arguments),
         "device": describe(device_of(options.device)),
-        "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "rows": [],
     }
@@ -58,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench memory", description=__doc__)
+    parser = parser_of("memory", __doc__)
     parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
     parser.add_argument("--limit", type=float, default=1500, help="MB a rank (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="(%(default)s)")
@@ -67,7 +64,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=16384, help="try no more (%(default)s)")
     add_device(parser)
     parser.add_argument("--threads", type=int, default=2, help="threads in all (%(default)s)")
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.limit, options.batch, options.threads, *options.ranks) <= 0:
         raise ValueError("limit, ranks, batch and threads must be more than 0")
@@ -203,7 +199,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
             panel.bar_label(bars, [form % (value / one) for value in heights], fontsize=8)
         panel.set_xticks(range(len(ranks)), [f"{n} rank{'s' * (n > 1)}" for n in ranks])
         panel.set_title(title, fontsize=9)
-        panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.12)
     panels[0].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.savefig(path)
+    save(figure, path)

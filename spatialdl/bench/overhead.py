@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.bench.results import machine
+from spatialdl.bench.results import machine, median_ratio
 from spatialdl.comm.alone import Done
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
         network = make(num_classes=10)
         for ranks in options.ranks:
             plain, split = compare(network, ranks, options.size, options.batch, options.rounds)
-            ratio = statistics.median(b / a for a, b in zip(plain, split, strict=True))
+            ratio = median_ratio(split, plain)
             seconds = "".join(f"{statistics.median(side):14.3f}" for side in (plain, split))
             print(f"{name:18}{ranks:6}{seconds}{ratio:8.2f}")
 

@@ -8,34 +8,41 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from spatialdl.bench.device import add_device
-from spatialdl.bench.pipeline_layouts import ONE_AFTER_THE_OTHER
-from spatialdl.bench.results import heading, machine, markdown, place, publish
-from spatialdl.comm.launch import mpiexec_command
+from spatialdl.bench.device import add_device, worker_command
+from spatialdl.bench.results import (
+    heading,
+    markdown,
+    median_ratio,
+    origin,
+    parser_of,
+    place,
+    publish,
+    save,
+    words_of,
+)
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.action import Schedule
+from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.worker import environment, run_worker
+
+ONE_AFTER_THE_OTHER = "layer parallel"
+INTERLEAVE = 2
 
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
-    worker = [
-        *(sys.executable, "-m", "spatialdl.bench.pipeline_worker", "--model", options.model),
-        *("--size", str(options.size), "--microbatches", str(options.microbatches)),
-        *("--rounds", str(options.rounds), "--device", options.device),
-    ]
-    command = [*mpiexec_command(options.ranks), *worker]
+    command = worker_command("pipeline_worker", options.ranks, options)
     found = run_worker(command, environment(threads=1), show=True)
     name = f"pipeline-{options.model}-{options.size}-{options.ranks}ranks"
     publish(summarise(options, found), table, draw, Path(options.out) / name)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench pipeline", description=__doc__)
+    parser = parser_of("pipeline", __doc__)
     parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
     parser.add_argument("--size", type=int, default=512, help="side of the images (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="one stage each (%(default)s)")
@@ -44,7 +51,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=6, help="steps of each layout (%(default)s)")
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.size, options.rounds) < 1 or options.ranks < 2:
         raise ValueError("size and rounds must be at least 1, ranks at least 2")
@@ -63,20 +69,16 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
     layouts = {}
     for name, one in found["layouts"].items():
         per_image = [seconds / one["images"] for seconds in one["seconds"]]
-        rounds = list(zip(one["seconds"], one["ideal"], strict=True))
         layouts[name] = {
             "images_per_second": 1 / statistics.median(per_image),
-            "ideal_images_per_second": 1 / statistics.median(t / one["images"] for _, t in rounds),
-            "speed_up": statistics.median(b / a for a, b in zip(per_image, slowest, strict=True)),
-            "reached": statistics.median(ideal / seconds for seconds, ideal in rounds),
+            "ideal_images_per_second": one["images"] / statistics.median(one["ideal"]),
+            "speed_up": median_ratio(slowest, per_image),
+            "reached": median_ratio(one["ideal"], one["seconds"]),
             "held": one["held"],
         }
-    given = (f"--{key} {value}" for key, value in vars(options).items() if key != "out")
     return {
-        "command": " ".join(["python -m spatialdl.bench pipeline", *given]),
-        "machine": machine(),
+        **origin("pipeline", words_of(options)),
         "device": found["device"],
-        "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "rounds": found["layouts"],
         "layouts": layouts,
@@ -127,5 +129,34 @@ def draw(result: dict[str, Any], path: Path) -> None:
         loc="left",
         fontsize=10,
     )
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save(figure, path)
+
+
+class NamedLayout(NamedTuple):
+    """A layout of a network on ranks; micro-batches are of one image."""
+
+    name: str
+    placement: Placement
+    schedule: Schedule
+
+
+def layouts(ranks: int, microbatches: int) -> list[NamedLayout]:
+    """Layer parallelism, pipelines of `microbatches`, and GEMS of one image a copy and of all."""
+    plain = Placement(1, ((1, 1),) * ranks)
+    dealt = Placement(1, ((1, 1),) * ranks * INTERLEAVE, INTERLEAVE)
+    mirrored = Placement(1, ((1, 1),) * ranks, mirrored=True)
+
+    def made(name: str, placement: Placement, kind: str, count: int, times: int = 1) -> NamedLayout:
+        return NamedLayout(name, placement, make_schedule(kind, placement, count, times))
+
+    return [
+        made(ONE_AFTER_THE_OTHER, plain, "gpipe", 1),
+        made("GPipe", plain, "gpipe", microbatches),
+        made("1F1B", plain, "1f1b", microbatches),
+        made("zero bubble", plain, "zero_bubble", microbatches),
+        made("interleaved", dealt, "interleaved", microbatches),
+        made("GEMS mast", mirrored, "mast", 2),
+        made("GEMS master", mirrored, "master", microbatches, microbatches // 2),
+        made("GEMS basic", mirrored, "basic", 2),
+        made("GEMS basic, more", mirrored, "basic", microbatches),
+    ]

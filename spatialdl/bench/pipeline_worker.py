@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from spatialdl import models
-from spatialdl.bench.device import Stopwatch, describe, take_device
-from spatialdl.bench.pipeline_layouts import Layout, layouts
+from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
+from spatialdl.bench.pipeline import NamedLayout, layouts
 from spatialdl.comm import trace
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
@@ -32,13 +32,7 @@ CLASSES = 10
 
 def main() -> None:
     install_abort_hook()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--device", required=True)
-    options = parser.parse_args()
+    options = worker_options()
     device = take_device(options.device)
     world = start_world()
     choose_device_path(world, device)
@@ -63,7 +57,7 @@ class Side:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: NamedLayout,
         options: argparse.Namespace,
         world: Communicator,
         device: torch.device,

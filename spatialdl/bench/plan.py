@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from tqdm import tqdm
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import origin, parser_of, publish, save
 from spatialdl.planning.calibrate import calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
@@ -30,6 +29,10 @@ from spatialdl.planning.worker import run
 from spatialdl.training.layouts import placement_of, schedule_of
 
 R18 = ("model=resnet18", "data.image_size=[448,512]", "data.batch_size=4")
+LARGE = ("model=resnet18", "data.image_size=[1024,1024]", "data.batch_size=1")
+R50 = ("model=resnet50", "data.image_size=[384,384]", "data.batch_size=2")
+R110 = ("model=resnet110_v2", "data.image_size=[256,256]", "data.batch_size=2")
+UNET = ("model=unet", "model.width=16", "data.image_size=[320,320]", "data.batch_size=2")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "none": (*R18, "parallel=none"),
     "dp": (*R18, "parallel=dp"),
@@ -41,58 +44,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "sp+lp": (*R18, "parallel=sp+lp"),
     "recompute block": (*R18, "parallel=none", "parallel.recompute=block"),
     "pp recompute stage": (*R18, "parallel=pp", "parallel.recompute=stage"),
-    "resnet18, 1 image": (
-        "model=resnet18",
-        "data.image_size=[1024,1024]",
-        "data.batch_size=1",
-        "parallel=none",
-    ),
-    "resnet18, 1 image, sp": (
-        "model=resnet18",
-        "data.image_size=[1024,1024]",
-        "data.batch_size=1",
-        "parallel=sp",
-    ),
-    "resnet50": (
-        "model=resnet50",
-        "data.image_size=[384,384]",
-        "data.batch_size=2",
-        "parallel=none",
-    ),
-    "resnet50 dp": (
-        "model=resnet50",
-        "data.image_size=[384,384]",
-        "data.batch_size=2",
-        "parallel=dp",
-    ),
-    "resnet110_v2": (
-        "model=resnet110_v2",
-        "data.image_size=[256,256]",
-        "data.batch_size=2",
-        "parallel=none",
-    ),
-    "unet sp": (
-        "model=unet",
-        "model.width=16",
-        "data.image_size=[320,320]",
-        "data.batch_size=2",
-        "parallel=sp",
-    ),
-    "unet lp": (
-        "model=unet",
-        "model.width=16",
-        "data.image_size=[320,320]",
-        "data.batch_size=2",
-        "parallel=lp",
-    ),
-    "unet sp+pp": (
-        "model=unet",
-        "model.width=16",
-        "data.image_size=[320,320]",
-        "data.batch_size=2",
-        "parallel=sp+pp",
-        "parallel.microbatches=2",
-    ),
+    "resnet18, 1 image": (*LARGE, "parallel=none"),
+    "resnet18, 1 image, sp": (*LARGE, "parallel=sp"),
+    "resnet50": (*R50, "parallel=none"),
+    "resnet50 dp": (*R50, "parallel=dp"),
+    "resnet110_v2": (*R110, "parallel=none"),
+    "unet sp": (*UNET, "parallel=sp"),
+    "unet lp": (*UNET, "parallel=lp"),
+    "unet sp+pp": (*UNET, "parallel=sp+pp", "parallel.microbatches=2"),
 }
 
 
@@ -106,9 +65,7 @@ def main(arguments: Sequence[str]) -> None:
             bar.set_postfix_str(name)
             rows.append({"name": name, **_row(LAYOUTS[name], cluster, options.steps)})
     result = {
-        "command": " ".join(["python -m spatialdl.bench plan", *arguments]),
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin("plan", arguments),
         "load": os.getloadavg()[0],
         "rows": rows,
     }
@@ -116,11 +73,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench plan", description=__doc__)
+    parser = parser_of("plan", __doc__)
     parser.add_argument("--steps", type=int, default=3, help="of each run (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="take what was measured before")
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), help="layouts (all)")
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         raise ValueError(f"--steps {options.steps}: the first one warms up, take at least 2")
@@ -236,7 +192,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("measured")
         panel.set_ylabel("predicted")
-        panel.spines[["top", "right"]].set_visible(False)
     figure.legend(
         *panels[0].get_legend_handles_labels(),
         loc="outside right upper",
@@ -244,4 +199,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         frameon=False,
         handlelength=1.0,
     )
-    figure.savefig(path)
+    save(figure, path)

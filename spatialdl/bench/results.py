@@ -1,16 +1,50 @@
-"""What the benchmarks share: tables, pictures and files of what they found."""
+"""What the benchmarks share: options, tables, pictures and files of what they found."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CPU = "CPU"
 """A device, of which the machine says more."""
+
+
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark's command line; it has ``--out``, where `publish` writes."""
+    parser = argparse.ArgumentParser(prog=f"python -m spatialdl.bench {name}", description=about)
+    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
+    return parser
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """The words that give these options on the command line, without ``--out``."""
+    words = []
+    for key, value in vars(options).items():
+        if key != "out" and value is not None and value is not False:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{key.replace('_', '-')}", *map(str, values)]
+    return words
+
+
+def origin(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """By which command, where and when a benchmark ran."""
+    command = " ".join(["python -m spatialdl.bench", name, *words])
+    return {"command": command, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
+
+
+def median_ratio(upper: Sequence[float], lower: Sequence[float]) -> float:
+    """The median of ratios that are taken round by round."""
+    return statistics.median(a / b for a, b in zip(upper, lower, strict=True))
 
 
 def publish(
@@ -59,6 +93,13 @@ def place(result: dict[str, Any]) -> str:
     """The device, or the cores, of a result in few words, for pictures."""
     device: str = result["device"]
     return (result["machine"] if device == CPU else device).partition(",")[0]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture, without lines above and right of its panels."""
+    for panel in figure.axes:
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 def machine() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from spatialdl import models
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import origin, parser_of, publish, save
 from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
@@ -92,9 +91,7 @@ def main(arguments: Sequence[str]) -> None:
             found.append({**case._asdict(), "curves": curves})
     result = {
         "hybrid": {name: _fastest(cluster, name) for name in LAYOUTS},
-        "command": " ".join(["python -m spatialdl.bench scaling", *arguments]),
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin("scaling", arguments),
         "cluster": cluster.name,
         "cases": found,
     }
@@ -102,10 +99,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench scaling", description=__doc__)
+    parser = parser_of("scaling", __doc__)
     parser.add_argument("--cluster", default="infiniband", help="of conf/cluster (%(default)s)")
     parser.add_argument("--most", type=int, default=MOST, help="GPUs (%(default)s)")
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if options.most < 1:
         raise ValueError(f"--most {options.most} must be at least 1 GPU")
@@ -241,7 +237,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set_title(case["title"], fontsize=10)
         panel.set_xlabel("GPUs")
         panel.legend(frameon=False, fontsize=8, loc="lower left")
-        panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylim(0, 1.08 * highest)
     panels[0].set_ylabel("images a second of a GPU, % of the smallest number")
-    figure.savefig(path)
+    save(figure, path)

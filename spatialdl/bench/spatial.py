@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,18 @@ from typing import Any
 from tqdm import tqdm
 
 from spatialdl.bench.device import add_device
-from spatialdl.bench.results import CPU, heading, machine, markdown, place, publish
+from spatialdl.bench.results import (
+    CPU,
+    heading,
+    markdown,
+    median_ratio,
+    origin,
+    parser_of,
+    place,
+    publish,
+    save,
+    words_of,
+)
 from spatialdl.bench.worker import CONVOLUTIONS, dims_of, name_of
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.launch import mpiexec_command
@@ -60,7 +70,7 @@ def _sides(options: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, 
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench spatial", description=__doc__)
+    parser = parser_of("spatial", __doc__)
     models = (
         f"of spatialdl.models, or {CONVOLUTIONS}, or package.module.function or file.py:function, "
         "which takes num_classes (%(default)s)"
@@ -79,7 +89,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_device(parser)
     parser.add_argument("--steps", type=int, default=4, help="measured steps a run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each side (%(default)s)")
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.size, options.batch, options.ranks, options.steps, options.rounds) < 1:
         raise ValueError("size, batch, ranks, steps and rounds must be at least 1")
@@ -126,10 +135,8 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
     }
     many = list(values)[-1]
     return {
-        "command": " ".join(["python -m spatialdl.bench spatial", *_options_given(options)]),
-        "machine": machine(),
+        **origin("spatial", words_of(options)),
         "device": runs[many][0]["device"],
-        "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "sides": values,
         "median": {
@@ -141,16 +148,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
 
 
 def _ratios(many: dict[str, list[float]], one: dict[str, list[float]]) -> dict[str, float]:
-    return {
-        measure: statistics.median(b / a for a, b in zip(one[measure], many[measure], strict=True))
-        for measure in MEASURES
-    }
-
-
-def _options_given(options: argparse.Namespace) -> list[str]:
-    flags = ("plain_ranks", "ddp")
-    given = [f"--{k} {v}" for k, v in vars(options).items() if k not in ("out", *flags)]
-    return [*given, *(f"--{k.replace('_', '-')}" for k in flags if getattr(options, k))]
+    return {measure: median_ratio(many[measure], one[measure]) for measure in MEASURES}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -201,5 +199,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ratios = ", ".join(f"{ratio[measure]:.2f}" for ratio in result["ratio"].values())
         panel.set_title(f"{title}\n{sides[-1]}: {ratios} of the others", fontsize=9)
         panel.tick_params(axis="x", labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save(figure, path)

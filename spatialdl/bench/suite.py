@@ -14,6 +14,7 @@ import torch
 
 from spatialdl.bench import backend, halo, memory, pipeline, spatial, synthetic
 from spatialdl.bench.device import add_device
+from spatialdl.bench.results import parser_of
 from spatialdl.comm.device_group import backend_for
 from spatialdl.comm.device_path import device_of
 from spatialdl.parallel.layout import nearly_cubic
@@ -25,9 +26,6 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     out = Path(options.out)
     tables, failed = [], []
-    why_not = _lacks_backend(options)
-    if why_not:
-        print(f"backend is left out: {why_not}", flush=True)
     for name, (bench, words) in runs(options).items():
         print(f"\n## {name}\n", flush=True)
         try:
@@ -46,13 +44,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench suite", description=__doc__)
+    parser = parser_of("suite", __doc__)
     add_device(parser)
     parser.set_defaults(device="auto")
     parser.add_argument("--ranks", type=int, help="(devices of this machine, at least 2)")
     parser.add_argument("--limit", type=float, default=8000, help="MB a rank (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if options.device == "auto" and device_of("auto").type == "cpu":
         raise ValueError("PyTorch sees no accelerator here: take --device cpu to measure the CPU")
@@ -80,7 +77,10 @@ def runs(options: argparse.Namespace) -> dict[str, tuple[Bench, list[str]]]:
         rows, cols = map(str, grid)
         found["halo"] = (halo.main, [*device, "--grid", rows, cols, *_halo(options)])
         found["pipeline"] = (pipeline.main, [*device, *many, *_pipeline(options)])
-    if not _lacks_backend(options):
+    why_not = _lacks_backend(options)
+    if why_not:
+        print(f"backend is left out: {why_not}", flush=True)
+    else:
         found["backend"] = (backend.main, [*device, *many, *_backend(options)])
     return found
 

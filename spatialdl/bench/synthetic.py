@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.bench.results import heading, machine, markdown, publish
+from spatialdl.bench.results import (
+    heading,
+    markdown,
+    median_ratio,
+    origin,
+    parser_of,
+    publish,
+    save,
+)
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.configuring.overrides import check_overrides
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
@@ -66,21 +73,18 @@ def main(arguments: Sequence[str]) -> None:
             for side in sides if turn % 2 == 0 else reversed(sides):
                 print(f"{side.name}: {side.placement.describe()}", flush=True)
                 runs[side.name].append(_run(side, options, Path(folder)))
-    command = " ".join(["python -m spatialdl.bench synthetic", *_without_out(arguments)])
-    publish(summarise(command, options, runs), table, draw, out / "synthetic")
+    result = {**origin("synthetic", list(_without_out(arguments))), **summarise(options, runs)}
+    publish(result, table, draw, out / "synthetic")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m spatialdl.bench synthetic", description=__doc__
-    )
+    parser = parser_of("synthetic", __doc__)
     add = parser.add_argument
     add("keys", nargs="*", metavar="key=value", help="of spatialdl.train, such as model=resnet50")
     add("--warmup", type=int, default=3, help="steps that do not count (%(default)s)")
     add("--rounds", type=int, default=5, help="timed ones, of --steps steps (%(default)s)")
     add("--steps", type=int, default=3, help="of a round (%(default)s)")
     add("--turns", type=int, help="of each configuration (2 where there are several, else 1)")
-    add("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_intermixed_args(arguments)
     for name, least in (("warmup", 1), ("rounds", 2), ("steps", 1), ("turns", 1)):
         given = getattr(options, name)
@@ -165,9 +169,7 @@ def _run(side: Side, options: argparse.Namespace, folder: Path) -> dict[str, Any
     return result
 
 
-def summarise(
-    command: str, options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
-) -> dict[str, Any]:
+def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Mean and spread of the rounds of all turns; beside the first configuration, turn by turn."""
     totals = {
         name: [
@@ -187,15 +189,12 @@ def summarise(
             "total_spread": spread,
             "per_rank": mean / ranks,
             "per_rank_spread": spread / ranks,
-            "ratio": statistics.median(a / b for a, b in zip(total, first, strict=True)),
+            "ratio": median_ratio(total, first),
             "memory_mb": max(run["memory_mb"] for run in found),
             "rounds": total,
         }
     return {
-        "command": command,
-        "machine": machine(),
         "device": max(runs.values(), key=lambda found: int(found[0]["ranks"]))[0]["device"],
-        "date": time.strftime("%Y-%m-%d"),
         "options": vars(options),
         "sides": sides,
     }
@@ -248,5 +247,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panel.invert_yaxis()
     panel.set_xlim(0, 1.5 * max(ends))
     panel.set_xlabel(f"images a second of all ranks; bars: {SPREAD} standard deviations")
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save(figure, path)

@@ -12,7 +12,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import median_ratio, origin, parser_of, publish, save, words_of
 from spatialdl.planning.worker import environment, run_worker
 from spatialdl.slides.reading.decoding import TELLS_OF_DAMAGE
 
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m spatialdl.bench tiling", description=__doc__)
+    parser = parser_of("tiling", __doc__)
     add = parser.add_argument
     add("--side", type=int, default=20_000, help="of the slide in pixels (%(default)s)")
     add("--tiles", type=int, nargs="+", default=[256, 1024], help="sides (%(default)s)")
@@ -66,7 +65,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--most", type=int, default=2000, help="tiles read alone in a round (%(default)s)")
     add("--jobs", type=int, nargs="+", default=[2], help="processes beside one (%(default)s)")
     add("--slide", help="where to keep the slide for another time (nowhere)")
-    add("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.most, *options.tiles, *options.jobs) < 1:
         raise ValueError("rounds, most, jobs and tiles must be at least 1")
@@ -99,8 +97,13 @@ def _turns(options: argparse.Namespace) -> list[Turn]:
         for side in options.tiles:
             turns += [Turn(number, side, way, 1, 1) for way in WAYS]
         clocked = options.tiles[0]
-        turns += [Turn(number, clocked, OURS, jobs, BATCH) for jobs in (1, *options.jobs)]
+        turns += [Turn(number, clocked, OURS, jobs, BATCH) for jobs in _jobs(options)]
     return turns
+
+
+def _jobs(options: argparse.Namespace) -> list[int]:
+    """Processes of a batch: one, and those that are asked for, each once."""
+    return list(dict.fromkeys([1, *options.jobs]))
 
 
 def _run(turn: Turn, options: argparse.Namespace, slide: Path, folder: Path) -> dict[str, float]:
@@ -127,31 +130,24 @@ def summarise(
             {
                 "side": side,
                 "rates": {way: statistics.median(cpu[way]) for way in WAYS},
-                "to_openslide": {way: _ratio(cpu[way], cpu[OPENSLIDE]) for way in WAYS},
+                "to_openslide": {way: median_ratio(cpu[way], cpu[OPENSLIDE]) for way in WAYS},
             }
         )
     clock = {
         jobs: [k["tiles"] / k["seconds"] for t, k in found if (t.jobs, t.slides) == (jobs, BATCH)]
-        for jobs in (1, *options.jobs)
+        for jobs in _jobs(options)
     }
     return {
-        "command": f"python -m spatialdl.bench tiling --side {options.side} --tiles "
-        f"{' '.join(map(str, options.tiles))} --rounds {options.rounds} --most {options.most}",
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin("tiling", words_of(options)),
         "options": vars(options),
         "decoder": DECODER,
         "rows": rows,
         "clock": {
-            str(jobs): {"rate": statistics.median(each), "to_one": _ratio(each, clock[1])}
+            str(jobs): {"rate": statistics.median(each), "to_one": median_ratio(each, clock[1])}
             for jobs, each in clock.items()
         },
         "found": [{**turn._asdict(), **each} for turn, each in found],
     }
-
-
-def _ratio(these: Sequence[float], those: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(these, those, strict=False))
 
 
 def table(result: dict[str, Any]) -> str:
@@ -201,5 +197,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set_ylabel(f"tiles of {row['side']} pixels per CPU second", fontsize=9)
         panel.tick_params(axis="x", labelsize=8)
         panel.margins(y=0.16)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save(figure, path)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from spatialdl.bench.results import machine, publish
+from spatialdl.bench.results import origin, parser_of, publish, words_of
 from spatialdl.bench.whole_vs_tiles_picture import draw
 from spatialdl.data.format import MANIFEST
 from spatialdl.planning import worker
@@ -84,9 +84,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m spatialdl.bench whole_vs_tiles", description=__doc__
-    )
+    parser = parser_of("whole_vs_tiles", __doc__)
     add = parser.add_argument
     add("--seeds", type=int, default=3, help="runs of each (%(default)s)")
     add("--slides", type=int, default=256, help="to train on (%(default)s)")
@@ -97,7 +95,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="outputs/bench/whole_vs_tiles",
         help="where slides, data sets and runs lie and stay, 10 GB (%(default)s)",
     )
-    add("--out", default="outputs/bench", help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.seeds, options.epochs) < 1:
         raise ValueError("seeds and epochs must be at least 1")
@@ -240,10 +237,7 @@ def summarise(
         }
     everything = [preparing, *runs, *memory]
     return {
-        "command": f"python -m spatialdl.bench whole_vs_tiles --seeds {options.seeds} "
-        f"--slides {options.slides} --validation {options.validation} --epochs {options.epochs}",
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin("whole_vs_tiles", words_of(options)),
         "options": vars(options),
         "side": SIDE,
         "tile": TILE,

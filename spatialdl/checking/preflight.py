@@ -13,11 +13,11 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.checking.dry_loss import dry_loss
 from spatialdl.checking.record import Recorder, Refusal
-from spatialdl.comm.mesh import dry_mesh
+from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
@@ -28,6 +28,7 @@ from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
+from spatialdl.spatial.tensor import SpatialTensor
 
 Criterion = Callable[[Any, Tensor], Tensor]
 
@@ -200,3 +201,23 @@ def _leaf(value: Value, x: Tensor) -> Tensor:
     if value == IMAGE or not x.is_floating_point():
         return x
     return x.requires_grad_()
+
+
+def dry_loss(output: Any, segments: bool, shape: Sequence[int], mesh: Mesh) -> Tensor | None:
+    """Cross entropy as `training.tasks.losses` takes it, without a look at the labels."""
+    if not isinstance(output, Tensor) or not output.requires_grad:
+        return None
+    samples, _, *size = shape
+    if segments and output.dim() == len(shape) and list(output.shape[2:]) == size:
+        if mesh.parts == 1:
+            target = torch.empty(samples, *size, dtype=torch.int64)
+        else:
+            layout = mesh.layout(samples, size)
+            if isinstance(output, SpatialTensor):
+                layout = output.spatial_layout
+            own = mesh.own_box(layout).shape[1:]
+            target = SpatialTensor(torch.empty(samples, *own, dtype=torch.int64), layout, mesh)
+        return F.cross_entropy(output, target, ignore_index=255, reduction="sum")
+    if output.dim() == 2 and len(output) == samples:
+        return F.cross_entropy(output, torch.empty(samples, dtype=torch.int64))
+    return output.sum()

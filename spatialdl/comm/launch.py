@@ -1,7 +1,8 @@
 """Ranks: who started this process, and starting several of it.
 
 Whether to start ranks is decided from the launcher's environment, because importing ``mpi4py.MPI``
-would already make this process a world of its own. Nothing in this file imports it.
+would already make this process a world of its own. Nothing in this file imports it, but for
+`initialise_mpi`, by which a rank starts MPI.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ TERMINAL = "SPATIALDL_TERMINAL"
 _SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5, on the machine of its mpiexec
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HEAD_START_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -359,3 +362,19 @@ def _first_integer(environment: Mapping[str, str], names: Sequence[str]) -> int 
 
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def initialise_mpi() -> None:
+    """Initialise MPI; all ranks will have done so before one of them is sent anything.
+
+    Open MPI 5.0 crashes in a rank to which a message comes while it still waits in ``MPI_Init`` for
+    the others to get there (github.com/open-mpi/ompi/issues/12495). There is nothing by which they
+    could meet before, so the first message waits a moment.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return
+    close_to_others()
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.size > 1 and MPI.get_vendor()[0] == "Open MPI":
+        time.sleep(_HEAD_START_S)

@@ -20,7 +20,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import Self
 
 SWITCH = "SPATIALDL_ROLL_CALL"
@@ -119,12 +118,7 @@ class RollCall:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self.environment:
             os.close(self._end)
             self._thread.join()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Literal, TypeVar
 
 from torch import Tensor
@@ -52,12 +51,7 @@ class Running:
         if self.mode == "record":
             self.tape.kept.clear()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         _thread.running, self.around = self.around, None
 
     def next_place(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
@@ -63,12 +62,7 @@ class _Counter:
         if _Counter.depth == 1:
             _Counter.began = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         _Counter.depth -= 1
         if _Counter.depth == 0:
             self.seconds += time.perf_counter() - _Counter.began
@@ -100,13 +94,8 @@ class _Open:
         self._counter.__enter__()
         self._start = self._recorder.now()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._counter.__exit__(kind, error, where)
+    def __exit__(self, *raised: Any) -> None:
+        self._counter.__exit__(*raised)
         if self._what[0] == "compute":
             self._recorder.settle()
         span = Span(*self._what, self._start, self._recorder.now(), self._detail)

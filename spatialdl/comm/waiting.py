@@ -1,16 +1,19 @@
 """What each thread of this process waits for, noted where it waits, so that a hang can be told.
 
 Nobody reads a clock: a note has a number, and whoever looks twice and sees the same one knows that
-the thread waits still. See `comm.watchdog`.
+the thread waits still. Where a thread is in its code is looked up only then. See `comm.watchdog`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from threading import get_ident
-from typing import NamedTuple, TypeVar, TypeVarTuple, cast
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -23,6 +26,7 @@ _Note = tuple[int, object, Ranks, "_Note | None"]
 
 _numbers = count(1)
 _notes: dict[int, _Note | None] = {}
+_OF_NO_USE = ("threading.py", "waiting.py", "queue.py", "trace.py")
 
 
 class _Place:
@@ -109,3 +113,39 @@ def wait_of(thread: int) -> Wait | None:
     found = ranks() if callable(ranks) else ranks
     limit_s = next((one for one in limits if one is not None), math.inf)
     return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(found or ()), limit_s)
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    """From the closest outwards."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def place_of(thread: int) -> str:
+    """ "package/file.py:12 in function": the closest that tells something."""
+    frames = list(_frames(thread))
+    for frame in frames:
+        path = Path(frame.f_code.co_filename)
+        if path.name not in _OF_NO_USE:
+            return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return "no place in Python"
+
+
+def module_of(thread: int) -> str:
+    """The module of a network whose forward it is in, as ``named_modules`` calls it; or nothing."""
+    torch_nn = sys.modules.get("torch.nn")
+    if torch_nn is None:
+        return ""
+    modules: list[Any] = []
+    for frame in _frames(thread):
+        one = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(one, torch_nn.Module) and one not in modules:
+            modules.insert(0, one)
+    if not modules:
+        return ""
+    root, module = modules[0], modules[-1]
+    name = next((name for name, one in root.named_modules() if one is module), "")
+    kind = type(module).__name__
+    return f"module {name} ({kind})" if name else kind

@@ -22,7 +22,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.processes import Process
 from spatialdl.comm.roll_call import say, say_last
-from spatialdl.comm.stack import module_of, place_of
+from spatialdl.comm.waiting import module_of, place_of
 
 LOOK_S = 1.0
 GRACE_S = 5.0

@@ -10,8 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from spatialdl.comm.initialise import initialise_mpi
-from spatialdl.comm.launch import LaunchInfo, check_mpi_world, launched
+from spatialdl.comm.launch import LaunchInfo, check_mpi_world, initialise_mpi, launched
 from spatialdl.comm.limit import timeout_of_groups
 
 if TYPE_CHECKING:

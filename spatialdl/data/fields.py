@@ -10,8 +10,9 @@ import json
 import reprlib
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _INT64 = 2**63
 
 
@@ -69,35 +70,31 @@ def positive(row: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
+def _typed(row: Mapping[str, Any], key: str, kind: type[T], expected: str) -> T:
+    value = row[key]
+    if type(value) is not kind:
+        raise ValueError(f"{key} is {shown(value)}, expected {expected}")
+    return value
+
+
 def text(row: Mapping[str, Any], key: str) -> str:
     """A string; raises as `whole`."""
-    value = row[key]
-    if type(value) is not str:
-        raise ValueError(f"{key} is {shown(value)}, expected a string")
-    return value
+    return _typed(row, key, str, "a string")
 
 
 def flag(row: Mapping[str, Any], key: str) -> bool:
     """True or false; raises as `whole`."""
-    value = row[key]
-    if type(value) is not bool:
-        raise ValueError(f"{key} is {shown(value)}, expected true or false")
-    return value
+    return _typed(row, key, bool, "true or false")
 
 
 def table(row: Mapping[str, Any], key: str) -> dict[str, Any]:
     """An object; raises as `whole`."""
-    value = row[key]
-    if type(value) is not dict:
-        raise ValueError(f"{key} is {shown(value)}, expected an object")
-    return value
+    return _typed(row, key, dict, "an object")
 
 
 def tables(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """A list of objects; raises as `whole`."""
-    value = row[key]
-    if type(value) is not list:
-        raise ValueError(f"{key} is {shown(value)}, expected a list")
+    value = _typed(row, key, list, "a list")
     for number, one in enumerate(value):
         if type(one) is not dict:
             raise ValueError(f"{key} {number} is {shown(one)}, expected an object")

@@ -3,7 +3,8 @@
 Everything is written into a hidden sibling of the folder (same file system, so that the last
 step is a rename). An interrupted run leaves at most that sibling, which is no data set and
 carries the name of what it was to become; the next run removes it or goes on with it. The folder
-itself, old or new, is always whole.
+itself, old or new, is always whole. Ranks that write one data set agree on how it went, so
+that none waits for one that failed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any, Protocol
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.inside import check_own
@@ -266,3 +268,34 @@ def holds_results(folder: Path) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+class Comm(Protocol):
+    """What of a communicator of mpi4py is used."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def size(self) -> int:
+        """Processes."""
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """What each has given."""
+
+
+def agree(comm: Comm, error: BaseException | None) -> None:
+    """All ranks call it, each with what went wrong there, if anything did.
+
+    Raises:
+        ShardError: something went wrong elsewhere; says what and where.
+        BaseException: `error` itself, where there is one.
+    """
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    problems = comm.allgather(said)
+    if error is not None:
+        raise error
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise ShardError(f"rank {rank} failed, so no data set was written: {problem}")

@@ -1,11 +1,12 @@
 """Batches for one rank, in an order that all ranks know without asking, read ahead.
 
 The order of the samples follows from (seed, epoch), so an epoch can be gone on with from any batch.
+A batch is on its way to the device while the one before it is computed with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from spatialdl.data.batches import Batch, Batching, BatchReader, Slice
-from spatialdl.data.device_copy import Arrived, DeviceCopy
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.data.workers import Workers
+
+Arrived = Callable[[], list[Slice]]
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -140,3 +142,41 @@ def to_input(
     for channel, plane in enumerate(pixels.unbind(1)):
         plane.sub_(mean[channel]).div_(std[channel])
     return pixels
+
+
+class DeviceCopy:
+    """Begins to copy batches to a device, from any thread.
+
+    An accelerator copies from pinned memory in a stream of its own, so that neither this process
+    nor what the device computes waits for it. On a CPU batches are left as they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def begin(self, batch: list[Slice]) -> Arrived:
+        """Call what this returns where the batch is needed, on the stream that needs it."""
+        stream = self._stream
+        if stream is None:
+            return lambda: batch
+        with stream:
+            copied = [one.map(self._copy) for one in batch]
+            done = stream.record_event()
+
+        def arrived() -> list[Slice]:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_event(done)
+            for tensor in _tensors(copied):
+                # its memory belongs to the other stream, which must not take it back too early
+                tensor.record_stream(current)
+            return copied
+
+        return arrived
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _tensors(batch: list[Slice]) -> Iterator[Tensor]:
+    return (tensor for one in batch for tensor in one.tensors())

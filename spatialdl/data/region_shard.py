@@ -31,8 +31,7 @@ from spatialdl.data.format import (
     volume_chunk,
 )
 from spatialdl.data.pixels import as_image, as_mask, image_dtype, image_shape
-from spatialdl.data.settling import Settling
-from spatialdl.data.shard_file import ImageRows, ShardFile
+from spatialdl.data.shard_file import ImageRows, Settling, ShardFile
 from spatialdl.parallel.layout import even_bounds
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,6 +81,23 @@ def sync(path: Path) -> None:
     """Return when all of a file is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def save_table(
+    path: Path, head: Iterable[str], rows: Iterable[Iterable[object]], errors: str = "strict"
+) -> None:
+    """Write a CSV file in UTF-8, whole or not at all.
+
+    Args:
+        errors: what becomes of a file name's bytes that are no text, see ``codecs``.
+    """
+    with replacing(path) as out:
+        text = io.TextIOWrapper(out, encoding="utf-8", errors=errors, newline="")
+        table = csv.writer(text)
+        table.writerow(head)
+        table.writerows(rows)
+        text.flush()
+        text.detach()
 
 
 def link(source: Path, target: Path) -> None:

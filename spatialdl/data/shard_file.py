@@ -1,8 +1,12 @@
-"""One HDF5 file being written: under a temporary name until it is whole and on the disk."""
+"""One HDF5 file being written: under a temporary name until it is whole and on the disk.
+
+Shards that are complete are brought to the disk and hashed while the next one is written.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +18,7 @@ from spatialdl.data.saving import settle, sync
 
 _PAGE = 4096
 _ALIGNED_FROM = 2**17  # bytes; of less the padding would be felt
+_MOST_WAITING = 2  # shards, and their pages that are not on the disk yet
 
 
 class ImageRows(Protocol):
@@ -71,3 +76,46 @@ class ShardFile:
         """Close without keeping anything."""
         with suppress(OSError, RuntimeError):  # a full disk cannot take what is left to write
             self.h5.close()
+
+
+class Settling:
+    """A thread that settles shards, one after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="settling")
+        self._waiting: deque[tuple[int, Future[ShardInfo]]] = deque()
+        self._settled: dict[int, ShardInfo] = {}
+
+    def add(self, file: ShardFile) -> None:
+        """Close a shard; the rest happens meanwhile.
+
+        Raises:
+            OSError: this one, or one before it, cannot be written.
+        """
+        file.close()
+        while len(self._waiting) >= _MOST_WAITING:
+            self._take()
+        while self._waiting and self._waiting[0][1].done():
+            self._take()
+        self._waiting.append((file.number, self._thread.submit(file.settle)))
+
+    def finish(self) -> list[ShardInfo]:
+        """Wait for all; what the manifest says of them, in the order of their numbers.
+
+        Raises:
+            OSError: one of them cannot be written.
+        """
+        while self._waiting:
+            self._take()
+        self._thread.shutdown()
+        return [self._settled[number] for number in sorted(self._settled)]
+
+    def abort(self) -> None:
+        """Begin no other; return when nothing is written any more."""
+        self._thread.shutdown(cancel_futures=True)
+        self._waiting.clear()
+
+    def _take(self) -> None:
+        number, settled = self._waiting[0]
+        self._settled[number] = settled.result()  # what failed stays, and fails again
+        self._waiting.popleft()

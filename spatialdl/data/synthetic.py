@@ -62,11 +62,18 @@ class SyntheticDataset:
     def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
         own = self._box(box)
-        angle = np.pi * self.labels[sample] / len(self.classes)
-        phase = mix(self._key(sample)) / 2.0**64
-        stripes = 48.0 * np.sin(2 * np.pi * STRIPES * (along(own, self._size, angle) + phase))
         grain = noise(self._key(sample), own, self.channels)
-        return np.asarray(np.clip(128 + stripes[..., None] + grain, 0, 255), dtype=np.uint8)
+        shown = 128 + self._stripes(sample, own)[..., None] + grain
+        return np.asarray(np.clip(shown, 0, 255), dtype=np.uint8)
+
+    def _stripes(self, sample: int, box: tuple[int, ...]) -> npt.NDArray[np.float64]:
+        return 48.0 * self._waves(sample, box, np.pi * self.labels[sample] / len(self.classes))
+
+    def _waves(self, sample: int, box: tuple[int, ...], angle: float) -> npt.NDArray[np.float64]:
+        """Stripes of a direction, from -1 to 1."""
+        phase = mix(self._key(sample)) / 2.0**64
+        places = along(box, self._size, angle) + phase
+        return np.asarray(np.sin(2 * np.pi * STRIPES * places))
 
     def read_mask(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
         """Not here; see `SyntheticMasks`.

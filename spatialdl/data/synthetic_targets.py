@@ -8,8 +8,9 @@ from __future__ import annotations
 from math import sqrt
 
 import numpy as np
+import numpy.typing as npt
 
-from spatialdl.data.synthetic import STRIPES, Pixels, SyntheticDataset, along, mix, noise
+from spatialdl.data.synthetic import SyntheticDataset, mix
 
 _STRENGTHS = np.uint64(1) << np.uint64(42)
 
@@ -42,14 +43,8 @@ class SyntheticTargets(SyntheticDataset):
         targets = np.floor(2 * strengths) if present else strengths
         self.labels = targets  # type: ignore[assignment]
 
-    def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
-        """A box (row0, row1, col0, col1) of a sample: uint8 (rows, columns, channels)."""
-        own, total = self._box(box), np.zeros(())
-        phase = mix(self._key(sample)) / 2.0**64
+    def _stripes(self, sample: int, box: tuple[int, ...]) -> npt.NDArray[np.float64]:
+        total = np.zeros(())
         for number, strength in enumerate(self.labels[sample]):
-            angle = np.pi * number / len(self.classes)
-            waves = along(own, self._size, angle) + phase
-            total = total + strength * np.sin(2 * np.pi * STRIPES * waves)
-        stripes = 64.0 / sqrt(len(self.classes)) * total
-        grain = noise(self._key(sample), own, self.channels)
-        return np.asarray(np.clip(128 + stripes[..., None] + grain, 0, 255), dtype=np.uint8)
+            total = total + strength * self._waves(sample, box, np.pi * number / len(self.classes))
+        return 64.0 / sqrt(len(self.classes)) * total

@@ -14,8 +14,7 @@ from spatialdl.data.codec import Coding
 from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import NO_LABEL, ShardInfo, TileSample, chunk_size, stored_bytes
 from spatialdl.data.pixels import as_image, as_mask
-from spatialdl.data.settling import Settling
-from spatialdl.data.shard_file import ShardFile
+from spatialdl.data.shard_file import Settling, ShardFile
 
 
 class TileShards:

@@ -14,10 +14,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.agreeing import Comm, agree
 from spatialdl.data.codec import LEVEL, QUALITY, Codec, Coding
 from spatialdl.data.encoded import EncodedImage
-from spatialdl.data.folder import FolderInProgress, check_target
+from spatialdl.data.folder import Comm, FolderInProgress, agree, check_target
 from spatialdl.data.format import KINDS, Kind, Manifest, affine_of, spacing_of
 from spatialdl.data.joining import join_parts, part_folder, remove_parts
 from spatialdl.data.region_shard import RegionShards

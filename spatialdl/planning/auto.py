@@ -11,9 +11,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spatialdl.configuring.own_keys import fit_model_keys
 from spatialdl.planning.calibrate import measured
-from spatialdl.planning.search import Row, search
+from spatialdl.planning.search import Row, limit, search, table
 from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
-from spatialdl.planning.table import limit, table
 
 KEYS = ("world", "device_memory_gb", "cluster")
 """Of ``parallel=auto`` alone."""

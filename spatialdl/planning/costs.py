@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.checking.dry_loss import dry_loss
+from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.dry import Talk, listening
 from spatialdl.comm.mesh import dry_mesh

@@ -1,4 +1,4 @@
-"""Which layouts there are for so many ranks, and which of them fit, best first."""
+"""Which layouts there are for so many ranks, and which of them fit, best first, as a table too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from spatialdl.parallel.layout import nearly_cubic
+from spatialdl.parallel.layout import by, nearly_cubic
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.predict import Prediction, predict
@@ -21,7 +21,7 @@ MOST_STAGES = 32
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutKeys:
     """A layout as a configuration says it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Layout:
 class Row:
     """A layout and what it would cost."""
 
-    layout: Layout
+    layout: LayoutKeys
     prediction: Prediction
 
     @property
@@ -103,7 +103,7 @@ def search(
     return sorted(rows, key=lambda row: (row.prediction.seconds, row.memory))
 
 
-def _again(job: Job, base: DictConfig, layout: Layout) -> Sequence[Recompute]:
+def _again(job: Job, base: DictConfig, layout: LayoutKeys) -> Sequence[Recompute]:
     """What to try, one after the other, until it fits."""
     if base.recompute != "none":
         return [base.recompute]
@@ -111,13 +111,13 @@ def _again(job: Job, base: DictConfig, layout: Layout) -> Sequence[Recompute]:
     return ["none", "block", "stage"] if job.can_run_again(stages) else ["none", "stage"]
 
 
-def _with(layout: Layout, recompute: Recompute) -> Layout:
+def _with(layout: LayoutKeys, recompute: Recompute) -> LayoutKeys:
     more = () if recompute == "none" else (("recompute", recompute),)
-    return Layout(layout.name, (*layout.keys, *more))
+    return LayoutKeys(layout.name, (*layout.keys, *more))
 
 
 def _predicted(
-    job: Job, cluster: Cluster, base: DictConfig, layout: Layout, recompute: Recompute
+    job: Job, cluster: Cluster, base: DictConfig, layout: LayoutKeys, recompute: Recompute
 ) -> Prediction:
     config = layout.config(base)
     placement = placement_of(config, len(job.image) - 1)
@@ -139,7 +139,7 @@ def _nothing_fits(
     )
 
 
-def layouts(world: int, batch: int, layers: int, dims: int = 2) -> Iterator[Layout]:
+def layouts(world: int, batch: int, layers: int, dims: int = 2) -> Iterator[LayoutKeys]:
     """All layouts of images of so many dims that are tried, without a look at their costs."""
     for data in range(1, min(world, batch) + 1):
         if world % data == 0:
@@ -149,11 +149,11 @@ def layouts(world: int, batch: int, layers: int, dims: int = 2) -> Iterator[Layo
                 for name, keys in _orders(shape, batch // data):
                     full = (prefix + name).rstrip("+")
                     full = {"": "none", "dp+none": "dp"}.get(full, full)
-                    yield Layout(full, (*replicated, *shape.keys, *keys))
+                    yield LayoutKeys(full, (*replicated, *shape.keys, *keys))
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _GridAndStages:
     grid: tuple[int, ...] | None
     stages: int
     spatial: int
@@ -170,20 +170,20 @@ class _Shape:
         return tuple(found)
 
 
-def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_Shape]:
+def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_GridAndStages]:
     """Grids and stages that need so many ranks."""
     most = min(layers, MOST_STAGES)
     if ranks <= most:
-        yield _Shape(None, ranks, 0)
+        yield _GridAndStages(None, ranks, 0)
     parts = 2
     while parts <= min(ranks, LARGEST_GRID):
         for grid in grids(parts, dims):
             if ranks % parts == 0 and ranks // parts <= most:
-                yield _Shape(grid, ranks // parts, ranks // parts)
+                yield _GridAndStages(grid, ranks // parts, ranks // parts)
             for spatial in (1, 2):
                 rest = ranks - spatial * parts
                 if 0 < rest <= most - spatial:
-                    yield _Shape(grid, spatial + rest, spatial)
+                    yield _GridAndStages(grid, spatial + rest, spatial)
         parts *= 2
 
 
@@ -193,7 +193,9 @@ def grids(parts: int, dims: int = 2) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _orders(shape: _Shape, samples: int) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
+def _orders(
+    shape: _GridAndStages, samples: int
+) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
     """Names and keys of the orders in which micro-batches may pass."""
     spatial = "sp+" if shape.grid is not None else ""
     halvings = [2**n for n in range(1, 11) if 2**n <= samples]
@@ -217,3 +219,42 @@ def _orders(shape: _Shape, samples: int) -> Iterator[tuple[str, tuple[tuple[str,
 
 def _text(value: Any) -> str:
     return str(value).replace(" ", "")
+
+
+def limit(given: Any, cluster: Cluster, world: Any) -> float | None:
+    """Bytes that a rank may take.
+
+    Raises:
+        ValueError: if the numbers make no sense.
+    """
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"world={world} must be a whole number of at least 1 rank")
+    if given is None:
+        return cluster.memory_bytes(world)
+    if not isinstance(given, int | float) or given <= 0:
+        raise ValueError(f"device_memory_gb={given} must be more than 0")
+    return 1e9 * given
+
+
+def table(rows: Sequence[Row], job: Job, cluster: Cluster, found: int) -> str:
+    """A line a layout."""
+    lines = [
+        f"{type(job.model).__name__}, {job.batch} images of {by(job.image[1:])} a step, on "
+        f"{cluster.name}: {len(rows)} of {found} layouts",
+        "",
+        f"{'GB a rank':>9}{'s a step':>10}{'images/s':>10}{'MB sent':>10}{'waiting':>9}  layout",
+    ]
+    for row in rows:
+        one = row.prediction
+        keys = " ".join(row.layout.overrides())
+        lines.append(
+            f"{row.memory / 1e9:9.2f}{one.seconds:10.4g}{job.batch / one.seconds:10.4g}"
+            f"{one.sent / 1e6:10.1f}{one.bubble:9.0%}  {keys}"
+        )
+    world = rows[0].prediction.placement.world_size
+    before = cluster.base_bytes(world)
+    if cluster.cores is None:  # on CPUs it is measured
+        lines += ["", f"of them {before / 1e9:.2f} GB: context, NCCL, libraries (cluster.base_mb)"]
+    if world > 1 and job.uncut:
+        lines += ["", f"note: layouts with stages are left out: {job.uncut}"]
+    return "\n".join(lines)

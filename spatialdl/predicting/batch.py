@@ -25,10 +25,9 @@ from spatialdl.predicting.cutting import Cutting, cutting_of
 from spatialdl.predicting.given import given_slides, given_volumes, volume_names
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
 from spatialdl.predicting.records import Record, key_of
-from spatialdl.predicting.report import Report, table
 from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import Outcome, Runner
-from spatialdl.predicting.tables import save_tables
+from spatialdl.predicting.tables import Report, save_tables, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.predicting.volume_inputs import (
     VolumeImages,

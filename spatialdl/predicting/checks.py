@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
 from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.own_keys import is_own_network
@@ -20,11 +20,22 @@ from spatialdl.training.checks import (
     DEVICE_PATHS,
     PRECISIONS,
     TRANSPORTS,
+    check_choices,
+    check_complete,
     check_device,
 )
 from spatialdl.training.layouts import placement_of, schedule_of
 
 TABLES = ("csv", "parquet")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": (None, *PRECISIONS),
+    "table": TABLES,
+    "whole": (None, True, False),
+    "comm.transport": TRANSPORTS,
+    "comm.device_path": DEVICE_PATHS,
+    "comm.backend": BACKENDS,
+    "parallel.balance": BALANCES,
+}
 
 
 def check_config(config: DictConfig) -> Placement:
@@ -33,13 +44,14 @@ def check_config(config: DictConfig) -> Placement:
     Raises:
         ValueError: if something would.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    check_complete(config)
     if str(config.ckpt_path) == LATEST:
         raise ValueError("ckpt_path=latest of which run? name its directory")
     candidates(str(config.ckpt_path), Path())
-    _check_choices(config)
+    check_choices(config, CHOICES)
+    check_device(config.device)
+    if config.table == "parquet":
+        need_pyarrow()
     check_timeout(config.comm.timeout)
     _check_input(config)
     _check_numbers(config)
@@ -69,26 +81,6 @@ def names_own_network(ckpt_path: str) -> bool:
         return is_own_network(content["config"]["model"]["_target_"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def _check_choices(config: DictConfig) -> None:
-    choices: dict[str, tuple[Any, ...]] = {
-        "precision": (None, *PRECISIONS),
-        "table": TABLES,
-        "whole": (None, True, False),
-        "comm.transport": TRANSPORTS,
-        "comm.device_path": DEVICE_PATHS,
-        "comm.backend": BACKENDS,
-        "parallel.balance": BALANCES,
-    }
-    for key, known in choices.items():
-        value = OmegaConf.select(config, key)
-        if not any(value is one or (isinstance(value, str) and value == one) for one in known):
-            names = ", ".join({None: "null"}.get(one, str(one).lower()) for one in known)
-            raise ValueError(f"{key}={value} is not supported: take one of {names}")
-    check_device(config.device)
-    if config.table == "parquet":
-        need_pyarrow()
 
 
 def need_pyarrow() -> Any:

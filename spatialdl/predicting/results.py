@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -36,7 +36,6 @@ from spatialdl.predicting.geojson import (
 )
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.overlay import save_overlay
-from spatialdl.predicting.overview import Overview
 from spatialdl.predicting.pieces import PiecedMap
 from spatialdl.predicting.progress import bar
 from spatialdl.predicting.running import Outcome
@@ -53,6 +52,8 @@ log = logging.getLogger("spatialdl.predict")
 Bands = Iterator[npt.NDArray[Any]]
 _ROWS = 2 * TILE  # of a band
 _PICTURE = 1600  # pixels of the longer side of a slide's picture
+LONGEST = 1600
+"""Pixels of its longer side, at most."""
 
 
 class ClassMap(Protocol):
@@ -293,3 +294,36 @@ def _thumbnail(given: Input) -> Thumbnail:
         slide.background = source.background
         found = slide.thumbnail(max(1.0, max(slide.size) / _PICTURE))
         return found._replace(image=find_tissue(found).shown(found.image))
+
+
+class Overview:
+    """The small map of one class.
+
+    Args:
+        size: rows and columns of the whole map.
+
+    Attributes:
+        factor: pixels of the map per pixel, along one dim.
+    """
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.factor = max(1, ceil(max(size) / LONGEST))
+        shape = ceil(size[0] / self.factor), ceil(size[1] / self.factor)
+        self._sums, self._counts, self._row = np.zeros(shape), np.zeros(shape), 0
+
+    def seen(self, bands: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
+        """The same bands, from the top of the map to its bottom."""
+        for band in bands:
+            known = np.isfinite(band)
+            at = (self._row + np.arange(len(band))) // self.factor
+            self._row += len(band)
+            for total, values in ((self._sums, np.where(known, band, 0)), (self._counts, known)):
+                starts = range(0, band.shape[1], self.factor)
+                np.add.at(total, at, np.add.reduceat(values, starts, axis=1, dtype=np.float64))
+            yield band
+
+    @property
+    def means(self) -> npt.NDArray[np.float64]:
+        """(rows, columns), NaN where the map has no value."""
+        with np.errstate(invalid="ignore"):
+            return self._sums / self._counts

@@ -1,4 +1,7 @@
-"""The network at work on a slide, in whatever layout: what it says, gathered where it is wanted."""
+"""The network at work on a slide, in whatever layout, and its predictions gathered.
+
+So are class activation maps, of all images together.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +24,16 @@ from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
 from spatialdl.parallel.layout import by
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.predicting.activation import ActivationMaps
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
 from spatialdl.predicting.pieces import Piece, own_pieces
 from spatialdl.predicting.progress import ReadInBands, bar, layers_told
 from spatialdl.predicting.trained import Trained
-from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.feeding import Feed
+from spatialdl.training.pictures.activation import NEEDED, Activations
+from spatialdl.training.tasks.losses import own_pixels
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression, SampleTask
-from spatialdl.training.validation import evaluated
+from spatialdl.training.validation import Evaluated, evaluated
 
 log = logging.getLogger("spatialdl.predict")
 
@@ -149,7 +152,7 @@ class Runner:
         own: list[Piece] = []
         for one in evaluated(pipeline, feed, self._microbatches(feed, given)):
             self._check_map(one.output, given.size, columns)
-            probabilities = _local(one.output).softmax(1)
+            probabilities = own_pixels(one.output).softmax(1)
             own += own_pieces(probabilities, one)
         sums = torch.zeros(columns, dtype=torch.float64)
         for piece in own:
@@ -190,6 +193,47 @@ class Runner:
         return kept, first
 
 
-def _local(output: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return output.to_local() if isinstance(output, SpatialTensor) else output
+class _Part(NamedTuple):
+    """Of one box of some images, and the size of the whole maps."""
+
+    samples: range
+    size: tuple[int, ...]
+    start: tuple[int, ...]
+    values: npt.NDArray[np.float32]
+
+
+class ActivationMaps:
+    """Notes them while the network predicts; all ranks make it together."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._watch = Activations(pipeline, all_classes=True)
+        self._parts: list[_Part] = []
+
+    def note(self, one: Evaluated) -> None:
+        """Keep what was seen of the images that have been evaluated, in the same order.
+
+        Raises:
+            ValueError: the network does not end with a mean over all places and a linear layer.
+        """
+        seen = self._watch.take(one.output)
+        if seen is None:
+            raise ValueError(
+                f"activation=true needs {NEEDED}, and {self._watch.refusal}: leave it out"
+            )
+        if seen.is_split or one.counts:
+            values = seen.values.float().cpu().numpy()
+            self._parts.append(_Part(one.samples, seen.size, seen.start, values))
+
+    def gathered(self, world: Communicator, images: int) -> npt.NDArray[np.float32] | None:
+        """float32 (images, classes, *spatial) on rank 0; all ranks must ask, at the end."""
+        self._watch.close()
+        everybody = world.gather(self._parts)
+        if everybody is None:
+            return None
+        parts = [part for one in everybody for part in one]
+        found = np.zeros((images, parts[0].values.shape[1], *parts[0].size), np.float32)
+        for part in parts:
+            extents = zip(part.start, part.values.shape[2:], strict=True)
+            place = [slice(first, first + many) for first, many in extents]
+            found[part.samples.start : part.samples.stop, :, *place] = part.values
+        return found

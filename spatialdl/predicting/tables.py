@@ -1,25 +1,28 @@
-"""Tables of predictions: a row a tile, and a row a slide or volume, as CSV or Parquet."""
+"""Tables of predictions: a row a tile, and a row a slide or volume, as CSV or Parquet.
+
+And the slides or volumes of a batch as a table on the console.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from spatialdl.data.saving import replacing
+from spatialdl.data.saving import replacing, save_table
 from spatialdl.predicting.checks import need_pyarrow
 from spatialdl.predicting.records import Record
-from spatialdl.predicting.report import Report
+from spatialdl.text import aligned, fitted
 from spatialdl.training.tasks.aggregation import to_slides
 
 Columns = dict[str, Sequence[Any]]
 
 _OF_SLIDES = ("slide", "tiles", "vote")
+_LONGEST_NAME, _LONGEST_REMARK = 40, 100
 
 
 def save_tables(
@@ -48,7 +51,11 @@ def save_tables(
     paths = []
     for name, columns in tables.items():
         paths.append(folder / f"{name}.{kind}")
-        (_save_csv if kind == "csv" else _save_parquet)(paths[-1], columns)
+        if kind == "csv":
+            rows = zip(*columns.values(), strict=True)
+            save_table(paths[-1], columns, rows, errors="backslashreplace")
+        else:
+            _save_parquet(paths[-1], columns)
     return paths
 
 
@@ -116,16 +123,6 @@ def _stacked(records: Sequence[Record], columns: int) -> Any:
     return np.concatenate([np.empty((0, columns)), *(record.values for record in records)])
 
 
-def _save_csv(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    with replacing(path) as out:
-        text = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", newline="")
-        table = csv.writer(text)
-        table.writerow(columns)
-        table.writerows(zip(*columns.values(), strict=True))
-        text.flush()
-        text.detach()
-
-
 def _save_parquet(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     arrow = need_pyarrow()
     with replacing(path) as out:
@@ -138,3 +135,39 @@ def _text(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return value.encode(errors="backslashreplace").decode()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came out of a slide; `problem` says why nothing did, `failed` if the command fails."""
+
+    name: str
+    tiles: int = 0
+    predicted: str = ""
+    value: float | None = None
+    remark: str = ""
+    problem: str = ""
+    failed: bool = False
+
+    @property
+    def status(self) -> str:
+        """ "processed", "damaged" where some tiles could not be read, or "failed"."""
+        return "failed" if self.problem else "damaged" if self.failed else "processed"
+
+
+def table(reports: Sequence[Report], *, volumes: bool = False) -> str:
+    """A row a slide: tiles, the class with the largest mean probability, and that.
+
+    Args:
+        volumes: whether they are volumes, which have no tiles.
+    """
+    rows = [("slide", "tiles", "predicted", "mean", "")]
+    if volumes:
+        rows = [("volume", "", "predicted", "mean", "")]
+    for one in reports:
+        value = "" if one.value is None else f"{one.value:.3f}"
+        remark = f"failed: {one.problem}" if one.problem else one.remark
+        tiles = "" if one.problem or volumes else f"{one.tiles:,}"
+        name = fitted(one.name, _LONGEST_NAME)
+        rows.append((name, tiles, one.predicted, value, fitted(remark, _LONGEST_REMARK)))
+    return "\n".join(aligned(rows, left=(0, 2, 4)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch.nn.functional as F
@@ -88,16 +87,11 @@ class _Again:
         self._left.append((mode, saved))
         thread.again += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         thread.again -= 1
         mode, saved = self._left.pop()
         if mode is not None:
-            mode.__exit__(kind, error, trace)
+            mode.__exit__(*raised)
         for stream, calls in saved:
             stream.calls = calls
 

@@ -52,6 +52,11 @@ def in_float32(tile: Tensor) -> Tensor:
     return _wide_on_gpu(tile)  # type: ignore[no-any-return]
 
 
+def wide(x: Tensor) -> Tensor:
+    """float32 of half precision, in which PyTorch adds up; other tensors as they are."""
+    return x.float() if x.dtype in HALF else x
+
+
 def padded_as(x: Tensor, mode: str) -> Tensor:
     """`x` as autocast on a CPU gives it to padding."""
     if x.dim() - 2 <= PADS_ON_CPU.get(mode, 0):

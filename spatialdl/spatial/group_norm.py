@@ -114,13 +114,14 @@ def _group_moments(x: SpatialTensor, tile: Tensor, groups: int, name: str) -> Mo
         return global_moments(_as_channels(tile, every), count, x.mesh.grid_comm, name)
 
 
-@register_op(F.group_norm, split=("input",))
+@register_op(F.group_norm, torch.group_norm, split=("input",))
 def group_norm(
     input: SpatialTensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,  # of torch.group_norm
 ) -> Tensor:
     _check("group_norm", input)
     asked(F.group_norm, input, num_groups)  # PyTorch's own errors, on all ranks alike
@@ -128,18 +129,6 @@ def group_norm(
     moments = _group_moments(input, tile, num_groups, "group_norm")
     y = _GroupNorm.apply(tile, weight, bias, moments, eps, input.mesh)  # type: ignore[no-untyped-call]
     return without_dims(input, y, ())
-
-
-@register_op(torch.group_norm, split=("input",))
-def torch_group_norm(
-    input: SpatialTensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    return group_norm(input, num_groups, weight, bias, eps)
 
 
 @register_op(F.instance_norm, split=("input",))

@@ -49,13 +49,14 @@ def _same_type(y: Tensor, *factors: Tensor | None) -> list[Tensor | None]:
     return [None if factor is None else factor.to(y.dtype) for factor in factors]
 
 
-@register_op(F.layer_norm, split=("input",), prefix=True)
+@register_op(F.layer_norm, torch.layer_norm, split=("input",), prefix=True)
 def layer_norm(
     input: SpatialTensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enable: bool = True,  # of torch.layer_norm
 ) -> Tensor:
     asked(F.layer_norm, input, normalized_shape)  # PyTorch's errors, on all ranks alike
     span = span_of(input, _last_dims(input, normalized_shape))
@@ -67,18 +68,6 @@ def layer_norm(
     weight, bias = _same_type(y, weight, bias)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
-
-
-@register_op(torch.layer_norm, split=("input",), prefix=True)
-def torch_layer_norm(
-    input: SpatialTensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    return layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 @register_op(torch.rms_norm, F.rms_norm, split=("input",), prefix=True)

@@ -20,6 +20,7 @@ from spatialdl.comm.plan import Plan
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
 from spatialdl.parallel.layout import Box, Layout, Window, last_slices
+from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.bands import Alone, Band, Parts, parts_of
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
@@ -179,7 +180,7 @@ class _Pool(torch.autograd.Function):
     ) -> Tensor:
         kind, ctx.counts = tile.dtype, counts
         if counts is not None:
-            tile = _wide(tile)
+            tile = wide(tile)
         plan, own = moved.plan, mesh.own_box(moved.output)
         parts = parts_of(plan.own, own, moved.size, pooling.windows)
         arrivals = [Held(empty_for(tile, shape_of(tile, box)), box) for _, box in plan.receives]
@@ -210,7 +211,7 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, parts, pooling, kind = ctx.plan, ctx.parts, ctx.pooling, grad.dtype
         if ctx.counts is not None:
-            grad = _wide(grad) / ctx.counts
+            grad = wide(grad) / ctx.counts
         places, (like, *likes) = ctx.saved_tensors, ctx.likes
         found = [(b, p) for b, p in zip(parts.bands, places[1:], strict=True) if b is not None]
         bands = [
@@ -370,11 +371,6 @@ _refuse(
 # --- average
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Half types are added up in float32, as PyTorch does."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _register_average(dims: int, *functions: Any) -> None:
     @register_op(*functions, split=("input",))
     def avg_pool(
@@ -421,7 +417,7 @@ def _mean_of_tokens(
         )
     count = window.output_size(input.shape[-1])
     check_output("avg_pool1d", input, (count,))
-    tile = _wide(to_tile(input))
+    tile = wide(to_tile(input))
     place = on(positions(input, -1) // window.kernel, tile.device).clamp(max=count)
     sums = tile.new_zeros(*tile.shape[:-1], count + 1).index_add(-1, place, tile)
     total = differentiable_sum(input.mesh.grid_comm, sums[..., :count], "avg_pool1d")

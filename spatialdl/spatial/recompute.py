@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -158,15 +157,10 @@ class _SecondRun:
         self._random.__enter__()
         self._replicas.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._replicas.__exit__(kind, error, trace)
-        self._random.__exit__(kind, error, trace)
-        self._replaying.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._replicas.__exit__(*raised)
+        self._random.__exit__(*raised)
+        self._replaying.__exit__(*raised)
         for module, name, buffer in self._real:
             module._buffers[name] = buffer
         for module, real in self._real_attributes:

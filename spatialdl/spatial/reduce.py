@@ -61,7 +61,11 @@ def _sum(tile: Tensor, span: Span, dtype: torch.dtype | None = None, nan: bool =
     return span.sum(part, "sum").to(result)
 
 
-@reduction(torch.sum, Tensor.sum)
+def _skips_nan(func: Function) -> bool:
+    return func.__name__.startswith("nan")
+
+
+@reduction(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
 def image_sum(
     func: Function,
     input: SpatialTensor,
@@ -71,23 +75,10 @@ def image_sum(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     local = partial(func, dim=dim, keepdim=keepdim, dtype=dtype)
-    return reduce_over(input, dim, keepdim, local, partial(_sum, dtype=dtype))
+    return reduce_over(input, dim, keepdim, local, partial(_sum, dtype=dtype, nan=_skips_nan(func)))
 
 
-@reduction(torch.nansum, Tensor.nansum)
-def image_nansum(
-    func: Function,
-    input: SpatialTensor,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    local = partial(func, dim=dim, keepdim=keepdim, dtype=dtype)
-    return reduce_over(input, dim, keepdim, local, partial(_sum, dtype=dtype, nan=True))
-
-
-@reduction(torch.mean, Tensor.mean)
+@reduction(torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean)
 def image_mean(
     func: Function,
     input: SpatialTensor,
@@ -99,24 +90,8 @@ def image_mean(
     def across(tile: Tensor, span: Span) -> Tensor:
         result = dtype or tile.dtype
         wide = torch.float32 if result in HALF else result
-        return (_sum(tile, span, wide) / span.count).to(result)
-
-    local = partial(func, dim=dim, keepdim=keepdim, dtype=dtype)
-    return reduce_over(input, dim, keepdim, local, across)
-
-
-@reduction(torch.nanmean, Tensor.nanmean)
-def image_nanmean(
-    func: Function,
-    input: SpatialTensor,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    def across(tile: Tensor, span: Span) -> Tensor:
-        result = dtype or tile.dtype
-        wide = torch.float32 if result in HALF else result
+        if not _skips_nan(func):
+            return (_sum(tile, span, wide) / span.count).to(result)
         present = (~tile.isnan()).sum(span.dims, keepdim=True)
         total = _sum(tile, span, wide, nan=True)
         return (total / span.sum(present, "nanmean")).to(result)
@@ -277,34 +252,23 @@ def normalize(
     return input / norm.clamp_min(eps)
 
 
-def _decide(func: Function, input: SpatialTensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
-    """``any`` and ``all`` by counting what speaks for the one, against the other."""
+@reduction(torch.any, Tensor.any, torch.all, Tensor.all)
+def image_any_or_all(
+    func: Function, input: SpatialTensor, dim: Any = None, keepdim: bool = False
+) -> Tensor:
+    """``any`` counts elements that are not zero, ``all`` those that are zero."""
     if names_no_dims(dim):
         # of all reductions only these take no dims for none, not for all of them
         return without_dims(input, func(to_tile(input), dim=()), ())
+    name, options = func.__name__, {} if dim is None else {"dim": dim, "keepdim": keepdim}
 
     def across(tile: Tensor, span: Span) -> Tensor:
-        speaks = tile == 0 if every else tile != 0
-        count = span.sum(speaks.sum(span.dims, keepdim=True), func.__name__)
-        decided = count == 0 if every else count > 0
+        counted = tile == 0 if name == "all" else tile != 0
+        count = span.sum(counted.sum(span.dims, keepdim=True), name)
+        decided = count == 0 if name == "all" else count > 0
         return decided.to(torch.uint8 if tile.dtype == torch.uint8 else torch.bool)
 
-    options = {} if dim is None else {"dim": dim, "keepdim": keepdim}
     return reduce_over(input, dim, keepdim, partial(func, **options), across)
-
-
-@reduction(torch.any, Tensor.any)
-def image_any(
-    func: Function, input: SpatialTensor, dim: Any = None, keepdim: bool = False
-) -> Tensor:
-    return _decide(func, input, dim, keepdim, every=False)
-
-
-@reduction(torch.all, Tensor.all)
-def image_all(
-    func: Function, input: SpatialTensor, dim: Any = None, keepdim: bool = False
-) -> Tensor:
-    return _decide(func, input, dim, keepdim, every=True)
 
 
 @reduction(torch.count_nonzero, Tensor.count_nonzero)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,14 @@ WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 BACKENDS = (None, "mpi4py", "gloo", "nccl")
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "trainer.precision": PRECISIONS,
+    "task.name": TASKS,
+    "comm.transport": TRANSPORTS,
+    "comm.device_path": DEVICE_PATHS,
+    "comm.backend": BACKENDS,
+    "parallel.balance": BALANCES,
+}
 
 
 def check_config(config: DictConfig) -> Placement:
@@ -41,12 +50,11 @@ def check_config(config: DictConfig) -> Placement:
         schedule_of,
     )
 
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+    check_complete(config)
     if not isinstance(config.seed, int) or isinstance(config.seed, bool) or config.seed < 0:
         raise ValueError(f"seed={config.seed} must be a whole number of at least 0")
-    _check_choices(config)
+    check_choices(config, CHOICES)
+    check_device(config.device)
     check_timeout(config.comm.timeout)
     size = config.data.image_size
     placement = placement_of(config.parallel, len(size) if isinstance(size, ListConfig) else None)
@@ -69,21 +77,28 @@ def check_config(config: DictConfig) -> Placement:
     return placement
 
 
-def _check_choices(config: DictConfig) -> None:
-    choices = {
-        "trainer.precision": PRECISIONS,
-        "task.name": TASKS,
-        "comm.transport": TRANSPORTS,
-        "comm.device_path": DEVICE_PATHS,
-        "comm.backend": BACKENDS,
-        "parallel.balance": BALANCES,
-    }
+def check_complete(config: DictConfig) -> None:
+    """Refuse keys that have no value.
+
+    Raises:
+        ValueError: naming them.
+    """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
+
+
+def check_choices(config: DictConfig, choices: Mapping[str, Sequence[object]]) -> None:
+    """Refuse values of keys that are none of those there are.
+
+    Raises:
+        ValueError: naming them.
+    """
     for key, known in choices.items():
         value = OmegaConf.select(config, key)
-        if value not in known:
-            names = ", ".join("null" if one is None else one for one in known)
+        if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+            names = ", ".join("null" if one is None else str(one).lower() for one in known)
             raise ValueError(f"{key}={value} is not supported: take one of {names}")
-    check_device(config.device)
 
 
 def check_device(name: object) -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -67,13 +66,8 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._open.__exit__(kind, error, where)
+    def __exit__(self, *raised: Any) -> None:
+        self._open.__exit__(*raised)
 
     @property
     def validations(self) -> list[dict[str, Any]]:

@@ -22,9 +22,8 @@ from spatialdl.training.feeding import Feed
 from spatialdl.training.pictures.gallery import Example, Gallery
 from spatialdl.training.pictures.heat_maps import HeatMaps
 from spatialdl.training.settings import Sources
-from spatialdl.training.tasks.extremes import errors_of
 from spatialdl.training.tasks.metrics import Scores, undefined
-from spatialdl.training.tasks.predictions import Predictions
+from spatialdl.training.tasks.predictions import Predictions, errors_of
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import SampleTask, Task
 

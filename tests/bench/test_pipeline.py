@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from spatialdl.bench import pipeline
-from spatialdl.bench.pipeline_layouts import layouts
+from spatialdl.bench.pipeline import layouts
 from spatialdl.pipeline.simulate import Costs, simulate
 
 

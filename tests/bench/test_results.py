@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 from spatialdl.bench import results
 
@@ -31,3 +32,11 @@ def test_a_heading_names_the_device_where_it_is_not_the_cpu():
     result["device"] = "H100, tensors by nccl"
     assert results.heading(result)[2] == "2 cores, y, H100, tensors by nccl, today"
     assert results.place(result) == "H100"
+
+
+def test_options_as_words_of_the_command_line():
+    options = Namespace(out="x", plain_ranks=True, ddp=False, only=None, grid=[2, 1], size=64)
+    words = results.words_of(options)
+    assert words == ["--plain-ranks", "--grid", "2", "1", "--size", "64"]
+    command = results.origin("halo", words)["command"]
+    assert command == "python -m spatialdl.bench halo --plain-ranks --grid 2 1 --size 64"

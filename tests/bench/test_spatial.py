@@ -52,7 +52,7 @@ def test_volumes_are_cut_as_cubes_and_ranks_may_have_plain_memory(commands, tmp_
     assert grids == [["2", "1", "1"]] * 4
     result = json.loads((tmp_path / "spatial-unet3d-96-2ranks.json").read_text())
     assert list(result["median"]) == ["plain PyTorch", "one process", "2 plain ranks", "2 ranks"]
-    assert result["command"].endswith("--plain-ranks")
+    assert " --plain-ranks " in result["command"]
     assert "of 2 plain ranks, on the same cores" in capsys.readouterr().out
 
 
@@ -63,7 +63,7 @@ def test_ddp_shares_the_same_batch(commands, tmp_path):
     assert command[command.index("--batch") + 1] == "4"
     result = json.loads((tmp_path / "spatial-resnet18-64-2ranks.json").read_text())
     assert list(result["median"]) == ["plain PyTorch", "one process", "DDP, 2 ranks", "2 ranks"]
-    assert result["command"].endswith("--ddp")
+    assert " --ddp " in result["command"]
 
 
 @pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--threads", "3"], ["--ddp"]])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
-from spatialdl.data.batches import Batching
-from spatialdl.data.loader import Loader, sample_order, to_input
+from spatialdl.data.batches import Batching, Slice
+from spatialdl.data.loader import DeviceCopy, Loader, sample_order, to_input
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.data.views import Views
@@ -213,3 +213,9 @@ def test_tiles_of_volumes_are_handed_out_by_boxes(tmp_path, workers):
     assert x.is_contiguous()
     for channel, (mean, std) in enumerate([(10, 2), (-20, 3)]):
         assert (x[:, channel].numpy() == (expected[..., channel] - mean) / std).all()
+
+
+def test_on_a_cpu_nothing_is_copied():
+    tiles = torch.arange(12, dtype=torch.uint8).view(1, 2, 2, 3)
+    batch = [Slice(torch.tensor([3]), 1.0, tiles)]
+    assert DeviceCopy(torch.device("cpu")).begin(batch)() is batch

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spatialdl.checking.dry_loss import dry_loss
+from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.models import unet
 from spatialdl.parallel.placement import Placement

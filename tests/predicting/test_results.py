@@ -137,7 +137,7 @@ def region(slide: Path) -> tuple[Input, torch.Tensor]:
 
 @pytest.mark.parametrize("longest", [1600, 52])  # small maps with pixels of 2 x 2
 def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monkeypatch):
-    monkeypatch.setattr("spatialdl.predicting.overview.LONGEST", longest)
+    monkeypatch.setattr("spatialdl.predicting.results.LONGEST", longest)
     given, values = region(slide)
     outcome = Outcome(pieces=[Piece((0, 0), values[:, :13]), Piece((13, 0), values[:, 13:])])
     trained = known_network(("no", "yes"), "segmentation")

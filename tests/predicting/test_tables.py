@@ -8,8 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from spatialdl.predicting.records import Record
-from spatialdl.predicting.report import Report
-from spatialdl.predicting.tables import save_tables, slide_columns, tile_columns
+from spatialdl.predicting.tables import Report, save_tables, slide_columns, tile_columns
 
 
 def record(

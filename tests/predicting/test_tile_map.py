@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spatialdl.predicting.overview import Overview
+from spatialdl.predicting.results import Overview
 from spatialdl.predicting.tile_map import TileMap
 
 
@@ -46,7 +46,7 @@ def test_values_inside_of_a_tile_lie_where_they_belong():
 
 
 def test_an_overview_has_the_means_of_what_is_known(monkeypatch):
-    monkeypatch.setattr("spatialdl.predicting.overview.LONGEST", 4)
+    monkeypatch.setattr("spatialdl.predicting.results.LONGEST", 4)
     image = np.random.default_rng(0).random((11, 7))
     image[:3, :3] = np.nan
     image[4, 5] = np.nan

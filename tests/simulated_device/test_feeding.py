@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from spatialdl.data.batches import Slice
-from spatialdl.data.device_copy import DeviceCopy
-from spatialdl.data.loader import Loader
+from spatialdl.data.loader import DeviceCopy, Loader
 from spatialdl.training.checkpoints.content import random_states, restore_random
 from spatialdl.training.peak_memory import peak_memory_mb
 from tests.data.numbers import WHOLE, batching, contents, views

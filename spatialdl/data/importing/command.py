@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spatialdl.data.codec import CODECS, LEVEL, QUALITY
+from spatialdl.data.codec import CODECS, LEVEL
 from spatialdl.data.format import Manifest
 from spatialdl.data.importing.clam import import_clam
 from spatialdl.data.importing.image_folder import BrokenImagesError, import_images
 from spatialdl.data.importing.volumes import import_volumes
-from spatialdl.data.writer import DEFAULT_SHARD_SIZE
-from spatialdl.text import size_in_bytes
+from spatialdl.data.options import add_shard_options
+from spatialdl.text import positive_int
 
 _OK, _FAILED = 0, 1
 _SETTINGS = (
@@ -82,11 +82,11 @@ def _parser() -> argparse.ArgumentParser:
         "--rgb", action="store_true", help="turn all images into three channels of uint8"
     )
     images.add_argument(
-        "--jobs", type=_positive, default=1, metavar="N", help="threads that decode (default 1)"
+        "--jobs", type=positive_int, default=1, metavar="N", help="threads that decode (default 1)"
     )
     images.add_argument(
         "--stripes",
-        type=_positive,
+        type=positive_int,
         metavar="N",
         help="write regions, in bands of rows that lie in N shards",
     )
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         help="columns slide_id (NAME), label (may be empty beside masks), split",
     )
     volumes.add_argument(
-        "--stripes", type=_positive, metavar="N", help="bands of slices that lie in N shards"
+        "--stripes", type=positive_int, metavar="N", help="bands of slices that lie in N shards"
     )
     for parser in (images, clam):
         parser.add_argument(
@@ -128,53 +128,16 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="data set folder to make")
-    add(
-        "--codec",
-        choices=CODECS,
-        default="raw",
-        help="pixels as they are, as JPEG, or compressed without loss (default raw)",
-    )
-    add(
-        "--quality",
-        type=_positive,
-        default=QUALITY,
-        metavar="Q",
-        help=f"of --codec jpeg, 1 to 100 (default {QUALITY})",
-    )
+    add_shard_options(parser, CODECS, "pixels as they are, as JPEG, or compressed without loss")
     add(
         "--level",
-        type=_positive,
+        type=positive_int,
         default=LEVEL,
         metavar="N",
         help=f"of --codec zstd, 1 (fast) to 22 (small) (default {LEVEL})",
     )
-    add(
-        "--shard-size",
-        type=size_in_bytes,
-        default=DEFAULT_SHARD_SIZE,
-        metavar="SIZE",
-        help="about how large a shard file may be, such as 256M or 1G (default 512M)",
-    )
-    add(
-        "--stripe-count",
-        type=int,
-        metavar="N",
-        help="on Lustre, storage targets over which a shard file is spread; -1 for all",
-    )
-    add(
-        "--stripe-size",
-        type=size_in_bytes,
-        metavar="SIZE",
-        help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
-    )
     add("--skip-broken", action="store_true", help="leave out what cannot be read")
     add("--overwrite", action="store_true", help="replace a data set that is there")
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

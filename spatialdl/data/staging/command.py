@@ -11,7 +11,7 @@ from types import FrameType
 
 from spatialdl.data.staging.cache import NodeCache
 from spatialdl.data.staging.whole import copy_folder
-from spatialdl.text import counted, readable_bytes, size_in_bytes
+from spatialdl.text import counted, positive_int, readable_bytes, size_in_bytes
 
 _OK, _FAILED, _MISUSED, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="copy only samples of these splits, and the shards that they lie in",
     )
-    add("--jobs", type=_count, default=4, metavar="N", help="files at once (default 4)")
+    add("--jobs", type=positive_int, default=4, metavar="N", help="files at once (default 4)")
     add(
         "--keep-free",
         type=size_in_bytes,
@@ -94,12 +94,6 @@ def _parser() -> argparse.ArgumentParser:
         help="remove copies that training (data.stage) has left in --to and no job uses",
     )
     return made
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from spatialdl.comm.initialise import initialise_mpi
-from spatialdl.comm.launch import check_mpi_world, launched
+from spatialdl.comm.launch import check_mpi_world, initialise_mpi, launched
 
 _STEPS = "spatialdl.slides.batch.steps"
 _AHEAD = 2  # calls handed out for each worker, so that none waits for the next

@@ -6,13 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from spatialdl.data.codec import CODECS, QUALITY
-from spatialdl.data.striping import Striping
-from spatialdl.data.writer import DEFAULT_SHARD_SIZE
+from spatialdl.data.codec import CODECS
+from spatialdl.data.options import add_shard_options
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
-from spatialdl.text import size_in_bytes
+from spatialdl.text import positive_int
 
 FORMATS = ("shards", "coords")
 UNLABELLED = ("error", "skip")
@@ -58,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_samples(made: argparse.ArgumentParser) -> None:
     sample = made.add_mutually_exclusive_group(required=True).add_argument
-    sample("--tile-size", type=_positive_int, metavar="N", help="rows and columns of a tile")
+    sample("--tile-size", type=positive_int, metavar="N", help="rows and columns of a tile")
     sample(
         "--whole",
         action="store_true",
@@ -104,13 +103,6 @@ def _add_slides(made: argparse.ArgumentParser) -> None:
         metavar="X",
         help="micrometres per level-0 pixel of the slides, in place of what they say",
     )
-    add(
-        "--shard-size",
-        type=size_in_bytes,
-        default=DEFAULT_SHARD_SIZE,
-        metavar="SIZE",
-        help="about how large a shard file may be, such as 256M or 1G (default 512M)",
-    )
 
 
 def _add_files(made: argparse.ArgumentParser) -> None:
@@ -121,37 +113,17 @@ def _add_files(made: argparse.ArgumentParser) -> None:
         default="shards",
         help="shards: a data set of images; coords: where the tiles are, for CLAM and TRIDENT",
     )
-    add(
-        "--codec",
-        choices=(*CODECS, NATIVE),
-        default="raw",
-        help="how pixels lie in the shards: as they are, as JPEG, compressed by zstd or lz4 "
-        "without loss, or (jpeg-native) in the JPEG tiles of the slides as they are",
-    )
-    add(
-        "--quality",
-        type=_quality,
-        default=QUALITY,
-        metavar="Q",
-        help=f"of --codec jpeg, 1 to 100 (default {QUALITY})",
+    add_shard_options(
+        made,
+        (*CODECS, NATIVE),
+        "how pixels lie in the shards: as they are, as JPEG, compressed by zstd or lz4 without "
+        "loss, or (jpeg-native) in the JPEG tiles of the slides as they are",
     )
     add(
         "--stripes",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help="shards over which the rows of a whole region are spread (default: by --shard-size)",
-    )
-    add(
-        "--stripe-count",
-        type=_stripe_count,
-        metavar="N",
-        help="on Lustre, storage targets over which a shard file is spread; -1 for all",
-    )
-    add(
-        "--stripe-size",
-        type=_stripe_size,
-        metavar="SIZE",
-        help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
     )
 
 
@@ -159,7 +131,7 @@ def _add_work(made: argparse.ArgumentParser) -> None:
     add = made.add_argument
     add(
         "--jobs",
-        type=_positive_int,
+        type=positive_int,
         default=1,
         metavar="N",
         help="processes that work on this machine (default 1); under mpiexec or srun all ranks "
@@ -234,37 +206,6 @@ def _is_given(options: argparse.Namespace, text: str) -> bool:
     name, _, value = text.partition(" ")
     found = getattr(options, name[2:].replace("-", "_"))
     return bool(found == value if value else found)
-
-
-def _positive_int(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _stripe_count(text: str) -> int:
-    try:
-        count = int(text)
-        Striping(count=count)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 2000, or -1 for all") from None
-    return count
-
-
-def _stripe_size(text: str) -> int:
-    size = size_in_bytes(text)
-    try:
-        Striping(size=size)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of 64K") from None
-    return size
-
-
-def _quality(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the quality of a JPEG, 1 to 100")
-    return value
 
 
 def _mpp(text: str) -> float:

@@ -13,8 +13,8 @@ from spatialdl.slides.inspecting.apart import describe_apart
 from spatialdl.slides.inspecting.dataset import describe_dataset
 from spatialdl.slides.inspecting.hdf5 import HDF5_START, hdf5_in_a_line
 from spatialdl.slides.inspecting.slide import HEADS, describe_slide, slide_in_a_line
+from spatialdl.slides.reading.opening import PLAIN_SUFFIXES
 from spatialdl.slides.reading.paths import SLIDE_SUFFIXES, series_at, slides_among
-from spatialdl.slides.reading.plain import PLAIN_SUFFIXES
 from spatialdl.text import aligned, fitted
 
 _HDF5_SUFFIXES = (".h5", ".hdf5")

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 from math import ceil, floor
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -389,12 +388,7 @@ class Slide:
         """The slide itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Close the file."""
         self.close()
 

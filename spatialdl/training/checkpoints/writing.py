@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.data.saving import sync
 from spatialdl.training.checkpoints.content import Files
 from spatialdl.training.checkpoints.folder import (
     BEST,
@@ -155,7 +155,7 @@ class Writer:
 
     def _complete(self) -> None:
         with suppress(OSError):  # a node that fails takes along what is not on the disk yet
-            _sync(self.folder.parent / ROWS)
+            sync(self.folder.parent / ROWS)
         path = publish(temporary_of(self.folder, self._content["step"]), self._content)
         if self._is_best:
             point(self.folder, BEST, path)
@@ -235,21 +235,13 @@ def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None
     mode = path.stat().st_mode  # as other files have it: safetensors lets nobody else read its own
     save_file(tensors, path, metadata)
     path.chmod(mode)
-    _sync(path)
+    sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _move(source: Path, target: Path, record: dict[str, Any]) -> None:
     shutil.copyfile(source, target)
-    _sync(target)
+    sync(target)
     source.unlink()
     if sha256(target) != record["sha256"]:
         raise OSError(f"{target} is not what was copied from {source}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

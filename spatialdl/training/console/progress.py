@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.launch import TERMINAL
@@ -78,12 +77,7 @@ class Progress:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._open.close()
 
     def update(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from spatialdl.pipeline.recording import meta_copy
+from spatialdl.training.checkpoints.content import random_states, restore_random
 from spatialdl.training.settings import TARGETED, Sources
 from spatialdl.training.tasks.task import Task
 
+_CPU = torch.device("cpu")
 _SAMPLES = 2  # one may be refused by normalisation over samples
 
 
@@ -30,11 +27,14 @@ def check_head(model: nn.Module, task: Task, sources: Sources) -> None:
     """
     size = (sources.channels, *sources.image_size)
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    states = random_states(_CPU)
     try:
-        with _generators_kept(), torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), torch.device("meta"):
             output = meta_copy(model)(torch.empty(_SAMPLES, *size, dtype=dtype))
     except Exception:
         return
+    finally:  # a forward may draw
+        restore_random(states, _CPU)
     task.check_output(output, _target(task, sources))
 
 
@@ -44,15 +44,3 @@ def _target(task: Task, sources: Sources) -> Tensor:
         return torch.empty(_SAMPLES, *sources.image_size, dtype=torch.int64, device="meta")
     columns = (sources.num_classes,) if task.name in TARGETED else ()
     return torch.empty(_SAMPLES, *columns, device="meta")
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """A forward may draw by them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

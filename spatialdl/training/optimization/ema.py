@@ -36,9 +36,6 @@ class WeightAverage:
             name: parameter.detach().clone() for name, parameter in parameters.items()
         }
 
-    def __len__(self) -> int:
-        return len(self._parameters)
-
     @torch.no_grad()
     def update(self) -> None:
         """After a step of the optimizer."""
@@ -57,22 +54,6 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Tensor]:
         """The averages, by the names of the parameters, sharded as these are."""
         return dict(self._averages)
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Averages as `state_dict` gives them.
-
-        Raises:
-            ValueError: if they are of other parameters.
-        """
-        if state.keys() != self._averages.keys():
-            others = sorted(state.keys() ^ self._averages.keys())
-            raise ValueError(
-                f"the averages of weights are not those of this network: {', '.join(others[:3])} "
-                f"and {max(len(others) - 3, 0)} more are in one of them only"
-            )
-        for name, average in self._averages.items():
-            shard_of(average).copy_(shard_of(state[name]))
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -31,9 +31,8 @@ from spatialdl.training.pictures.thumbnails import (
     mask_patches,
     overlaid,
 )
-from spatialdl.training.tasks.extremes import errors_of, extremes
 from spatialdl.training.tasks.losses import own_pixels, split_alike
-from spatialdl.training.tasks.predictions import Predictions
+from spatialdl.training.tasks.predictions import Predictions, errors_of, extremes
 
 Picture = npt.NDArray[np.uint8]
 Thumbnails = list[npt.NDArray[Any]]

@@ -20,7 +20,7 @@ from spatialdl.training.pictures.thumbnails import (
     pixel_patches,
     window_in,
 )
-from spatialdl.training.tasks.extremes import extremes
+from spatialdl.training.tasks.predictions import extremes
 
 log = logging.getLogger("spatialdl.trainer")
 

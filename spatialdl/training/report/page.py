@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import platform
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import torch
@@ -29,7 +30,6 @@ from spatialdl.training.console.validation_table import (
 )
 from spatialdl.training.pictures.gallery import Example, stacked
 from spatialdl.training.report.curves import curves
-from spatialdl.training.report.settings_lines import settings_lines
 from spatialdl.training.time_split import PARTS
 from spatialdl.version import __version__
 
@@ -208,3 +208,36 @@ def _environment() -> list[tuple[str, str]]:
         ("host of rank 0", f"{socket.gethostname()}, {platform.platform()}"),
     ]
     return found if mpi else [one for one in found if one[0] != "MPI"]
+
+
+class Line(NamedTuple):
+    """A line of YAML, and the words of the command line that have set it."""
+
+    text: str
+    override: str
+
+
+def settings_lines(config: Mapping[str, Any], overrides: Sequence[str]) -> list[Line]:
+    """The lines of a nested configuration.
+
+    Args:
+        overrides: as on the command line; that of a group belongs to the group's own line.
+    """
+    given = {}
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        given[key.partition("@")[0].replace("/", ".")] = f"{key}={value}" if value else word
+    return list(_lines(config, given, "", 0))
+
+
+def _lines(
+    config: Mapping[str, Any], given: Mapping[str, str], path: str, depth: int
+) -> Iterator[Line]:
+    for key, value in config.items():
+        name, indent = f"{path}{key}", "  " * depth
+        if isinstance(value, Mapping) and value:
+            yield Line(f"{indent}{key}:", given.get(name, ""))
+            yield from _lines(value, given, f"{name}.", depth + 1)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield Line(f"{indent}{key}: {text}", given.get(name, ""))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
 from spatialdl.parallel.layout import by
+from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.losses import split_as_target
 from spatialdl.spatial.tensor import SpatialTensor, redistribute
@@ -187,11 +188,6 @@ def _over(total: Tensor, weight: Tensor) -> Tensor:
     weight = weight.to(total)
     counts = weight > 0
     return total * counts / torch.where(counts, weight, torch.ones_like(weight))
-
-
-def wide(output: Tensor) -> Tensor:
-    """float32 of outputs in 16 bits, in which neither weights nor counts of pixels fit."""
-    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
 
 
 def weight_like(weight: Tensor, other: Tensor) -> Tensor:

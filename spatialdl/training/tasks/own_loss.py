@@ -19,8 +19,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.tensor import SpatialTensor
-from spatialdl.training.tasks.losses import wide
 
 REPLACED = {
     "class_weights": None,

@@ -6,8 +6,6 @@ slides.csv        a row a slide: the same of all its tiles together
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,10 +17,14 @@ import torch
 from torch import Tensor
 
 from spatialdl.data.image_source import ImageSource
-from spatialdl.data.saving import replacing
+from spatialdl.data.saving import save_table
 from spatialdl.training.tasks.aggregation import SlidePredictions, to_slides
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.tasks.task import SampleTask
+
+SHOWN = 4
+"""So many of the worst, and of the best."""
+_DIGITS = 12  # so that what only rounding tells apart has the same order in every layout
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ class Predictions:
 
     def write(self, folder: Path) -> None:
         """Both tables, each whole or not at all; slides only if the samples name any."""
-        _write(folder / "predictions.csv", self._sample_head(), self._sample_rows())
+        save_table(folder / "predictions.csv", self._sample_head(), self._sample_rows())
         if self.slides is not None:
-            _write(folder / "slides.csv", self._slide_head(), self._slide_rows(self.slides))
+            save_table(folder / "slides.csv", self._slide_head(), self._slide_rows(self.slides))
 
     def _columns(self, before: str) -> list[str]:
         more = range(len(self.names), self.values.shape[1])  # a network may tell more apart
@@ -142,11 +144,20 @@ class Predictions:
         return self.names[number] if number < len(self.names) else str(number)
 
 
-def _write(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with replacing(path) as out:
-        text = io.TextIOWrapper(out, encoding="utf-8", newline="")
-        table = csv.writer(text)
-        table.writerow(head)
-        table.writerows(rows)
-        text.flush()
-        text.detach()
+def errors_of(task: SampleTask, values: Tensor, labels: Tensor) -> Tensor:
+    """(N,): 1 - the probability of the true class, or the mean distance to what is known, or NaN.
+
+    Args:
+        values: (N, columns), predictions.
+        labels: (N,) or (N, columns).
+    """
+    if task.name == "classification":
+        return 1 - values.gather(1, labels[:, None])[:, 0]
+    return (values - labels).abs().nanmean(1)
+
+
+def extremes(errors: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Samples and their errors: the worst and the best ones, the worst first; NaN are left out."""
+    known = [(sample, error) for sample, error in errors if error == error]  # noqa: PLR0124
+    ordered = sorted(known, key=lambda one: (-round(one[1], _DIGITS), one[0]))
+    return ordered if len(ordered) <= 2 * SHOWN else ordered[:SHOWN] + ordered[-SHOWN:]

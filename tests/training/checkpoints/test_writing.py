@@ -270,7 +270,7 @@ train(run_dir, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.best=null
 @pytest.mark.parametrize(
     ("where", "left"),
     [
-        pytest.param("writing._sync", [], marks=pytest.mark.slow),  # of the second file
+        pytest.param("writing.sync", [], marks=pytest.mark.slow),  # of the second file
         ("writing.publish", [3]),
         pytest.param("folder.fsync_folder", [3, 6], marks=pytest.mark.slow),
         pytest.param("writing.point", [3, 6], marks=pytest.mark.slow),

@@ -61,22 +61,6 @@ def test_they_come_back_when_validation_fails():
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_averages_go_on_where_they_were():
-    model = network()
-    first = average_of(model)
-    train(model, 0)
-    first.update()
-    second = average_of(model)
-    second.load_state_dict({name: value.clone() for name, value in first.state_dict().items()})
-    train(model, 1)
-    first.update()
-    second.update()
-    for name, value in first.state_dict().items():
-        assert torch.equal(second.state_dict()[name], value)
-    with pytest.raises(ValueError, match=r"0\.bias, 0\.weight, 1\.bias and 3 more are in one"):
-        second.load_state_dict({})
-
-
 @pytest.mark.parametrize("decay", [-0.1, 1, 1.5, "much"])
 def test_a_decay_out_of_range_is_refused(decay):
     with pytest.raises(ValueError, match=r"trainer\.ema=.* must be at least 0 and below 1"):

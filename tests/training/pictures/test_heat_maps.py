@@ -17,7 +17,7 @@ from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.pictures.heat_maps import OPACITY, faint, heated
 from spatialdl.training.pictures.orthogonal_slices import draw_planes
 from spatialdl.training.pictures.thumbnails import drawn_signal
-from spatialdl.training.tasks.extremes import extremes
+from spatialdl.training.tasks.predictions import extremes
 from tests.training.pictures.whole_volumes import planes_of
 
 SMALL = "tests.mpi.training.small.small"

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from spatialdl.text import readable_bytes
 from spatialdl.training.pictures.gallery import Example
-from spatialdl.training.report.page import save_report
+from spatialdl.training.report.page import save_report, settings_lines
 
 CONFIG = OmegaConf.create({"optimizer": {"lr": 0.1}, "note": "</pre><script>alert(1)</script>"})
 SPLIT = {"seconds_per_step": 0.5, "compute": 0.5, "halo": 0.25, "hand_over": 0.0}
@@ -99,3 +99,16 @@ def test_memory_that_a_device_says_is_in_use_stands_beside_the_peak(tmp_path):
     assert "in use on its device" not in page(
         tmp_path, summary=SUMMARY | {"device_memory_mb": [None]}
     )
+
+
+def test_lines_are_yaml_with_what_was_changed():
+    config = {"parallel": {"name": "sp", "grid": [2, 1]}, "seed": 0, "weights": None, "data": {}}
+    overrides = ["parallel=sp", "++parallel.grid=[2,1]", "~weights", "data/augment=none"]
+    assert [tuple(line) for line in settings_lines(config, overrides)] == [
+        ("parallel:", "parallel=sp"),
+        ("  name: sp", ""),
+        ("  grid: [2, 1]", "parallel.grid=[2,1]"),
+        ("seed: 0", ""),
+        ("weights: null", "~weights"),
+        ("data: {}", ""),
+    ]

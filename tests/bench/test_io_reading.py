@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spatialdl.bench.page_cache import drop, resident
+from spatialdl.bench.io_reading import drop, resident
 from spatialdl.data.saving import sync
 
 
