@@ -21,7 +21,7 @@ from spatialdl.comm.mesh import dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import meta_copy
+from spatialdl.spatial.shadow import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.source_lines import users_line_of
 from spatialdl.pipeline.stage import OUTPUT, run_stage

@@ -17,7 +17,7 @@ from spatialdl.models import unet
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import enter
-from spatialdl.pipeline.recording import meta_copy
+from spatialdl.spatial.shadow import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spatialdl.pipeline.recording import meta_copy
+from spatialdl.spatial.shadow import meta_copy
 from spatialdl.training.settings import TARGETED, Sources
 from spatialdl.training.tasks.task import Task
 

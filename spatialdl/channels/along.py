@@ -1,0 +1,349 @@
+"""Operations that treat all channels alike, and shapes: done on the part that a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.channels.tensor import ChannelTensor, channel_op, is_divided, on_tile, part_of
+from spatialdl.parallel.partition import Partition, joined
+from spatialdl.random.generator import Region
+from spatialdl.random.plain import check_probability, dropped
+from spatialdl.random.streams import next_key, whole
+from spatialdl.spatial.dropout import region_of
+from spatialdl.spatial.tensor import SpatialTensor
+
+
+def _each_channel(function: Any) -> None:
+    @channel_op(function)
+    def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_divided(input) or input.at != 1 or input.dim() < 3:
+            return NotImplemented
+        given = function(input.inner, *args, **kwargs)
+        return tuple(map(input.like, given)) if isinstance(given, tuple) else input.like(given)
+
+
+for _name in (
+    *(f"{kind}_pool{dims}d" for kind in ("max", "avg", "lp") for dims in (1, 2, 3)),
+    *(f"adaptive_{kind}_pool{dims}d" for kind in ("max", "avg") for dims in (1, 2, 3)),
+    *("interpolate", "upsample"),
+):
+    if hasattr(F, _name):
+        _each_channel(getattr(F, _name))
+
+
+@channel_op(F.pad)
+def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+    if not is_divided(input) or len(pad) // 2 >= input.dim() - input.at:
+        return NotImplemented
+    return input.like(F.pad(input.inner, pad, mode, value))
+
+
+def _unchanged(function: Any) -> None:
+    @channel_op(function)
+    def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_divided(input) or any(isinstance(one, ChannelTensor) for one in args):
+            return NotImplemented
+        return input.like(function(input.inner, *args, **kwargs))
+
+
+for _function in (
+    *(Tensor.contiguous, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to),
+    *(Tensor.clone, torch.clone, Tensor.detach, torch.detach, Tensor.cpu, Tensor.cuda),
+):
+    _unchanged(_function)
+
+
+# --- reductions, and what works along a dim
+
+
+def _along(function: Any, keeps: bool) -> None:
+    """A function of (input, dim, ...) along dims other than that of channels."""
+
+    @channel_op(function)
+    def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dims = kwargs.get("dim", args[0] if args else None)
+        if not is_divided(input) or isinstance(dims, bool) or dims is None:
+            return NotImplemented
+        given = (dims,) if isinstance(dims, int) else tuple(dims)
+        places = {dim % input.dim() for dim in given if isinstance(dim, int)}
+        if not places or len(places) != len(given) or input.at in places:
+            return NotImplemented
+        kept = keeps or kwargs.get("keepdim", len(args) > 1 and args[1] is True)
+        at = input.at if kept else input.at - sum(dim < input.at for dim in places)
+        result = function(input.inner, *args, **kwargs)
+        if isinstance(result, Tensor):
+            return input.like(result, at)
+        return type(result)([input.like(one, at) for one in result])
+
+
+for _name in ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "max", "min"):
+    for _holder in (torch, Tensor):
+        _along(getattr(_holder, _name), keeps=False)
+for _function in (
+    *(torch.softmax, Tensor.softmax, torch.log_softmax, Tensor.log_softmax),
+    *(torch.flip, Tensor.flip, torch.cumsum, Tensor.cumsum),
+):
+    _along(_function, keeps=True)
+
+
+# --- shapes
+
+
+def _moved(
+    partition: Partition, at: int, shape: Sequence[int], into: Sequence[int]
+) -> tuple[int, Partition] | None:
+    """Where the divided dim of `shape` lies in `into`, and how that is divided.
+
+    Returns:
+        (dim, partition), or None if it is none of its dims.
+    """
+    before = prod(shape[:at])
+    places = [dim for dim, size in enumerate(into) if size > 1 and prod(into[:dim]) == before]
+    if not places:
+        return None
+    dim, size = places[0], into[places[0]]
+    if size % shape[at] == 0:
+        return dim, partition.times(size // shape[at])
+    if shape[at] % size:
+        return None
+    inside = shape[at] // size
+    if len(partition.pieces) == 1:
+        fewer = partition.over(inside)
+        return None if fewer is None else (dim, fewer)
+    if len(partition.pieces) != size or len(set(partition.pieces)) > 1:
+        return None
+    found = _moved(Partition(partition.pieces[:1]), 0, [inside], into[dim + 1 :])
+    return None if found is None else (dim + 1 + found[0], found[1])
+
+
+def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
+    known = prod(size for size in sizes if size != -1)
+    return [numel // known if size == -1 else int(size) for size in sizes]
+
+
+@channel_op(Tensor.view, Tensor.reshape, torch.reshape)
+def reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Any:
+    """To any shape in which a rank's channels are still a dim, or the first of those in one."""
+    if not is_divided(input) or kwargs or not shape or isinstance(shape[0], torch.dtype):
+        return NotImplemented
+    sizes = shape[0] if isinstance(shape[0], Sequence) else shape
+    if input.numel() == 0:
+        return NotImplemented
+    sizes = _sizes(input.numel(), sizes)
+    found = _moved(input.partition, input.at, input.shape, sizes)
+    if found is None or prod(sizes) != input.numel():
+        return NotImplemented
+    at, partition = found
+    sizes[at] = partition.size_of(input.comm.rank)
+    return ChannelTensor(input.inner.reshape(sizes), at, partition, input.comm)
+
+
+@channel_op(torch.flatten, Tensor.flatten)
+def flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if not is_divided(input):
+        return NotImplemented
+    first, last = start_dim % input.dim(), end_dim % input.dim()
+    shape = (*input.shape[:first], prod(input.shape[first : last + 1]), *input.shape[last + 1 :])
+    return reshape(input, shape)
+
+
+@channel_op(Tensor.permute, torch.permute)
+def permute(input: Tensor, *dims: Any) -> Any:
+    if not is_divided(input) or not dims:
+        return NotImplemented
+    order = dims[0] if isinstance(dims[0], Sequence) else dims
+    order = [dim % input.dim() for dim in order]
+    return input.like(input.inner.permute(order), order.index(input.at))
+
+
+@channel_op(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
+def transpose(input: Tensor, dim0: int, dim1: int) -> Any:
+    if not is_divided(input):
+        return NotImplemented
+    one, two = dim0 % input.dim(), dim1 % input.dim()
+    at = {one: two, two: one}.get(input.at, input.at)
+    return input.like(input.inner.transpose(one, two), at)
+
+
+@channel_op(Tensor.unsqueeze, torch.unsqueeze)
+def unsqueeze(input: Tensor, dim: int) -> Any:
+    if not is_divided(input):
+        return NotImplemented
+    place = dim % (input.dim() + 1)
+    return input.like(input.inner.unsqueeze(place), input.at + (place <= input.at))
+
+
+@channel_op(Tensor.squeeze, torch.squeeze)
+def squeeze(input: Tensor, *dims: Any, **kwargs: Any) -> Any:
+    if not is_divided(input) or kwargs:
+        return NotImplemented
+    given = dims[0] if dims and isinstance(dims[0], Sequence) else dims
+    places = {dim % input.dim() for dim in given} if dims else set(range(input.dim()))
+    gone = [dim for dim in places if input.shape[dim] == 1]
+    if not gone:
+        return input
+    shape = [size for dim, size in enumerate(input.shape) if dim not in gone]
+    return reshape(input, shape)
+
+
+@channel_op(torch.cat, torch.concat)
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Along channels the parts of each stay with their ranks; along others all are divided alike."""
+    first = next((one for one in tensors if is_divided(one)), None)
+    if first is None or any(one.dim() != first.dim() for one in tensors):
+        return NotImplemented
+    comm, at = first.comm, first.at
+    if dim % first.dim() != at:
+        inner = [part_of(one, at, first.partition, comm) for one in tensors]
+        return first.like(torch.cat(inner, dim))
+    if any(one.shape[at] < comm.size for one in tensors):
+        return NotImplemented
+    parts = [
+        one.partition
+        if is_divided(one) and one.at == at
+        else Partition.even(one.shape[at], comm.size)
+        for one in tensors
+    ]
+    inner = [part_of(one, at, part, comm) for one, part in zip(tensors, parts, strict=True)]
+    return ChannelTensor(torch.cat(inner, at), at, joined(parts), comm)
+
+
+@channel_op(torch.chunk, Tensor.chunk)
+def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
+    return split(input, -(-input.shape[dim] // chunks), dim)
+
+
+@channel_op(torch.split, Tensor.split)
+def split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
+    if not is_divided(tensor):
+        return NotImplemented
+    place, size = dim % tensor.dim(), tensor.shape[dim]
+    if isinstance(split_size_or_sections, int):
+        sizes = [
+            min(split_size_or_sections, size - start)
+            for start in range(0, size, split_size_or_sections)
+        ]
+    else:
+        sizes = list(split_size_or_sections)
+    if place != tensor.at:
+        return tuple(map(tensor.like, tensor.inner.split(sizes, place)))
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    parts = [tensor.partition.part(a, a + n) for a, n in zip(starts, sizes, strict=True)]
+    if any(part is None for part in parts):
+        return NotImplemented
+    known = [part for part in parts if part is not None]
+    inner = tensor.inner.split([part.size_of(tensor.comm.rank) for part in known], place)
+    each = zip(inner, known, strict=True)
+    return tuple(ChannelTensor(one, place, part, tensor.comm) for one, part in each)
+
+
+@channel_op(torch.unbind, Tensor.unbind)
+def unbind(input: Tensor, dim: int = 0) -> Any:
+    if not is_divided(input) or dim % input.dim() == input.at:
+        return NotImplemented
+    place = dim % input.dim()
+    at = input.at - (place < input.at)
+    return tuple(input.like(one, at) for one in input.inner.unbind(place))
+
+
+@channel_op(Tensor.__getitem__)
+def getitem(input: Tensor, index: Any) -> Any:
+    """Numbers and slices of other dims."""
+    if not is_divided(input):
+        return NotImplemented
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not all(one is None or one is ... or isinstance(one, int | slice) for one in given):
+        return NotImplemented
+    if any(isinstance(one, bool) for one in given):
+        return NotImplemented
+    taken = sum(one is not None and one is not ... for one in given)
+    rest = [slice(None)] * (input.dim() - taken)
+    where = next((n for n, one in enumerate(given) if one is ...), None)
+    full = given + rest if where is None else given[:where] + rest + given[where + 1 :]
+    dim = at = 0
+    for one in full:
+        if one is None:
+            at += 1
+            continue
+        if dim == input.at:
+            break
+        dim, at = dim + 1, at + (not isinstance(one, int))
+    if one != slice(None):
+        return NotImplemented
+    return input.like(input.inner[tuple(full)], at)
+
+
+# --- products over heads
+
+
+@channel_op(F.scaled_dot_product_attention)
+def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Heads are a dim of the batch."""
+    if not all(map(is_divided, (query, key, value))):
+        return NotImplemented
+    drops = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+    if drops or query.at != query.dim() - 3 or query.shape[query.at] != key.shape[key.at]:
+        return NotImplemented
+    mask = kwargs.get("attn_mask", args[0] if args else None)
+    if mask is not None:
+        return NotImplemented
+    inner = [part_of(one, query.at, query.partition, query.comm) for one in (query, key, value)]
+    return query.like(F.scaled_dot_product_attention(*inner, *args, **kwargs))
+
+
+@channel_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+def matmul(input: Tensor, other: Tensor) -> Any:
+    """Of tensors divided along a dim of the batch."""
+    x = input if is_divided(input) else other
+    if input.dim() != other.dim() or x.at >= x.dim() - 2:
+        return NotImplemented
+    if input.shape[x.at] != other.shape[x.at]:
+        return NotImplemented
+    inner = [part_of(one, x.at, x.partition, x.comm) for one in (input, other)]
+    return x.like(torch.matmul(*inner))
+
+
+# --- random numbers
+
+
+def _region(x: ChannelTensor) -> Region:
+    """Where a rank's channels lie in the whole tensor."""
+    inner = x.inner
+    region = region_of(inner) if isinstance(inner, SpatialTensor) else whole(inner.shape)
+    positions = list(region.positions)
+    held = x.partition.held(x.comm.rank)
+    positions[x.at] = torch.cat([torch.arange(start, stop) for start, stop in held])
+    return Region(tuple(positions), tuple(x.shape))
+
+
+def _dropout(name: str, channels: bool, alpha: bool) -> None:
+    @channel_op(getattr(torch, name))
+    def dropout(input: Tensor, p: float, train: bool) -> Any:
+        if not is_divided(input):
+            return NotImplemented
+        check_probability(p)
+        if not train or p == 0:
+            return input
+        region, key = _region(input), next_key()
+        return input.like(
+            on_tile(lambda tile: dropped(tile, region, key, p, channels, alpha), input.inner)
+        )
+
+    @channel_op(getattr(torch, name + "_"))
+    def dropout_(input: Tensor, p: float, train: bool) -> Any:
+        given = dropout(input, p, train)
+        if given is not input and given is not NotImplemented:
+            input.inner.copy_(given.inner)
+        return input
+
+
+_dropout("dropout", channels=False, alpha=False)
+_dropout("feature_dropout", channels=True, alpha=False)
+_dropout("alpha_dropout", channels=False, alpha=True)
+_dropout("feature_alpha_dropout", channels=True, alpha=True)

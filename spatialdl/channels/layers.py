@@ -1,0 +1,265 @@
+"""Layers with weights on divided channels: what each rank computes of them.
+
+A weight is divided along its output channels: each rank takes all input channels and gives some of
+the output's (filter parallelism, Dryden et al., "Channel and filter parallelism for large-scale CNN
+training", SC 2019; the column parallel layers of Shoeybi et al., "Megatron-LM", 2019). Or along its
+input channels: each rank takes some, and partial sums are added up (channel parallelism, row
+parallel layers). Layers in groups are divided by groups, and per-channel ones follow their input:
+neither communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.channels.moves import summed, summed_and_divided
+from spatialdl.channels.tensor import (
+    ChannelTensor,
+    channel_op,
+    is_divided,
+    on_tile,
+    part_of,
+    whole_for_parts,
+    whole_of,
+)
+from spatialdl.comm.communicator import Communicator
+from spatialdl.parallel.partition import Partition
+
+
+def comm_of(*operands: Any) -> Communicator:
+    """The ranks of the first operand that knows them."""
+    return next(one.comm for one in operands if isinstance(one, ChannelTensor))
+
+
+def _partition_of(x: Any, at: int) -> Partition | None:
+    """How a dim is divided; None if it is whole."""
+    return x.partition if is_divided(x) and x.at == at else None
+
+
+class _Layer:
+    """A layer with a weight that has dims of output and of input channels.
+
+    Args:
+        local: the layer of parts, of (x, weight, bias).
+        x, weight, bias: its operands, whole or divided.
+        at: the dim of channels of `x`, and of the result.
+        out, into: the dims of the weight that are channels of the result, and of `x`.
+    """
+
+    def __init__(
+        self,
+        local: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        at: int,
+        out: int,
+        into: int,
+    ) -> None:
+        self._local, self._x, self._weight, self._bias = local, x, weight, bias
+        self._at, self._out, self._into = at, out, into
+        self._comm = comm_of(x, weight, bias)
+
+    def run(self) -> Tensor:
+        of_outputs = _partition_of(self._weight, self._out)
+        of_inputs = _partition_of(self._weight, self._into)
+        if isinstance(self._weight, ChannelTensor) and self._weight.is_open:
+            of_outputs, of_inputs = self._choice()
+        if of_outputs is not None:
+            return self._by_outputs(of_outputs)
+        if of_inputs is not None:
+            return self._by_inputs(of_inputs)
+        return self._local(whole_of(self._x), whole_of(self._weight), whole_of(self._bias))
+
+    def _choice(self) -> tuple[Partition | None, Partition | None]:
+        """Of a weight that may still be divided either way, the one that moves fewer numbers."""
+        ranks = self._comm.size
+        outputs, inputs = self._weight.shape[self._out], self._weight.shape[self._into]
+        by_outputs = Partition.even(outputs, ranks) if outputs >= ranks else None
+        by_inputs = _partition_of(self._x, self._at)
+        if by_inputs is None and inputs >= ranks:
+            by_inputs = Partition.even(inputs, ranks)
+        if by_outputs is None or by_inputs is None:
+            return by_outputs, None if by_outputs is not None else by_inputs
+        if not is_divided(self._x):
+            return by_outputs, None  # and its input moves in backward alone
+        pixels = self._x.numel() // inputs
+        given = _outputs(self._local, self._x, self._weight, self._at) // outputs
+        return (None, by_inputs) if given * outputs < pixels * inputs else (by_outputs, None)
+
+    def _by_outputs(self, partition: Partition) -> Tensor:
+        x = whole_for_parts(self._x, self._comm)
+        weight = part_of(self._weight, self._out, partition, self._comm)
+        bias = self._bias
+        if bias is not None:
+            bias = part_of(bias, 0, partition, self._comm)
+        return ChannelTensor(self._local(x, weight, bias), self._at, partition, self._comm)
+
+    def _by_inputs(self, partition: Partition) -> Tensor:
+        x = part_of(self._x, self._at, partition, self._comm)
+        weight = part_of(self._weight, self._into, partition, self._comm)
+        parts = self._local(x, weight, None)
+        outputs, comm, bias = self._weight.shape[self._out], self._comm, self._bias
+        shape = [1] * parts.dim()
+        shape[self._at] = -1
+        if outputs < comm.size:
+            whole = on_tile(lambda tile: summed(tile, comm), parts)
+            return whole if bias is None else whole + whole_of(bias).view(shape)
+        own = Partition.even(outputs, comm.size)
+        given = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
+        if bias is not None:
+            given = given + part_of(bias, 0, own, comm).view(shape)
+        return ChannelTensor(given, self._at, own, comm)
+
+
+def _outputs(local: Any, x: Tensor, weight: Tensor, at: int) -> int:
+    """Elements of the result of a layer on all pixels: its own shapes say, without data."""
+    shapes = torch.empty(x.shape, device="meta"), torch.empty(weight.shape, device="meta")
+    return local(*shapes, None).numel()
+
+
+def _by_groups(
+    local: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    outputs: int,
+) -> Any:
+    """Each rank some of the groups, and no others' channels."""
+    comm = comm_of(x, weight, bias)
+    if groups < comm.size or not (is_divided(x) or isinstance(weight, ChannelTensor)):
+        return NotImplemented
+    of_inputs = Partition.even(x.shape[1], comm.size, x.shape[1] // groups)
+    of_outputs = Partition.even(outputs, comm.size, outputs // groups)
+    of_weight = Partition.even(weight.shape[0], comm.size, weight.shape[0] // groups)
+    held = of_inputs.size_of(comm.rank) * groups // x.shape[1]
+    given = local(
+        part_of(x, 1, of_inputs, comm),
+        part_of(weight, 0, of_weight, comm),
+        None if bias is None else part_of(bias, 0, of_outputs, comm),
+        held,
+    )
+    return ChannelTensor(given, 1, of_outputs, comm)
+
+
+def _register_conv(function: Any) -> None:
+    @channel_op(function)
+    def conv(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
+            return function(x, w, b, stride, padding, dilation, groups)
+
+        if input.dim() < weight.dim():
+            return NotImplemented  # without samples
+        if groups > 1:
+            return _by_groups(local, input, weight, bias, groups, weight.shape[0])
+        return _Layer(local, input, weight, bias, at=1, out=0, into=1).run()
+
+
+def _register_transposed(function: Any) -> None:
+    @channel_op(function)
+    def conv_transpose(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
+            return function(x, w, b, stride, padding, output_padding, groups, dilation)
+
+        if input.dim() < weight.dim():
+            return NotImplemented
+        if groups > 1:
+            return _by_groups(local, input, weight, bias, groups, weight.shape[1] * groups)
+        return _Layer(local, input, weight, bias, at=1, out=1, into=0).run()
+
+
+for _conv in (torch.conv1d, torch.conv2d, torch.conv3d):
+    _register_conv(_conv)
+for _conv in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d):
+    _register_transposed(_conv)
+
+
+@channel_op(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if weight.dim() != 2 or (is_divided(input) and input.at != input.dim() - 1):
+        return NotImplemented
+    return _Layer(F.linear, input, weight, bias, at=input.dim() - 1, out=0, into=1).run()
+
+
+@channel_op(F.batch_norm)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not is_divided(input) or input.at != 1:
+        return NotImplemented
+    own = [
+        None if one is None else part_of(one, 0, input.partition, input.comm)
+        for one in (running_mean, running_var, weight, bias)
+    ]
+    return input.like(F.batch_norm(input.inner, *own, training, momentum, eps))
+
+
+@channel_op(F.instance_norm)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not is_divided(input) or input.at != 1:
+        return NotImplemented
+    own = [
+        None if one is None else part_of(one, 0, input.partition, input.comm)
+        for one in (running_mean, running_var, weight, bias)
+    ]
+    return input.like(F.instance_norm(input.inner, *own, use_input_stats, momentum, eps))
+
+
+@channel_op(F.group_norm)
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not is_divided(input) or input.at != 1 or num_groups < input.comm.size:
+        return NotImplemented
+    size = input.shape[1] // num_groups
+    comm = input.comm
+    partition = Partition.even(input.shape[1], comm.size, size)
+    own = [
+        None if one is None else part_of(one, 0, partition, comm) for one in (weight, bias)
+    ]
+    groups = partition.size_of(comm.rank) // size
+    given = F.group_norm(part_of(input, 1, partition, comm), groups, *own, eps)
+    return ChannelTensor(given, 1, partition, comm)
