@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.channels.tensor import ChannelTensor, channel_op, is_divided, on_tile, part_of
+from spatialdl.channels.tensor import (
+    ChannelTensor,
+    channel_op,
+    is_divided,
+    on_tile,
+    part_of,
+    whole_for_parts,
+)
 from spatialdl.parallel.partition import Partition, joined
 from spatialdl.random.generator import Region
 from spatialdl.random.plain import check_probability, dropped
@@ -103,23 +110,48 @@ def _moved(
     Returns:
         (dim, partition), or None if it is none of its dims.
     """
-    before = prod(shape[:at])
-    places = [dim for dim, size in enumerate(into) if size > 1 and prod(into[:dim]) == before]
-    if not places:
+    dim, size, repeats = _place_of(at, shape, into)
+    if size == 0:
         return None
-    dim, size = places[0], into[places[0]]
+    found: Partition | None = None
     if size % shape[at] == 0:
-        return dim, partition.times(size // shape[at])
-    if shape[at] % size:
-        return None
-    inside = shape[at] // size
-    if len(partition.pieces) == 1:
-        fewer = partition.over(inside)
-        return None if fewer is None else (dim, fewer)
-    if len(partition.pieces) != size or len(set(partition.pieces)) > 1:
-        return None
-    found = _moved(Partition(partition.pieces[:1]), 0, [inside], into[dim + 1 :])
-    return None if found is None else (dim + 1 + found[0], found[1])
+        found = partition.times(size // shape[at])
+    elif shape[at] % size == 0 and len(partition.pieces) == 1:
+        found = partition.over(shape[at] // size)
+    elif len(partition.pieces) == size and len(set(partition.pieces)) == 1 and repeats == 1:
+        one = Partition(partition.pieces[:1])
+        inside = _moved(one, 0, [one.size], into[dim + 1 :])
+        return None if inside is None else (dim + 1 + inside[0], inside[1])
+    return None if found is None else (dim, Partition(found.pieces * repeats))
+
+
+def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, int, int]:
+    """The dim of `into` in which the entries of a dim of `shape` begin.
+
+    Returns:
+        The dim; how much of it belongs to one entry of the dims before, 0 if it does not fit; how
+        many of these lie in it.
+    """
+    before = prod(shape[:at])
+    for dim, size in enumerate(into):
+        passed = prod(into[:dim])
+        if passed * size > before:
+            repeats = before // passed
+            fits = before % passed == 0 and size % repeats == 0
+            return dim, size // repeats if fits else 0, repeats
+    return 0, 0, 1
+
+
+def _wish(input: ChannelTensor, into: Sequence[int]) -> None:
+    """Tell how a dim should be divided to become heads, or several tensors' heads."""
+    dim, size, repeats = _place_of(input.at, input.shape, into)
+    ranks, total = input.comm.size, input.shape[input.at]
+    if not size or total % size:
+        return
+    if size >= ranks and len(input.partition.pieces) == 1:
+        input.wish(unit=total // size)
+    elif repeats == 1 and len(into) > dim + 1 and into[dim + 1] >= ranks:
+        input.wish(unit=total // size // into[dim + 1], pieces=size)
 
 
 def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
@@ -136,12 +168,24 @@ def reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Any:
     if input.numel() == 0:
         return NotImplemented
     sizes = _sizes(input.numel(), sizes)
+    if prod(sizes) != input.numel():
+        return NotImplemented
     found = _moved(input.partition, input.at, input.shape, sizes)
-    if found is None or prod(sizes) != input.numel():
+    if found is None:
+        _wish(input, sizes)
         return NotImplemented
     at, partition = found
     sizes[at] = partition.size_of(input.comm.rank)
-    return ChannelTensor(input.inner.reshape(sizes), at, partition, input.comm)
+    return input.like(input.inner.reshape(sizes), at, partition)
+
+
+@channel_op(torch.unflatten, Tensor.unflatten)
+def unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Any:
+    if not is_divided(input):
+        return NotImplemented
+    place = dim % input.dim()
+    inside = _sizes(input.shape[place], sizes)
+    return reshape(input, (*input.shape[:place], *inside, *input.shape[place + 1 :]))
 
 
 @channel_op(torch.flatten, Tensor.flatten)
@@ -236,18 +280,23 @@ def split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     parts = [tensor.partition.part(a, a + n) for a, n in zip(starts, sizes, strict=True)]
     if any(part is None for part in parts):
+        if len(set(sizes)) == 1 and sizes[0] >= tensor.comm.size:
+            tensor.wish(pieces=len(sizes))
         return NotImplemented
     known = [part for part in parts if part is not None]
     inner = tensor.inner.split([part.size_of(tensor.comm.rank) for part in known], place)
     each = zip(inner, known, strict=True)
-    return tuple(ChannelTensor(one, place, part, tensor.comm) for one, part in each)
+    return tuple(tensor.like(one, place, part) for one, part in each)
 
 
 @channel_op(torch.unbind, Tensor.unbind)
 def unbind(input: Tensor, dim: int = 0) -> Any:
-    if not is_divided(input) or dim % input.dim() == input.at:
+    if not is_divided(input):
         return NotImplemented
     place = dim % input.dim()
+    if place == input.at:
+        input.wish_apart()
+        return NotImplemented
     at = input.at - (place < input.at)
     return tuple(input.like(one, at) for one in input.inner.unbind(place))
 
@@ -274,6 +323,8 @@ def getitem(input: Tensor, index: Any) -> Any:
         if dim == input.at:
             break
         dim, at = dim + 1, at + (not isinstance(one, int))
+    if isinstance(one, int):
+        input.wish_apart()
     if one != slice(None):
         return NotImplemented
     return input.like(input.inner[tuple(full)], at)
@@ -283,18 +334,31 @@ def getitem(input: Tensor, index: Any) -> Any:
 
 
 @channel_op(F.scaled_dot_product_attention)
-def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Heads are a dim of the batch."""
-    if not all(map(is_divided, (query, key, value))):
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Of the heads that a rank has; they are a dim of the batch."""
+    if not all(map(is_divided, (query, key, value))) or dropout_p:
         return NotImplemented
-    drops = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
-    if drops or query.at != query.dim() - 3 or query.shape[query.at] != key.shape[key.at]:
+    at, comm, partition = query.at, query.comm, query.partition
+    if at != query.dim() - 3 or query.shape[at] != key.shape[at]:
         return NotImplemented
-    mask = kwargs.get("attn_mask", args[0] if args else None)
-    if mask is not None:
-        return NotImplemented
-    inner = [part_of(one, query.at, query.partition, query.comm) for one in (query, key, value)]
-    return query.like(F.scaled_dot_product_attention(*inner, *args, **kwargs))
+    inner = [part_of(one, at, partition, comm) for one in (query, key, value)]
+    if attn_mask is not None:
+        of_heads = attn_mask.dim() > 2 and attn_mask.shape[-3] == query.shape[at]
+        attn_mask = (
+            part_of(attn_mask, attn_mask.dim() - 3, partition, comm)
+            if of_heads
+            else whole_for_parts(attn_mask, comm)
+        )
+    given = F.scaled_dot_product_attention(*inner, attn_mask, dropout_p, *args, **kwargs)
+    return query.like(given)
 
 
 @channel_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)

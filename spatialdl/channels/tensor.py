@@ -34,12 +34,14 @@ class ChannelTensor(Tensor):
         at: the dim that is divided.
         partition: how.
         comm: the ranks that have the parts.
+        origin: the weight by whose division this one is divided.
     """
 
     inner: Tensor
     at: int
     partition: Partition
     comm: Communicator
+    origin: ChannelTensor | None = None
     is_whole = False  # of a weight of which every rank has all
     is_open = False  # of a weight of which it is to be found out how it is divided
     holds_channels = True  # a SpatialTensor beside it leaves operations to it
@@ -62,9 +64,33 @@ class ChannelTensor(Tensor):
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         """What a weight that is not divided yet learns of how it is used; see `weights.Weight`."""
 
-    def like(self, inner: Tensor, at: int | None = None) -> ChannelTensor:
-        """Another one with as many channels on each rank."""
-        return ChannelTensor(inner, self.at if at is None else at, self.partition, self.comm)
+    def wish(self, unit: int = 1, pieces: int = 1) -> None:
+        """Tell the origin how it should be divided, for an operation that all channels go to now.
+
+        Args:
+            unit: channels that stay together.
+            pieces: of equal size into which this dim falls.
+        """
+        if self.origin is not None:
+            self.origin.divide_for(self.partition.size, unit, pieces)
+
+    def wish_apart(self) -> None:
+        """Tell the origin that each entry of this dim is a piece by itself."""
+        if self.origin is not None:
+            total = self.origin.partition.size
+            self.origin.divide_for(total, 1, self.partition.size)
+
+    def divide_for(self, size: int, unit: int, pieces: int) -> None:
+        """What becomes of a wish for a dim of `size`; see `weights.Weight`."""
+
+    def like(
+        self, inner: Tensor, at: int | None = None, partition: Partition | None = None
+    ) -> ChannelTensor:
+        """What becomes of it, divided likewise unless `at` or `partition` say otherwise."""
+        at = self.at if at is None else at
+        other = ChannelTensor(inner, at, partition or self.partition, self.comm)
+        other.origin = self.origin
+        return other
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks must call it."""
@@ -140,7 +166,7 @@ def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-_PROPERTIES = "shape dtype device requires_grad is_cuda is_cpu is_meta layout ndim is_sparse itemsize"
+_PROPERTIES = "shape dtype device requires_grad is_cuda is_cpu is_meta layout ndim is_sparse is_nested"
 _METHODS = "size dim ndimension numel nelement is_floating_point is_complex element_size get_device"
 _OF_WRAPPER = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
@@ -257,7 +283,7 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         return whole_for_parts(x, comm)
 
     def outer(y: Any) -> Any:
-        return ChannelTensor(y, y.dim() + from_end, partition, comm) if isinstance(y, Tensor) else y
+        return first.like(y, y.dim() + from_end) if isinstance(y, Tensor) else y
 
     inner = func(*tree_map(own, args), **tree_map(own, kwargs))
     return args[0] if writes else tree_map(outer, inner)

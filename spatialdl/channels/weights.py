@@ -8,7 +8,7 @@ of `channels.layers` takes stays whole on all ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ from spatialdl.random import keyed
 from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor
 
+ROUNDS = 8
+"""How often a network is looked at, at most, for wishes of operations behind its layers."""
+
 __all__ = ["along", "layers"]  # which register what can be done on channels
 
 
@@ -38,11 +41,13 @@ class Use:
         at: the dim that is divided; None if every rank has all of it.
         partition: of this dim.
         is_known: whether it is found out.
+        wished: how the dim should be divided for what follows.
     """
 
     at: int | None = None
     partition: Partition | None = None
     is_known: bool = False
+    wished: Partition | None = None
 
 
 class Weight(ChannelTensor):
@@ -99,6 +104,12 @@ class Weight(ChannelTensor):
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         if not self.use.is_known:
             self.use.at, self.use.partition, self.use.is_known = at, partition, True
+
+    def divide_for(self, size: int, unit: int, pieces: int) -> None:
+        total = self.shape[self.at]
+        pieces *= total // size
+        if total % size == 0 and total % (unit * pieces) == 0:
+            self.use.wished = Partition.even(total, self.comm.size, unit, pieces)
 
     def whole(self) -> Tensor:
         """All of it, detached; all ranks must call it."""
@@ -162,9 +173,23 @@ def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> d
             uses[path] = of_state.setdefault(id(held), Use())
     _shown(shadow, uses, dry)
     args, kwargs = tree_map_only(Tensor, _without_data, (args, kwargs))
-    with torch.no_grad(), torch.device("meta"), keyed(0, 0):
-        shadow(*args, **kwargs)
+    for left in reversed(range(ROUNDS)):
+        with torch.no_grad(), torch.device("meta"), keyed(0, 0):
+            shadow(*args, **kwargs)
+        if not left or not _granted(of_state.values()):
+            break
     return {path: use for path, use in uses.items() if use.at is not None}
+
+
+def _granted(uses: Iterable[Use]) -> bool:
+    """Whether there are new wishes; then all but these are to be found out anew."""
+    new = [use for use in uses if use.wished not in (None, use.partition)]
+    for use in uses if new else ():
+        if use in new:
+            use.partition = use.wished
+        elif use.wished is None:
+            use.at, use.partition, use.is_known = None, None, False
+    return bool(new)
 
 
 def _without_data(x: Tensor) -> Tensor:
