@@ -31,10 +31,10 @@ from spatialdl.version import __version__
 allocator.prepare()
 
 if TYPE_CHECKING:
+    from spatialdl.channels.parallel import SpatialParallel, average_gradients, full_state_dict
     from spatialdl.comm.mesh import Mesh, init_mesh
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.gather import gather_before
-    from spatialdl.channels.parallel import SpatialParallel, average_gradients, full_state_dict
     from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, shard
 

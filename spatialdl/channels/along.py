@@ -13,6 +13,7 @@ from torch import Tensor
 from spatialdl.channels.tensor import (
     ChannelTensor,
     channel_op,
+    divided_op,
     is_divided,
     on_tile,
     part_of,
@@ -27,11 +28,11 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 
 def _each_channel(function: Any) -> None:
-    @channel_op(function)
-    def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not is_divided(input) or input.at != 1 or input.dim() < 3:
+    @divided_op(function)
+    def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
+        if input.at != 1 or input.dim() < 3:
             return NotImplemented
-        given = function(input.inner, *args, **kwargs)
+        given = function(input.part, *args, **kwargs)
         return tuple(map(input.like, given)) if isinstance(given, tuple) else input.like(given)
 
 
@@ -44,19 +45,19 @@ for _name in (
         _each_channel(getattr(F, _name))
 
 
-@channel_op(F.pad)
-def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    if not is_divided(input) or len(pad) // 2 >= input.dim() - input.at:
+@divided_op(F.pad)
+def pad(input: ChannelTensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+    if len(pad) // 2 >= input.dim() - input.at:
         return NotImplemented
-    return input.like(F.pad(input.inner, pad, mode, value))
+    return input.like(F.pad(input.part, pad, mode, value))
 
 
 def _unchanged(function: Any) -> None:
-    @channel_op(function)
-    def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not is_divided(input) or any(isinstance(one, ChannelTensor) for one in args):
+    @divided_op(function)
+    def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, ChannelTensor) for one in args):
             return NotImplemented
-        return input.like(function(input.inner, *args, **kwargs))
+        return input.like(function(input.part, *args, **kwargs))
 
 
 for _function in (
@@ -72,10 +73,10 @@ for _function in (
 def _along(function: Any, keeps: bool) -> None:
     """A function of (input, dim, ...) along dims other than that of channels."""
 
-    @channel_op(function)
-    def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    @divided_op(function)
+    def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
         dims = kwargs.get("dim", args[0] if args else None)
-        if not is_divided(input) or isinstance(dims, bool) or dims is None:
+        if isinstance(dims, bool) or dims is None:
             return NotImplemented
         given = (dims,) if isinstance(dims, int) else tuple(dims)
         places = {dim % input.dim() for dim in given if isinstance(dim, int)}
@@ -83,7 +84,7 @@ def _along(function: Any, keeps: bool) -> None:
             return NotImplemented
         kept = keeps or kwargs.get("keepdim", len(args) > 1 and args[1] is True)
         at = input.at if kept else input.at - sum(dim < input.at for dim in places)
-        result = function(input.inner, *args, **kwargs)
+        result = function(input.part, *args, **kwargs)
         if isinstance(result, Tensor):
             return input.like(result, at)
         return type(result)([input.like(one, at) for one in result])
@@ -92,11 +93,9 @@ def _along(function: Any, keeps: bool) -> None:
 for _name in ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "max", "min"):
     for _holder in (torch, Tensor):
         _along(getattr(_holder, _name), keeps=False)
-for _function in (
-    *(torch.softmax, Tensor.softmax, torch.log_softmax, Tensor.log_softmax),
-    *(torch.flip, Tensor.flip, torch.cumsum, Tensor.cumsum),
-):
-    _along(_function, keeps=True)
+for _name in ("softmax", "log_softmax", "flip", "cumsum"):
+    for _holder in (torch, Tensor):
+        _along(getattr(_holder, _name), keeps=True)
 
 
 # --- shapes
@@ -159,10 +158,10 @@ def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
     return [numel // known if size == -1 else int(size) for size in sizes]
 
 
-@channel_op(Tensor.view, Tensor.reshape, torch.reshape)
-def reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Any:
+@divided_op(Tensor.view, Tensor.reshape, torch.reshape)
+def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
     """To any shape in which a rank's channels are still a dim, or the first of those in one."""
-    if not is_divided(input) or kwargs or not shape or isinstance(shape[0], torch.dtype):
+    if kwargs or not shape or isinstance(shape[0], torch.dtype):
         return NotImplemented
     sizes = shape[0] if isinstance(shape[0], Sequence) else shape
     if input.numel() == 0:
@@ -176,56 +175,48 @@ def reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Any:
         return NotImplemented
     at, partition = found
     sizes[at] = partition.size_of(input.comm.rank)
-    return input.like(input.inner.reshape(sizes), at, partition)
+    return input.like(input.part.reshape(sizes), at, partition)
 
 
-@channel_op(torch.unflatten, Tensor.unflatten)
-def unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Any:
-    if not is_divided(input):
-        return NotImplemented
+@divided_op(torch.unflatten, Tensor.unflatten)
+def unflatten(input: ChannelTensor, dim: int, sizes: Sequence[int]) -> Any:
     place = dim % input.dim()
     inside = _sizes(input.shape[place], sizes)
     return reshape(input, (*input.shape[:place], *inside, *input.shape[place + 1 :]))
 
 
-@channel_op(torch.flatten, Tensor.flatten)
-def flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if not is_divided(input):
-        return NotImplemented
+@divided_op(torch.flatten, Tensor.flatten)
+def flatten(input: ChannelTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
     first, last = start_dim % input.dim(), end_dim % input.dim()
     shape = (*input.shape[:first], prod(input.shape[first : last + 1]), *input.shape[last + 1 :])
     return reshape(input, shape)
 
 
-@channel_op(Tensor.permute, torch.permute)
-def permute(input: Tensor, *dims: Any) -> Any:
-    if not is_divided(input) or not dims:
+@divided_op(Tensor.permute, torch.permute)
+def permute(input: ChannelTensor, *dims: Any) -> Any:
+    if not dims:
         return NotImplemented
     order = dims[0] if isinstance(dims[0], Sequence) else dims
     order = [dim % input.dim() for dim in order]
-    return input.like(input.inner.permute(order), order.index(input.at))
+    return input.like(input.part.permute(order), order.index(input.at))
 
 
-@channel_op(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
-def transpose(input: Tensor, dim0: int, dim1: int) -> Any:
-    if not is_divided(input):
-        return NotImplemented
+@divided_op(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
+def transpose(input: ChannelTensor, dim0: int, dim1: int) -> Any:
     one, two = dim0 % input.dim(), dim1 % input.dim()
     at = {one: two, two: one}.get(input.at, input.at)
-    return input.like(input.inner.transpose(one, two), at)
+    return input.like(input.part.transpose(one, two), at)
 
 
-@channel_op(Tensor.unsqueeze, torch.unsqueeze)
-def unsqueeze(input: Tensor, dim: int) -> Any:
-    if not is_divided(input):
-        return NotImplemented
+@divided_op(Tensor.unsqueeze, torch.unsqueeze)
+def unsqueeze(input: ChannelTensor, dim: int) -> Any:
     place = dim % (input.dim() + 1)
-    return input.like(input.inner.unsqueeze(place), input.at + (place <= input.at))
+    return input.like(input.part.unsqueeze(place), input.at + (place <= input.at))
 
 
-@channel_op(Tensor.squeeze, torch.squeeze)
-def squeeze(input: Tensor, *dims: Any, **kwargs: Any) -> Any:
-    if not is_divided(input) or kwargs:
+@divided_op(Tensor.squeeze, torch.squeeze)
+def squeeze(input: ChannelTensor, *dims: Any, **kwargs: Any) -> Any:
+    if kwargs:
         return NotImplemented
     given = dims[0] if dims and isinstance(dims[0], Sequence) else dims
     places = {dim % input.dim() for dim in given} if dims else set(range(input.dim()))
@@ -238,7 +229,7 @@ def squeeze(input: Tensor, *dims: Any, **kwargs: Any) -> Any:
 
 @channel_op(torch.cat, torch.concat)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Along channels the parts of each stay with their ranks; along others all are divided alike."""
+    """Along channels each keeps its parts where they are; else all are divided as the first."""
     first = next((one for one in tensors if is_divided(one)), None)
     if first is None or any(one.dim() != first.dim() for one in tensors):
         return NotImplemented
@@ -258,15 +249,13 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return ChannelTensor(torch.cat(inner, at), at, joined(parts), comm)
 
 
-@channel_op(torch.chunk, Tensor.chunk)
-def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
+@divided_op(torch.chunk, Tensor.chunk)
+def chunk(input: ChannelTensor, chunks: int, dim: int = 0) -> Any:
     return split(input, -(-input.shape[dim] // chunks), dim)
 
 
-@channel_op(torch.split, Tensor.split)
-def split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
-    if not is_divided(tensor):
-        return NotImplemented
+@divided_op(torch.split, Tensor.split)
+def split(tensor: ChannelTensor, split_size_or_sections: Any, dim: int = 0) -> Any:
     place, size = dim % tensor.dim(), tensor.shape[dim]
     if isinstance(split_size_or_sections, int):
         sizes = [
@@ -276,7 +265,7 @@ def split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
     else:
         sizes = list(split_size_or_sections)
     if place != tensor.at:
-        return tuple(map(tensor.like, tensor.inner.split(sizes, place)))
+        return tuple(map(tensor.like, torch.split(tensor.part, sizes, place)))
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     parts = [tensor.partition.part(a, a + n) for a, n in zip(starts, sizes, strict=True)]
     if any(part is None for part in parts):
@@ -284,28 +273,24 @@ def split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
             tensor.wish(pieces=len(sizes))
         return NotImplemented
     known = [part for part in parts if part is not None]
-    inner = tensor.inner.split([part.size_of(tensor.comm.rank) for part in known], place)
+    inner = torch.split(tensor.part, [part.size_of(tensor.comm.rank) for part in known], place)
     each = zip(inner, known, strict=True)
     return tuple(tensor.like(one, place, part) for one, part in each)
 
 
-@channel_op(torch.unbind, Tensor.unbind)
-def unbind(input: Tensor, dim: int = 0) -> Any:
-    if not is_divided(input):
-        return NotImplemented
+@divided_op(torch.unbind, Tensor.unbind)
+def unbind(input: ChannelTensor, dim: int = 0) -> Any:
     place = dim % input.dim()
     if place == input.at:
         input.wish_apart()
         return NotImplemented
     at = input.at - (place < input.at)
-    return tuple(input.like(one, at) for one in input.inner.unbind(place))
+    return tuple(input.like(one, at) for one in input.part.unbind(place))
 
 
-@channel_op(Tensor.__getitem__)
-def getitem(input: Tensor, index: Any) -> Any:
+@divided_op(Tensor.__getitem__)
+def getitem(input: ChannelTensor, index: Any) -> Any:
     """Numbers and slices of other dims."""
-    if not is_divided(input):
-        return NotImplemented
     given = list(index) if isinstance(index, tuple) else [index]
     if not all(one is None or one is ... or isinstance(one, int | slice) for one in given):
         return NotImplemented
@@ -327,7 +312,7 @@ def getitem(input: Tensor, index: Any) -> Any:
         input.wish_apart()
     if one != slice(None):
         return NotImplemented
-    return input.like(input.inner[tuple(full)], at)
+    return input.like(input.part[tuple(full)], at)
 
 
 # --- products over heads
@@ -344,7 +329,7 @@ def attention(
     **kwargs: Any,
 ) -> Any:
     """Of the heads that a rank has; they are a dim of the batch."""
-    if not all(map(is_divided, (query, key, value))) or dropout_p:
+    if not (is_divided(query) and is_divided(key) and is_divided(value)) or dropout_p:
         return NotImplemented
     at, comm, partition = query.at, query.comm, query.partition
     if at != query.dim() - 3 or query.shape[at] != key.shape[at]:
@@ -357,14 +342,14 @@ def attention(
             if of_heads
             else whole_for_parts(attn_mask, comm)
         )
-    given = F.scaled_dot_product_attention(*inner, attn_mask, dropout_p, *args, **kwargs)
-    return query.like(given)
+    attend: Any = F.scaled_dot_product_attention
+    return query.like(attend(*inner, attn_mask, dropout_p, *args, **kwargs))
 
 
 @channel_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 def matmul(input: Tensor, other: Tensor) -> Any:
     """Of tensors divided along a dim of the batch."""
-    x = input if is_divided(input) else other
+    x: Any = input if is_divided(input) else other
     if input.dim() != other.dim() or x.at >= x.dim() - 2:
         return NotImplemented
     if input.shape[x.at] != other.shape[x.at]:
@@ -378,7 +363,7 @@ def matmul(input: Tensor, other: Tensor) -> Any:
 
 def _region(x: ChannelTensor) -> Region:
     """Where a rank's channels lie in the whole tensor."""
-    inner = x.inner
+    inner = x.part
     region = region_of(inner) if isinstance(inner, SpatialTensor) else whole(inner.shape)
     positions = list(region.positions)
     held = x.partition.held(x.comm.rank)
@@ -387,23 +372,21 @@ def _region(x: ChannelTensor) -> Region:
 
 
 def _dropout(name: str, channels: bool, alpha: bool) -> None:
-    @channel_op(getattr(torch, name))
-    def dropout(input: Tensor, p: float, train: bool) -> Any:
-        if not is_divided(input):
-            return NotImplemented
+    @divided_op(getattr(torch, name))
+    def dropout(input: ChannelTensor, p: float, train: bool) -> Any:
         check_probability(p)
         if not train or p == 0:
             return input
         region, key = _region(input), next_key()
         return input.like(
-            on_tile(lambda tile: dropped(tile, region, key, p, channels, alpha), input.inner)
+            on_tile(lambda tile: dropped(tile, region, key, p, channels, alpha), input.part)
         )
 
-    @channel_op(getattr(torch, name + "_"))
-    def dropout_(input: Tensor, p: float, train: bool) -> Any:
+    @divided_op(getattr(torch, name + "_"))
+    def dropout_(input: ChannelTensor, p: float, train: bool) -> Any:
         given = dropout(input, p, train)
-        if given is not input and given is not NotImplemented:
-            input.inner.copy_(given.inner)
+        if given is not input:
+            input.part.copy_(given.part)
         return input
 
 

@@ -10,7 +10,7 @@ neither communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from spatialdl.channels.moves import summed, summed_and_divided
 from spatialdl.channels.tensor import (
     ChannelTensor,
     channel_op,
+    divided_op,
     is_divided,
     on_tile,
     part_of,
@@ -45,6 +46,9 @@ def _partition_of(x: Any, at: int) -> Partition | None:
     return x.partition if is_divided(x) and x.at == at else None
 
 
+Local = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
 class _Layer:
     """A layer with a weight that has dims of output and of input channels.
 
@@ -57,7 +61,7 @@ class _Layer:
 
     def __init__(
         self,
-        local: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        local: Local,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -92,9 +96,8 @@ class _Layer:
             return by_outputs, None if by_outputs is not None else by_inputs
         if not is_divided(self._x):
             return by_outputs, None  # and its input moves in backward alone
-        pixels = self._x.numel() // inputs
-        given = _outputs(self._local, self._x, self._weight, self._at) // outputs
-        return (None, by_inputs) if given * outputs < pixels * inputs else (by_outputs, None)
+        is_larger = self._x.numel() > _elements(self._local, self._x, self._weight)
+        return (None, by_inputs) if is_larger else (by_outputs, None)
 
     def _by_outputs(self, partition: Partition) -> Tensor:
         x = whole_for_parts(self._x, self._comm)
@@ -123,8 +126,8 @@ class _Layer:
         return ChannelTensor(given, self._at, own, comm)
 
 
-def _outputs(local: Any, x: Tensor, weight: Tensor, at: int) -> int:
-    """Elements of the result of a layer on all pixels: its own shapes say, without data."""
+def _elements(local: Local, x: Tensor, weight: Tensor) -> int:
+    """Of the result of a layer on all pixels: its own shapes say, without data."""
     shapes = torch.empty(x.shape, device="meta"), torch.empty(weight.shape, device="meta")
     return local(*shapes, None).numel()
 
@@ -166,7 +169,8 @@ def _register_conv(function: Any) -> None:
         groups: int = 1,
     ) -> Any:
         def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
-            return function(x, w, b, stride, padding, dilation, groups)
+            y: Tensor = function(x, w, b, stride, padding, dilation, groups)
+            return y
 
         if input.dim() < weight.dim():
             return NotImplemented  # without samples
@@ -188,7 +192,8 @@ def _register_transposed(function: Any) -> None:
         dilation: Any = 1,
     ) -> Any:
         def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
-            return function(x, w, b, stride, padding, output_padding, groups, dilation)
+            y: Tensor = function(x, w, b, stride, padding, output_padding, groups, dilation)
+            return y
 
         if input.dim() < weight.dim():
             return NotImplemented
@@ -197,10 +202,9 @@ def _register_transposed(function: Any) -> None:
         return _Layer(local, input, weight, bias, at=1, out=1, into=0).run()
 
 
-for _conv in (torch.conv1d, torch.conv2d, torch.conv3d):
-    _register_conv(_conv)
-for _conv in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d):
-    _register_transposed(_conv)
+for _dims in (1, 2, 3):
+    _register_conv(getattr(torch, f"conv{_dims}d"))
+    _register_transposed(getattr(torch, f"conv_transpose{_dims}d"))
 
 
 @channel_op(F.linear)
@@ -210,44 +214,32 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _Layer(F.linear, input, weight, bias, at=input.dim() - 1, out=0, into=1).run()
 
 
-@channel_op(F.batch_norm)
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if not is_divided(input) or input.at != 1:
-        return NotImplemented
-    own = [
-        None if one is None else part_of(one, 0, input.partition, input.comm)
-        for one in (running_mean, running_var, weight, bias)
-    ]
-    return input.like(F.batch_norm(input.inner, *own, training, momentum, eps))
+def _register_per_channel(function: Any) -> None:
+    @divided_op(function)
+    def norm(
+        input: ChannelTensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if input.at != 1:
+            return NotImplemented
+        own = _own_of((running_mean, running_var, weight, bias), input.partition, input.comm)
+        return input.like(function(input.part, *own, *args, **kwargs))
 
 
-@channel_op(F.instance_norm)
-def instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if not is_divided(input) or input.at != 1:
-        return NotImplemented
-    own = [
-        None if one is None else part_of(one, 0, input.partition, input.comm)
-        for one in (running_mean, running_var, weight, bias)
-    ]
-    return input.like(F.instance_norm(input.inner, *own, use_input_stats, momentum, eps))
+_register_per_channel(F.batch_norm)
+_register_per_channel(F.instance_norm)
+
+
+def _own_of(
+    state: Sequence[Tensor | None], partition: Partition, comm: Communicator
+) -> list[Tensor | None]:
+    """This rank's channels of weights and buffers of one dim."""
+    return [None if one is None else part_of(one, 0, partition, comm) for one in state]
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -299,47 +291,43 @@ class _LayerNorm(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-@channel_op(F.layer_norm)
+@divided_op(F.layer_norm)
 def layer_norm(
-    input: Tensor,
+    input: ChannelTensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
     """Over the divided dim: statistics of all ranks' channels, as (count, mean, deviation)."""
-    if not is_divided(input) or input.at < input.dim() - len(normalized_shape):
+    if input.at < input.dim() - len(normalized_shape):
         return NotImplemented
     if len(normalized_shape) > 1:
         return NotImplemented
     size, comm = input.shape[-1], input.comm
-    own = [
-        None if one is None else part_of(one, 0, input.partition, comm) for one in (weight, bias)
-    ]
+    own = _own_of((weight, bias), input.partition, comm)
 
     def normalised(tile: Tensor) -> Tensor:
         y: Tensor = _LayerNorm.apply(tile, *own, size, eps, comm)  # type: ignore[no-untyped-call]
         return y
 
-    return input.like(on_tile(normalised, input.inner))
+    return input.like(on_tile(normalised, input.part))
 
 
-@channel_op(F.group_norm)
+@divided_op(F.group_norm)
 def group_norm(
-    input: Tensor,
+    input: ChannelTensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    if not is_divided(input) or input.at != 1 or num_groups < input.comm.size:
+    if input.at != 1 or num_groups < input.comm.size:
         return NotImplemented
     size = input.shape[1] // num_groups
     comm = input.comm
     partition = Partition.even(input.shape[1], comm.size, size)
-    own = [
-        None if one is None else part_of(one, 0, partition, comm) for one in (weight, bias)
-    ]
+    own = _own_of((weight, bias), partition, comm)
     groups = partition.size_of(comm.rank) // size
-    given = F.group_norm(part_of(input, 1, partition, comm), groups, *own, eps)
+    given = F.group_norm(part_of(input, 1, partition, comm), groups, own[0], own[1], eps)
     return ChannelTensor(given, 1, partition, comm)

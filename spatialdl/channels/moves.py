@@ -56,7 +56,7 @@ def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator)
     """The whole tensor, on every rank."""
     sizes = [bounds[comm.rank + 1] - bounds[comm.rank] for bounds in partition.pieces]
     wholes = []
-    for bounds, piece in zip(partition.pieces, part.split(sizes, dim), strict=True):
+    for bounds, piece in zip(partition.pieces, torch.split(part, sizes, dim), strict=True):
         folded, unfolded = _folded(piece, dim)
         plan = _plan(folded.shape[0], bounds, folded.shape[2], comm.rank)
         wholes.append(unfolded(move(comm, plan, folded, name=NAME)))
@@ -150,9 +150,7 @@ def divided(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -
     return part
 
 
-def summed_and_divided(
-    part: Tensor, dim: int, partition: Partition, comm: Communicator
-) -> Tensor:
+def summed_and_divided(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
     """This rank's channels of the sum over ranks; differentiable."""
     own: Tensor = _Scatter.apply(part, dim, partition, comm, True)  # type: ignore[no-untyped-call]
     return own

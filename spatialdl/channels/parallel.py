@@ -20,7 +20,6 @@ from spatialdl.channels.weights import (
     whole_outputs,
     whole_state,
 )
-
 from spatialdl.comm.broadcast import broadcast_state
 from spatialdl.comm.gradients import Reducer, lane_of
 from spatialdl.comm.mesh import Mesh
@@ -74,11 +73,11 @@ class SpatialParallel(nn.Module):
     The state dict has the network's own names, and what is pickled (``torch.save``) is the network
     itself, to be wrapped again. ``copy.deepcopy`` gives a copy over the same ranks.
 
-    On a mesh with a tensor axis, weights are divided over its ranks by the first forward, which finds
-    out how the network uses them (`spatialdl.channels.weights`). From then on parameters, their
-    gradients, and what an optimizer keeps of them, are this rank's part: make optimizers before or
-    after it, but for those that keep something from the beginning, as Adagrad, after it.
-    `spatialdl.full_state_dict` gives whole weights. Outputs are whole, on every rank.
+    On a mesh with a tensor axis, the first forward finds out how the network uses its weights, and
+    divides them over the ranks of the axis. From then on parameters, their gradients, and what an
+    optimizer keeps of them, are this rank's part. (An optimizer that keeps something before its
+    first step, as Adagrad does, is made after the first forward.) `spatialdl.full_state_dict` gives
+    whole weights. Outputs are whole, on every rank.
 
     Every rank must run backward the same number of times. Gradients that are accumulated over
     several backwards are averaged after each, which gives the same sum.
@@ -115,13 +114,13 @@ class SpatialParallel(nn.Module):
             return whole_outputs(self.module(*args, **kwargs))
 
     def _drawing(self) -> AbstractContextManager[object]:
-        """Where all ranks of the tensor axis draw the same random numbers, also of plain tensors."""
+        """So that ranks of the tensor axis draw the same numbers for what they have alike."""
         if thread.stream is not None:
             return nullcontext()
         return keyed(self._seed, self._forwards, self._mesh.replica)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SpatialParallel:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         renew(self.module)
         return self
 

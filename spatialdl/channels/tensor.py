@@ -7,9 +7,9 @@ channels, on every rank alike, and so do the networks' outputs: slower, never wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,14 +30,14 @@ class ChannelTensor(Tensor):
     """A tensor divided along one dim.
 
     Attributes:
-        inner: what this rank has; with it goes the gradient.
+        part: what this rank has; with it goes the gradient.
         at: the dim that is divided.
         partition: how.
         comm: the ranks that have the parts.
         origin: the weight by whose division this one is divided.
     """
 
-    inner: Tensor
+    part: Tensor
     at: int
     partition: Partition
     comm: Communicator
@@ -53,12 +53,12 @@ class ChannelTensor(Tensor):
         shape = [*inner.shape]
         shape[at] = partition.size
         # of itself it is a leaf: what takes it without asking here ends up with a tensor whose
-        # history goes past `inner`, which `_check_known` sees
+        # history goes past `part`, which `_check_known` sees
         x: ChannelTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad
         )
         torch._C._set_throw_on_mutable_data_ptr(x)
-        x.inner, x.at, x.partition, x.comm = inner, at, partition, comm
+        x.part, x.at, x.partition, x.comm = inner, at, partition, comm
         return x
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
@@ -98,7 +98,7 @@ class ChannelTensor(Tensor):
         return whole.full_tensor() if isinstance(whole, SpatialTensor) else whole
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ChannelTensor({self.inner!r}, dim {self.at} of {self.partition.size})"
+        return f"ChannelTensor({self.part!r}, dim {self.at} of {self.partition.size})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelTensor:
         raise RuntimeError("an activation whose channels are divided cannot be deep-copied")
@@ -139,6 +139,21 @@ def channel_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     return register
 
 
+def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """The same for handlers whose first argument is divided; else all channels are taken."""
+
+    def register(handler: Handler) -> Handler:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not args or not is_divided(args[0]):
+                return NotImplemented
+            return handler(*args, **kwargs)
+
+        channel_op(*functions)(checked)
+        return handler
+
+    return register
+
+
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _OF_WRAPPER:
         with torch._C.DisableTorchFunctionSubclass():
@@ -166,7 +181,9 @@ def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-_PROPERTIES = "shape dtype device requires_grad is_cuda is_cpu is_meta layout ndim is_sparse is_nested"
+_PROPERTIES = (
+    "shape dtype device requires_grad is_cuda is_cpu is_meta layout ndim is_sparse is_nested"
+)
 _METHODS = "size dim ndimension numel nelement is_floating_point is_complex element_size get_device"
 _OF_WRAPPER = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
@@ -208,8 +225,8 @@ def whole_of(x: Any, alike: bool = True) -> Any:
     _check_known(x)
     x.decide()
     if x.is_whole:
-        return x.inner if alike else whole_for_parts(x.inner, x.comm)
-    return on_tile(lambda tile: gathered(tile, x.at, x.partition, x.comm, alike), x.inner)
+        return x.part if alike else whole_for_parts(x.part, x.comm)
+    return on_tile(lambda tile: gathered(tile, x.at, x.partition, x.comm, alike), x.part)
 
 
 def whole_for_parts(x: Any, comm: Communicator) -> Any:
@@ -227,12 +244,12 @@ def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Ten
         _check_known(x)
         x.decide(at, partition)
         if not x.is_whole and (x.at, x.partition) == (at, partition):
-            return x.inner
+            return x.part
         x = whole_of(x)
     return on_tile(lambda tile: divided(tile, at, partition, comm), x)
 
 
-def is_divided(x: Any) -> bool:
+def is_divided(x: Any) -> TypeGuard[ChannelTensor]:
     """Whether it is an activation, or a weight, of which ranks have parts."""
     return isinstance(x, ChannelTensor) and not x.is_whole and x.partition is not None
 
@@ -246,7 +263,9 @@ def is_pointwise(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
-        name = f"{name[1:]}_" if name.startswith("i") and hasattr(Tensor, f"__{name[1:]}__") else name
+        name = (
+            f"{name[1:]}_" if name.startswith("i") and hasattr(Tensor, f"__{name[1:]}__") else name
+        )
         name = _DUNDERS.get(name, name)
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if packet is None or name in _NOT_POINTWISE:
@@ -268,7 +287,7 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Each rank its own channels; what is whole gives those of its own, or goes to all alike."""
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     writes, first = _writes(func), next(filter(is_divided, operands), None)
-    if writes and first is not args[0] or first is None:
+    if (writes and first is not args[0]) or first is None:
         return on_all_channels(func, args, kwargs)
     from_end, size = first.at - first.dim(), first.shape[first.at]
     if any(x.dim() >= -from_end and x.shape[from_end] not in (1, size) for x in operands):

@@ -64,7 +64,7 @@ class Weight(ChannelTensor):
     is_cut: bool
 
     @staticmethod
-    def __new__(  # type: ignore[override]
+    def __new__(
         cls, module: nn.Module, name: str, shape: torch.Size, use: Use, comm: Communicator
     ) -> Weight:
         held = _held(module, name)
@@ -76,7 +76,7 @@ class Weight(ChannelTensor):
         return x
 
     @property
-    def inner(self) -> Tensor:  # type: ignore[override]
+    def part(self) -> Tensor:  # type: ignore[override]
         """What this rank has, asked for each time: a block that runs again swaps its buffers."""
         held = _held(self.module, self.key)
         if self.is_cut or self.is_whole:
@@ -98,7 +98,7 @@ class Weight(ChannelTensor):
         return self.use.partition
 
     @property
-    def is_open(self) -> bool:
+    def is_open(self) -> bool:  # type: ignore[override]
         return not self.use.is_known
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
@@ -113,7 +113,7 @@ class Weight(ChannelTensor):
 
     def whole(self) -> Tensor:
         """All of it, detached; all ranks must call it."""
-        held = self.inner.detach()
+        held = self.part.detach()
         return held if self.is_whole else all_gather(held, self.at, self.partition, self.comm)
 
     def again(self) -> Weight:

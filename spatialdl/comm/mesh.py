@@ -206,7 +206,9 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
         replica=replica,
         comm=comm.subset([rank for one in ranks for rank in one]),
         grid_comm=comm.subset(ranks[replica]),
-        tensor_comm=comm.subset(placement.tensor_ranks(position)) if placement.tensor > 1 else Alone(),
+        tensor_comm=comm.subset(placement.tensor_ranks(position))
+        if placement.tensor > 1
+        else Alone(),
     )
 
 
