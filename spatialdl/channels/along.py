@@ -63,6 +63,7 @@ def _unchanged(function: Any) -> None:
 for _function in (
     *(Tensor.contiguous, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to),
     *(Tensor.clone, torch.clone, Tensor.detach, torch.detach, Tensor.cpu, Tensor.cuda),
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
 ):
     _unchanged(_function)
 
@@ -76,7 +77,7 @@ def _along(function: Any, keeps: bool) -> None:
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
         dims = kwargs.get("dim", args[0] if args else None)
-        if isinstance(dims, bool) or dims is None:
+        if isinstance(dims, bool | Tensor) or dims is None:
             return NotImplemented
         given = (dims,) if isinstance(dims, int) else tuple(dims)
         places = {dim % input.dim() for dim in given if isinstance(dim, int)}

@@ -235,6 +235,15 @@ _register_per_channel(F.batch_norm)
 _register_per_channel(F.instance_norm)
 
 
+@divided_op(F.prelu, torch.prelu)
+def prelu(input: ChannelTensor, weight: Tensor) -> Any:
+    if input.at != 1:
+        return NotImplemented
+    if weight.numel() == 1:
+        return input.like(torch.prelu(input.part, whole_for_parts(weight, input.comm)))
+    return input.like(torch.prelu(input.part, part_of(weight, 0, input.partition, input.comm)))
+
+
 def _own_of(
     state: Sequence[Tensor | None], partition: Partition, comm: Communicator
 ) -> list[Tensor | None]:

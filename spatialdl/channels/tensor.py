@@ -158,6 +158,10 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _OF_WRAPPER:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    for x in args:
+        for one in x if isinstance(x, list | tuple) else (x,):
+            if isinstance(one, ChannelTensor):
+                _check_known(one)
     handler = CHANNEL_OPS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
@@ -194,6 +198,29 @@ _OF_WRAPPER = {
 """Asked of the whole shape, without a part in it."""
 
 
+def _refuse(func: Any, advice: str) -> None:
+    @channel_op(func)
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        raise _refusal(func, advice)
+
+
+for _name in ("register_hook", "retain_grad", "backward", "numpy", "data_ptr", "share_memory_"):
+    _refuse(getattr(Tensor, _name), "it would see a copy; give it full_tensor()")
+for _name in ("data", "grad"):
+    for _function in (getattr(Tensor, _name).__get__, getattr(Tensor, _name).__set__):
+        _refuse(_function, "it would see a copy; take detach()")
+
+
+@channel_op(Tensor._version.__get__)  # type: ignore[attr-defined]
+def _version(x: ChannelTensor) -> int:
+    return x.part._version
+
+
+@channel_op(Tensor.requires_grad_)
+def _requires_grad_(x: ChannelTensor, requires_grad: bool = True) -> ChannelTensor:
+    return x.like(x.part.requires_grad_(requires_grad))
+
+
 # --- what a rank has, what all have
 
 
@@ -222,7 +249,6 @@ def whole_of(x: Any, alike: bool = True) -> Any:
     """
     if not isinstance(x, ChannelTensor):
         return x
-    _check_known(x)
     x.decide()
     if x.is_whole:
         return x.part if alike else whole_for_parts(x.part, x.comm)
@@ -241,7 +267,6 @@ def whole_for_parts(x: Any, comm: Communicator) -> Any:
 def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Tensor:
     """This rank's channels: of what is divided so already, or otherwise, or of a whole tensor."""
     if isinstance(x, ChannelTensor):
-        _check_known(x)
         x.decide(at, partition)
         if not x.is_whole and (x.at, x.partition) == (at, partition):
             return x.part
@@ -262,25 +287,22 @@ def is_pointwise(func: Any) -> bool:
     """Whether a function of PyTorch works on each element by itself."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        name = (
-            f"{name[1:]}_" if name.startswith("i") and hasattr(Tensor, f"__{name[1:]}__") else name
-        )
+        name = f"{name[3:-2]}_" if _writes(func) else name[2:-2]
         name = _DUNDERS.get(name, name)
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if packet is None or name in _NOT_POINTWISE:
-        return False
+    if packet is None or name in _UNTAGGED or name == "copy":
+        return name in _UNTAGGED
     tags = [getattr(packet, overload).tags for overload in packet.overloads()]
-    return any(torch.Tag.pointwise in some for some in tags) and not any(
-        torch.Tag.nondeterministic_seeded in some for some in tags
-    )
+    draws = any(torch.Tag.nondeterministic_seeded in some for some in tags)
+    return not draws and any(torch.Tag.pointwise in some for some in tags)
 
 
 _DUNDERS = {
-    "truediv": "div", "radd": "add", "rmul": "mul", "and": "bitwise_and", "or": "bitwise_or",
-    "xor": "bitwise_xor", "invert": "bitwise_not", "truediv_": "div_",
-}  # fmt: skip
-_NOT_POINTWISE = {"copy", "set"}
+    **dict.fromkeys(("truediv", "rdiv", "rtruediv"), "div"),
+    **{"truediv_": "div_", "radd": "add", "rmul": "mul", "invert": "bitwise_not"},
+    **{"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"},
+}
+_UNTAGGED = {"hardswish", "hardswish_", "log_sigmoid"}
 
 
 def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
