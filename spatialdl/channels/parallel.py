@@ -99,7 +99,8 @@ class SpatialParallel(nn.Module):
         self._seed = mesh.comm.bcast(mesh.tensor_comm.bcast(torch.initial_seed()))
         network = replace(mesh.replicated(module), lane=lane_of(mesh.comm))
         self._averaging = Averaging(network, mesh.agreement)
-        self._averaging.follow()
+        if mesh.tensor == 1:  # else weights are not yet what their gradients will be
+            self._averaging.follow()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._mesh.tensor > 1 and not self._forwards:

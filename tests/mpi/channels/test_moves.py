@@ -3,8 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spatialdl.channels.moves import all_gather, divided, entered, gathered, own_part
-from spatialdl.channels.moves import reduce_scatter, summed, summed_and_divided
+from spatialdl.channels.moves import (
+    all_gather,
+    divided,
+    entered,
+    gathered,
+    own_part,
+    reduce_scatter,
+    summed,
+    summed_and_divided,
+)
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.parallel.partition import Partition, joined
 from tests.mpi.channels.divided import WORLD
