@@ -31,10 +31,10 @@ from spatialdl.version import __version__
 allocator.prepare()
 
 if TYPE_CHECKING:
+    from spatialdl.channels.parallel import SpatialParallel, average_gradients, full_state_dict
     from spatialdl.comm.mesh import Mesh, init_mesh
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.gather import gather_before
-    from spatialdl.spatial.parallel import SpatialParallel, average_gradients
     from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, shard
 
@@ -49,6 +49,7 @@ __all__ = [
     "__version__",
     "average_gradients",
     "from_local",
+    "full_state_dict",
     "gather_before",
     "init_mesh",
     "recompute_blocks",
@@ -58,10 +59,11 @@ __all__ = [
 
 _FOUND_IN = {
     "Mesh": "spatialdl.comm.mesh",
-    "SpatialParallel": "spatialdl.spatial.parallel",
+    "SpatialParallel": "spatialdl.channels.parallel",
     "SpatialTensor": "spatialdl.spatial",
-    "average_gradients": "spatialdl.spatial.parallel",
+    "average_gradients": "spatialdl.channels.parallel",
     "from_local": "spatialdl.spatial.split",
+    "full_state_dict": "spatialdl.channels.parallel",
     "gather_before": "spatialdl.spatial.gather",
     "init_mesh": "spatialdl.comm.mesh",
     "recompute_blocks": "spatialdl.spatial.recompute",

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spatialdl.channels.parallel import average_gradients
 from spatialdl.comm.mesh import Mesh
 from spatialdl.spatial import SpatialTensor
-from spatialdl.spatial.parallel import average_gradients
 from spatialdl.spatial.split import shard
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -21,13 +21,13 @@ from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.source_lines import users_line_of
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
+from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor
 
 Criterion = Callable[[Any, Tensor], Tensor]

@@ -1,15 +1,16 @@
-"""Ranks as axes: data, stage, and the spatial axes of the grid."""
+"""Ranks as axes: data, stage, the spatial axes of the grid, and tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from spatialdl.comm.agreement import Agreement
+from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, current_device
 from spatialdl.comm.dry import Dry
@@ -42,9 +43,11 @@ class Mesh:
         axes: how many ranks each axis has.
         part: this rank's part of the layout, in row-major order.
         replica: this rank's data replica.
-        comm: all ranks of the mesh, replica by replica.
-        grid_comm: the ranks of this replica, in the order of the layout's parts.
+        comm: all ranks with this rank's channels, replica by replica: all of the mesh where the
+            tensor axis has one.
+        grid_comm: those of this replica, in the order of the layout's parts.
         agreement: compares what ranks must have alike; None where nothing is compared.
+        tensor_comm: the ranks that divide the channels of this rank's part.
     """
 
     axes: Axes
@@ -53,6 +56,7 @@ class Mesh:
     comm: Communicator
     grid_comm: Communicator
     agreement: Agreement | None = None
+    tensor_comm: Communicator = field(default_factory=Alone)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         """Itself: ranks cannot be copied."""
@@ -79,9 +83,14 @@ class Mesh:
         return self.axes.parts
 
     @property
+    def tensor(self) -> int:
+        """Ranks that divide the channels of a part."""
+        return self.axes.tensor
+
+    @property
     def size(self) -> int:
-        """All ranks of the mesh."""
-        return self.axes.size
+        """All ranks that have this rank's channels."""
+        return self.axes.size // self.axes.tensor
 
     def replicated(self, module: nn.Module, sharded: bool = False) -> Replicated:
         """A module on this mesh; if `sharded`, data replicas hold a part of its parameters each."""
@@ -149,10 +158,11 @@ def init_mesh(
             True also compares what ranks are about to do before each communication, at the cost of
             a small message more, and names both sides of a difference, as does
             ``SPATIALDL_COMM_CHECK=1`` in the environment.
-        tensor: ranks that divide the channels of weights; 1, more are not supported yet.
+        tensor: ranks that divide the channels of weights and activations of a network in
+            `spatialdl.SpatialParallel`.
 
     Raises:
-        ValueError: if ``data * prod(grid)`` is not the number of ranks, ranks call it with
+        ValueError: if ``data * prod(grid) * tensor`` is not the number of ranks, ranks call it with
             different arguments, or MPI does not see those that were started together.
     """
     if timeout != "default":
@@ -162,7 +172,7 @@ def init_mesh(
             f"a grid has one to three numbers, as (rows, columns) for images, got {grid!r}"
         )
     axes = Axes(data, spatial=tuple(grid), tensor=tensor)
-    placement = Placement(data, (axes.spatial,))
+    placement = Placement(data, (axes.spatial,), tensor=axes.tensor)
     if comm is None:
         limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
     world = all_ranks() if comm is None else as_communicator(comm)
@@ -170,6 +180,7 @@ def init_mesh(
         check_mpi_world(world.size)
     placement.check_world(world.size, "the mesh", "data")
     arguments = {"grid": axes.spatial, "data": data, "timeout": timeout, "check": check}
+    arguments["tensor"] = tensor
     check_same_arguments(world, "init_mesh", arguments)
     protect(world, timeout, check)
     choose_device_path(world, current_device())
@@ -187,14 +198,17 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
     Args:
         comm: all ranks of the placement.
     """
-    replica, stage, part, copy = position
-    ranks = [placement.ranks(stage, n, copy) for n in range(placement.data)]
+    replica, stage, part, copy, tensor = position
+    ranks = [placement.ranks(stage, n, copy, tensor) for n in range(placement.data)]
     return Mesh(
         axes=placement.axes(stage),
         part=part,
         replica=replica,
         comm=comm.subset([rank for one in ranks for rank in one]),
         grid_comm=comm.subset(ranks[replica]),
+        tensor_comm=comm.subset(placement.tensor_ranks(position))
+        if placement.tensor > 1
+        else Alone(),
     )
 
 

@@ -23,11 +23,11 @@ class Axes:
             images, (slices, rows, columns) for volumes.
         batch: ranks of a stage that divide the samples of a micro-batch, where they do not divide
             images.
-        tensor: ranks that divide the channels of weights; 1, more are not supported yet.
+        tensor: ranks that divide the channels of weights and activations.
 
     Raises:
         ValueError: if a degree is no whole number of at least 1, there are no one to three spatial
-            axes, a stage divides images and samples, or `tensor` is more than 1.
+            axes, or a stage divides images and samples.
     """
 
     data: int = 1
@@ -49,11 +49,6 @@ class Axes:
                 )
         if self.batch > 1 and self.parts > 1:
             raise ValueError(f"a stage divides either images or samples, got {self}")
-        if self.tensor > 1:
-            raise ValueError(
-                f"tensor={self.tensor}: weights cannot be divided over ranks yet; take tensor=1, "
-                "and a larger grid or parallel.shard_state=true to save memory"
-            )
 
     @cached_property
     def degrees(self) -> Mapping[str, int]:

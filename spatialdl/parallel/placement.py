@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -13,12 +14,17 @@ from spatialdl.parallel.layout import by
 
 
 class Position(NamedTuple):
-    """What a rank holds: a part of the grid of a stage, of a data replica, of a copy."""
+    """What a rank holds: a part of the grid of a stage, of a data replica, of a copy.
+
+    Attributes:
+        tensor: which part of the channels of weights.
+    """
 
     replica: int
     stage: int
     part: int
     copy: int = 0
+    tensor: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Placement:
     """All degrees of a layout, and which ranks hold which stages.
 
     Places are numbered replica by replica, within it stage by stage, within it the grid in
-    row-major order, so that ranks that talk most are neighbours. Each rank has the place of its
+    row-major order, of each part the ranks that divide channels, so that ranks that talk most are
+    neighbours. Each rank has the place of its
     number, unless there is an order, see `node_order`.
 
     Args:
@@ -38,6 +45,7 @@ class Placement:
         mirrored: whether a second copy of the network lies on the same ranks in inverse order,
             and works on micro-batches of its own.
         order: the rank at each place; () where rank and place are the same.
+        tensor: ranks that divide the channels of each part, in every stage.
 
     Raises:
         ValueError: if a degree is smaller than 1, there is no stage, stages that share ranks do
@@ -50,6 +58,7 @@ class Placement:
     mirrored: bool = False
     batch: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         if self.batch and (len(self.batch) != len(self.grids) or self.batch[0] != 1):
@@ -113,7 +122,12 @@ class Placement:
 
     def axes(self, stage: int) -> Axes:
         """The axes of the ranks that hold one stage, in all replicas."""
-        return Axes(self.data, spatial=self.grids[stage], batch=self.batch_parts(stage))
+        return Axes(
+            self.data,
+            spatial=self.grids[stage],
+            batch=self.batch_parts(stage),
+            tensor=self.tensor,
+        )
 
     def batch_parts(self, stage: int) -> int:
         """Ranks over which a stage divides the samples of a micro-batch."""
@@ -122,7 +136,7 @@ class Placement:
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Ranks of each stage within one replica."""
-        return tuple(parts * prod(grid) for parts, grid in self._parts)
+        return tuple(parts * prod(grid) * self.tensor for parts, grid in self._parts)
 
     @cached_property
     def replica_size(self) -> int:
@@ -171,20 +185,31 @@ class Placement:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
         place = self.place(rank)
         replica = place // self.replica_size
-        return [
-            Position(replica, stage, self._places(stage, replica, copy).index(place), copy)
-            for copy in range(self.copies)
-            for stage in range(self.stages)
-            if place in self._places(stage, replica, copy)
-        ]
+        found = []
+        for copy, stage in product(range(self.copies), range(self.stages)):
+            places = self._places(stage, replica, copy)
+            if place in places:
+                part, tensor = divmod(places.index(place), self.tensor)
+                found.append(Position(replica, stage, part, copy, tensor))
+        return found
 
     def place(self, rank: int) -> int:
         """The place of a rank."""
         return self.order.index(rank) if self.order else rank
 
-    def ranks(self, stage: int, replica: int, copy: int = 0) -> Sequence[int]:
-        """World ranks of one stage of one copy of one replica, in the order of its parts."""
-        return self.at(self._places(stage, replica, copy))
+    def ranks(self, stage: int, replica: int, copy: int = 0, tensor: int = 0) -> Sequence[int]:
+        """World ranks of one stage of one copy of one replica, in the order of its parts.
+
+        Args:
+            tensor: of the ranks that divide the channels of a part, which one.
+        """
+        return self.at(self._places(stage, replica, copy)[tensor :: self.tensor])
+
+    def tensor_ranks(self, position: Position) -> Sequence[int]:
+        """World ranks that divide the channels of one part."""
+        places = self._places(position.stage, position.replica, position.copy)
+        first = position.part * self.tensor
+        return self.at(places[first : first + self.tensor])
 
     def at(self, places: range) -> Sequence[int]:
         """The world ranks at some places."""
@@ -210,6 +235,8 @@ class Placement:
             grids = f"({grids})"
         if self.interleave > 1:
             grids += f" with {self.interleave} stages each"
+        if self.tensor > 1:
+            grids += f" x {self.tensor} by channels"
         if self.mirrored:
             grids += " and again in inverse order"
         return f"{replicas} x {grids} = {_ranks(self.world_size)}"

@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.recording import Forward, computed_attributes, meta_copy, switch_to
+from spatialdl.pipeline.recording import Forward, switch_to
 from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
+from spatialdl.spatial.shadow import computed_attributes, meta_copy
 
 OPERATIONS_PER_ELEMENT = 20
 """What a memory-bound operation costs per element of its output, in multiply-adds."""

@@ -56,7 +56,7 @@ class Handovers:
         }
 
     def _handover(self, position: Position, border: Border, tag: int) -> Handover:
-        replica, stage, part, copy = position
+        replica, stage, part, copy, _ = position
         senders, receivers = (self._placement.ranks(s, replica, copy) for s in border)
         me = part if stage == border.giver else len(senders) + part
         lanes: dict[Direction, Lane] = {

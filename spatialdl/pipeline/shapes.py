@@ -16,11 +16,11 @@ from spatialdl.comm.repartition import shape_of
 from spatialdl.parallel.layout import Layout, by, even_bounds, last_slices
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.autocast import value_types
-from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.spatial.dims import SpatialDims, from_image, to_image
 from spatialdl.spatial.prefix import apart
+from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 

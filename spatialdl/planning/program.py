@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from spatialdl.pipeline.balance import Costs, Weigh
 from spatialdl.pipeline.partition import cannot_cut, cut_bounds, leftovers, state_of
-from spatialdl.pipeline.recording import CannotRecord, Forward, meta_copy
+from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain
 from spatialdl.pipeline.steps import Recording, Value
 from spatialdl.planning.parts import Parts
 from spatialdl.spatial.recompute import recompute_blocks
+from spatialdl.spatial.shadow import meta_copy
 
 
 class Program:

@@ -20,10 +20,10 @@ from spatialdl.data.image_source import Size
 from spatialdl.errors import CheckpointError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
-from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.predicting.trained import Trained, trained_in
 from spatialdl.predicting.trust import check_targets
+from spatialdl.spatial.shadow import meta_copy
 from spatialdl.training.checkpoints.content import check_network, restore_network
 from spatialdl.training.checkpoints.folder import candidates
 from spatialdl.training.checkpoints.reading import Checkpoint

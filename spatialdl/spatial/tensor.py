@@ -218,6 +218,8 @@ class SpatialTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and above_split(types):
+            return NotImplemented
         if torch._C._is_tracing():
             raise refusal(func, spatial_in((args, kwargs or {})), _NO_TRACE)
         # tracing is switched off only where it is on: that takes longer than some operations
@@ -242,6 +244,11 @@ class SpatialTensor(torch.Tensor):
         # the interpreter of a scripted function raises an error without these words
         warnings.warn(str(error), stacklevel=2)
         raise error
+
+
+def above_split(types: Any) -> bool:
+    """Whether an operand has parts of its channels on other ranks: it then decides what is done."""
+    return any(getattr(kind, "holds_channels", False) for kind in types)
 
 
 @functools.cache

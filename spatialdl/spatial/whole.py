@@ -27,7 +27,7 @@ from spatialdl.random.composite import inside
 from spatialdl.spatial.dims import SpatialDims, samples_of
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.table import HANDLERS, refusal, spatial_in
-from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.spatial.tensor import SpatialTensor, above_split
 
 Function = Callable[..., Any]
 Rule = Callable[[Function, Any, Any], Any]
@@ -51,6 +51,8 @@ class WholeTensor(SpatialTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and above_split(types):
+            return NotImplemented
         rule = _RULES.get(func)
         if rule is None and func not in HANDLERS and inside(func) is None:
             rule = as_plain

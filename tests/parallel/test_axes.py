@@ -41,7 +41,7 @@ def test_the_docstring_lists_every_axis() -> None:
         ({"spatial": ()}, r"a grid has one to three numbers, .* got \(\)"),
         ({"spatial": (1, 1, 1, 1)}, "a grid has one to three numbers"),
         ({"spatial": (2, 1), "batch": 2}, "divides either images or samples, got data 1 x rows 2"),
-        ({"tensor": 2}, "tensor=2: weights cannot be divided over ranks yet"),
+        ({"tensor": 0}, "the tensor axis of a mesh needs at least 1 rank, got 0"),
     ],
 )
 def test_what_fits_no_mesh_is_refused(arguments: dict, sentence: str) -> None:
@@ -53,3 +53,10 @@ def test_parameters_are_replicated_along_all_axes_that_do_not_divide_them() -> N
     axes = Axes(2, stage=3, spatial=(2, 1))
     assert axes.replicated() == ("data", "rows", "columns", "batch")
     assert axes.replicated(sharded=True) == ("rows", "columns", "batch")
+
+
+def test_ranks_of_the_tensor_axis_hold_no_copies() -> None:
+    axes = Axes(2, spatial=(2, 1), tensor=3)
+    assert axes.size == 12
+    assert "tensor" not in axes.replicated()
+    assert str(axes) == "data 2 x rows 2 x columns 1 x tensor 3 = 12 ranks"

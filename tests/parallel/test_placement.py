@@ -136,3 +136,19 @@ def test_ranks_are_listed_by_place():
     placement = Placement(2, ((2, 1), (1, 1)), order=(5, 4, 3, 2, 1, 0))
     assert placement.ranks_by_place == [5, 4, 3, 2, 1, 0]
     assert placement.replica_ranks(1) == [2, 1, 0]
+
+
+def test_ranks_that_divide_channels_are_neighbours() -> None:
+    placement = Placement(2, ((2, 1),), tensor=2)
+    assert placement.world_size == 8
+    assert placement.positions(5) == [Position(1, 0, 0, 0, 1)]
+    assert list(placement.ranks(0, 1, tensor=1)) == [5, 7]
+    assert list(placement.tensor_ranks(Position(1, 0, 1, 0, 0))) == [6, 7]
+    assert placement.describe() == "2 replicas x 2x1 x 2 by channels = 8 ranks"
+
+
+def test_copies_in_inverse_order_divide_channels_over_the_same_ranks() -> None:
+    placement = Placement(1, ((1, 1), (1, 1)), mirrored=True, tensor=2)
+    first, second = placement.positions(1)
+    assert (first.stage, second.stage) == (0, 1)
+    assert sorted(placement.tensor_ranks(first)) == sorted(placement.tensor_ranks(second)) == [0, 1]

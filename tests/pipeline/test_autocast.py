@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import run_stage
 from spatialdl.pipeline.steps import IMAGE
+from spatialdl.spatial.shadow import meta_copy
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.balance import estimated
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.shapes import borders
 from spatialdl.pipeline.stage import Stage
 from spatialdl.planning.program import Program
+from spatialdl.spatial.shadow import meta_copy
 
 IMAGE = (3, 32, 24)
 

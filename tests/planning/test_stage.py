@@ -17,7 +17,6 @@ from spatialdl.models import unet
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import enter
-from spatialdl.pipeline.recording import meta_copy
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE
@@ -26,6 +25,7 @@ from spatialdl.planning.job import Job
 from spatialdl.planning.ledger import Ledger
 from spatialdl.planning.stage import stage_costs
 from spatialdl.random import keyed
+from spatialdl.spatial.shadow import meta_copy
 
 ONE = (1, 1)
 PIXELS = 10 * 7

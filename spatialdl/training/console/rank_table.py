@@ -44,7 +44,7 @@ def rank_lines(
     rows = []
     for rank in placement.ranks_by_place:
         on = [devices[rank].host, devices[rank].device] if devices else ["", ""]
-        for stages, (replica, stage, part, _) in _held(placement, rank):
+        for stages, (replica, stage, part, *_) in _held(placement, rank):
             parts = placement.batch_parts(stage)
             box = boxes[stage][part if parts == 1 else 0]
             sides = [f"{start}:{stop}" for start, stop in box.spatial]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spatialdl.pipeline.recording import meta_copy
+from spatialdl.spatial.shadow import meta_copy
 from spatialdl.training.checkpoints.content import random_states, restore_random
 from spatialdl.training.settings import TARGETED, Sources
 from spatialdl.training.tasks.task import Task

@@ -1,18 +1,30 @@
-"""A network's gradients averaged over the ranks of a mesh: after backward, or while it runs."""
+"""A network on the ranks of a mesh: gradients averaged, weights divided over the tensor axis."""
 
 from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from spatialdl.channels.weights import (
+    divide,
+    own_state,
+    renew,
+    uses_of,
+    whole_outputs,
+    whole_state,
+)
 from spatialdl.comm.broadcast import broadcast_state
 from spatialdl.comm.gradients import Reducer, lane_of
 from spatialdl.comm.mesh import Mesh
+from spatialdl.random import keyed
+from spatialdl.random.streams import thread
 from spatialdl.spatial.agreed import note_averaged
 from spatialdl.spatial.averaging import Averaging
 
@@ -37,6 +49,18 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
     note_averaged(model.parameters())
 
 
+def full_state_dict(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """The state dict of the whole network under its own names, on every rank.
+
+    Every rank of the mesh must call it.
+
+    Args:
+        model: a network, or a `SpatialParallel` of one.
+        mesh: its ranks.
+    """
+    return whole_state(model.module if isinstance(model, SpatialParallel) else model)
+
+
 class SpatialParallel(nn.Module):
     """A network whose gradients are averaged over the ranks of a mesh by its backward.
 
@@ -48,6 +72,12 @@ class SpatialParallel(nn.Module):
 
     The state dict has the network's own names, and what is pickled (``torch.save``) is the network
     itself, to be wrapped again. ``copy.deepcopy`` gives a copy over the same ranks.
+
+    On a mesh with a tensor axis, the first forward finds out how the network uses its weights, and
+    divides them over the ranks of the axis. From then on parameters, their gradients, and what an
+    optimizer keeps of them, are this rank's part. (An optimizer that keeps something before its
+    first step, as Adagrad does, is made after the first forward.) `spatialdl.full_state_dict` gives
+    whole weights. Outputs are whole, on every rank.
 
     Every rank must run backward the same number of times. Gradients that are accumulated over
     several backwards are averaged after each, which gives the same sum.
@@ -63,24 +93,46 @@ class SpatialParallel(nn.Module):
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         super().__init__()
         self.module = module
+        broadcast_state(module, mesh.tensor_comm)
         broadcast_state(module, mesh.comm)
+        self._mesh, self._forwards = mesh, 0
+        self._seed = mesh.comm.bcast(mesh.tensor_comm.bcast(torch.initial_seed()))
         network = replace(mesh.replicated(module), lane=lane_of(mesh.comm))
         self._averaging = Averaging(network, mesh.agreement)
-        self._averaging.follow()
+        if mesh.tensor == 1:  # else weights are not yet what their gradients will be
+            self._averaging.follow()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._mesh.tensor > 1 and not self._forwards:
+            comm = self._mesh.tensor_comm
+            divide(self.module, uses_of(self.module, comm, args, kwargs), comm)
+        self._forwards += 1
         if torch.is_grad_enabled():
             self._averaging.follow()
-        return self.module(*args, **kwargs)
+        if self._mesh.tensor == 1:
+            return self.module(*args, **kwargs)
+        with self._drawing():
+            return whole_outputs(self.module(*args, **kwargs))
+
+    def _drawing(self) -> AbstractContextManager[object]:
+        """So that ranks of the tensor axis draw the same numbers for what they have alike."""
+        if thread.stream is not None:
+            return nullcontext()
+        return keyed(self._seed, self._forwards, self._mesh.replica)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SpatialParallel:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        renew(self.module)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The network's own, without a prefix."""
+        """The network's own, without a prefix; of divided weights this rank's part."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the network itself."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load into the network itself; of divided weights all, or this rank's part."""
+        return self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

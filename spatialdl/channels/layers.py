@@ -1,0 +1,342 @@
+"""Layers with weights on divided channels: what each rank computes of them.
+
+A weight is divided along its output channels: each rank takes all input channels and gives some of
+the output's (filter parallelism, Dryden et al., "Channel and filter parallelism for large-scale CNN
+training", SC 2019; the column parallel layers of Shoeybi et al., "Megatron-LM", 2019). Or along its
+input channels: each rank takes some, and partial sums are added up (channel parallelism, row
+parallel layers). Layers in groups are divided by groups, and per-channel ones follow their input:
+neither communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.channels.moves import summed, summed_and_divided
+from spatialdl.channels.tensor import (
+    ChannelTensor,
+    channel_op,
+    divided_op,
+    is_divided,
+    on_tile,
+    part_of,
+    whole_for_parts,
+    whole_of,
+)
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.once import once_differentiable
+from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
+from spatialdl.parallel.partition import Partition
+from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.moments import combined, tile_moments
+
+
+def comm_of(*operands: Any) -> Communicator:
+    """The ranks of the first operand that knows them."""
+    return next(one.comm for one in operands if isinstance(one, ChannelTensor))
+
+
+def _partition_of(x: Any, at: int) -> Partition | None:
+    """How a dim is divided; None if it is whole."""
+    return x.partition if is_divided(x) and x.at == at else None
+
+
+Local = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class _Layer:
+    """A layer with a weight that has dims of output and of input channels.
+
+    Args:
+        local: the layer of parts, of (x, weight, bias).
+        x, weight, bias: its operands, whole or divided.
+        at: the dim of channels of `x`, and of the result.
+        out, into: the dims of the weight that are channels of the result, and of `x`.
+    """
+
+    def __init__(
+        self,
+        local: Local,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        at: int,
+        out: int,
+        into: int,
+    ) -> None:
+        self._local, self._x, self._weight, self._bias = local, x, weight, bias
+        self._at, self._out, self._into = at, out, into
+        self._comm = comm_of(x, weight, bias)
+
+    def run(self) -> Tensor:
+        of_outputs = _partition_of(self._weight, self._out)
+        of_inputs = _partition_of(self._weight, self._into)
+        if isinstance(self._weight, ChannelTensor) and self._weight.is_open:
+            of_outputs, of_inputs = self._choice()
+        if of_outputs is not None:
+            return self._by_outputs(of_outputs)
+        if of_inputs is not None:
+            return self._by_inputs(of_inputs)
+        return self._local(whole_of(self._x), whole_of(self._weight), whole_of(self._bias))
+
+    def _choice(self) -> tuple[Partition | None, Partition | None]:
+        """Of a weight that may still be divided either way, the one that moves fewer numbers."""
+        ranks = self._comm.size
+        outputs, inputs = self._weight.shape[self._out], self._weight.shape[self._into]
+        by_outputs = Partition.even(outputs, ranks) if outputs >= ranks else None
+        by_inputs = _partition_of(self._x, self._at)
+        if by_inputs is None and inputs >= ranks:
+            by_inputs = Partition.even(inputs, ranks)
+        if by_outputs is None or by_inputs is None:
+            return by_outputs, None if by_outputs is not None else by_inputs
+        if not is_divided(self._x):
+            return by_outputs, None  # and its input moves in backward alone
+        is_larger = self._x.numel() > _elements(self._local, self._x, self._weight)
+        return (None, by_inputs) if is_larger else (by_outputs, None)
+
+    def _by_outputs(self, partition: Partition) -> Tensor:
+        x = whole_for_parts(self._x, self._comm)
+        weight = part_of(self._weight, self._out, partition, self._comm)
+        bias = self._bias
+        if bias is not None:
+            bias = part_of(bias, 0, partition, self._comm)
+        given = ChannelTensor(self._local(x, weight, bias), self._at, partition, self._comm)
+        given.origin = self._weight if isinstance(self._weight, ChannelTensor) else None
+        return given
+
+    def _by_inputs(self, partition: Partition) -> Tensor:
+        x = part_of(self._x, self._at, partition, self._comm)
+        weight = part_of(self._weight, self._into, partition, self._comm)
+        parts = self._local(x, weight, None)
+        outputs, comm, bias = self._weight.shape[self._out], self._comm, self._bias
+        shape = [1] * parts.dim()
+        shape[self._at] = -1
+        if outputs < comm.size:
+            whole = on_tile(lambda tile: summed(tile, comm), parts)
+            return whole if bias is None else whole + whole_of(bias).view(shape)
+        own = Partition.even(outputs, comm.size)
+        given = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
+        if bias is not None:
+            given = given + part_of(bias, 0, own, comm).view(shape)
+        return ChannelTensor(given, self._at, own, comm)
+
+
+def _elements(local: Local, x: Tensor, weight: Tensor) -> int:
+    """Of the result of a layer on all pixels: its own shapes say, without data."""
+    shapes = torch.empty(x.shape, device="meta"), torch.empty(weight.shape, device="meta")
+    return local(*shapes, None).numel()
+
+
+def _by_groups(
+    local: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    outputs: int,
+) -> Any:
+    """Each rank some of the groups, and no others' channels."""
+    comm = comm_of(x, weight, bias)
+    if groups < comm.size or not (is_divided(x) or isinstance(weight, ChannelTensor)):
+        return NotImplemented
+    of_inputs = Partition.even(x.shape[1], comm.size, x.shape[1] // groups)
+    of_outputs = Partition.even(outputs, comm.size, outputs // groups)
+    of_weight = Partition.even(weight.shape[0], comm.size, weight.shape[0] // groups)
+    held = of_inputs.size_of(comm.rank) * groups // x.shape[1]
+    given = local(
+        part_of(x, 1, of_inputs, comm),
+        part_of(weight, 0, of_weight, comm),
+        None if bias is None else part_of(bias, 0, of_outputs, comm),
+        held,
+    )
+    return ChannelTensor(given, 1, of_outputs, comm)
+
+
+def _register_conv(function: Any) -> None:
+    @channel_op(function)
+    def conv(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
+            y: Tensor = function(x, w, b, stride, padding, dilation, groups)
+            return y
+
+        if input.dim() < weight.dim():
+            return NotImplemented  # without samples
+        if groups > 1:
+            return _by_groups(local, input, weight, bias, groups, weight.shape[0])
+        return _Layer(local, input, weight, bias, at=1, out=0, into=1).run()
+
+
+def _register_transposed(function: Any) -> None:
+    @channel_op(function)
+    def conv_transpose(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
+            y: Tensor = function(x, w, b, stride, padding, output_padding, groups, dilation)
+            return y
+
+        if input.dim() < weight.dim():
+            return NotImplemented
+        if groups > 1:
+            return _by_groups(local, input, weight, bias, groups, weight.shape[1] * groups)
+        return _Layer(local, input, weight, bias, at=1, out=1, into=0).run()
+
+
+for _dims in (1, 2, 3):
+    _register_conv(getattr(torch, f"conv{_dims}d"))
+    _register_transposed(getattr(torch, f"conv_transpose{_dims}d"))
+
+
+@channel_op(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if weight.dim() != 2 or (is_divided(input) and input.at != input.dim() - 1):
+        return NotImplemented
+    return _Layer(F.linear, input, weight, bias, at=input.dim() - 1, out=0, into=1).run()
+
+
+def _register_per_channel(function: Any) -> None:
+    @divided_op(function)
+    def norm(
+        input: ChannelTensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if input.at != 1:
+            return NotImplemented
+        own = _own_of((running_mean, running_var, weight, bias), input.partition, input.comm)
+        return input.like(function(input.part, *own, *args, **kwargs))
+
+
+_register_per_channel(F.batch_norm)
+_register_per_channel(F.instance_norm)
+
+
+@divided_op(F.prelu, torch.prelu)
+def prelu(input: ChannelTensor, weight: Tensor) -> Any:
+    if input.at != 1:
+        return NotImplemented
+    if weight.numel() == 1:
+        return input.like(torch.prelu(input.part, whole_for_parts(weight, input.comm)))
+    return input.like(torch.prelu(input.part, part_of(weight, 0, input.partition, input.comm)))
+
+
+def _own_of(
+    state: Sequence[Tensor | None], partition: Partition, comm: Communicator
+) -> list[Tensor | None]:
+    """This rank's channels of weights and buffers of one dim."""
+    return [None if one is None else part_of(one, 0, partition, comm) for one in state]
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Of the last dim, of which ranks have parts; keeps the input and its statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        size: int,
+        eps: float,
+        comm: Communicator,
+    ) -> Tensor:
+        wide = x.float() if x.dtype in HALF else x
+        counts, means, deviations = tile_moments(x, (x.dim() - 1,))
+        message = torch.stack([counts, means, deviations])
+        gathered = gather_over_ranks(comm, message, "layer_norm statistics")
+        mean, deviation = combined(*gathered.unbind(1))
+        scale = (deviation / size + eps).rsqrt()
+        mean, scale = mean.to(wide.dtype), scale.to(wide.dtype)
+        y = (wide - mean) * scale
+        if weight is not None:
+            y = y * weight
+        if bias is not None:
+            y = y + bias
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.size, ctx.comm = size, comm
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = grad.to(mean.dtype)
+        normal = (x.to(mean.dtype) - mean) * scale
+        rows = tuple(range(grad.dim() - 1))
+        grad_weight = (grad * normal).sum(rows) if needs_weight else None
+        grad_bias = grad.sum(rows) if needs_bias else None
+        grad_x = None
+        if needs_x:
+            inner = grad if weight is None else grad * weight
+            sums = torch.stack([inner.sum(-1), (inner * normal).sum(-1)])
+            sums = sum_over_ranks(ctx.comm, sums, "layer_norm backward") / ctx.size
+            of_mean, of_scale = (one.unsqueeze(-1) for one in sums)
+            grad_x = ((inner - of_mean - normal * of_scale) * scale).to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+@divided_op(F.layer_norm)
+def layer_norm(
+    input: ChannelTensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    """Over the divided dim: statistics of all ranks' channels, as (count, mean, deviation)."""
+    if input.at < input.dim() - len(normalized_shape):
+        return NotImplemented
+    if len(normalized_shape) > 1:
+        return NotImplemented
+    size, comm = input.shape[-1], input.comm
+    own = _own_of((weight, bias), input.partition, comm)
+
+    def normalised(tile: Tensor) -> Tensor:
+        y: Tensor = _LayerNorm.apply(tile, *own, size, eps, comm)  # type: ignore[no-untyped-call]
+        return y
+
+    return input.like(on_tile(normalised, input.part))
+
+
+@divided_op(F.group_norm)
+def group_norm(
+    input: ChannelTensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if input.at != 1 or num_groups < input.comm.size:
+        return NotImplemented
+    size = input.shape[1] // num_groups
+    comm = input.comm
+    partition = Partition.even(input.shape[1], comm.size, size)
+    own = _own_of((weight, bias), partition, comm)
+    groups = partition.size_of(comm.rank) // size
+    given = F.group_norm(part_of(input, 1, partition, comm), groups, own[0], own[1], eps)
+    return ChannelTensor(given, 1, partition, comm)

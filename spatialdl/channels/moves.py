@@ -1,0 +1,168 @@
+"""Tensors between ranks that have parts of their channels and ranks that have all of them.
+
+Every rank of the tensor axis computes the same loss. So the gradient of what all of them have is on
+all of them alike, where what follows is computed alike; where each computes a part of what follows,
+gradients are parts too, and are added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.once import once_differentiable
+from spatialdl.comm.plan import Plan
+from spatialdl.comm.reduce import sum_over_ranks
+from spatialdl.comm.repartition import move, move_back
+from spatialdl.parallel.layout import Bounds, Box
+from spatialdl.parallel.partition import Partition
+
+NAME = "channels"
+
+
+@lru_cache(maxsize=4096)
+def _plan(before: int, bounds: Bounds, after: int, rank: int) -> Plan:
+    """From parts of the channels of (before, channels, after) to all of them on every rank."""
+    owned = [Box(((0, before), interval, (0, after))) for interval in pairwise(bounds)]
+    whole = Box(((0, before), (0, bounds[-1]), (0, after)))
+    return Plan(owned, [whole] * len(owned), rank)
+
+
+def _folded(x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """``x`` as (before, channels, after), and the way back; channels-last stays so."""
+    if dim == 1 and x.dim() > 3 and x.stride(1) == 1 and not x.is_contiguous():
+        last = x.movedim(1, -1)
+        shape = last.shape[:-1]
+        return last.reshape(-1, last.shape[-1], 1), lambda y: y.view(*shape, -1).movedim(-1, 1)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    folded = x.reshape(math.prod(before), x.shape[dim], math.prod(after))
+    return folded, lambda y: y.view(*before, y.shape[1], *after)
+
+
+def own_part(whole: Tensor, dim: int, partition: Partition, rank: int) -> Tensor:
+    """What a rank has of a whole tensor; a view where it is one piece."""
+    parts = [whole.narrow(dim, start, stop - start) for start, stop in partition.held(rank)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
+    """The whole tensor, on every rank."""
+    sizes = [bounds[comm.rank + 1] - bounds[comm.rank] for bounds in partition.pieces]
+    wholes = []
+    for bounds, piece in zip(partition.pieces, torch.split(part, sizes, dim), strict=True):
+        folded, unfolded = _folded(piece, dim)
+        plan = _plan(folded.shape[0], bounds, folded.shape[2], comm.rank)
+        wholes.append(unfolded(move(comm, plan, folded, name=NAME)))
+    return wholes[0] if len(wholes) == 1 else torch.cat(wholes, dim)
+
+
+def reduce_scatter(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
+    """Each rank's part of the sum over ranks."""
+    parts, start = [], 0
+    for bounds in partition.pieces:
+        folded, unfolded = _folded(whole.narrow(dim, start, bounds[-1]), dim)
+        plan = _plan(folded.shape[0], bounds, folded.shape[2], comm.rank)
+        parts.append(unfolded(move_back(comm, plan, folded, NAME)))
+        start += bounds[-1]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, part: Tensor, dim: int, partition: Partition, comm: Communicator, alike: bool
+    ) -> Tensor:
+        ctx.given = dim, partition, comm
+        ctx.alike = alike
+        return all_gather(part, dim, partition, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dim, partition, comm = ctx.given
+        back = own_part(grad, dim, partition, comm.rank) if ctx.alike else None
+        if back is None:
+            back = reduce_scatter(grad, dim, partition, comm)
+        return back, None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, dim: int, partition: Partition, comm: Communicator, summed: bool
+    ) -> Tensor:
+        ctx.given = dim, partition, comm
+        if summed:
+            return reduce_scatter(whole, dim, partition, comm)
+        return own_part(whole, dim, partition, comm.rank).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(grad, *ctx.given), None, None, None, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_over_ranks(ctx.comm, grad, f"{NAME} backward"), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, comm: Communicator) -> Tensor:
+        return sum_over_ranks(comm, part, NAME)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+def gathered(
+    part: Tensor, dim: int, partition: Partition, comm: Communicator, alike: bool
+) -> Tensor:
+    """All channels, on every rank; differentiable.
+
+    Args:
+        alike: whether all ranks compute the same of them; else gradients are parts, and summed.
+    """
+    whole: Tensor = _Gather.apply(part, dim, partition, comm, alike)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def divided(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
+    """This rank's channels of what all ranks have alike; differentiable."""
+    part: Tensor = _Scatter.apply(whole, dim, partition, comm, False)  # type: ignore[no-untyped-call]
+    return part
+
+
+def summed_and_divided(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
+    """This rank's channels of the sum over ranks; differentiable."""
+    own: Tensor = _Scatter.apply(part, dim, partition, comm, True)  # type: ignore[no-untyped-call]
+    return own
+
+
+def entered(whole: Tensor, comm: Communicator) -> Tensor:
+    """What all ranks have alike, for what each of them computes a part of; differentiable."""
+    same: Tensor = _Enter.apply(whole, comm) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+    return same
+
+
+def summed(part: Tensor, comm: Communicator) -> Tensor:
+    """The sum over ranks, on all of them; differentiable."""
+    total: Tensor = _Reduce.apply(part, comm)  # type: ignore[no-untyped-call]
+    return total

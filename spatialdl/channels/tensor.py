@@ -1,0 +1,337 @@
+"""ChannelTensor: a tensor of whose channels each rank of the tensor axis has a part.
+
+A network sees the whole shape. Inside is a tensor with fewer channels, plain or split over a grid:
+an operation that treats channels alike runs on that as it is. What nothing here knows gets all
+channels, on every rank alike, and so do the networks' outputs: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spatialdl.channels.moves import divided, entered, gathered
+from spatialdl.comm.communicator import Communicator
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.parallel.partition import Partition
+from spatialdl.random.composite import inside
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+CHANNEL_OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+class ChannelTensor(Tensor):
+    """A tensor divided along one dim.
+
+    Attributes:
+        part: what this rank has; with it goes the gradient.
+        at: the dim that is divided.
+        partition: how.
+        comm: the ranks that have the parts.
+        origin: the weight by whose division this one is divided.
+    """
+
+    part: Tensor
+    at: int
+    partition: Partition
+    comm: Communicator
+    origin: ChannelTensor | None = None
+    is_whole = False  # of a weight of which every rank has all
+    is_open = False  # of a weight of which it is to be found out how it is divided
+    holds_channels = True  # a SpatialTensor beside it leaves operations to it
+
+    @staticmethod
+    def __new__(
+        cls, inner: Tensor, at: int, partition: Partition, comm: Communicator
+    ) -> ChannelTensor:
+        shape = [*inner.shape]
+        shape[at] = partition.size
+        # of itself it is a leaf: what takes it without asking here ends up with a tensor whose
+        # history goes past `part`, which `_check_known` sees
+        x: ChannelTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad
+        )
+        torch._C._set_throw_on_mutable_data_ptr(x)
+        x.part, x.at, x.partition, x.comm = inner, at, partition, comm
+        return x
+
+    def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
+        """What a weight that is not divided yet learns of how it is used; see `weights.Weight`."""
+
+    def wish(self, unit: int = 1, pieces: int = 1) -> None:
+        """Tell the origin how it should be divided, for an operation that all channels go to now.
+
+        Args:
+            unit: channels that stay together.
+            pieces: of equal size into which this dim falls.
+        """
+        if self.origin is not None:
+            self.origin.divide_for(self.partition.size, unit, pieces)
+
+    def wish_apart(self) -> None:
+        """Tell the origin that each entry of this dim is a piece by itself."""
+        if self.origin is not None:
+            total = self.origin.partition.size
+            self.origin.divide_for(total, 1, self.partition.size)
+
+    def divide_for(self, size: int, unit: int, pieces: int) -> None:
+        """What becomes of a wish for a dim of `size`; see `weights.Weight`."""
+
+    def like(
+        self, inner: Tensor, at: int | None = None, partition: Partition | None = None
+    ) -> ChannelTensor:
+        """What becomes of it, divided likewise unless `at` or `partition` say otherwise."""
+        at = self.at if at is None else at
+        other = ChannelTensor(inner, at, partition or self.partition, self.comm)
+        other.origin = self.origin
+        return other
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank; all ranks must call it."""
+        whole = whole_of(self)
+        return whole.full_tensor() if isinstance(whole, SpatialTensor) else whole
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ChannelTensor({self.part!r}, dim {self.at} of {self.partition.size})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelTensor:
+        raise RuntimeError("an activation whose channels are divided cannot be deep-copied")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("channels are divided over ranks: save full_tensor() instead")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise _refusal(func, "it takes tensors as they are; give it full_tensor()")
+
+
+def _refusal(func: Any, advice: str) -> UnsupportedSpatialOp:
+    name = getattr(func, "__name__", str(func))
+    return UnsupportedSpatialOp(
+        f"{name} cannot be done on a tensor whose channels are divided over ranks: {advice}, or "
+        "take tensor=1"
+    )
+
+
+def channel_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Register what does some of PyTorch's functions on a `ChannelTensor`.
+
+    It may return NotImplemented: then it is done on all channels.
+    """
+
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            CHANNEL_OPS[function] = handler
+        return handler
+
+    return register
+
+
+def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """The same for handlers whose first argument is divided; else all channels are taken."""
+
+    def register(handler: Handler) -> Handler:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not args or not is_divided(args[0]):
+                return NotImplemented
+            return handler(*args, **kwargs)
+
+        channel_op(*functions)(checked)
+        return handler
+
+    return register
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    if func in _OF_WRAPPER:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    for x in args:
+        for one in x if isinstance(x, list | tuple) else (x,):
+            if isinstance(one, ChannelTensor):
+                _check_known(one)
+    handler = CHANNEL_OPS.get(func)
+    if handler is not None:
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    elif is_pointwise(func):
+        return pointwise(func, args, kwargs)
+    else:
+        composite = inside(func)
+        if composite is not None:
+            return composite(*args, **kwargs)
+    return on_all_channels(func, args, kwargs)
+
+
+def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on whole tensors, alike on every rank."""
+    writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
+    if (writes and isinstance(args[0], ChannelTensor)) or kwargs.get("out") is not None:
+        raise _refusal(func, "it would write into a copy; take what returns a new tensor")
+    args, kwargs = tree_map(whole_of, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+_PROPERTIES = (
+    "shape dtype device requires_grad is_cuda is_cpu is_meta layout ndim is_sparse is_nested"
+)
+_METHODS = "size dim ndimension numel nelement is_floating_point is_complex element_size get_device"
+_OF_WRAPPER = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+    *(getattr(Tensor, f"__{name}__") for name in ("len", "hash", "repr", "format")),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""Asked of the whole shape, without a part in it."""
+
+
+def _refuse(func: Any, advice: str) -> None:
+    @channel_op(func)
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        raise _refusal(func, advice)
+
+
+for _name in ("register_hook", "retain_grad", "backward", "numpy", "data_ptr", "share_memory_"):
+    _refuse(getattr(Tensor, _name), "it would see a copy; give it full_tensor()")
+for _name in ("data", "grad"):
+    for _function in (getattr(Tensor, _name).__get__, getattr(Tensor, _name).__set__):
+        _refuse(_function, "it would see a copy; take detach()")
+
+
+@channel_op(Tensor._version.__get__)  # type: ignore[attr-defined]
+def _version(x: ChannelTensor) -> int:
+    return x.part._version
+
+
+@channel_op(Tensor.requires_grad_)
+def _requires_grad_(x: ChannelTensor, requires_grad: bool = True) -> ChannelTensor:
+    return x.like(x.part.requires_grad_(requires_grad))
+
+
+# --- what a rank has, what all have
+
+
+def on_tile(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Something that leaves pixels where they are, done to a plain tensor or to a tile."""
+    if isinstance(x, SpatialTensor):
+        return from_tile(function(to_tile(x)), x.spatial_layout, x.mesh, x.spatial_dims)
+    return function(x)
+
+
+def _check_known(x: ChannelTensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        known = x.grad_fn is None
+    if not known:
+        raise UnsupportedSpatialOp(
+            "a torch.autograd.Function, or a hook, has changed a tensor whose channels are divided "
+            "over ranks: give it full_tensor(), or take tensor=1"
+        )
+
+
+def whole_of(x: Any, alike: bool = True) -> Any:
+    """All channels of a tensor, on every rank; anything else as it is.
+
+    Args:
+        alike: whether all ranks compute the same of it; else each computes a part.
+    """
+    if not isinstance(x, ChannelTensor):
+        return x
+    x.decide()
+    if x.is_whole:
+        return x.part if alike else whole_for_parts(x.part, x.comm)
+    return on_tile(lambda tile: gathered(tile, x.at, x.partition, x.comm, alike), x.part)
+
+
+def whole_for_parts(x: Any, comm: Communicator) -> Any:
+    """All channels, of which each rank computes a part of what follows."""
+    if isinstance(x, ChannelTensor):
+        return whole_of(x, alike=False)
+    if isinstance(x, Tensor) and x.requires_grad:
+        return on_tile(lambda tile: entered(tile, comm), x)
+    return x
+
+
+def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Tensor:
+    """This rank's channels: of what is divided so already, or otherwise, or of a whole tensor."""
+    if isinstance(x, ChannelTensor):
+        x.decide(at, partition)
+        if not x.is_whole and (x.at, x.partition) == (at, partition):
+            return x.part
+        x = whole_of(x)
+    return on_tile(lambda tile: divided(tile, at, partition, comm), x)
+
+
+def is_divided(x: Any) -> TypeGuard[ChannelTensor]:
+    """Whether it is an activation, or a weight, of which ranks have parts."""
+    return isinstance(x, ChannelTensor) and not x.is_whole and x.partition is not None
+
+
+# --- pointwise operations
+
+
+@cache
+def is_pointwise(func: Any) -> bool:
+    """Whether a function of PyTorch works on each element by itself."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        name = f"{name[3:-2]}_" if _writes(func) else name[2:-2]
+        name = _DUNDERS.get(name, name)
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if packet is None or name in _UNTAGGED or name == "copy":
+        return name in _UNTAGGED
+    tags = [getattr(packet, overload).tags for overload in packet.overloads()]
+    draws = any(torch.Tag.nondeterministic_seeded in some for some in tags)
+    return not draws and any(torch.Tag.pointwise in some for some in tags)
+
+
+_DUNDERS = {
+    **dict.fromkeys(("truediv", "rdiv", "rtruediv"), "div"),
+    **{"truediv_": "div_", "radd": "add", "rmul": "mul", "invert": "bitwise_not"},
+    **{"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"},
+}
+_UNTAGGED = {"hardswish", "hardswish_", "log_sigmoid"}
+
+
+def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each rank its own channels; what is whole gives those of its own, or goes to all alike."""
+    operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    writes, first = _writes(func), next(filter(is_divided, operands), None)
+    if (writes and first is not args[0]) or first is None:
+        return on_all_channels(func, args, kwargs)
+    from_end, size = first.at - first.dim(), first.shape[first.at]
+    if any(x.dim() >= -from_end and x.shape[from_end] not in (1, size) for x in operands):
+        return on_all_channels(func, args, kwargs)
+    comm, partition = first.comm, first.partition
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x.dim() >= -from_end and x.shape[from_end] == size:
+            return part_of(x, x.dim() + from_end, partition, comm)
+        return whole_for_parts(x, comm)
+
+    def outer(y: Any) -> Any:
+        return first.like(y, y.dim() + from_end) if isinstance(y, Tensor) else y
+
+    inner = func(*tree_map(own, args), **tree_map(own, kwargs))
+    return args[0] if writes else tree_map(outer, inner)
+
+
+def _writes(func: Any) -> bool:
+    name = func.__name__
+    if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"):
+        return True
+    return name.endswith("_") and not name.endswith("__")

@@ -1,0 +1,53 @@
+"""What tests on divided channels share: tensors of which each rank has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spatialdl.channels.moves import own_part
+from spatialdl.channels.tensor import ChannelTensor, whole_of
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.world import world
+from spatialdl.parallel.partition import Partition
+from tests.mpi.device import DEVICE
+
+WORLD: Communicator = world()
+
+
+def channels(whole: Tensor, at: int = 1, partition: Partition | None = None) -> ChannelTensor:
+    """This rank's part of a tensor that all ranks have, a leaf of autograd."""
+    partition = partition or Partition.even(whole.shape[at], WORLD.size)
+    own = own_part(whole.detach(), at, partition, WORLD.rank).clone().to(DEVICE)
+    own.requires_grad_(whole.requires_grad)
+    return ChannelTensor(own, at, partition, WORLD)
+
+
+def assert_as_whole(
+    operation: Callable[..., Tensor],
+    *wholes: Tensor,
+    at: int = 1,
+    partition: Partition | None = None,
+) -> Any:
+    """An operation on divided tensors gives the numbers and gradients of one on whole ones.
+
+    Returns:
+        What it gave.
+    """
+    references = [x.detach().clone().requires_grad_() for x in wholes]
+    expected = operation(*(x * 1 for x in references))  # which may be written into
+    leaves = [channels(x.requires_grad_(), at, partition) for x in wholes]
+    given = operation(*(one.like(one.part * 1) for one in leaves))
+    whole = whole_of(given)
+    torch.testing.assert_close(whole.detach().cpu(), expected.detach(), rtol=0, atol=1e-12)
+    weights = torch.randn(expected.shape, dtype=expected.dtype)
+    (expected * weights).sum().backward()
+    (whole * weights.to(DEVICE)).sum().backward()
+    for one, reference in zip(leaves, references, strict=True):
+        assert reference.grad is not None
+        wanted = own_part(reference.grad, one.at, one.partition, WORLD.rank)
+        torch.testing.assert_close(one.part.grad.cpu(), wanted, rtol=0, atol=1e-12)
+    return given

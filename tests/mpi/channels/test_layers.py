@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spatialdl.channels.tensor import ChannelTensor, whole_of
+from spatialdl.channels.weights import Use, divide, whole_state
+from spatialdl.parallel.partition import Partition
+from tests.mpi.channels.divided import WORLD, channels
+from tests.mpi.device import DEVICE
+
+RANKS = WORLD.size
+
+
+def drawn(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_layer(layer: nn.Module, x: Tensor, ats: dict[str, int], divided: bool) -> Any:
+    """A layer whose weights are divided along some dims gives what the whole one gives."""
+    layer = layer.double()
+    x_reference = x.clone().requires_grad_()
+    reference = layer(x_reference)
+    weights = drawn(*reference.shape, seed=4)
+    (reference * weights).sum().backward()
+    reference = reference.detach()  # or its graph would remember the shapes of whole weights
+    wanted = {name: one.grad.clone() for name, one in layer.named_parameters()}
+    layer.zero_grad(set_to_none=True)
+    uses = {
+        name: Use(at, Partition.even(dict(layer.named_parameters())[name].shape[at], RANKS), True)
+        for name, at in ats.items()
+    }
+    divide(layer.to(DEVICE), uses, WORLD)
+    own: Any = channels(x.requires_grad_()) if divided else x.to(DEVICE).detach().requires_grad_()
+    given = layer(own.like(own.part * 1) if divided else own)
+    whole = whole_of(given)
+    torch.testing.assert_close(whole.detach().cpu(), reference, rtol=0, atol=1e-12)
+    (whole * weights.to(DEVICE)).sum().backward()
+    grad_x = own.like(own.part.grad).full_tensor() if divided else own.grad
+    torch.testing.assert_close(grad_x.cpu(), x_reference.grad, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        for one in layer.parameters():
+            one.copy_(one.grad)
+    found = whole_state(layer)
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name].cpu(), grad, rtol=0, atol=1e-12)
+    return given
+
+
+LAYERS = {
+    "conv": (lambda: nn.Conv2d(7, 9, 3, 2, 1), (2, 7, 8, 5)),
+    "conv of signals, no bias": (lambda: nn.Conv1d(5, 8, 5, bias=False, dilation=2), (2, 5, 13)),
+    "conv of volumes": (lambda: nn.Conv3d(5, 6, 3, padding=1), (1, 5, 4, 5, 3)),
+    "few outputs": (lambda: nn.Conv2d(7, 1, 1), (2, 7, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(7, 5, 3, 2, 1, 1), (2, 7, 4, 5)),
+    "linear": (lambda: nn.Linear(7, 11), (3, 7)),
+}
+
+
+@pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.parametrize("along", ["outputs", "inputs", "neither"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_divided_either_way(name: str, along: str, divided: bool):
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    layer = make()
+    into = {"outputs": 0, "inputs": 1}
+    at = 1 - into[along] if name == "transposed" and along in into else into.get(along)
+    if layer.weight.shape[at or 0] < RANKS:
+        at = None
+    ats = {} if at is None else {"weight": at}
+    if at is not None and layer.bias is not None and along == "outputs":
+        ats["bias"] = 0
+    if not ats and not divided:
+        return
+    assert_layer(layer, drawn(*shape), ats, divided)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_groups_are_divided(kind: Any, groups: int):
+    torch.manual_seed(0)
+    layer = kind(8, 16, 3, 2, 1, groups=groups)
+    assert_layer(layer, drawn(2, 8, 6, 5), {}, True)
+    unit = layer.weight.shape[0] // groups
+    if groups >= RANKS:
+        use = Use(0, Partition.even(layer.weight.shape[0], RANKS, unit), True)
+        x, whole = drawn(2, 8, 6, 5), layer(drawn(2, 8, 6, 5).to(DEVICE)).detach()
+        divide(layer, {"weight": use}, WORLD)
+        given = layer(channels(x))
+        assert isinstance(given, ChannelTensor)
+        torch.testing.assert_close(whole_of(given).detach(), whole, rtol=0, atol=1e-12)
+
+
+NORMS = {
+    "batch": (lambda: nn.BatchNorm2d(7), (2, 7, 4, 5)),
+    "instance": (lambda: nn.InstanceNorm2d(7, affine=True), (2, 7, 4, 5)),
+    "group": (lambda: nn.GroupNorm(4, 8), (2, 8, 4, 5)),
+    "few groups": (lambda: nn.GroupNorm(1, 8), (2, 8, 4, 5)),
+    "prelu": (lambda: nn.PReLU(7), (2, 7, 4, 5)),
+    "prelu, one weight": (nn.PReLU, (2, 7, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_layers_with_a_weight_for_each_channel(name: str, whole: bool):
+    torch.manual_seed(0)
+    make, shape = NORMS[name]
+    layer = make()
+    parameters = dict(layer.named_parameters())
+    ats = {} if whole or name == "prelu, one weight" else dict.fromkeys(parameters, 0)
+    for one in layer.parameters():
+        nn.init.normal_(one)
+    assert_layer(layer, drawn(*shape), ats, True)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_takes_statistics_of_all_ranks(affine: bool):
+    class Last(nn.Module):
+        """Over channels, which are the last dim there."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(7, elementwise_affine=affine)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.transpose(1, 2) + 100)
+
+    layer = Last()
+    for one in layer.parameters():
+        nn.init.normal_(one)
+    given = assert_layer(layer, drawn(2, 7, 5), dict.fromkeys(["norm.weight"] * affine, 0), True)
+    assert isinstance(given, ChannelTensor)
+
+
+def test_layer_norm_of_large_numbers_keeps_its_digits():
+    """Sums of squares would lose what is left of float32 beside a mean of 10,000."""
+    x = drawn(3, 8).float() + 1e4
+    given = F.layer_norm(channels(x), (8,))
+    torch.testing.assert_close(
+        whole_of(given).cpu(), F.layer_norm(x.double(), (8,)).float(), rtol=0, atol=3e-3
+    )

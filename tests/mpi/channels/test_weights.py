@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spatialdl
+from spatialdl.channels.weights import divide, own_state, uses_of, weights_of, whole_state
+from spatialdl.parallel.partition import Partition
+from tests.mpi.channels.divided import WORLD
+
+RANKS = WORLD.size
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 12, 3, padding=1)
+        self.norm = nn.BatchNorm2d(12)
+        self.narrow = nn.Conv2d(12, 5, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(5, 1, 1))
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.narrow(F.relu(self.norm(self.wide(x)))) * self.scale
+        return self.head(x.mean((2, 3)))
+
+
+def divided(network: nn.Module, x: Tensor) -> nn.Module:
+    divide(network, uses_of(network, WORLD, (x,), {}), WORLD)
+    return network
+
+
+def test_each_layer_is_divided_the_way_that_moves_fewer_numbers():
+    weights = weights_of(divided(Block(), torch.randn(2, 3, 6, 6)))
+    assert weights["wide.weight"].at == 0
+    assert weights["narrow.weight"].at == 1  # twelve maps would come, five go
+    assert weights["norm.running_var"].partition == Partition.even(12, RANKS)
+    assert weights["scale"].at == 0
+    assert weights["head.weight"].at == 1
+    assert "unused.weight" not in weights
+    assert "norm.num_batches_tracked" not in weights
+
+
+def test_parameters_stay_the_objects_that_optimizers_know():
+    network = Block()
+    before = list(network.parameters())
+    sizes = [one.numel() for one in before]
+    divided(network, torch.randn(2, 3, 6, 6))
+    assert all(a is b for a, b in zip(before, network.parameters(), strict=True))
+    assert before[0].numel() < sizes[0]
+
+
+def test_a_network_stays_as_it_is_while_it_is_looked_at():
+    network = Block()
+    state = copy.deepcopy(network.state_dict())
+    uses_of(network, WORLD, (torch.randn(2, 3, 6, 6),), {})
+    assert network.training
+    assert all(torch.equal(one, state[name]) for name, one in network.state_dict().items())
+    assert weights_of(network) == {}
+
+
+def test_whole_weights_come_and_go():
+    torch.manual_seed(1)
+    network = Block()
+    state = copy.deepcopy(network.state_dict())
+    divided(network, torch.randn(2, 3, 6, 6))
+    whole = whole_state(network)
+    assert list(whole) == list(state)
+    assert all(torch.equal(whole[name], one) for name, one in state.items())
+    other = {name: one + 1 for name, one in state.items()}
+    network.load_state_dict(own_state(network, other))
+    assert torch.equal(whole_state(network)["wide.weight"], other["wide.weight"])
+    network.load_state_dict(own_state(network, network.state_dict()))  # parts, too
+
+
+def test_a_copy_has_weights_of_its_own():
+    network = divided(Block(), torch.randn(2, 3, 6, 6))
+    copied = copy.deepcopy(network)
+    with torch.no_grad():
+        copied.wide.weight.part.fill_(0)
+    assert float(whole_state(copied)["wide.weight"].abs().sum()) == 0
+    assert float(whole_state(network)["wide.weight"].abs().sum()) > 0
+
+
+def test_forwards_see_the_whole_shape():
+    network = divided(Block(), torch.randn(2, 3, 6, 6))
+    assert network.wide.weight.shape == (12, 3, 3, 3)
+    assert dict(network.named_parameters())["wide.weight"].shape != (12, 3, 3, 3)
+
+
+class Fused(nn.Module):
+    """One layer gives queries, keys and values; a rank is to have heads of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = RANKS + 1
+        size = self.heads * 4
+        self.qkv, self.out = nn.Linear(6, 3 * size), nn.Linear(size, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(samples, tokens, 3, self.heads, 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_layers_are_divided_as_what_follows_wishes():
+    weights = weights_of(divided(Fused(), torch.randn(2, 5, 6)))
+    size = (RANKS + 1) * 4
+    heads = Partition.even(3 * size, RANKS, unit=4, pieces=3)
+    assert (weights["qkv.weight"].at, weights["qkv.weight"].partition) == (0, heads)
+    assert weights["qkv.bias"].partition == heads
+    assert weights["out.weight"].partition == Partition.even(size, RANKS, unit=4)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(x)))
+
+
+def test_a_weight_of_two_layers_is_divided_once():
+    torch.manual_seed(2)
+    network, plain = Tied().double(), Tied().double()
+    plain.load_state_dict(network.state_dict())
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model, x = spatialdl.SpatialParallel(network, mesh), torch.randn(3, 8, dtype=torch.float64)
+    plain.load_state_dict(spatialdl.full_state_dict(model, mesh))
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    found = network.first.weight.part.grad
+    at, partition = network.first.weight.at, network.first.weight.partition
+    ((start, stop),) = partition.held(WORLD.rank)
+    wanted = plain.first.weight.grad.narrow(at, start, stop - start)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert network.second.weight.part is network.first.weight.part
+
+
+def test_saving_a_part_as_if_it_were_the_weight_is_refused():
+    network = divided(Block(), torch.randn(2, 3, 6, 6))
+    with pytest.raises(RuntimeError, match="channels are divided over ranks: save full_tensor"):
+        copy.copy(network.wide.weight).__reduce_ex__(2)
