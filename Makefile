@@ -41,7 +41,7 @@ test-mpi: $(READY)
 
 	# what talks between stages and replicas, on a number of ranks that divides nothing
 	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
-	    tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training \
+	    tests/mpi/channels tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training \
 	    $(addprefix --ignore tests/mpi/training/, tasks pictures console test_staging.py)
 
 	# other numbers of ranks: stages of one rank beside stages of many; of two: see test-device
@@ -65,7 +65,7 @@ LEFT_OUT ?=
 
 test-gpu: $(READY)
 	$(ON_GPU)=nccl $(WITH_TESTS) $(LEFT_OUT) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
-	    tests/mpi/bench tests/mpi/training/optimization \
+	    tests/mpi/bench tests/mpi/channels tests/mpi/training/optimization \
 	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
 	$(ON_GPU)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py

@@ -31,7 +31,12 @@ from spatialdl.version import __version__
 allocator.prepare()
 
 if TYPE_CHECKING:
-    from spatialdl.channels.parallel import SpatialParallel, average_gradients, full_state_dict
+    from spatialdl.channels.parallel import (
+        SpatialParallel,
+        average_gradients,
+        clip_grad_norm_,
+        full_state_dict,
+    )
     from spatialdl.comm.mesh import Mesh, init_mesh
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.gather import gather_before
@@ -48,6 +53,7 @@ __all__ = [
     "UnsupportedSpatialOp",
     "__version__",
     "average_gradients",
+    "clip_grad_norm_",
     "from_local",
     "full_state_dict",
     "gather_before",
@@ -62,6 +68,7 @@ _FOUND_IN = {
     "SpatialParallel": "spatialdl.channels.parallel",
     "SpatialTensor": "spatialdl.spatial",
     "average_gradients": "spatialdl.channels.parallel",
+    "clip_grad_norm_": "spatialdl.channels.parallel",
     "from_local": "spatialdl.spatial.split",
     "full_state_dict": "spatialdl.channels.parallel",
     "gather_before": "spatialdl.spatial.gather",

@@ -8,7 +8,6 @@ gradients are parts too, and are added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -17,10 +16,12 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.reduce import sum_over_ranks
-from spatialdl.comm.repartition import move, move_back
+from spatialdl.comm.repartition import copy_kept, empty_for, move_back
 from spatialdl.parallel.layout import Bounds, Box
 from spatialdl.parallel.partition import Partition
 
@@ -35,15 +36,18 @@ def _plan(before: int, bounds: Bounds, after: int, rank: int) -> Plan:
     return Plan(owned, [whole] * len(owned), rank)
 
 
-def _folded(x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """``x`` as (before, channels, after), and the way back; channels-last stays so."""
-    if dim == 1 and x.dim() > 3 and x.stride(1) == 1 and not x.is_contiguous():
-        last = x.movedim(1, -1)
-        shape = last.shape[:-1]
-        return last.reshape(-1, last.shape[-1], 1), lambda y: y.view(*shape, -1).movedim(-1, 1)
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    folded = x.reshape(math.prod(before), x.shape[dim], math.prod(after))
-    return folded, lambda y: y.view(*before, y.shape[1], *after)
+def _folded(x: Tensor, dim: int) -> Tensor:
+    """``x`` as (before, channels, after), where it lies if that can be; in logical order.
+
+    Not otherwise where it is channels-last: a rank with a single channel cannot tell.
+    """
+    return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
+
+
+def _sized(x: Tensor, dim: int, size: int) -> Tensor:
+    """Memory for so many channels, of which `_folded` is a view: channels-last where `x` is."""
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    return empty_for(x, shape) if dim == 1 else x.new_empty(shape)
 
 
 def own_part(whole: Tensor, dim: int, partition: Partition, rank: int) -> Tensor:
@@ -57,9 +61,13 @@ def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator)
     sizes = [bounds[comm.rank + 1] - bounds[comm.rank] for bounds in partition.pieces]
     wholes = []
     for bounds, piece in zip(partition.pieces, torch.split(part, sizes, dim), strict=True):
-        folded, unfolded = _folded(piece, dim)
-        plan = _plan(folded.shape[0], bounds, folded.shape[2], comm.rank)
-        wholes.append(unfolded(move(comm, plan, folded, name=NAME)))
+        own, whole = _folded(piece, dim), _sized(piece, dim, bounds[-1])
+        plan, out = _plan(own.shape[0], bounds, own.shape[2], comm.rank), _folded(whole, dim)
+        held, window = [Held(own, plan.own)], [Held(out, plan.need)]
+        exchange = start_exchange(comm, Exchange(plan, held, window, own.device), NAME)
+        copy_kept(own, out, plan)
+        exchange.wait()
+        wholes.append(whole)
     return wholes[0] if len(wholes) == 1 else torch.cat(wholes, dim)
 
 
@@ -67,9 +75,12 @@ def reduce_scatter(whole: Tensor, dim: int, partition: Partition, comm: Communic
     """Each rank's part of the sum over ranks."""
     parts, start = [], 0
     for bounds in partition.pieces:
-        folded, unfolded = _folded(whole.narrow(dim, start, bounds[-1]), dim)
+        piece = whole.narrow(dim, start, bounds[-1])
+        folded = _folded(piece, dim)
         plan = _plan(folded.shape[0], bounds, folded.shape[2], comm.rank)
-        parts.append(unfolded(move_back(comm, plan, folded, NAME)))
+        total = move_back(comm, plan, folded, NAME)
+        part = _sized(piece, dim, total.shape[1])
+        parts.append(part.copy_(total.view(part.shape)))
         start += bounds[-1]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,21 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spatialdl.channels.weights import (
     divide,
     own_state,
     renew,
     uses_of,
+    weights_of,
     whole_outputs,
     whole_state,
 )
 from spatialdl.comm.broadcast import broadcast_state
 from spatialdl.comm.gradients import Reducer, lane_of
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.reduce import max_over_ranks, sum_over_ranks
 from spatialdl.random import keyed
 from spatialdl.random.streams import thread
-from spatialdl.spatial.agreed import note_averaged
+from spatialdl.spatial.agreed import note_averaged, watched
 from spatialdl.spatial.averaging import Averaging
 
 
@@ -59,6 +63,38 @@ def full_state_dict(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
         mesh: its ranks.
     """
     return whole_state(model.module if isinstance(model, SpatialParallel) else model)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, mesh: Mesh, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Clip averaged gradients by their norm over the whole network, divided weights included.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which on a mesh with a tensor axis would see the part of
+    one rank. Every rank of the mesh must call it.
+
+    Args:
+        model: a network, or a `SpatialParallel` of one.
+        mesh: its ranks.
+        max_norm: of all gradients together, what they are scaled down to.
+        norm_type: p of the norm, above 0; ``math.inf`` for the largest gradient.
+
+    Returns:
+        The norm before, a scalar, the same on every rank.
+    """
+    divided = {id(one.part) for one in weights_of(model).values() if not one.is_whole}
+    parameters = [one for one in model.parameters() if one.grad is not None]
+    parts = [one.grad for one in parameters if id(one) in divided and one.grad is not None]
+    wholes = [one.grad for one in parameters if id(one) not in divided and one.grad is not None]
+    of_parts, of_wholes = get_total_norm(parts, norm_type), get_total_norm(wholes, norm_type)
+    if norm_type == math.inf:
+        total = torch.maximum(max_over_ranks(mesh.tensor_comm, of_parts), of_wholes)
+    else:
+        powers = sum_over_ranks(mesh.tensor_comm, of_parts**norm_type) + of_wholes**norm_type
+        total = powers ** (1 / norm_type)
+    clip_grads_with_norm_(parameters, max_norm, total)
+    return total
 
 
 class SpatialParallel(nn.Module):
@@ -112,7 +148,7 @@ class SpatialParallel(nn.Module):
         if self._mesh.tensor == 1:
             return self.module(*args, **kwargs)
         with self._drawing():
-            return whole_outputs(self.module(*args, **kwargs))
+            return watched((args, kwargs), whole_outputs(self.module(*args, **kwargs)))
 
     def _drawing(self) -> AbstractContextManager[object]:
         """So that ranks of the tensor axis draw the same numbers for what they have alike."""

@@ -43,6 +43,7 @@ class Agreement:
     Args:
         comm: all ranks, which have the same weights.
         grid_comm: those that hold one image, and have the same images and labels.
+        tensor_comm: those of them that have the same tile.
 
     Attributes:
         compares: whether the current step is one of those that are compared.
@@ -51,9 +52,12 @@ class Agreement:
 
     any_compares: ClassVar[bool] = False
 
-    def __init__(self, comm: Communicator, grid_comm: Communicator) -> None:
-        self.rank = comm.rank
+    def __init__(
+        self, comm: Communicator, grid_comm: Communicator, tensor_comm: Communicator
+    ) -> None:
+        self.rank = comm.rank * tensor_comm.size + tensor_comm.rank
         self._comm, self._grid_comm = comm.duplicate(), grid_comm.duplicate()
+        self._tensor_comm = tensor_comm.duplicate()
         self._images = self._averages = 0
         self._backward = -1
         self.compares = False
@@ -90,6 +94,13 @@ class Agreement:
                     f"ranks bring tiles of different images: {own} on rank "
                     f"{ranks[self._grid_comm.rank]}, {other} on rank {ranks[rank]} (type, samples "
                     "and channels x size of the whole image): bring tiles of the same image"
+                )
+        if self._tensor_comm.size > 1:
+            difference = first_difference(self._tensor_comm, {"tile": tile})
+            if difference:
+                raise ValueError(
+                    f"{difference}: ranks of the tensor axis divide channels, and have one tile: "
+                    f"load, draw and augment the same one on all of them ({HOW_TO_SWITCH_OFF})"
                 )
 
     def operand(self, value: Tensor) -> None:

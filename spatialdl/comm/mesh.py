@@ -187,8 +187,11 @@ def init_mesh(
     if comm is None:
         placement = placed_by_nodes(placement, Nodes(world).of)
     mesh = stage_mesh(placement, placement.positions(world.rank)[0], world)
-    if mesh.size > 1 and check is not False:
-        mesh = replace(mesh, agreement=Agreement(mesh.comm, mesh.grid_comm))
+    if axes.size > 1 and check is not False:
+        alike = mesh.grid_comm
+        if mesh.tensor > 1:
+            alike = world.subset(placement.replica_ranks(mesh.replica))
+        mesh = replace(mesh, agreement=Agreement(mesh.comm, alike, mesh.tensor_comm))
     return mesh
 
 

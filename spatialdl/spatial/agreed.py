@@ -34,7 +34,8 @@ def watched(arguments: Any, result: Any, compares: bool = True) -> Any:
     in_backward = replaying() or torch._C._current_graph_task_id() != -1  # what runs again
     if agreement is None or not agreement.compares or in_backward:
         return result
-    _note_parameters(flat, agreement.rank)
+    if mesh.size > 1:  # or there is nobody to average with
+        _note_parameters(flat, agreement.rank)
     for value in tree_leaves(result):
         is_whole = isinstance(value, Tensor) and not is_spatial(value)
         if is_whole and value.requires_grad and not value.is_leaf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -149,3 +150,22 @@ def test_evaluation_and_conversion():
         torch.testing.assert_close(model(x.to(DEVICE)).cpu(), plain(x), rtol=0, atol=1e-12)
         model.float()
         assert model(x.float().to(DEVICE)).dtype == torch.float32
+
+
+@pytest.mark.world(2, 3, 4)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_network(norm_type: float):
+    """The norm of a rank's part is smaller, and another one on each rank."""
+    torch.manual_seed(7)
+    plain = VisionTransformer(5, patch=8, width=24, depth=1, heads=4).double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=WORLD.size)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain).to(DEVICE), mesh)
+    x, labels = torch.randn(1, 3, 16, 24, dtype=torch.float64), torch.tensor([2])
+    loss_of(model(x.to(DEVICE)), labels.to(DEVICE)).backward()
+    loss_of(plain(x), labels).backward()
+    found = spatialdl.clip_grad_norm_(model, mesh, 0.1, norm_type)
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert model.module.head.bias.part.grad.norm() < plain.head.bias.grad.norm() + 1e-12
+    again = spatialdl.clip_grad_norm_(model, mesh, 1e9, norm_type)
+    assert again.item() == pytest.approx(0.1, rel=1e-5)

@@ -195,6 +195,22 @@ def test_labels_behind_the_last_image_that_is_compared(mesh: Mesh) -> None:
     F.cross_entropy(whole + 1, labels).backward()
 
 
+def test_ranks_that_divide_channels_have_one_image_and_one_label() -> None:
+    mesh = init_mesh((1, 1), tensor=SIZE)
+    with pytest.raises(ValueError, match=r"image .* has other values on rank"):
+        shard(changed(image()) if LAST else image(), mesh)
+    with pytest.raises(ValueError, match=r"tile .* has other values .* divide channels"):
+        from_local(changed(image()) if LAST else image(), mesh, (16, 12))
+    model = SpatialParallel(network(), mesh)
+    for labels in (torch.tensor([0, 1]), torch.tensor([0, 2])):
+        loss = F.cross_entropy(model(shard(image(), mesh)), labels)
+        loss.backward()
+    other = torch.tensor([2, 2]) if LAST else torch.tensor([0, 1])
+    loss = F.cross_entropy(model(shard(image(), mesh)), other)
+    with pytest.raises(ValueError, match="gradient of the loss"):
+        loss.backward()
+
+
 def test_rounding_is_not_refused(mesh: Mesh) -> None:
     shard(image() * (1 + 1e-9 * RANK), mesh)
 
