@@ -32,7 +32,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.parallel.partition import Partition
-from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import combined, tile_moments
 
 
@@ -317,6 +317,7 @@ def layer_norm(
     own = _own_of((weight, bias), input.partition, comm)
 
     def normalised(tile: Tensor) -> Tensor:
+        tile = in_float32(tile)
         y: Tensor = _LayerNorm.apply(tile, *own, size, eps, comm)  # type: ignore[no-untyped-call]
         return y
 

@@ -7,6 +7,7 @@ channels, on every rank alike, and so do the networks' outputs: slower, never wr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeGuard, TypeVar
@@ -101,7 +102,7 @@ class ChannelTensor(Tensor):
         return f"ChannelTensor({self.part!r}, dim {self.at} of {self.partition.size})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelTensor:
-        raise RuntimeError("an activation whose channels are divided cannot be deep-copied")
+        return self.like(copy.deepcopy(self.part, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("channels are divided over ranks: save full_tensor() instead")
@@ -179,7 +180,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on whole tensors, alike on every rank."""
     writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
-    if (writes and isinstance(args[0], ChannelTensor)) or kwargs.get("out") is not None:
+    if is_divided(args[0] if writes and args else kwargs.get("out")):
         raise _refusal(func, "it would write into a copy; take what returns a new tensor")
     args, kwargs = tree_map(whole_of, (args, kwargs))
     return func(*args, **kwargs)

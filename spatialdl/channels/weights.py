@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels import along, layers
 from spatialdl.channels.moves import all_gather, own_part
-from spatialdl.channels.tensor import ChannelTensor, whole_of
+from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import dry_mesh
@@ -77,11 +77,16 @@ class Weight(ChannelTensor):
 
     @property
     def part(self) -> Tensor:  # type: ignore[override]
-        """What this rank has, asked for each time: a block that runs again swaps its buffers."""
+        """What this rank has, asked for each time: a block that runs again swaps its buffers.
+
+        A forward may have put something else there, too: a buffer that it computed.
+        """
         held = _held(self.module, self.key)
-        if self.is_cut or self.is_whole:
-            return held
-        return own_part(held, self.at, self.partition, self.comm.rank)
+        if self.is_whole:
+            whole: Tensor = whole_of(held)
+            return whole
+        is_part = self.is_cut and held.shape[self.at] == self.partition.size_of(self.comm.rank)
+        return held if is_part else part_of(held, self.at, self.partition, self.comm)
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]

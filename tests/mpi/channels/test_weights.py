@@ -149,3 +149,33 @@ def test_saving_a_part_as_if_it_were_the_weight_is_refused():
     network = divided(Block(), torch.randn(2, 3, 6, 6))
     with pytest.raises(RuntimeError, match="channels are divided over ranks: save full_tensor"):
         copy.copy(network.wide.weight).__reduce_ex__(2)
+
+
+class Tracked(nn.Module):
+    """Keeps statistics in buffers by operations of its own, in place and by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 1)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("largest", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
+            self.largest = torch.maximum(self.largest, x.amax((0, 2, 3)))
+        return (x - self.mean[None, :, None, None]).square().mean((1, 2, 3))
+
+
+def test_buffers_that_a_forward_writes_are_those_of_one_process():
+    torch.manual_seed(3)
+    plain = Tracked().double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
+    for step in range(3):
+        x = torch.randn(2, 3, 5, 4, dtype=torch.float64) + step
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
+    found = spatialdl.full_state_dict(model, mesh)
+    for name, one in plain.state_dict().items():
+        torch.testing.assert_close(found[name], one, rtol=0, atol=1e-12)
