@@ -14,7 +14,7 @@ import sys
 SWITCH = "THP_MEM_ALLOC_ENABLE"
 """PyTorch's own for huge pages. 0, set by the user, leaves glibc as it is, too."""
 
-MAPPED_FROM = 4 * 2**20
+MAPPED_FROM = 8 * 2**20
 KEPT_UP_TO = 64 * 2**20
 """Bytes: from which size memory is mapped by itself; how much free memory a heap may keep."""
 
