@@ -27,22 +27,22 @@ from spatialdl.spatial.dropout import region_of
 from spatialdl.spatial.tensor import SpatialTensor
 
 
-def _each_channel(function: Any) -> None:
+def _each_channel(function: Any, dims: int | None = None) -> None:
+    """A function of maps with so many spatial dims; of any number if it is None."""
+
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
-        if input.at != 1 or input.dim() < 3:
-            return NotImplemented
+        if input.at != 1 or input.dim() < 3 or input.dim() != (dims or input.dim() - 2) + 2:
+            return NotImplemented  # perhaps without samples
         given = function(input.part, *args, **kwargs)
         return tuple(map(input.like, given)) if isinstance(given, tuple) else input.like(given)
 
 
-for _name in (
-    *(f"{kind}_pool{dims}d" for kind in ("max", "avg", "lp") for dims in (1, 2, 3)),
-    *(f"adaptive_{kind}_pool{dims}d" for kind in ("max", "avg") for dims in (1, 2, 3)),
-    *("interpolate", "upsample"),
-):
-    if hasattr(F, _name):
-        _each_channel(getattr(F, _name))
+for _dims in (1, 2, 3):
+    for _name in ("max_pool", "avg_pool", "lp_pool", "adaptive_max_pool", "adaptive_avg_pool"):
+        _each_channel(getattr(F, f"{_name}{_dims}d"), _dims)
+_each_channel(F.interpolate)
+_each_channel(F.upsample)
 
 
 @divided_op(F.pad)
@@ -71,32 +71,39 @@ for _function in (
 # --- reductions, and what works along a dim
 
 
-def _along(function: Any, keeps: bool) -> None:
+def _along(function: Any) -> None:
     """A function of (input, dim, ...) along dims other than that of channels."""
 
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
         dims = kwargs.get("dim", args[0] if args else None)
-        if isinstance(dims, bool | Tensor) or dims is None:
+        given = (dims,) if isinstance(dims, int) else dims
+        if isinstance(dims, bool) or not isinstance(given, tuple | list):
             return NotImplemented
-        given = (dims,) if isinstance(dims, int) else tuple(dims)
-        places = {dim % input.dim() for dim in given if isinstance(dim, int)}
-        if not places or len(places) != len(given) or input.at in places:
+        places = {dim % input.dim() for dim in given}
+        if not places or input.at in places:
             return NotImplemented
-        kept = keeps or kwargs.get("keepdim", len(args) > 1 and args[1] is True)
-        at = input.at if kept else input.at - sum(dim < input.at for dim in places)
-        result = function(input.part, *args, **kwargs)
-        if isinstance(result, Tensor):
-            return input.like(result, at)
-        return type(result)([input.like(one, at) for one in result])
+        found = function(input.part, *args, **kwargs)
+        one = found if isinstance(found, Tensor) else found[0]
+        gone = input.dim() > one.dim()
+        at = input.at - sum(dim < input.at for dim in places) * gone
+        if isinstance(found, Tensor):
+            return input.like(found, at)
+        return type(found)([input.like(one, at) for one in found])
 
 
-for _name in ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "max", "min"):
+_REDUCING = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "max", "min")
+for _name in (*_REDUCING, "softmax", "log_softmax", "cumsum"):
     for _holder in (torch, Tensor):
-        _along(getattr(_holder, _name), keeps=False)
-for _name in ("softmax", "log_softmax", "flip", "cumsum"):
-    for _holder in (torch, Tensor):
-        _along(getattr(_holder, _name), keeps=True)
+        _along(getattr(_holder, _name))
+
+
+@divided_op(torch.flip, Tensor.flip)
+def flip(input: ChannelTensor, *dims: Any) -> Any:
+    given = dims[0] if dims and isinstance(dims[0], Sequence) else dims
+    if not given or input.at in {dim % input.dim() for dim in given}:
+        return NotImplemented
+    return input.like(input.part.flip(list(given)))
 
 
 # --- shapes
@@ -351,7 +358,7 @@ def attention(
 def matmul(input: Tensor, other: Tensor) -> Any:
     """Of tensors divided along a dim of the batch."""
     x: Any = input if is_divided(input) else other
-    if input.dim() != other.dim() or x.at >= x.dim() - 2:
+    if not is_divided(x) or input.dim() != other.dim() or x.at >= x.dim() - 2:
         return NotImplemented
     if input.shape[x.at] != other.shape[x.at]:
         return NotImplemented

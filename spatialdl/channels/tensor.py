@@ -217,6 +217,11 @@ def _version(x: ChannelTensor) -> int:
     return x.part._version
 
 
+@channel_op(Tensor.is_contiguous)
+def _is_contiguous(x: ChannelTensor, *args: Any, **kwargs: Any) -> bool:
+    return x.part.is_contiguous(*args, **kwargs)
+
+
 @channel_op(Tensor.requires_grad_)
 def _requires_grad_(x: ChannelTensor, requires_grad: bool = True) -> ChannelTensor:
     return x.like(x.part.requires_grad_(requires_grad))

@@ -63,6 +63,9 @@ OF_MAPS = {
     "zeros": lambda x: x + torch.zeros_like(x),
     "flip": lambda x: x.flip(3),
     "double": lambda x: x.double(),
+    "variance of samples": lambda x: torch.var(x, (0, 2), True),
+    "largest row": lambda x: x.max(dim=2).values,
+    "channels last, pooled": lambda x: x.to(memory_format=torch.channels_last).mean((2, 3)),
 }
 
 
@@ -82,6 +85,12 @@ BY_ALL = {
     "channels together": lambda x: x.reshape(2, 5, 7, 7),
     "roll": lambda x: x.roll(1, 1),
     "largest of two": lambda x: torch.max(x, x * x),
+    "flip of channels": lambda x: x.flip(3, 1),
+    "pooled without samples": lambda x: F.max_pool2d(x[0].transpose(0, 1), 2),
+    "rows without samples": lambda x: F.avg_pool1d(x[0, :, 0], 3),
+    "product with a matrix": lambda x: (
+        x.transpose(1, 3) @ torch.eye(7, dtype=x.dtype, device=x.device)
+    ),
 }
 
 

@@ -118,6 +118,32 @@ def test_layers_are_divided_as_what_follows_wishes():
     assert weights["out.weight"].partition == Partition.even(size, RANKS, unit=4)
 
 
+class Multiplied(nn.Module):
+    """Weights that only products and functions of their own take stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 8))
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x @ F.normalize(self.first)) @ self.second.weight @ self.first.t()
+
+
+def test_weights_in_products_stay_whole_or_are_gathered():
+    torch.manual_seed(3)
+    plain = Multiplied().double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    found, wanted = model(x), plain(x)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for one in (found, wanted):
+        one.square().sum().backward()
+    torch.testing.assert_close(model.module.first.grad, plain.first.grad, rtol=0, atol=1e-12)
+    assert "first" not in weights_of(model.module)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
