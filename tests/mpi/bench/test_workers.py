@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 
 import spatialdl
-from spatialdl.bench import backend_worker, device, pipeline_worker, synthetic_worker, worker
+from spatialdl.bench import (
+    backend_worker,
+    device,
+    late_worker,
+    pipeline_worker,
+    synthetic_worker,
+    worker,
+)
 from spatialdl.bench.halo_worker import Halo
 from spatialdl.bench.halo_worker import measure as measure_halo
 from spatialdl.bench.pipeline import layouts
@@ -95,6 +102,26 @@ def test_steps_of_pipelines(world: Communicator) -> None:
         if world.rank == 0:
             assert side.found["seconds"][0] > 0
             assert side.found["ideal"][0] > 0
+
+
+@pytest.mark.parametrize("network", ["resnet50", pytest.param("vgg16", marks=pytest.mark.slow)])
+def test_sides_of_late_layers_compute_the_same(network: str, world: Communicator) -> None:
+    if world.size == 1 or (network == "vgg16" and world.size > 2):
+        pytest.skip("nothing to divide, or too much memory for all together")
+    options = Namespace(network=network, size=64, batch=world.size, ranks=world.size, alone=True)
+    sides = [late_worker.Side(name, options, HERE) for name in late_worker._names(options)]
+    for side in sides:
+        side.start()
+    late_worker.check_alike({side.name: side.loss for side in sides}, world)
+    found = {side.name: side.found for side in sides}
+    weights = found["samples"]["weights_mb"]
+    assert found["channels"]["weights_mb"] < weights / world.size * 1.02
+    assert found["channels"]["sent_mb"] < found["samples"]["sent_mb"]
+    with pytest.raises(RuntimeError, match="channels divided, the loss is 2"):
+        late_worker.check_alike({"space": 1.0, "channels": 2.0}, world)
+    sides[2].measure()
+    if world.rank == 0:
+        assert found["channels"]["seconds"][0] > 0
 
 
 @pytest.mark.usefixtures("ends_process_group")

@@ -1,0 +1,139 @@
+"""The last layers of a network on many ranks: their space, their samples or their channels divided.
+
+Late layers have few pixels and many channels and weights (Dryden et al., SC 2019). All sides train
+the same weights on the same images, in turn, in one job, and start from the same loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spatialdl.bench.device import add_device, worker_command
+from spatialdl.bench.results import (
+    heading,
+    markdown,
+    median_ratio,
+    origin,
+    parser_of,
+    place,
+    publish,
+    save,
+    words_of,
+)
+from spatialdl.planning.worker import environment, run_worker
+
+NETWORKS = ("resnet50", "vgg16")
+SIDES = ("space", "samples", "channels")
+ALONE = "one process"
+COLUMNS = ("held_mb", "weights_mb", "sent_mb")
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
+    command = worker_command("late_worker", options.ranks, options)
+    found = run_worker(command, environment(threads=1), show=True)
+    name = f"late-{options.network}-{options.ranks}ranks"
+    publish(summarise(options, found), table, draw, Path(options.out) / name)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("late", __doc__)
+    parser.add_argument(
+        "--network",
+        choices=NETWORKS,
+        default="resnet50",
+        help="the last of four stages and the head of a ResNet-50, or the dense layers of a VGG-16 "
+        "(%(default)s)",
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="images a step (%(default)s)")
+    parser.add_argument(
+        "--size", type=int, default=2048, help="side of the images of a ResNet-50 (%(default)s)"
+    )
+    parser.add_argument("--alone", action="store_true", help="also one process with one thread")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each side (%(default)s)")
+    add_device(parser)
+    options = parser.parse_args(arguments)
+    if min(options.rounds, options.batch) < 1 or options.ranks < 2 or options.size < 32:
+        raise ValueError("rounds and batch must be at least 1, ranks at least 2, size at least 32")
+    if options.batch % options.ranks:
+        raise ValueError(
+            f"samples are divided evenly: --batch {options.batch} is no multiple of --ranks "
+            f"{options.ranks}"
+        )
+    return options
+
+
+def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the rounds, and ratios to the division of space round by round."""
+    base = found["sides"][SIDES[0]]["seconds"]
+    sides = {
+        name: {
+            **one,
+            "median": statistics.median(one["seconds"]),
+            "ratio": median_ratio(one["seconds"], base),
+        }
+        for name, one in found["sides"].items()
+    }
+    return {
+        **origin("late", words_of(options)),
+        "device": found["device"],
+        "options": vars(options),
+        "sides": sides,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line for each side, as text."""
+    rows = [
+        [
+            name,
+            f"{one['median']:.3g}",
+            f"{one['ratio']:.2f}",
+            f"{one['cpu_seconds']:.3g}",
+            *(f"{one[column]:.1f}" for column in COLUMNS),
+        ]
+        for name, one in result["sides"].items()
+    ]
+    titles = ["divided", "s a step", "/ space", "CPU s", "held, MB", "weights, MB", "sent, MB"]
+    lines = [
+        *heading(result),
+        *markdown(titles, rows),
+        "",
+        "CPU s: of all ranks, waiting included; of a rank: held from forward to backward, weights",
+        "with gradients and momentum, and what it sends or brings to sums in a step",
+    ]
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Time, memory and messages of the sides, beside each other."""
+    from matplotlib.figure import Figure
+
+    names = list(result["sides"])
+    panels = {
+        "s a step": [result["sides"][name]["median"] for name in names],
+        "held and weights, MB a rank": [
+            result["sides"][name]["held_mb"] + result["sides"][name]["weights_mb"] for name in names
+        ],
+        "sent in a step, MB a rank": [result["sides"][name]["sent_mb"] for name in names],
+    }
+    figure = Figure(figsize=(10, 3.2), dpi=150, layout="constrained")
+    for panel, (title, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        colors = ["#1f5fa8" if name == SIDES[-1] else "#a9b8c9" for name in names]
+        bars = panel.bar(names, values, color=colors, width=0.6)
+        panel.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8)
+        panel.set_title(title, fontsize=9)
+        panel.tick_params(labelsize=8)
+        panel.margins(y=0.15)
+    options = result["options"]
+    figure.suptitle(
+        f"last layers of {options['network']}, {options['batch']} images, {options['ranks']} ranks "
+        f"on {place(result)}",
+        fontsize=10,
+    )
+    save(figure, path)
