@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from spatialdl import gather_before
 from tests.mpi.zoo import NO_DROPOUT, SQUARE, Entry, classifier, of_hf, of_monai
 
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -96,6 +97,13 @@ def _mask2former(library: Any) -> nn.Module:
         dropout=0.0,
     )
     network: nn.Module = library.Mask2FormerModel(config)
+    return network
+
+
+def _mask2former_gathered(library: Any) -> nn.Module:
+    """Its deformable attention reads pixels anywhere; the backbone, with most pixels, is split."""
+    network = _mask2former(library)
+    gather_before(network, "pixel_level_module.decoder")
     return network
 
 
@@ -191,6 +199,7 @@ _TRANSFORMERS: dict[str, Entry] = {
         num_register_tokens=2,
     ),
     "Mask2Former": _of(_mask2former),
+    "Mask2Former, gathered": _of(_mask2former_gathered),
 }
 
 _MONAI_VIT = {
