@@ -60,8 +60,26 @@ def _unchanged(function: Any) -> None:
         return input.like(function(input.part, *args, **kwargs))
 
 
+@divided_op(Tensor.contiguous)
+def contiguous(
+    input: ChannelTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> Any:
+    if input.stand_in().is_contiguous(memory_format=memory_format):
+        return input
+    return input.like(input.part.clone(memory_format=memory_format))
+
+
+@divided_op(Tensor.to)
+def to(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(one, ChannelTensor) for one in args):
+        return NotImplemented
+    converted = input.like(input.part.to(*args, **kwargs))
+    kept = kwargs.get("memory_format", torch.preserve_format)
+    return converted if kept is torch.preserve_format else contiguous(converted, kept)
+
+
 for _function in (
-    *(Tensor.contiguous, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to),
+    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
     *(Tensor.clone, torch.clone, Tensor.detach, torch.detach, Tensor.cpu, Tensor.cuda),
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
 ):
@@ -182,8 +200,15 @@ def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
         _wish(input, sizes)
         return NotImplemented
     at, partition = found
-    sizes[at] = partition.size_of(input.comm.rank)
-    return input.like(input.part.reshape(sizes), at, partition)
+    held, stand_in = partition.size_of(input.comm.rank), input.stand_in()
+    part = input.part
+    if stand_in is not part:
+        several = [*sizes]
+        several[at] = -1
+        if stand_in.reshape(several)._base is None:  # with more channels it would be a copy
+            part = part.clone()
+    sizes[at] = held
+    return input.like(part.reshape(sizes), at, partition)
 
 
 @divided_op(torch.unflatten, Tensor.unflatten)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.channels.moves import summed, summed_and_divided
+from spatialdl.channels.moves import all_gather, own_part, summed, summed_and_divided
 from spatialdl.channels.tensor import (
     ChannelTensor,
     channel_op,
@@ -118,11 +118,11 @@ class _Layer:
         shape[self._at] = -1
         if outputs < comm.size:
             whole = on_tile(lambda tile: summed(tile, comm), parts)
-            return whole if bias is None else whole + whole_of(bias).view(shape)
+            return whole if bias is None else whole + whole_of(bias).view(shape).to(whole.dtype)
         own = Partition.even(outputs, comm.size)
         given = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
         if bias is not None:
-            given = given + part_of(bias, 0, own, comm).view(shape)
+            given = given + part_of(bias, 0, own, comm).view(shape).to(given.dtype)
         return ChannelTensor(given, self._at, own, comm)
 
 
@@ -214,25 +214,72 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _Layer(F.linear, input, weight, bias, at=input.dim() - 1, out=0, into=1).run()
 
 
-def _register_per_channel(function: Any) -> None:
-    @divided_op(function)
-    def norm(
-        input: ChannelTensor,
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if input.at != 1:
-            return NotImplemented
-        own = _own_of((running_mean, running_var, weight, bias), input.partition, input.comm)
-        return input.like(function(input.part, *own, *args, **kwargs))
+@channel_op(F.batch_norm)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    state = (running_mean, running_var, weight, bias)
+    return _normed(F.batch_norm, input, state, training, momentum, eps)
 
 
-_register_per_channel(F.batch_norm)
-_register_per_channel(F.instance_norm)
+@channel_op(F.instance_norm)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    state = (running_mean, running_var, weight, bias)
+    return _normed(F.instance_norm, input, state, use_input_stats, momentum, eps)
+
+
+def _normed(
+    function: Any,
+    input: Tensor,
+    state: Sequence[Tensor | None],
+    updates: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """A norm of each channel; `state` has running statistics first, which it may update."""
+    comm = comm_of(input, *state)
+    partition = _partition_of(input, 1)
+    if partition is None:
+        own = [whole_of(one) for one in state]
+        given: Tensor = function(whole_of(input), *own, updates, momentum, eps)
+    else:
+        own = _own_of(state, partition, comm)
+        part = part_of(input, 1, partition, comm)
+        given = ChannelTensor(function(part, *own, updates, momentum, eps), 1, partition, comm)
+    for buffer, used in zip(state[:2], own[:2], strict=True):
+        if updates and buffer is not None and used is not None:
+            _write_back(buffer, used, partition, comm)
+    return given
+
+
+@torch.no_grad()
+def _write_back(
+    buffer: Tensor, used: Tensor, partition: Partition | None, comm: Communicator
+) -> None:
+    """Statistics that were updated in a copy, as a buffer is divided otherwise than the input."""
+    held = buffer.part if isinstance(buffer, ChannelTensor) else buffer
+    if held is used:
+        return
+    whole = used if partition is None else all_gather(used, 0, partition, comm)
+    if is_divided(buffer):
+        whole = own_part(whole, buffer.at, buffer.partition, comm.rank)
+    held.copy_(whole)
 
 
 @divided_op(F.prelu, torch.prelu)

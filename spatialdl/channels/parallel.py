@@ -168,7 +168,11 @@ class SpatialParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load into the network itself; of divided weights all, or this rank's part."""
-        return self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
+        weights = weights_of(self.module).values()
+        found = self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
+        for weight in weights:  # assign=True takes other parameters
+            vars(weight.module)[weight.key] = weight.again()
+        return found
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from inspect import Parameter, signature
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 CHANNEL_OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
+KEYWORDS: dict[Callable[..., Any], set[str] | None] = {}
+"""What handlers take by name; None: anything."""
 
 
 class ChannelTensor(Tensor):
@@ -93,6 +96,19 @@ class ChannelTensor(Tensor):
         other.origin = self.origin
         return other
 
+    def stand_in(self) -> Tensor:
+        """What says, alike on all ranks, which reshapes are views and whether it is contiguous.
+
+        A rank with a single channel could view what others must copy.
+        """
+        if self.part.shape[self.at] > 1 or isinstance(self.part, SpatialTensor):
+            return self.part
+        step = self.part.stride(self.at)
+        size, stride = [*self.part.shape], [*self.part.stride()]
+        stride = [n * 2 if n >= step else n for n in stride]
+        size[self.at], stride[self.at] = 2, step
+        return torch.empty_strided(size, stride, device="meta")
+
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks must call it."""
         whole = whole_of(self)
@@ -133,8 +149,12 @@ def channel_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """
 
     def register(handler: Handler) -> Handler:
+        parameters = signature(handler).parameters.values()
+        takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
+        names = {one.name for one in parameters if one.kind is not Parameter.VAR_POSITIONAL}
         for function in functions:
             CHANNEL_OPS[function] = handler
+            KEYWORDS[function] = None if takes_any else names
         return handler
 
     return register
@@ -144,6 +164,7 @@ def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """The same for handlers whose first argument is divided; else all channels are taken."""
 
     def register(handler: Handler) -> Handler:
+        @wraps(handler)
         def checked(*args: Any, **kwargs: Any) -> Any:
             if not args or not is_divided(args[0]):
                 return NotImplemented
@@ -163,18 +184,23 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         for one in x if isinstance(x, list | tuple) else (x,):
             if isinstance(one, ChannelTensor):
                 _check_known(one)
+    result = _known(func, args, kwargs)
+    return on_all_channels(func, args, kwargs) if result is NotImplemented else result
+
+
+def _known(func: Any, args: Any, kwargs: Any) -> Any:
+    """What is taught here; NotImplemented if it is not."""
+    if kwargs.get("out") is not None:
+        return NotImplemented
     handler = CHANNEL_OPS.get(func)
     if handler is not None:
-        result = handler(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    elif is_pointwise(func):
+        keywords = KEYWORDS[func]
+        spelled = not kwargs or keywords is None or keywords.issuperset(kwargs)
+        return handler(*args, **kwargs) if spelled else NotImplemented
+    if is_pointwise(func):
         return pointwise(func, args, kwargs)
-    else:
-        composite = inside(func)
-        if composite is not None:
-            return composite(*args, **kwargs)
-    return on_all_channels(func, args, kwargs)
+    composite = inside(func)
+    return NotImplemented if composite is None else composite(*args, **kwargs)
 
 
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
@@ -182,8 +208,9 @@ def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
     if is_divided(args[0] if writes and args else kwargs.get("out")):
         raise _refusal(func, "it would write into a copy; take what returns a new tensor")
-    args, kwargs = tree_map(whole_of, (args, kwargs))
-    return func(*args, **kwargs)
+    wholes = tree_map(whole_of, (args, kwargs))
+    result = func(*wholes[0], **wholes[1])
+    return guarded(result, args, wholes[0])
 
 
 _PROPERTIES = (
@@ -219,7 +246,7 @@ def _version(x: ChannelTensor) -> int:
 
 @channel_op(Tensor.is_contiguous)
 def _is_contiguous(x: ChannelTensor, *args: Any, **kwargs: Any) -> bool:
-    return x.part.is_contiguous(*args, **kwargs)
+    return x.stand_in().is_contiguous(*args, **kwargs)
 
 
 @channel_op(Tensor.requires_grad_)
@@ -285,6 +312,58 @@ def is_divided(x: Any) -> TypeGuard[ChannelTensor]:
     return isinstance(x, ChannelTensor) and not x.is_whole and x.partition is not None
 
 
+# --- views of copies
+
+
+class CopiedView(Tensor):
+    """A view of a copy with all channels: what is written into it would be lost, and is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        composite = inside(func)
+        if composite is not None:  # which may write in place
+            return composite(*args, **kwargs)
+        writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
+        if isinstance(args[0] if writes and args else kwargs.get("out"), CopiedView):
+            raise _refusal(func, "it would write into a copy; take what returns a new tensor")
+        plain = tree_map(_unguarded, (args, kwargs))
+        return guarded(func(*plain[0], **plain[1]), args, plain[0])
+
+
+def _unguarded(x: Any) -> Any:
+    if isinstance(x, CopiedView):
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.as_subclass(Tensor)
+    return x
+
+
+def guarded(result: Any, args: Any, copies: Any) -> Any:
+    """The result of a function of copies, views of which are not to be written into.
+
+    Args:
+        args: before they were copied.
+        copies: of them.
+    """
+    pairs = zip(tree_leaves(args), tree_leaves(copies), strict=False)
+    copied = {_memory(copy) for x, copy in pairs if isinstance(x, Tensor) and x is not copy} - {
+        None
+    }
+
+    def guard(y: Any) -> Any:
+        if not copied or type(y) is not Tensor or _memory(y) not in copied:
+            return y
+        return y.as_subclass(CopiedView)
+
+    return tree_map(guard, result) if copied else result
+
+
+def _memory(x: Any) -> int | None:
+    if type(x) is not Tensor or x.is_meta:
+        return None
+    return x.untyped_storage().data_ptr()
+
+
 # --- pointwise operations
 
 
@@ -313,6 +392,8 @@ _UNTAGGED = {"hardswish", "hardswish_", "log_sigmoid"}
 
 def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Each rank its own channels; what is whole gives those of its own, or goes to all alike."""
+    if len(args) + len(kwargs) == 1 and func.__name__ == "where":
+        return on_all_channels(func, args, kwargs)
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     writes, first = _writes(func), next(filter(is_divided, operands), None)
     if (writes and first is not args[0]) or first is None:

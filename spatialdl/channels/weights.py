@@ -22,6 +22,7 @@ from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import dry_mesh
+from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.partition import Partition
 from spatialdl.random import keyed
 from spatialdl.spatial.shadow import meta_copy
@@ -113,7 +114,8 @@ class Weight(ChannelTensor):
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
         total = self.shape[self.at]
         pieces *= total // size
-        if total % size == 0 and total % (unit * pieces) == 0:
+        least = unit * pieces * self.comm.size  # or a rank would have nothing of a piece
+        if total % size == 0 and total % (unit * pieces) == 0 and total >= least:
             self.use.wished = Partition.even(total, self.comm.size, unit, pieces)
 
     def whole(self) -> Tensor:
@@ -177,10 +179,19 @@ def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> d
         if held.dim() > 0 and held.is_floating_point():
             uses[path] = of_state.setdefault(id(held), Use())
     _shown(shadow, uses, dry)
+    for module in shadow.modules():
+        plain = {name: one for name, one in vars(module).items() if type(one) is Tensor}
+        vars(module).update({name: one.to("meta") for name, one in plain.items()})
     args, kwargs = tree_map_only(Tensor, _without_data, (args, kwargs))
     for left in reversed(range(ROUNDS)):
-        with torch.no_grad(), torch.device("meta"), keyed(0, 0):
-            shadow(*args, **kwargs)
+        try:
+            with torch.no_grad(), torch.device("meta"), keyed(0, 0):
+                shadow(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            raise UnsupportedSpatialOp(
+                f"how {type(network).__name__} uses its weights cannot be found out without data, "
+                f"so they cannot be divided: {error}; take tensor=1"
+            ) from error
         if not left or not _granted(of_state.values()):
             break
     return {path: use for path, use in uses.items() if use.at is not None}
@@ -205,6 +216,7 @@ def _without_data(x: Tensor) -> Tensor:
     return SpatialTensor(tile, x.spatial_layout, mesh, x.spatial_dims)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> None:
     """Leave each rank its part of the weights, buffers and gradients of a network.

@@ -118,3 +118,76 @@ def test_random_functions_are_not_pointwise():
     assert not is_pointwise(torch.bernoulli)
     assert not is_pointwise(torch.softmax)
     assert not is_pointwise(Tensor.copy_)
+
+
+WRITES = {
+    "a slice": lambda h: h[:, 1:3].mul_(2),
+    "a channel": lambda h: h[:, 2].zero_(),
+    "narrowed": lambda h: h.narrow(1, 0, 2).add_(1),
+    "a view of a view": lambda h: h[:, 1:5][:, 1:].add_(1),
+    "inplace=True": lambda h: F.relu(h[:, :3], inplace=True),
+    "set": lambda h: h[:, 1:3].__setitem__((slice(None), 0), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_into_a_view_of_a_copy_is_refused(name: str):
+    """The write was lost: `h[:, 1:3].mul_(2)` left `h` as it was."""
+    with pytest.raises(UnsupportedSpatialOp, match="it would write into a copy"):
+        WRITES[name](channels(drawn(2, 7, 3)))
+
+
+def test_reading_a_view_of_a_copy_is_all_right():
+    assert_as_whole(lambda h: (h[:, 1:3] * 2).sum(1) + h[:, 4] + F.relu(h[:, 5]), drawn(2, 7, 3))
+
+
+@pytest.mark.parametrize("size", [WORLD.size, WORLD.size + 1, 2 * WORLD.size])
+def test_copies_and_views_are_those_of_whole_tensors(size: int):
+    """A rank with one channel got a view where others copied, and wrote into the original."""
+
+    def written(copied: Any) -> Any:
+        def run(h: Tensor) -> Tensor:
+            h = h + 0
+            copied(h).add_(1)
+            return h
+
+        return run
+
+    for copied in (
+        lambda h: h.permute(0, 2, 3, 1).contiguous(),
+        lambda h: h.permute(0, 2, 3, 1).reshape(2, -1),
+        lambda h: h.transpose(1, 2).flatten(2),
+        lambda h: h.reshape(2, -1),
+        lambda h: h.contiguous(),
+        lambda h: h.flatten(2),
+    ):
+        assert_as_whole(written(copied), drawn(2, size, 3, 4))
+    x = channels(drawn(2, size, 3, 4))
+    assert x.is_contiguous()
+    assert not x.permute(0, 2, 3, 1).is_contiguous()
+
+
+def test_out_is_written():
+    x, whole = channels(drawn(2, 7, 3)), drawn(2, 7, 3)
+    out = torch.zeros(2, 7, 3, dtype=torch.float64, device=DEVICE)
+    torch.add(x, x, out=out)
+    assert torch.equal(out.cpu(), 2 * whole)
+    out = torch.zeros(2, 7, dtype=torch.float64, device=DEVICE)
+    torch.sum(x, 2, out=out)
+    assert torch.equal(out.cpu(), whole.sum(2))
+
+
+SPELLINGS = {
+    "cat": lambda x: torch.cat([x, x], axis=1),
+    "chunk": lambda x: torch.chunk(x, 2, axis=2)[0],
+    "permute": lambda x: torch.permute(x, dims=(0, 2, 1)),
+    "flip": lambda x: torch.flip(x, dims=(2,)),
+    "swapaxes": lambda x: torch.swapaxes(x, axis0=0, axis1=2),
+    "sum": lambda x: torch.sum(input=x, dim=-1),
+    "where": lambda x: x[x > 0].sum() + torch.where(x > 0)[0].double().sum(),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_arguments_may_be_spelled_as_pytorch_takes_them(name: str):
+    assert_as_whole(SPELLINGS[name], drawn(2, 7, 4))

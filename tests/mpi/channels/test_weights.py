@@ -205,3 +205,97 @@ def test_buffers_that_a_forward_writes_are_those_of_one_process():
     found = spatialdl.full_state_dict(model, mesh)
     for name, one in plain.state_dict().items():
         torch.testing.assert_close(found[name], one, rtol=0, atol=1e-12)
+
+
+class Shared(nn.Module):
+    """One BatchNorm on divided channels, on others, and on whole ones."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+        self.third, self.norm = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.first(x), self.second(x)], 1)
+        if self.how == "only in training" and not self.training:
+            return self.third(x)
+        if self.how == "only in training":
+            return self.norm(self.third(x))
+        is_divided = self.how == "two partitions"
+        other = self.third(x) if is_divided else x.repeat(1, 3, 1, 1)[:, :8]
+        return self.norm(joined) + self.norm(other)
+
+
+@pytest.mark.parametrize("how", ["only in training", "two partitions", "whole, too"])
+def test_statistics_of_a_norm_are_kept_whatever_it_meets(how: str):
+    """They were updated in copies, so that evaluation was wrong."""
+    torch.manual_seed(3)
+    plain = Shared(how).double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
+    for _ in range(3):
+        x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
+    found = spatialdl.full_state_dict(model, mesh)
+    for name, one in plain.state_dict().items():
+        torch.testing.assert_close(found[name], one, rtol=0, atol=1e-12)
+
+
+class Chosen(nn.Module):
+    """Looks at single channels, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.shift = torch.linspace(0, 1, 4)  # a tensor that is no buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x) + self.shift.to(x)
+        return x[:, 2] + sum(x.unbind(1)[:2])
+
+
+def test_single_channels_leave_no_rank_without_weights():
+    """A wish for pieces of one channel left a rank with none, and it failed alone."""
+    torch.manual_seed(3)
+    plain = Chosen().double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_weights_are_those_that_forwards_use(assign: bool):
+    """With assign=True modules had a part, and took it for the whole weight."""
+    torch.manual_seed(3)
+    plain, other = Block().double(), Block().double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    with torch.inference_mode():
+        model.eval()(x)  # whose tensors training could not use
+    model.load_state_dict(other.state_dict(), assign=assign)
+    torch.testing.assert_close(model.train()(x), other(x), rtol=0, atol=1e-12)
+    model(x).sum().backward()
+
+
+def test_layers_give_half_precision_under_autocast():
+    model = spatialdl.SpatialParallel(Block(), spatialdl.init_mesh((1, 1), tensor=RANKS))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(2, 3, 6, 6)).dtype == torch.bfloat16
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[: int(x.sum())]
+
+
+def test_a_forward_that_needs_values_is_refused_by_name():
+    model = spatialdl.SpatialParallel(Counts(), spatialdl.init_mesh((1, 1), tensor=RANKS))
+    with pytest.raises(spatialdl.UnsupportedSpatialOp, match="how Counts uses its weights"):
+        model(torch.ones(2, 4))
