@@ -126,7 +126,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for panel, (title, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         colors = ["#1f5fa8" if name == SIDES[-1] else "#a9b8c9" for name in names]
         bars = panel.bar(names, values, color=colors, width=0.6)
-        panel.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8)
+        panel.bar_label(
+            bars,
+            [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in values],
+            fontsize=8,
+        )
         panel.set_title(title, fontsize=9)
         panel.tick_params(labelsize=8)
         panel.margins(y=0.15)
