@@ -87,7 +87,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spatialdl.bench overhead", description=__doc__)
     parser.add_argument("--size", type=int, default=64, help="side of a tile (%(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="images a step (%(default)s)")
@@ -96,6 +96,11 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if min(options.size, options.batch, options.rounds, *options.ranks) < 1:
         raise ValueError("size, batch, ranks and rounds must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parse(arguments)
     torch.set_num_threads(1)
     print(f"{machine()}, {options.batch} images, a tile of {options.size}x{options.size} a rank\n")
     print(f"{'network':18}{'ranks':>6}{'plain, CPU s':>14}{'split, CPU s':>14}{'ratio':>8}")
