@@ -34,6 +34,7 @@ from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.parallel.partition import Partition
 from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import combined, tile_moments
+from spatialdl.spatial.span import asked
 
 
 def comm_of(*operands: Any) -> Communicator:
@@ -96,7 +97,8 @@ class _Layer:
             return by_outputs, None if by_outputs is not None else by_inputs
         if not is_divided(self._x):
             return by_outputs, None  # and its input moves in backward alone
-        is_larger = self._x.numel() > _elements(self._local, self._x, self._weight)
+        given = asked(self._local, self._x, self._weight, None)
+        is_larger = self._x.numel() > given.numel()
         return (None, by_inputs) if is_larger else (by_outputs, None)
 
     def _by_outputs(self, partition: Partition) -> Tensor:
@@ -124,12 +126,6 @@ class _Layer:
         if bias is not None:
             given = given + part_of(bias, 0, own, comm).view(shape).to(given.dtype)
         return ChannelTensor(given, self._at, own, comm)
-
-
-def _elements(local: Local, x: Tensor, weight: Tensor) -> int:
-    """Of the result of a layer on all pixels: its own shapes say, without data."""
-    shapes = torch.empty(x.shape, device="meta"), torch.empty(weight.shape, device="meta")
-    return local(*shapes, None).numel()
 
 
 def _by_groups(

@@ -129,10 +129,11 @@ class SpatialParallel(nn.Module):
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         super().__init__()
         self.module = module
-        broadcast_state(module, mesh.tensor_comm)
-        broadcast_state(module, mesh.comm)
         self._mesh, self._forwards = mesh, 0
-        self._seed = mesh.comm.bcast(mesh.tensor_comm.bcast(torch.initial_seed()))
+        if mesh.tensor > 1:
+            broadcast_state(module, mesh.tensor_comm)
+            self._seed = mesh.comm.bcast(mesh.tensor_comm.bcast(torch.initial_seed()))
+        broadcast_state(module, mesh.comm)
         network = replace(mesh.replicated(module), lane=lane_of(mesh.comm))
         self._averaging = Averaging(network, mesh.agreement)
         if mesh.tensor == 1:  # else weights are not yet what their gradients will be
@@ -158,7 +159,7 @@ class SpatialParallel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> SpatialParallel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        renew(self.module)
+        renew(weights_of(self.module).values())
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -170,8 +171,7 @@ class SpatialParallel(nn.Module):
         """Load into the network itself; of divided weights all, or this rank's part."""
         weights = weights_of(self.module).values()
         found = self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
-        for weight in weights:  # assign=True takes other parameters
-            vars(weight.module)[weight.key] = weight.again()
+        renew(weights)  # assign=True takes other parameters
         return found
 
     def _load_from_state_dict(

@@ -52,17 +52,17 @@ class ChannelTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls, inner: Tensor, at: int, partition: Partition, comm: Communicator
+        cls, part: Tensor, at: int, partition: Partition, comm: Communicator
     ) -> ChannelTensor:
-        shape = [*inner.shape]
+        shape = [*part.shape]
         shape[at] = partition.size
         # of itself it is a leaf: what takes it without asking here ends up with a tensor whose
         # history goes past `part`, which `_check_known` sees
         x: ChannelTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad
+            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
         torch._C._set_throw_on_mutable_data_ptr(x)
-        x.part, x.at, x.partition, x.comm = inner, at, partition, comm
+        x.part, x.at, x.partition, x.comm = part, at, partition, comm
         return x
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
@@ -88,11 +88,11 @@ class ChannelTensor(Tensor):
         """What becomes of a wish for a dim of `size`; see `weights.Weight`."""
 
     def like(
-        self, inner: Tensor, at: int | None = None, partition: Partition | None = None
+        self, part: Tensor, at: int | None = None, partition: Partition | None = None
     ) -> ChannelTensor:
         """What becomes of it, divided likewise unless `at` or `partition` say otherwise."""
         at = self.at if at is None else at
-        other = ChannelTensor(inner, at, partition or self.partition, self.comm)
+        other = ChannelTensor(part, at, partition or self.partition, self.comm)
         other.origin = self.origin
         return other
 
@@ -205,8 +205,7 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
 
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on whole tensors, alike on every rank."""
-    writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
-    if is_divided(args[0] if writes and args else kwargs.get("out")):
+    if is_divided(_written(func, args, kwargs)):
         raise _refusal(func, "it would write into a copy; take what returns a new tensor")
     wholes = tree_map(whole_of, (args, kwargs))
     result = func(*wholes[0], **wholes[1])
@@ -324,8 +323,7 @@ class CopiedView(Tensor):
         composite = inside(func)
         if composite is not None:  # which may write in place
             return composite(*args, **kwargs)
-        writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
-        if isinstance(args[0] if writes and args else kwargs.get("out"), CopiedView):
+        if isinstance(_written(func, args, kwargs), CopiedView):
             raise _refusal(func, "it would write into a copy; take what returns a new tensor")
         plain = tree_map(_unguarded, (args, kwargs))
         return guarded(func(*plain[0], **plain[1]), args, plain[0])
@@ -415,6 +413,12 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     inner = func(*tree_map(own, args), **tree_map(own, kwargs))
     return args[0] if writes else tree_map(outer, inner)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a call writes into; None if nothing."""
+    writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
+    return args[0] if writes and args else kwargs.get("out")
 
 
 def _writes(func: Any) -> bool:

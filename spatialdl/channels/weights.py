@@ -8,7 +8,7 @@ of `channels.layers` takes stays whole on all ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,15 +197,15 @@ def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> d
     return {path: use for path, use in uses.items() if use.at is not None}
 
 
-def _granted(uses: Iterable[Use]) -> bool:
-    """Whether there are new wishes; then all but these are to be found out anew."""
-    new = [use for use in uses if use.wished not in (None, use.partition)]
-    for use in uses if new else ():
-        if use in new:
+def _granted(uses: Collection[Use]) -> bool:
+    """Whether there are new wishes; then all but what is wished is to be found out anew."""
+    are_new = any(use.wished not in (None, use.partition) for use in uses)
+    for use in uses if are_new else ():
+        if use.wished is not None:
             use.partition = use.wished
-        elif use.wished is None:
+        else:
             use.at, use.partition, use.is_known = None, None, False
-    return bool(new)
+    return are_new
 
 
 def _without_data(x: Tensor) -> Tensor:
@@ -236,9 +236,9 @@ def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> N
         weight.is_cut = True
 
 
-def renew(network: nn.Module) -> None:
-    """After parameters have been converted or moved: let forwards see them so."""
-    for weight in weights_of(network).values():
+def renew(weights: Iterable[Weight]) -> None:
+    """After parameters have been converted, moved or replaced: let forwards see them so."""
+    for weight in weights:
         vars(weight.module)[weight.key] = weight.again()
 
 
