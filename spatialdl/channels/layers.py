@@ -29,12 +29,9 @@ from spatialdl.channels.tensor import (
     whole_of,
 )
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.once import once_differentiable
-from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.parallel.partition import Partition
-from spatialdl.spatial.autocast import HALF, in_float32
-from spatialdl.spatial.moments import combined, tile_moments
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.layer_norm import standardised
+from spatialdl.spatial.span import Span, asked
 
 
 def comm_of(*operands: Any) -> Communicator:
@@ -294,55 +291,6 @@ def _own_of(
     return [None if one is None else part_of(one, 0, partition, comm) for one in state]
 
 
-class _LayerNorm(torch.autograd.Function):
-    """Of the last dim, of which ranks have parts; keeps the input and its statistics."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        size: int,
-        eps: float,
-        comm: Communicator,
-    ) -> Tensor:
-        wide = x.float() if x.dtype in HALF else x
-        counts, means, deviations = tile_moments(x, (x.dim() - 1,))
-        message = torch.stack([counts, means, deviations])
-        gathered = gather_over_ranks(comm, message, "layer_norm statistics")
-        mean, deviation = combined(*gathered.unbind(1))
-        scale = (deviation / size + eps).rsqrt()
-        mean, scale = mean.to(wide.dtype), scale.to(wide.dtype)
-        y = (wide - mean) * scale
-        if weight is not None:
-            y = y * weight
-        if bias is not None:
-            y = y + bias
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.size, ctx.comm = size, comm
-        return y.to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = grad.to(mean.dtype)
-        normal = (x.to(mean.dtype) - mean) * scale
-        rows = tuple(range(grad.dim() - 1))
-        grad_weight = (grad * normal).sum(rows) if needs_weight else None
-        grad_bias = grad.sum(rows) if needs_bias else None
-        grad_x = None
-        if needs_x:
-            inner = grad if weight is None else grad * weight
-            sums = torch.stack([inner.sum(-1), (inner * normal).sum(-1)])
-            sums = sum_over_ranks(ctx.comm, sums, "layer_norm backward") / ctx.size
-            of_mean, of_scale = (one.unsqueeze(-1) for one in sums)
-            grad_x = ((inner - of_mean - normal * of_scale) * scale).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
 @divided_op(F.layer_norm)
 def layer_norm(
     input: ChannelTensor,
@@ -352,17 +300,15 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Over the divided dim: statistics of all ranks' channels, as (count, mean, deviation)."""
-    if input.at < input.dim() - len(normalized_shape):
+    if len(normalized_shape) > 1 or input.at < input.dim() - 1:
         return NotImplemented
-    if len(normalized_shape) > 1:
-        return NotImplemented
-    size, comm = input.shape[-1], input.comm
-    own = _own_of((weight, bias), input.partition, comm)
+    span = Span((input.at,), input.shape[input.at], True, (), input.comm)
+    weight, bias = _own_of((weight, bias), input.partition, input.comm)
 
     def normalised(tile: Tensor) -> Tensor:
-        tile = in_float32(tile)
-        y: Tensor = _LayerNorm.apply(tile, *own, size, eps, comm)  # type: ignore[no-untyped-call]
-        return y
+        y = standardised(tile, span, eps)
+        y = y if weight is None else y * weight.to(y.dtype)
+        return y if bias is None else y + bias.to(y.dtype)
 
     return input.like(on_tile(normalised, input.part))
 

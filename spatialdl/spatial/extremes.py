@@ -44,7 +44,7 @@ def _least(dtype: torch.dtype, sign: int) -> float:
 def _of_all_ranks(part: Tensor, span: Span, sign: int) -> Tensor:
     """The extreme of the ranks' parts in the full size; sign 1 for the largest, -1 for smallest."""
     whole = span.placed(part, _least(part.dtype, sign))
-    gathered = gather_over_ranks(span.mesh.grid_comm, whole, "amax" if sign > 0 else "amin")
+    gathered = gather_over_ranks(span.comm, whole, "amax" if sign > 0 else "amin")
     return gathered.amax(0) if sign > 0 else gathered.amin(0)
 
 
@@ -68,7 +68,7 @@ class _Extreme(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, best = ctx.saved_tensors
-        span, comm = ctx.span, ctx.span.mesh.grid_comm
+        span, comm = ctx.span, ctx.span.comm
         equal = tile == span.own(best)
         ties = span.own_sum(equal.sum(span.dims, keepdim=True), "amax ties")
         share = span.own(sum_over_ranks(comm, grad, "amax backward")) / ties
@@ -132,7 +132,7 @@ def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor,
     span, tile = span_of(x, dim), to_tile(x).detach()
     places = _places(x) if dim is None else positions_on(x, dim)
     value, place = _first_of_tile(tile, dim, sign, places, span)
-    comm = span.mesh.grid_comm
+    comm = span.comm
     values = gather_over_ranks(comm, span.placed(value, _least(value.dtype, sign)), "argmax")
     rivals = gather_over_ranks(comm, span.placed(place, _BEYOND), "argmax")
     best = values.amax(0) if sign > 0 else values.amin(0)
@@ -159,14 +159,14 @@ class _Picked(torch.autograd.Function):
         ctx.save_for_backward(chosen)
         ctx.span = span
         part = torch.where(chosen, tile, 0).sum(span.dims, keepdim=True, dtype=tile.dtype)
-        return sum_over_ranks(span.mesh.grid_comm, span.placed(part), "max")
+        return sum_over_ranks(span.comm, span.placed(part), "max")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (chosen,) = ctx.saved_tensors
         span = ctx.span
-        total = span.own(sum_over_ranks(span.mesh.grid_comm, grad, "max backward"))
+        total = span.own(sum_over_ranks(span.comm, grad, "max backward"))
         return torch.where(chosen, total, 0), None, None, None, None
 
 

@@ -41,6 +41,12 @@ class _Standardised(torch.autograd.Function):
         return (scale * (grad - mean_grad - y * mean_projection)).to(grad.dtype), None, None
 
 
+def standardised(tile: Tensor, span: Span, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps)`` over a span that crosses ranks; differentiable."""
+    y: Tensor = _Standardised.apply(in_float32(tile), span, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
 def _last_dims(x: SpatialTensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(x.dim() - len(shape), x.dim()))
 
@@ -63,8 +69,7 @@ def layer_norm(
     if not span.crosses:
         y = F.layer_norm(to_tile(input), normalized_shape, weight, bias, eps)
         return without_dims(input, y, ())
-    y = _Standardised.apply(in_float32(to_tile(input)), span, eps)  # type: ignore[no-untyped-call]
-    y = without_dims(input, y, ())
+    y = without_dims(input, standardised(to_tile(input), span, eps), ())
     weight, bias = _same_type(y, weight, bias)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias

@@ -46,7 +46,7 @@ def moments_over(tile: Tensor, span: Span, name: str) -> tuple[Tensor, Tensor]:
     """Mean and squared deviations over a span that crosses ranks, in the full size; float64."""
     parts = tile_moments(tile, span.dims)
     message = torch.stack([span.placed(part) for part in parts])
-    gathered = gather_over_ranks(span.mesh.grid_comm, message, name)
+    gathered = gather_over_ranks(span.comm, message, name)
     return combined(*gathered.unbind(1))
 
 
@@ -67,7 +67,7 @@ class _Moments(torch.autograd.Function):
         tile, mean = ctx.saved_tensors
         span = ctx.span
         grads = torch.stack([grad_mean, grad_deviation])
-        grads = sum_over_ranks(span.mesh.grid_comm, grads, "var backward")
+        grads = sum_over_ranks(span.comm, grads, "var backward")
         grad_mean, grad_deviation = (span.own(grad) for grad in grads)
         centred = tile - span.own(mean).to(grad_mean.dtype)
         return (grad_mean / span.count + 2 * grad_deviation * centred).to(tile.dtype), None

@@ -102,7 +102,7 @@ def image_mean(
 
 def _gathered(part: Tensor, span: Span, fill: float, name: str) -> Tensor:
     """The parts of all ranks, (ranks, ...) in the full size; differentiable."""
-    return differentiable_gather(span.mesh.grid_comm, span.placed(part, fill), name)
+    return differentiable_gather(span.comm, span.placed(part, fill), name)
 
 
 @reduction(torch.prod, Tensor.prod)
@@ -139,7 +139,7 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tile, total = ctx.saved_tensors
         span = ctx.span
-        grad = span.own(sum_over_ranks(span.mesh.grid_comm, grad, "logsumexp backward"))
+        grad = span.own(sum_over_ranks(span.comm, grad, "logsumexp backward"))
         total = span.own(total)
         return grad * (tile - total.masked_fill(total.isneginf(), 0)).exp(), None
 
@@ -151,7 +151,7 @@ def log_sum_exp(tile: Tensor, span: Span) -> Tensor:
     part = (tile - span.own(shift)).exp().sum(span.dims, keepdim=True)
     if not span.crosses:
         return part.log() + shift
-    whole = sum_over_ranks(span.mesh.grid_comm, span.placed(part), "logsumexp")
+    whole = sum_over_ranks(span.comm, span.placed(part), "logsumexp")
     return whole.log() + shift
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_ranks
 from spatialdl.parallel.layout import Box, Layout
 from spatialdl.spatial.constants import on
@@ -36,14 +36,14 @@ class Span:
         crosses: whether spatial dims are among them, so that ranks must talk.
         kept: the split dims that are kept, each with the global positions of the tile in it and
             its global size; empty if nothing crosses.
-        mesh: the ranks.
+        comm: the ranks.
     """
 
     dims: tuple[int, ...]
     count: int
     crosses: bool
     kept: tuple[tuple[int, Tensor, int], ...]
-    mesh: Mesh
+    comm: Communicator
 
     def placed(self, part: Tensor, fill: float = 0.0) -> Tensor:
         """`part`, of this tile, in the full size of the dims that are kept; `fill` elsewhere."""
@@ -63,19 +63,19 @@ class Span:
         """The sum over all ranks of their parts, in the full size; differentiable."""
         if not self.crosses:
             return part
-        return differentiable_sum(self.mesh.grid_comm, self.placed(part), name)
+        return differentiable_sum(self.comm, self.placed(part), name)
 
     def own_sum(self, part: Tensor, name: str) -> Tensor:
         """This tile's part of the sum over all ranks; autograd does not see it."""
         if not self.crosses:
             return part
-        return self.own(sum_over_ranks(self.mesh.grid_comm, self.placed(part), name))
+        return self.own(sum_over_ranks(self.comm, self.placed(part), name))
 
     def max(self, part: Tensor, lowest: float, name: str) -> Tensor:
         """The largest over all ranks, in the full size; autograd does not see it."""
         if not self.crosses:
             return part
-        return max_over_ranks(self.mesh.grid_comm, self.placed(part, lowest), name)
+        return max_over_ranks(self.comm, self.placed(part, lowest), name)
 
 
 def names_no_dims(dim: Any) -> bool:
@@ -101,7 +101,7 @@ def span_of(x: SpatialTensor, dim: Any) -> Span:
     dims, split = dims_of(x, dim), split_dims(x)
     crosses = bool(set(dims) & set(split))
     kept = tuple((d, positions(x, d), x.shape[d]) for d in split if crosses and d not in dims)
-    return Span(dims, prod(x.shape[d] for d in dims), crosses, kept, x.mesh)
+    return Span(dims, prod(x.shape[d] for d in dims), crosses, kept, x.mesh.grid_comm)
 
 
 def positions(x: SpatialTensor, dim: int) -> Tensor:
