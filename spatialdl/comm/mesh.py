@@ -172,7 +172,7 @@ def init_mesh(
             f"a grid has one to three numbers, as (rows, columns) for images, got {grid!r}"
         )
     axes = Axes(data, spatial=tuple(grid), tensor=tensor)
-    placement = Placement(data, (axes.spatial,), tensor=axes.tensor)
+    placement = Placement(data, (axes.spatial,), tensor=(axes.tensor,))
     if comm is None:
         limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
     world = all_ranks() if comm is None else as_communicator(comm)
@@ -210,7 +210,7 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
         comm=comm.subset([rank for one in ranks for rank in one]),
         grid_comm=comm.subset(ranks[replica]),
         tensor_comm=comm.subset(placement.tensor_ranks(position))
-        if placement.tensor > 1
+        if placement.tensor_parts(stage) > 1
         else Alone(),
     )
 

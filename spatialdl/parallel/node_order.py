@@ -100,12 +100,15 @@ def cost(placement: Placement, labels: Sequence[int]) -> Cost:
     halos = handovers = distance = 0
     for replica in range(placement.data):
         for copy in range(placement.copies):
-            stages = [placement.ranks(s, replica, copy) for s in range(placement.stages)]
+            stages = [placement.stage_ranks(s, replica, copy) for s in range(placement.stages)]
             on = [[labels[rank] for rank in ranks] for ranks in stages]
             across |= {tuple(sorted(r)) for r, n in zip(stages, on, strict=True) if len(set(n)) > 1}
             for stage, found in enumerate(on):
+                parts = placement.tensor_parts(stage)
                 if placement.batch_parts(stage) == 1:
-                    halos += _halos(placement.grids[stage], found)
+                    grid = placement.grids[stage]
+                    halos += sum(_halos(grid, found[n::parts]) for n in range(parts))
+                halos += sum(a != b for n, (a, b) in enumerate(pairwise(found), 1) if n % parts)
             for before, after in pairwise(on):
                 both = {*before, *after}
                 handovers += len(both) > 1

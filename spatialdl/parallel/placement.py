@@ -45,7 +45,7 @@ class Placement:
         mirrored: whether a second copy of the network lies on the same ranks in inverse order,
             and works on micro-batches of its own.
         order: the rank at each place; () where rank and place are the same.
-        tensor: ranks that divide the channels of each part, in every stage.
+        tensor: ranks over which each stage divides the channels of a part; () for one each.
 
     Raises:
         ValueError: if a degree is smaller than 1, there is no stage, stages that share ranks do
@@ -58,7 +58,7 @@ class Placement:
     mirrored: bool = False
     batch: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
-    tensor: int = 1
+    tensor: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch and (len(self.batch) != len(self.grids) or self.batch[0] != 1):
@@ -71,20 +71,34 @@ class Placement:
                 "there is at least one stage, and the grids of all stages have as many numbers, "
                 f"got grids={list(self.grids)}"
             )
+        if self.tensor and len(self.tensor) != len(self.grids):
+            raise ValueError(
+                f"tensor={list(self.tensor)} says for each of {len(self.grids)} stages over how "
+                "many ranks channels are divided"
+            )
         for stage in range(self.stages):
             self.axes(stage)  # which validates its degrees
         if self.interleave < 1 or self.stages % self.interleave:
             raise ValueError(
                 f"{self.stages} stages cannot be dealt out to ranks {self.interleave} at a time"
             )
+        self._check_shared()
+        if self.order and sorted(self.order) != list(range(self.world_size)):
+            raise ValueError(
+                f"an order has each of {self.world_size} ranks once, got {list(self.order)}"
+            )
+
+    def _check_shared(self) -> None:
         if any(width != self.widths[n % self.groups] for n, width in enumerate(self.widths)):
             raise ValueError(
                 f"stages that share ranks must have as many parts, got grids={list(self.grids)} "
                 f"over {self.groups} groups of ranks"
             )
-        if self.order and sorted(self.order) != list(range(self.world_size)):
+        shares = self.interleave > 1 or self.mirrored
+        if shares and len(set(self.tensor)) > 1:
             raise ValueError(
-                f"an order has each of {self.world_size} ranks once, got {list(self.order)}"
+                "stages that share ranks must divide channels over equally many, got "
+                f"tensor={list(self.tensor)}"
             )
 
     @property
@@ -126,17 +140,29 @@ class Placement:
             self.data,
             spatial=self.grids[stage],
             batch=self.batch_parts(stage),
-            tensor=self.tensor,
+            tensor=self.tensor_parts(stage),
         )
 
     def batch_parts(self, stage: int) -> int:
         """Ranks over which a stage divides the samples of a micro-batch."""
         return self.batch[stage] if self.batch else 1
 
+    def tensor_parts(self, stage: int) -> int:
+        """Ranks over which a stage divides the channels of a part."""
+        return self.tensor[stage] if self.tensor else 1
+
+    @property
+    def most_tensor_parts(self) -> int:
+        """The largest number of ranks over which a stage divides channels."""
+        return max(self.tensor, default=1)
+
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Ranks of each stage within one replica."""
-        return tuple(parts * prod(grid) * self.tensor for parts, grid in self._parts)
+        return tuple(
+            parts * prod(grid) * self.tensor_parts(stage)
+            for stage, (parts, grid) in enumerate(self._parts)
+        )
 
     @cached_property
     def replica_size(self) -> int:
@@ -187,10 +213,10 @@ class Placement:
         replica = place // self.replica_size
         found = []
         for copy, stage in product(range(self.copies), range(self.stages)):
-            places = self._places(stage, replica, copy)
-            if place in places:
-                part, tensor = divmod(places.index(place), self.tensor)
-                found.append(Position(replica, stage, part, copy, tensor))
+            blocks = self._blocks(stage, replica, copy)
+            for part, block in enumerate(blocks):
+                if place in block:
+                    found.append(Position(replica, stage, part, copy, block.index(place)))
         return found
 
     def place(self, rank: int) -> int:
@@ -203,17 +229,28 @@ class Placement:
         Args:
             tensor: of the ranks that divide the channels of a part, which one.
         """
-        return self.at(self._places(stage, replica, copy)[tensor :: self.tensor])
+        parts = self.tensor_parts(stage)
+        places = self._places(stage, replica, copy)
+        return self.at(places[(tensor if copy == 0 else parts - 1 - tensor) :: parts])
+
+    def stage_ranks(self, stage: int, replica: int, copy: int = 0) -> Sequence[int]:
+        """All world ranks of one stage of one copy, of each part those that divide channels."""
+        return self.at(self._places(stage, replica, copy))
 
     def tensor_ranks(self, position: Position) -> Sequence[int]:
         """World ranks that divide the channels of one part."""
-        places = self._places(position.stage, position.replica, position.copy)
-        first = position.part * self.tensor
-        return self.at(places[first : first + self.tensor])
+        blocks = self._blocks(position.stage, position.replica, position.copy)
+        return self.at(blocks[position.part])
 
     def at(self, places: range) -> Sequence[int]:
         """The world ranks at some places."""
         return [self.order[place] for place in places] if self.order else places
+
+    def _blocks(self, stage: int, replica: int, copy: int) -> list[range]:
+        """For each part of a stage the places that divide its channels, in one order in copies."""
+        parts, places = self.tensor_parts(stage), self._places(stage, replica, copy)
+        blocks = [places[first : first + parts] for first in range(0, len(places), parts)]
+        return blocks if copy == 0 else [block[::-1] for block in blocks]
 
     def _places(self, stage: int, replica: int, copy: int) -> range:
         group = stage % self.groups
@@ -224,19 +261,22 @@ class Placement:
         last = first + self.replica_size - 1
         return range(last - start, last - start - width, -1)
 
+    def _described(self, stage: int) -> str:
+        samples, channels = self.batch_parts(stage), self.tensor_parts(stage)
+        what = f"{samples} by samples" if samples > 1 else by(self.grids[stage])
+        if channels == 1:
+            return what
+        by_channels = f"{channels} by channels"
+        return by_channels if self.axes(stage).parts * samples == 1 else f"{what} x {by_channels}"
+
     def describe(self) -> str:
         """The arithmetic: ``1 replica x (2x1 + 1x1) = 3 ranks``."""
         replicas = "1 replica" if self.data == 1 else f"{self.data} replicas"
-        grids = " + ".join(
-            f"{parts} by samples" if parts > 1 else by(grid)
-            for parts, grid in self._parts[: self.groups]
-        )
+        grids = " + ".join(self._described(stage) for stage in range(self.groups))
         if self.groups > 1:
             grids = f"({grids})"
         if self.interleave > 1:
             grids += f" with {self.interleave} stages each"
-        if self.tensor > 1:
-            grids += f" x {self.tensor} by channels"
         if self.mirrored:
             grids += " and again in inverse order"
         return f"{replicas} x {grids} = {_ranks(self.world_size)}"

@@ -139,7 +139,7 @@ def test_ranks_are_listed_by_place():
 
 
 def test_ranks_that_divide_channels_are_neighbours() -> None:
-    placement = Placement(2, ((2, 1),), tensor=2)
+    placement = Placement(2, ((2, 1),), tensor=(2,))
     assert placement.world_size == 8
     assert placement.positions(5) == [Position(1, 0, 0, 0, 1)]
     assert list(placement.ranks(0, 1, tensor=1)) == [5, 7]
@@ -148,7 +148,30 @@ def test_ranks_that_divide_channels_are_neighbours() -> None:
 
 
 def test_copies_in_inverse_order_divide_channels_over_the_same_ranks() -> None:
-    placement = Placement(1, ((1, 1), (1, 1)), mirrored=True, tensor=2)
+    placement = Placement(1, ((1, 1), (1, 1)), mirrored=True, tensor=(2, 2))
     first, second = placement.positions(1)
-    assert (first.stage, second.stage) == (0, 1)
-    assert sorted(placement.tensor_ranks(first)) == sorted(placement.tensor_ranks(second)) == [0, 1]
+    assert (first.stage, first.tensor, second.stage, second.tensor) == (0, 1, 1, 1)
+    assert list(placement.tensor_ranks(first)) == list(placement.tensor_ranks(second)) == [0, 1]
+    assert list(placement.ranks(1, 0, 1, tensor=1)) == [1]
+
+
+def test_a_stage_shared_by_both_copies_has_one_part_of_the_channels() -> None:
+    placement = Placement(1, ((2, 1),) * 3, mirrored=True, tensor=(3,) * 3)
+    for rank in placement.stage_ranks(1, 0):
+        tensors = {one.tensor for one in placement.positions(rank) if one.stage == 1}
+        assert len(tensors) == 1
+
+
+def test_stages_divide_channels_over_ranks_of_their_own() -> None:
+    placement = Placement(1, ((2, 1), (1, 1)), tensor=(1, 4))
+    assert placement.widths == (2, 4)
+    assert placement.positions(4) == [Position(0, 1, 0, 0, 2)]
+    assert list(placement.ranks(1, 0, tensor=2)) == [4]
+    assert placement.describe() == "1 replica x (2x1 + 4 by channels) = 6 ranks"
+
+
+def test_channels_of_stages_that_share_ranks_are_divided_alike() -> None:
+    with pytest.raises(ValueError, match=r"as many parts|over equally many"):
+        Placement(1, ((1, 1),) * 2, mirrored=True, tensor=(1, 2))
+    with pytest.raises(ValueError, match=r"tensor=\[2\] says for each of 2 stages"):
+        Placement(1, ((1, 1),) * 2, tensor=(2,))
