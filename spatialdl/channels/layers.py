@@ -90,6 +90,15 @@ class _Layer:
         by_inputs = _partition_of(self._x, self._at)
         if by_inputs is None and inputs >= ranks:
             by_inputs = Partition.even(inputs, ranks)
+        form = self._weight.form if isinstance(self._weight, ChannelTensor) else None
+        if form is not None:
+            asked_for = by_outputs if form == "output" else by_inputs
+            if asked_for is None:
+                raise ValueError(
+                    f"tensor_plan wants a layer with {inputs} inputs and {outputs} outputs divided "
+                    f"by its {form}s, which are fewer than {ranks} ranks: take replicate for it"
+                )
+            return (by_outputs, None) if form == "output" else (None, by_inputs)
         if by_outputs is None or by_inputs is None:
             return by_outputs, None if by_outputs is not None else by_inputs
         if not is_divided(self._x):

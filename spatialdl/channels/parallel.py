@@ -8,6 +8,7 @@ import operator
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spatialdl.channels.weights import (
+    Plan,
+    check_plan,
     divide,
     own_state,
     renew,
@@ -122,14 +125,21 @@ class SpatialParallel(nn.Module):
     Args:
         module: the network, with the same parameters and buffers on every rank.
         mesh: the ranks, all of which must wrap it.
+        tensor_plan: where it is not to be found out, how weights are divided over the tensor axis:
+            by names of modules, with ``*`` and ``?`` (what lies inside is meant, too; later ones
+            count), "output" or "input", the channels that are divided, or "replicate".
 
     Raises:
-        ValueError: if ranks have different networks, or one that has no weights yet.
+        ValueError: if ranks have different networks, or one that has no weights yet; or the plan
+            names modules or forms that there are not.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, *, tensor_plan: Plan = MappingProxyType({})
+    ) -> None:
         super().__init__()
-        self.module = module
+        check_plan(module, tensor_plan)
+        self.module, self._plan = module, dict(tensor_plan)
         self._mesh, self._forwards = mesh, 0
         if mesh.tensor > 1:
             broadcast_state(module, mesh.tensor_comm)
@@ -144,7 +154,7 @@ class SpatialParallel(nn.Module):
         if self._mesh.tensor > 1 and not self._forwards:
             comm = self._mesh.tensor_comm
             given, named = without_data((args, kwargs))
-            uses = uses_of(self.module, comm, lambda shadow: shadow(*given, **named))
+            uses = uses_of(self.module, comm, lambda shadow: shadow(*given, **named), self._plan)
             divide(self.module, uses, comm)
         self._forwards += 1
         if torch.is_grad_enabled():

@@ -47,6 +47,7 @@ class ChannelTensor(Tensor):
     comm: Communicator
     origin: ChannelTensor | None = None
     is_whole = False  # of a weight of which every rank has all
+    form: str | None = None  # how a weight is to be divided, where that was asked for
     is_open = False  # of a weight of which it is to be found out how it is divided
     holds_channels = True  # a SpatialTensor beside it leaves operations to it
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,12 +45,14 @@ class Use:
         partition: of this dim.
         is_known: whether it is found out.
         wished: how the dim should be divided for what follows.
+        form: what was asked for, see `check_plan`; None to find it out.
     """
 
     at: int | None = None
     partition: Partition | None = None
     is_known: bool = False
     wished: Partition | None = None
+    form: str | None = None
 
 
 class Weight(ChannelTensor):
@@ -106,6 +110,10 @@ class Weight(ChannelTensor):
     @property
     def is_open(self) -> bool:  # type: ignore[override]
         return not self.use.is_known
+
+    @property
+    def form(self) -> str | None:  # type: ignore[override]
+        return self.use.form
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         if not self.use.is_known:
@@ -174,8 +182,44 @@ def weights_of(network: nn.Module) -> dict[str, Weight]:
     return {path: one for path, one in found if isinstance(one, Weight)}
 
 
+FORMS = ("output", "input", "replicate")
+"""What can be asked for: that a layer's weight is divided by its outputs, by its inputs, or not."""
+
+Plan = Mapping[str, str]
+"""By names of modules with ``*`` and ``?``, which stand for all inside, one of `FORMS`; later ones
+count."""
+
+
+def check_plan(network: nn.Module, plan: Plan) -> None:
+    """Refuse a plan with forms that there are not, or for modules that a network has not.
+
+    Raises:
+        ValueError: naming them.
+    """
+    paths = [path for path, _, _, _ in _places(network)]
+    for pattern, form in plan.items():
+        if form not in FORMS:
+            raise ValueError(
+                f"tensor_plan of '{pattern}' is {form}: take one of {', '.join(FORMS)}"
+            )
+        if not any(_matches(path, pattern) for path in paths):
+            raise ValueError(
+                f"tensor_plan names '{pattern}', but no module of {type(network).__name__} with "
+                "weights has such a name"
+            )
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a parameter lies in a module of such a name."""
+    parents = path.split(".")[:-1]
+    return any(fnmatch(".".join(parents[: n + 1]), pattern) for n in range(len(parents)))
+
+
 def uses_of(
-    network: nn.Module, comm: Communicator, run: Callable[[nn.Module], object]
+    network: nn.Module,
+    comm: Communicator,
+    run: Callable[[nn.Module], object],
+    plan: Plan = MappingProxyType({}),
 ) -> dict[str, Use]:
     """How a forward uses the weights that can be divided, by all their names.
 
@@ -183,16 +227,22 @@ def uses_of(
         network: stays as it is.
         comm: the tensor axis.
         run: the forward of a copy of the network without data, with arguments like that.
+        plan: of parameters for which it is not to be found out.
 
     Raises:
         UnsupportedSpatialOp: if it cannot run so.
+        ValueError: if a layer cannot be divided as the plan has it.
     """
     shadow, dry = meta_copy(network), Dry(comm.rank, comm.size)
     of_state: dict[int, Use] = {}
     uses: dict[str, Use] = {}
     for path, _, _, held in _places(shadow):
         if held.dim() > 0 and held.is_floating_point():
-            uses[path] = of_state.setdefault(id(held), Use())
+            uses[path] = use = of_state.setdefault(id(held), Use())
+            if isinstance(held, nn.Parameter):
+                forms = [form for pattern, form in plan.items() if _matches(path, pattern)]
+                use.form = forms[-1] if forms else use.form
+                use.is_known = use.form == "replicate"
     _shown(shadow, uses, dry)
     for module in shadow.modules():
         plain = {name: one for name, one in vars(module).items() if type(one) is Tensor}
@@ -218,7 +268,7 @@ def _granted(uses: Collection[Use]) -> bool:
         if use.wished is not None:
             use.partition = use.wished
         else:
-            use.at, use.partition, use.is_known = None, None, False
+            use.at, use.partition, use.is_known = None, None, use.form == "replicate"
     return are_new
 
 

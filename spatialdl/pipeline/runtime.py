@@ -11,14 +11,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import divide, uses_of, weights_of, whole_state
+from spatialdl.channels.weights import (
+    Plan,
+    check_plan,
+    divide,
+    uses_of,
+    weights_of,
+    whole_state,
+)
 from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Replicated, lane_of
@@ -73,6 +80,8 @@ class PipelineOptions:
         mixed: float16 or bfloat16 if stages and loss run under autocast to it.
         nodes: of the ranks, if gradients are to be averaged by nodes where that saves time.
         compiled: whether stages are compiled, see `pipeline.compiled`.
+        tensor_plan: how weights are divided by channels where that is not to be found out, see
+            `channels.weights.check_plan`.
         sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
             None, or where it gives None, all alike.
     """
@@ -89,6 +98,7 @@ class PipelineOptions:
     mixed: torch.dtype | None = None
     nodes: Nodes | None = None
     compiled: bool = False
+    tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None
 
 
@@ -138,6 +148,7 @@ class Pipeline:
         self.doing: Action | None = None
         self._comm = comm = as_communicator(comm)
         gather(model, options.gather_before)
+        check_plan(model, options.tensor_plan)
         blocks = list(blocks_of(model).values()) if options.shard_state else []
         stages = self._cut(model)
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
@@ -210,10 +221,11 @@ class Pipeline:
         arriving = self._shapes.arriving(SAMPLES)
         for stage, mesh in {one.position.stage: one.mesh for one in placed}.items():
             if mesh.tensor > 1:
+                module = self.stages[stage]
                 run = partial(run_stage, values=arriving[stage], samples=SAMPLES)
-                uses = uses_of(self.stages[stage], mesh.tensor_comm, run)
-                divide(self.stages[stage], uses, mesh.tensor_comm)
-                weights = weights_of(self.stages[stage]).values()
+                uses = uses_of(module, mesh.tensor_comm, run, self.options.tensor_plan)
+                divide(module, uses, mesh.tensor_comm)
+                weights = weights_of(module).values()
                 found.update((id(one.part), mesh.tensor_comm) for one in weights)
         return found
 

@@ -42,7 +42,18 @@ BY_SAMPLES = [
     for name in ("gpipe", "1f1b", "zero_bubble")
     for grids, batch in (((TWO, ONE), (1, 2)), ((ONE,) * 3, (1, 3, 2)))
 ]
-CASES = SIMPLE + INTERLEAVED + MIRRORED + BY_SAMPLES
+BY_CHANNELS = [
+    (name, Placement(1, grids, tensor=tensor), 5, 1)
+    for name in ("gpipe", "1f1b", "zero_bubble")
+    for grids, tensor in (
+        ((ONE, ONE), (2, 2)),
+        ((TWO, ONE), (1, 3)),
+        ((ONE, TWO), (3, 1)),
+        ((ONE,) * 3, (1, 4, 2)),
+    )
+]
+BY_CHANNELS.append(("mast", Placement(1, (ONE,) * 3, mirrored=True, tensor=(2,) * 3), 4, 1))
+CASES = SIMPLE + INTERLEAVED + MIRRORED + BY_SAMPLES + BY_CHANNELS
 
 
 def name_of(case: tuple[str, Placement, int, int]) -> str:
@@ -56,7 +67,7 @@ def borders_of(placement: Placement) -> list[Border]:
     return found + [Border(stage, stage + 2) for stage in range(min(4, placement.stages - 2))]
 
 
-Message = tuple[int, Border, str, int]
+Message = tuple[int, Border, str, tuple[int, int], int]
 Item = tuple[str, object]
 
 
@@ -82,34 +93,40 @@ class Ranks:
         for rank in range(placement.world_size):
             self.queue_step(rank, actions_of(rank, placement, lists))
 
-    def at_work(self, stage: int, microbatch: int, copy: int) -> list[int]:
+    def at_work(self, stage: int, microbatch: int, copy: int, tensor: int = 0) -> list[int]:
         """Ranks of a stage that have samples of a micro-batch."""
-        ranks, samples = self.placement.ranks(stage, 0, copy), self.samples[microbatch]
+        ranks, samples = self.placement.ranks(stage, 0, copy, tensor), self.samples[microbatch]
         return [r for n, r in enumerate(ranks) if own_samples(self.placement, stage, n, samples)]
 
-    def given(self, action: Action, leaving: bool) -> Iterator[Message]:
-        """The messages that an action sends, or waits for."""
-        for copy, border, direction in self.lanes:
+    def given(self, rank: int, action: Action, leaving: bool) -> Iterator[Message]:
+        """The messages that an action of a rank sends, or waits for."""
+        for (copy, border, direction, pair), ranks in self.lanes.items():
             is_forward = direction == "forward"
             end = border.giver if is_forward == leaving else border.taker
-            if copy == action.copy and end == action.stage and direction == action.kind:
-                yield copy, border, direction, action.microbatch
+            is_here = rank in ranks and copy == action.copy and end == action.stage
+            if is_here and direction == action.kind:
+                yield copy, border, direction, pair, action.microbatch
 
     def put(self, rank: int, stream: object, *items: Item) -> None:
         self.streams.setdefault((rank, stream), deque()).extend(items)
 
     def lane(self, message: Message) -> object:
-        copy, border, direction, _ = message
-        return (copy, border) if self.shared else (copy, border, direction)
+        copy, border, direction, pair, _ = message
+        return (copy, border) if self.shared else (copy, border, direction, pair)
 
     def queue_step(self, rank: int, actions: list[Action]) -> None:
         """As `Pipeline.train_step`: the next action is expected before one runs."""
-        todo = [a for a in actions if rank in self.at_work(a.stage, a.microbatch, a.copy)]
+        parts = range(self.placement.most_tensor_parts)
+        todo = [
+            a
+            for a in actions
+            if any(rank in self.at_work(a.stage, a.microbatch, a.copy, n) for n in parts)
+        ]
         numbers, left = count(), []
         coming = deque(action for action in todo if action.kind != "weight")
 
         def expect(computed: Item) -> None:
-            for message in self.given(coming[0], leaving=False) if coming else ():
+            for message in self.given(rank, coming[0], leaving=False) if coming else ():
                 self.put(rank, self.lane(message), computed, ("message", message))
 
         computed: Item = ("done", (rank, next(numbers)))
@@ -119,18 +136,21 @@ class Ranks:
             if action.kind != "weight":
                 coming.popleft()
                 expect(("wait", computed[1]))
-            arriving = list(self.given(action, leaving=False))
+            arriving = list(self.given(rank, action, leaving=False))
             self.put(rank, "compute", *(("wait", (rank, message)) for message in arriving))
             computed = ("done", (rank, next(numbers)))
             self.put(rank, "compute", computed)
-            for message in self.given(action, leaving=True):
+            for message in self.given(rank, action, leaving=True):
                 self.put(rank, self.lane(message), ("wait", computed[1]), ("message", message))
                 left.append(message)
         self.put(rank, "compute", *(("wait", (rank, message)) for message in left))
 
     def peers(self, rank: int, message: Message) -> list[int]:
-        copy, border, _, microbatch = message
-        ends = [self.at_work(stage, microbatch, copy) for stage in border]
+        copy, border, _, pair, microbatch = message
+        ends = [
+            self.at_work(stage, microbatch, copy, tensor)
+            for stage, tensor in zip(border, pair, strict=True)
+        ]
         return ends[1] if rank in ends[0] else ends[0]
 
     def run(self) -> list[tuple[int, object]]:
@@ -166,7 +186,7 @@ class Ranks:
                 continue
             other: Message = first[1]  # type: ignore[assignment]
             is_for_me = rank in self.peers(peer, other) and (other, peer, rank) not in met
-            if other[:3] == message[:3] and is_for_me:  # NCCL would take the one for the other
+            if other[:4] == message[:4] and is_for_me:  # NCCL would take the one for the other
                 assert other == message, f"rank {rank} is at {message}, rank {peer} at {other}"
                 met |= {(message, rank, peer), (message, peer, rank)}
         return all((message, rank, peer) in met for peer in self.peers(rank, message))
@@ -210,10 +230,23 @@ def test_each_direction_of_each_border_of_each_copy_has_a_lane() -> None:
     schedule = make_schedule("basic", placement, 2)
     border = Border(0, 1)
     assert lanes_of(placement, schedule, [border], 1) == {
-        (0, border, "forward"): [3, 4, 5],
-        (0, border, "backward"): [3, 4, 5],
-        (1, border, "forward"): [5, 4, 3],
-        (1, border, "backward"): [5, 4, 3],
+        (0, border, "forward", (0, 0)): [3, 4, 5],
+        (0, border, "backward", (0, 0)): [3, 4, 5],
+        (1, border, "forward", (0, 0)): [5, 4, 3],
+        (1, border, "backward", (0, 0)): [5, 4, 3],
+    }
+
+
+def test_ranks_that_divide_channels_give_and_get_each_thing_once() -> None:
+    placement = Placement(1, (ONE, ONE), tensor=(2, 3))
+    schedule = make_schedule("gpipe", placement, 2)
+    border = Border(0, 1)
+    assert lanes_of(placement, schedule, [border], 0) == {
+        (0, border, "forward", (0, 0)): [0, 2],
+        (0, border, "forward", (1, 1)): [1, 3],
+        (0, border, "forward", (0, 2)): [0, 4],
+        (0, border, "backward", (0, 0)): [0, 2],
+        (0, border, "backward", (1, 1)): [1, 3],
     }
 
 
@@ -222,7 +255,7 @@ def test_ranks_that_hold_both_stages_need_tags_and_so_do_too_many_borders() -> N
     schedule = make_schedule("interleaved", placement, 4)
     borders = borders_of(placement)
     assert Border(0, 2) in borders
-    assert {border for _, border, _ in lanes_of(placement, schedule, borders, 0)} == {
+    assert {border for _, border, *_ in lanes_of(placement, schedule, borders, 0)} == {
         Border(stage, stage + 1) for stage in range(3)
     }
     stages = MOST_LANES // 2 + 2

@@ -83,6 +83,20 @@ def test_numbers_can_be_changed():
     assert placement_of(parallel) == expected
 
 
+def test_channels_are_divided_in_all_stages_or_in_some():
+    ranks = {
+        "parallel.tensor=3": (3, 3),
+        "parallel.tensor=[1,4]": (1, 4),
+        "parallel.late=tensor": (1, 2),
+    }
+    for words, tensor in ranks.items():
+        parallel = config("parallel=sp+pp", *words.split()).parallel
+        assert placement_of(parallel) == Placement(1, ((2, 1), ONE), tensor=tensor)
+    assert placement_of(config("parallel.tensor=[1]").parallel) == Placement(1, (ONE,))
+    late = placement_of(config("parallel=sp+pp", "parallel.late=local_dp").parallel)
+    assert late == Placement(1, ((2, 1), ONE), batch=(1, 2))
+
+
 def test_grids_have_a_number_for_each_spatial_dim():
     assert placement_of(config("parallel=none").parallel, 3) == Placement(1, ((1, 1, 1),))
     volumes = config("parallel=sp+pp", "parallel.grid=[1,2,2]").parallel
@@ -187,6 +201,30 @@ def test_grids_have_a_number_for_each_spatial_dim():
         (
             ["parallel=dp+sp+pp", "parallel.shard_state=true", "parallel.local_dp=2"],
             "shard_state=true does not go with parallel.local_dp=2",
+        ),
+        (
+            ["parallel=dp", "parallel.shard_state=true", "parallel.tensor=2"],
+            "shard_state=true does not go with parallel.tensor=2, which divides parameters, too",
+        ),
+        (["parallel.tensor=0"], "parallel.tensor is a whole number of at least 1"),
+        (["parallel=pp", "parallel.tensor=[2]"], r"tensor=\[2\] has 1 numbers, .*stages=2"),
+        (
+            ["parallel=gems", "parallel.tensor=[1,2]"],
+            "stages that share ranks .*GEMS.* one for all",
+        ),
+        (["parallel=sp", "parallel.late=tensor"], "late=tensor .*spatial_stages=1 of .*stages=1"),
+        (
+            ["parallel=sp+pp", "parallel.late=all"],
+            "late=all is unknown: take one of local_dp, tensor",
+        ),
+        (
+            ["parallel=sp+pp", "parallel.late=tensor", "parallel.tensor=4"],
+            r"late=tensor takes .*prod\(parallel.grid\)=2, and parallel.tensor=4 says another",
+        ),
+        (["parallel.tensor_plan={fc: input}"], "says how channels are divided, but none are"),
+        (
+            ["parallel.tensor=2", "parallel.tensor_plan={fc: rows}"],
+            "one of output, input, replicate, got rows",
         ),
         (["parallel=gems", "parallel.gems.times=2"], "times=2 is for .*variant=master, not.*mast"),
         (["parallel=gems", "parallel.gems.times=0"], "parallel.gems.times is a whole number"),

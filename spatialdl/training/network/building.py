@@ -146,6 +146,7 @@ def make_pipeline(
             mixed=precision.mixed,
             nodes=nodes,
             compiled=bool(config.trainer.compile),
+            tensor_plan=dict(parallel.tensor_plan or {}),
             sample_weights=task.weights,
         ),
     )

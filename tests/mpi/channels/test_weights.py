@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import spatialdl
 from spatialdl.channels.weights import (
+    check_plan,
     divide,
     own_state,
     uses_of,
@@ -51,6 +52,29 @@ def test_each_layer_is_divided_the_way_that_moves_fewer_numbers():
     assert weights["head.weight"].at == 1
     assert "unused.weight" not in weights
     assert "norm.num_batches_tracked" not in weights
+
+
+def test_a_plan_says_how_layers_are_divided():
+    x = without_data(torch.randn(2, 3, 6, 6))
+    plan = {"*": "input", "wide": "output", "na*": "output", "head": "replicate"}
+    uses = uses_of(Block(), WORLD, lambda shadow: shadow(x), plan)
+    assert uses["narrow.weight"].at == uses["wide.weight"].at == 0
+    assert "head.weight" not in uses
+    assert uses["norm.running_var"].at == 0  # buffers follow
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    for plan, sentence in (
+        ({"wide.weight": "input"}, "names 'wide.weight', but no module of Block with weights"),
+        ({"wide": "columns"}, "tensor_plan of 'wide' is columns: take one of output, input"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            check_plan(Block(), plan)
+    x = without_data(torch.randn(2, 3, 6, 6))
+    if RANKS > 1:
+        sentence = f"5 inputs and 1 outputs divided by its outputs, which are fewer than {RANKS}"
+        with pytest.raises(ValueError, match=sentence):
+            uses_of(Block(), WORLD, lambda shadow: shadow(x), {"head": "output"})
 
 
 def test_parameters_stay_the_objects_that_optimizers_know():

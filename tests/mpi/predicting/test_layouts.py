@@ -26,16 +26,17 @@ from tests.predicting.volumes import AFFINE, UNET, save, train_on_labels, train_
 
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
 TILES = {
-    2: ["parallel=gems parallel.microbatches=2"],
+    2: ["parallel=gems parallel.microbatches=2", "parallel=none parallel.tensor=2"],
     3: ["parallel=sp parallel.grid=[1,3]", "parallel=dp parallel.data=3"],
     4: [
         "parallel=sp parallel.grid=[2,2]",
         "parallel=dp+pp parallel.microbatches=2",
+        "parallel=sp parallel.tensor=2",
         "parallel=sp+lp parallel.grid=[2,1] parallel.local_dp=2 parallel.cut=[conv3]",
     ],
 }.get(WORLD.size, [])
 REGIONS = {
-    2: ["parallel=lp", "parallel=gems"],
+    2: ["parallel=lp", "parallel=gems", "parallel=none parallel.tensor=2"],
     3: ["parallel=sp parallel.grid=[3,1]", "parallel=dp parallel.data=3"],
     4: ["parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.grid=[1,4]"],
 }.get(WORLD.size, [])
@@ -51,6 +52,7 @@ VOLUMES = {
     4: [
         *("parallel=sp parallel.grid=[1,2,2]", "parallel=sp+lp parallel.grid=[3,1,1]"),
         *("parallel=dp+sp parallel.grid=[1,1,2]", "parallel=dp+pp"),
+        "parallel=sp parallel.grid=[1,1,2] parallel.tensor=2",
         "parallel=sp+lp parallel.grid=[1,2,1] parallel.local_dp=2",
     ],
 }.get(WORLD.size, [])

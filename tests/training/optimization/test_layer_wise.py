@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.training.optimization import layer_wise
-from spatialdl.training.optimization.layer_wise import LAMB, LARS
+from spatialdl.training.optimization.layer_wise import LAMB, LARS, LayerWise
 
 STEPS = 5
 LR, DECAY, TRUST, EPS = 0.3, 0.05, 0.02, 1e-6
@@ -78,7 +77,7 @@ def lamb(weight: np.ndarray, number: int, decay: float, betas: tuple[float, floa
 def _as_on_a_device(request, monkeypatch):
     """On a CPU parameters are stepped one by one."""
     if request.param == "together":
-        monkeypatch.setattr(layer_wise, "_together", lambda some: [some] if some else [])
+        monkeypatch.setattr(LayerWise, "_together", lambda self, some: [some] if some else [])
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from spatialdl.training.optimization.optimizers import make_optimizer, make_scheduler
+from spatialdl.training.optimization.optimizers import (
+    check_elementwise,
+    make_optimizer,
+    make_scheduler,
+)
 
 
 def settings(target: str, **keys: object) -> DictConfig:
@@ -18,6 +23,42 @@ def settings(target: str, **keys: object) -> DictConfig:
 
 def sgd(**keys: object) -> DictConfig:
     return settings("torch.optim.SGD", lr=0.1, **keys)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "Rprop",
+        "ASGD",
+    ],
+)
+def test_parts_of_weights_are_stepped_as_the_whole_by_these(target):
+    check_elementwise(partial(make_optimizer, settings(f"torch.optim.{target}"), batch_size=4))
+
+
+@pytest.mark.parametrize("target", ["torch.optim.Adafactor", f"{__name__}.Rows"])
+def test_what_looks_at_whole_weights_is_refused(target):
+    make = partial(make_optimizer, settings(target, lr=0.1), batch_size=4)
+    with pytest.raises(ValueError, match=r"steps a part of a weight other than .* take sgd"):
+        check_elementwise(make)
+
+
+class Rows(torch.optim.SGD):
+    """Its steps are scaled by the largest number of a row."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data -= group["lr"] * one.grad / one.grad.abs().amax(-1, keepdim=True)
 
 
 def parameters() -> list[nn.Parameter]:

@@ -29,11 +29,13 @@ LAYOUTS = {
         "parallel=gems parallel.microbatches=2",
         "parallel=sp parallel.grid=[1,2]",
         "parallel=dp parallel.shard_state=true",
+        "parallel=none parallel.tensor=2",
     ],
     3: ["parallel=sp+pp parallel.microbatches=2", "parallel=sp+lp parallel.cut=[pool]"],
     4: [
         "parallel=sp parallel.grid=[2,2]",
         "parallel=dp+pp parallel.microbatches=2",
+        "parallel=sp parallel.tensor=2",
         "parallel=sp+lp parallel.grid=[2,1] parallel.local_dp=2 parallel.cut=[conv3]",
     ],
 }

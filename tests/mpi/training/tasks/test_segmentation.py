@@ -27,9 +27,13 @@ LAYOUTS = {
         "parallel=sp parallel.grid=[1,2] parallel.recompute=block",
         "parallel=sp parallel.gather_before=decoder.1",
         "parallel=dp",
+        "parallel=none parallel.tensor=2",
     ],
     3: ["parallel=sp parallel.grid=[3,1]"],
-    4: ["parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.data=2"],
+    4: [
+        *("parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.data=2"),
+        "parallel=sp parallel.tensor=2",
+    ],
 }
 
 
