@@ -24,7 +24,8 @@ _ARROW = "->"
 def drawn(placement: Placement) -> list[str]:
     """The lines of the drawing: the first replica, and words about the others.
 
-    Where two copies lie on the ranks, a tile has the ranks of both.
+    Where two copies lie on the ranks, a tile has the ranks of both; where some divide its channels,
+    it has the first and the last of them.
     """
     blocks: list[list[str]] = []
     for stage in _shown(placement.stages):
@@ -62,22 +63,27 @@ def _block(placement: Placement, stage: int) -> Iterator[str]:
     """A title, and below it the tiles, or the ranks that divide samples."""
     grid, parts = placement.grids[stage], placement.batch_parts(stage)
     slices, rows, cols = (*(1,) * (3 - len(grid)), *grid)
-    ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
+    channels = placement.tensor_parts(stage)
+    names = [_names(placement, stage, copy) for copy in range(placement.copies)]
     what = f"{by(grid)} tiles" if prod(grid) > 1 else "whole"
-    yield f"stage {stage}: " + (f"{parts} by samples" if parts > 1 else what)
+    title = f"stage {stage}: " + (f"{parts} by samples" if parts > 1 else what)
+    yield title + (f", {channels} by channels" if channels > 1 else "")
     for number in _shown(slices):
         if slices > 1:
             yield "..." if number is None else f"slices, part {number}"
         if number is not None:
             first = number * rows * cols
-            yield from _grid(parts if parts > 1 else rows, cols, [one[first:] for one in ranks])
+            yield from _grid(parts if parts > 1 else rows, cols, [one[first:] for one in names])
 
 
-def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]:
+def _grid(rows: int, cols: int, names: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows and columns in the middle of a large grid are left out."""
     shown_rows, shown_cols = _shown(rows), _shown(cols)
     texts = [
-        ["..." if r is None or c is None else _names(ranks, r * cols + c) for c in shown_cols]
+        [
+            "..." if r is None or c is None else ", ".join(one[r * cols + c] for one in names)
+            for c in shown_cols
+        ]
         for r in shown_rows
     ]
     wide = max(len(text) for line in texts for text in line) + 2
@@ -88,8 +94,14 @@ def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]
         yield border
 
 
-def _names(ranks: Sequence[Sequence[int]], part: int) -> str:
-    return ", ".join(str(one[part]) for one in ranks)
+def _names(placement: Placement, stage: int, copy: int) -> list[str]:
+    """Of each part of a stage its rank, or those that divide its channels."""
+    last = placement.tensor_parts(stage) - 1
+    firsts, lasts = (placement.ranks(stage, 0, copy, tensor) for tensor in (0, last))
+    return [
+        str(a) if last == 0 else f"{a}-{b}" if b == a + last else f"{a} .. {b}"
+        for a, b in zip(firsts, lasts, strict=True)
+    ]
 
 
 def _shown(count: int) -> list[int | None]:

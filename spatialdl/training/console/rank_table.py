@@ -39,20 +39,23 @@ def rank_lines(
         devices: by rank; without, they are not told.
     """
     names = spatial_names(placement.dims)
-    titles = ["rank", "host", "device", "replica", "stage", *names, "samples"]
+    titles = ["rank", "host", "device", "replica", "stage", *names, "samples", "channels"]
     boxes = [Layout.even(1, size, grid).boxes for grid in placement.grids]
     rows = []
     for rank in placement.ranks_by_place:
         on = [devices[rank].host, devices[rank].device] if devices else ["", ""]
-        for stages, (replica, stage, part, *_) in _held(placement, rank):
+        for stages, (replica, stage, part, _, tensor) in _held(placement, rank):
             parts = placement.batch_parts(stage)
             box = boxes[stage][part if parts == 1 else 0]
             sides = [f"{start}:{stop}" for start, stop in box.spatial]
-            samples = "all" if parts == 1 else f"{part + 1} of {parts}"
-            rows.append([str(rank), *on, str(replica), stages, *sides, samples])
+            samples = _one_of(part, parts)
+            channels = _one_of(tensor, placement.tensor_parts(stage))
+            rows.append([str(rank), *on, str(replica), stages, *sides, samples, channels])
     left_out = set() if devices else {1, 2}
     if placement.most_batch_parts == 1:
-        left_out.add(len(titles) - 1)
+        left_out.add(titles.index("samples"))
+    if placement.most_tensor_parts == 1:
+        left_out.add(titles.index("channels"))
     shown = [column for column in range(len(titles)) if column not in left_out]
     left = [place for place, column in enumerate(shown) if column in (1, 2, 4)]
     head, *lines = aligned([[row[k] for k in shown] for row in (titles, *rows)], left)
@@ -60,11 +63,16 @@ def rank_lines(
     return [line for start in starts for line in (head, *lines[start : start + _LINES])]
 
 
+def _one_of(number: int, parts: int) -> str:
+    return "all" if parts == 1 else f"{number + 1} of {parts}"
+
+
 def _held(placement: Placement, rank: int) -> Iterator[tuple[str, Position]]:
     """What a rank holds that has the same box: the names of its stages, and one of them."""
     alike: dict[tuple[object, ...], list[Position]] = {}
     for position in placement.positions(rank):
         grid, parts = placement.grids[position.stage], placement.batch_parts(position.stage)
-        alike.setdefault((position.part, grid, parts), []).append(position)
+        key = position.part, grid, parts, position.tensor, placement.tensor_parts(position.stage)
+        alike.setdefault(key, []).append(position)
     for some in alike.values():
         yield ", ".join(f"{p.stage} of the copy" if p.copy else str(p.stage) for p in some), some[0]

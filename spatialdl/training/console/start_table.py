@@ -84,6 +84,8 @@ def stage_lines(
         state = round(held.gradients * ratio)
         sizes = [held.weights, held.gradients, state, held.weights + held.gradients + state]
         what = _part(placement, stage, size)
+        channels = placement.tensor_parts(stage)
+        what += f", 1 of {channels} by channels" if channels > 1 else ""
         told = [f"{held.parameters / 1e6:.2f} M", *map(readable_bytes, sizes)]
         rows.append([str(stage), what, *told])
     lines = [f"  {line}" for line in aligned(rows, left=(1,))]

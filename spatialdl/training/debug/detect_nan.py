@@ -139,7 +139,8 @@ class NanWatch:
                 self._note(grad, where, _BACKWARD)
 
         own = tensor.part if isinstance(tensor, ChannelTensor) else tensor
-        own.register_hook(hook)  # type: ignore[no-untyped-call]
+        if own.requires_grad:  # or an operation refuses it, and says why
+            own.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _watched(self, criterion: Criterion) -> Criterion:
         def watched(output: Tensor, target: Tensor) -> Tensor:

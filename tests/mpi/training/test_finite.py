@@ -42,7 +42,7 @@ STATE = ["parallel=dp", "parallel.shard_state=true"]
         ),
         (
             4,
-            ["parallel=sp", "parallel.tensor=2", "+model.kind=from", "+model.call=2"],
+            ["parallel=sp", "parallel.tensor=2", "+model.kind=from", "+model.call=1"],
             "step 2: NaN in poison (Poison), forward, micro-batch 0, stage 0, rank 0 on",
         ),
         (

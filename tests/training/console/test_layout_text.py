@@ -35,6 +35,14 @@ LOCAL_DP = """
   | 1 |                 | 3 |
   +---+                 +---+
 """
+BY_CHANNELS = """
+  stage 0: 2x1 tiles    stage 1: whole, 4 by channels
+  +---+                 +-----+
+  | 0 |              -> | 2-5 |
+  +---+                 +-----+
+  | 1 |
+  +---+
+"""
 
 
 @pytest.mark.parametrize(
@@ -45,6 +53,7 @@ LOCAL_DP = """
         (Placement(1, ((1, 1), (1, 1)), mirrored=True), GEMS),
         (Placement(2, ((1, 2),)), DP_SP),
         (Placement(1, ((2, 1), (1, 1)), batch=(1, 2)), LOCAL_DP),
+        (Placement(1, ((2, 1), (1, 1)), tensor=(1, 4)), BY_CHANNELS),
     ],
 )
 def test_layouts(placement, picture):

@@ -55,6 +55,17 @@ def test_ranks_may_divide_samples():
     assert [line.split() for line in lines] == [line.split() for line in LOCAL_DP.split("\n")[1:-1]]
 
 
+def test_ranks_may_divide_channels():
+    lines = rank_lines(Placement(1, ((2, 1), (1, 1)), tensor=(1, 2)), (100, 70))
+    assert [line.split()[2:] for line in lines] == [
+        ["stage", "rows", "columns", "channels"],
+        ["0", "0:50", "0:70", "all"],
+        ["0", "50:100", "0:70", "all"],
+        ["1", "0:100", "0:70", "1", "of", "2"],
+        ["1", "0:100", "0:70", "2", "of", "2"],
+    ]
+
+
 def test_many_ranks_are_readable():
     devices = [Device(f"node{rank // 8:03d}", f"cuda:{rank % 8}", "") for rank in range(512)]
     lines = rank_lines(Placement(64, ((2, 4),)), (8192, 8192), devices)

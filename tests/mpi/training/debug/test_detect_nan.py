@@ -77,12 +77,12 @@ def test_three_ranks(overrides, where, world, tmp_path):
             "step 1: Inf in poison (BadGradient), backward, micro-batch 0, stage 0, rank 0 on",
         ),
         (
-            ["parallel=none", "parallel.tensor=4", *FORWARD, "+model.part=2"],
-            "step 1: NaN in poison (Poison), forward, micro-batch 0, stage 0, rank 2 on",
+            ["parallel=none", "parallel.tensor=4", *FORWARD],
+            "step 1: NaN in poison (Poison), forward, micro-batch 0, stage 0, rank 0 on",
         ),
         (
-            ["parallel=sp", "parallel.tensor=2", *BACKWARD],
-            "step 1: Inf in poison (BadGradient), backward, micro-batch 0, stage 0, rank 0 on",
+            ["parallel=sp", "parallel.tensor=2", *FORWARD, "+model.call=1"],
+            "step 2: NaN in poison (Poison), forward, micro-batch 0, stage 0, rank 0 on",
         ),
         (
             ["parallel=dp+sp", *FORWARD, "+model.part=1"],
