@@ -108,8 +108,10 @@ class Gradients:
             for p in stage.module.parameters():
                 if p.grad is not None:
                     (parts if id(p) in self._divided else wholes).append(shard_of(p.grad))
-            own += _sum_of_squares(parts) / stage.comm.size
-            own += _sum_of_squares(wholes) / (stage.comm.size * self._channels.get(number, 1))
+            for some, copies in ((parts, 1), (wholes, self._channels.get(number, 1))):
+                if some:
+                    squares = norms(some, 2, torch.float64).square().sum()
+                    own += squares / (stage.comm.size * copies)
         return self._comm.all_reduce(own.view(1))[0]
 
     def _by_stage(self) -> list[list[Tensor]]:
@@ -118,10 +120,6 @@ class Gradients:
             [shard_of(p.grad) for p in stage.module.parameters() if p.grad is not None]
             for stage in self.stages.values()
         ]
-
-
-def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    return norms(tensors, 2, torch.float64).square().sum()
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Tensor:

@@ -58,13 +58,15 @@ class LayerWise(torch.optim.Optimizer):
 
     def _norms(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Of something like each parameter, over all ranks that have parts of it."""
-        norms = torch.stack(torch._foreach_norm(list(tensors)))
+        norms = list(torch._foreach_norm(list(tensors)))
         over = [self.divided.get(id(one)) for one in parameters]
         for comm in {id(one): one for one in over if one is not None}.values():
             some = [place for place, one in enumerate(over) if one is comm]
-            squares = sum_over_ranks(comm, norms[some].double().square(), "norms of parameters")
-            norms[some] = squares.sqrt().to(norms.dtype)
-        return norms
+            own = torch.stack([norms[place] for place in some])
+            squares = sum_over_ranks(comm, own.double().square(), "norms of parameters")
+            for place, whole in zip(some, squares.sqrt().to(own.dtype).unbind(), strict=True):
+                norms[place] = whole
+        return torch.stack(norms)
 
     def _kept(self, parameters: list[Tensor], key: str) -> list[Tensor]:
         """What is kept of each parameter under a key; at first zeros."""

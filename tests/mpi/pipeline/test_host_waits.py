@@ -45,6 +45,8 @@ STAGES = ONE * 2
         Case("pp", "resnet18", (50, 50), STAGES, 1, 3, 3, schedule="zero_bubble"),
         Case("pp", "resnet18", (45, 50), STAGES * 2, 1, 4, 4, (), "", False, "interleaved", 2),
         Case("gems", "resnet18", (45, 50), STAGES, 1, 4, 4, schedule="basic"),
+        Case("none", "resnet18", (50, 50), ONE, batch=2, tensor=(2,)),
+        Case("none", "vit", (36, 28), ONE, batch=2, tensor=(2,)),
     ],
     ids=str,
 )
