@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from types import MappingProxyType
@@ -305,6 +306,19 @@ def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> N
         weight.is_cut = True
 
 
+@contextmanager
+def held_weights(network: nn.Module) -> Iterator[None]:
+    """Attributes of modules are what this rank holds, not weights of the whole shape."""
+    weights = weights_of(network).values()
+    for weight in weights:
+        vars(weight.module).pop(weight.key, None)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            vars(weight.module)[weight.key] = weight
+
+
 def renew(weights: Iterable[Weight]) -> None:
     """After parameters have been converted, moved or replaced: let forwards see them so."""
     for weight in weights:
@@ -312,11 +326,15 @@ def renew(weights: Iterable[Weight]) -> None:
 
 
 @torch.no_grad()
-def whole_state(network: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the whole network, on every rank; all must call it."""
+def whole_state(network: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The state dict of the whole network, on every rank; all must call it.
+
+    Args:
+        state: of what this rank has, where that is not the network's own.
+    """
     weights = weights_of(network)
-    state: dict[str, Tensor] = network.state_dict()
-    return {name: weights[name].whole() if name in weights else x for name, x in state.items()}
+    own: Mapping[str, Tensor] = network.state_dict() if state is None else state
+    return {name: weights[name].whole(x) if name in weights else x for name, x in own.items()}
 
 
 def own_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,11 +156,12 @@ class Pipeline:
         self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         placed = self._place(stages)
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
-        self.divided = self._divide(placed)
+        self._divide(placed)
         self._check_samples_apart(dtype)
         meshes = {one.position.stage: one.mesh for one in placed}
         holders = holders_of(placement, meshes, comm)
         self.sharded = self._shard(blocks) if options.shard_state else {}
+        self.divided = self._divided_parameters(meshes)  # of which sharding has made others
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
         apart = are_weights_apart(self._train)
@@ -213,11 +214,10 @@ class Pipeline:
             for p in positions
         ]
 
-    def _divide(self, placed: list[PlacedStage]) -> dict[int, Communicator]:
+    def _divide(self, placed: list[PlacedStage]) -> None:
         """Leave this rank its part of the weights of stages that divide channels."""
         if self.placement.most_tensor_parts == 1:
-            return {}
-        found: dict[int, Communicator] = {}
+            return
         arriving = self._shapes.arriving(SAMPLES)
         for stage, mesh in {one.position.stage: one.mesh for one in placed}.items():
             if mesh.tensor > 1:
@@ -225,9 +225,15 @@ class Pipeline:
                 run = partial(run_stage, values=arriving[stage], samples=SAMPLES)
                 uses = uses_of(module, mesh.tensor_comm, run, self.options.tensor_plan)
                 divide(module, uses, mesh.tensor_comm)
-                weights = weights_of(module).values()
-                found.update((id(one.part), mesh.tensor_comm) for one in weights)
-        return found
+
+    def _divided_parameters(self, meshes: Mapping[int, Mesh]) -> dict[int, Communicator]:
+        return {
+            id(parameter): meshes[stage].tensor_comm
+            for stage, module in self.stages.items()
+            for weights in (weights_of(module),)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if name in weights
+        }
 
     def _check_samples_apart(self, dtype: torch.dtype) -> None:
         """Where ranks have some samples of a micro-batch each, or BatchNorm sees those of all."""
@@ -253,8 +259,9 @@ class Pipeline:
         start(backend)
         found = {}
         for placed in self._placed.values():
-            stage, part = placed.position.stage, placed.position.part
-            ranks = [self.placement.ranks(stage, n)[part] for n in range(self.placement.data)]
+            _, stage, part, _, tensor = placed.position
+            replicas = range(self.placement.data)
+            ranks = [self.placement.ranks(stage, n, tensor=tensor)[part] for n in replicas]
             module, mesh = self.stages[stage], placed.mesh
             found[stage] = ShardedStage(module, blocks, mesh, ranks, backend, self.device)
         return found
@@ -290,10 +297,11 @@ class Pipeline:
         All ranks must call it where state is sharded, or divided by channels: they get whole
         tensors.
         """
-        states = [one.state_dict() for one in self.sharded.values()] or [
-            whole_state(module) for module in self.stages.values()
-        ]
-        return {name: value for state in states for name, value in state.items()}
+        found: dict[str, Tensor] = {}
+        for stage, module in self.stages.items():
+            own = self.sharded[stage].state_dict() if self.sharded else None
+            found |= whole_state(module, own)
+        return found
 
     def first(self, microbatch: int) -> Mesh | None:
         """The mesh over which a micro-batch enters the network; None if this rank is not in it."""

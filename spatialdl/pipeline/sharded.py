@@ -4,7 +4,8 @@ By FSDP2 (Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; t
 Rajbhandari et al., "ZeRO", 2020): each replica keeps a part of every parameter, weights are
 gathered for a forward or backward and given back after it. The ranks that hold the same part of
 the grid in all replicas shard with each other, so that the grid's ranks of one replica have the
-same shards, whose gradients are averaged among them.
+same shards, whose gradients are averaged among them. Where channels are divided, what is sharded is
+this rank's part of a weight.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from spatialdl.channels.weights import held_weights, whole_outputs
 from spatialdl.comm.groups import new_group
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
@@ -69,7 +71,9 @@ class ShardedStage:
             )
         self._module, self._group = module, new_group(backend, ranks)
         over = DeviceMesh.from_group(self._group, device.type)
-        inside = set(module.modules()) - {module}
+        # between blocks channels may be divided, which FSDP2 does not know: only the stage takes
+        # and gives whole tensors
+        inside = set(module.modules()) - {module} if mesh.tensor == 1 else set()
         hooks = _Hooks(module)
         for unit in (*(block for block in blocks if block in inside), module):
             unit.register_forward_hook(_without_views)
@@ -77,6 +81,10 @@ class ShardedStage:
             unit.register_forward_pre_hook(_writable)  # after that of FSDP2, as the next
             unit.register_forward_pre_hook(hooks.register)
         self.units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        if mesh.tensor > 1:
+            with held_weights(module):  # FSDP2 looks for them as attributes, at first
+                module.unshard()  # type: ignore[operator]
+                module.reshard()  # type: ignore[operator]
         self._parameters = list(module.parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -198,9 +206,12 @@ def _writable(module: nn.Module, args: Any) -> Any:
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copies of views: what is written into one loses the hook that gathers for backward."""
+    """Copies of views: what is written into one loses the hook that gathers for backward.
+
+    With all channels, which FSDP2 does not know to be divided.
+    """
 
     def own(value: Tensor) -> Tensor:
         return value.clone() if value.requires_grad and value._base is not None else value
 
-    return tree_map_only(Tensor, own, output)
+    return tree_map_only(Tensor, own, whole_outputs(output))

@@ -471,6 +471,12 @@ SHARDED = [
         # a stage that begins with an operation in place
         Case("dp+pp", "random", (37, 29), ((1, 1),) * 2, 2, 2, 5, ("relu",)),
         Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 2, 2, 5, clip=0.05),
+        # each rank shards its part of the channels
+        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5, clip=0.05, tensor=(2,)),
+        Case("dp", "resnet18", (33, 35), ((1, 1),), 2, 2, 5, recompute=True, tensor=(2,)),
+        Case("dp", "vit", (36, 28), ((1, 1),), 2, 2, 7, recompute="stage", tensor=(2,)),
+        Case("dp+pp", "random", (37, 29), ((1, 1),) * 2, 2, 2, 8, ("block1",), tensor=(1, 2)),
+        Case("dp+sp", "odd", (41, 67), ((1, 2),), 2, 2, 9, sync=True, tensor=(2,)),
     )
 ]
 

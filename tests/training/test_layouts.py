@@ -202,10 +202,6 @@ def test_grids_have_a_number_for_each_spatial_dim():
             ["parallel=dp+sp+pp", "parallel.shard_state=true", "parallel.local_dp=2"],
             "shard_state=true does not go with parallel.local_dp=2",
         ),
-        (
-            ["parallel=dp", "parallel.shard_state=true", "parallel.tensor=2"],
-            "shard_state=true does not go with parallel.tensor=2, which divides parameters, too",
-        ),
         (["parallel.tensor=0"], "parallel.tensor is a whole number of at least 1"),
         (["parallel=pp", "parallel.tensor=[2]"], r"tensor=\[2\] has 1 numbers, .*stages=2"),
         (

@@ -67,7 +67,7 @@ def copies(pipeline: Pipeline, update: Update, rank: int) -> Files:
             whole = value if sharded is None else sharded.full(value)
             weight = weights.get(_of_what(name))
             if weight is not None and value.shape == weight.part.shape:
-                whole = weight.whole(value)
+                whole = weight.whole(whole)
             if writes:
                 kept[name] = whole.detach().to("cpu", copy=True).contiguous()
         if writes:
@@ -234,10 +234,10 @@ def _fill(
 ) -> None:
     """Copy a tensor, or this rank's shard or channels of it, to where it belongs."""
     own = shard_of(value)
-    if weight is not None:
-        value.copy_(weight.own(source.read(name)))
-    elif own is value:
-        value.copy_(source.read(name))
+    if own is value or weight is not None:
+        given = source.read(name)
+        given = given if weight is None else weight.own(given)
+        own.copy_(given if own is value else given[pipeline.sharded[stage].rows(len(value))])
     elif len(own):
         own.copy_(source.read(name, pipeline.sharded[stage].rows(len(value))))
 
@@ -288,13 +288,13 @@ def _own_state(
     """What the optimizer keeps of a parameter; like it, sharded, if it is of the same size."""
     if full.startswith(NUMBER):
         return source.read(full).item()
-    if weight is not None and source.shape(full) == tuple(weight.shape):
+    alike = source.shape(full) == tuple(parameter.shape if weight is None else weight.shape)
+    if alike and weight is not None and shard_of(parameter) is parameter:
         return weight.own(source.read(full))
-    alike = source.shape(full) == tuple(parameter.shape)
     if not alike or shard_of(parameter) is parameter:
         return source.read(full)
     value = torch.zeros_like(parameter)
-    _fill(pipeline, stage, value, source, full)
+    _fill(pipeline, stage, value, source, full, weight)
     return value
 
 

@@ -56,6 +56,9 @@ LAYOUTS = {
     "tensor 3": Layout(3, "parallel=none parallel.microbatches=4 parallel.tensor=3"),
     "sp+pp tensor": Layout(4, "parallel=sp+pp parallel.microbatches=4 parallel.late=tensor"),
     "dp tensor": Layout(4, "parallel=dp parallel.microbatches=2 parallel.tensor=2"),
+    "shard tensor": Layout(
+        4, "parallel=dp parallel.microbatches=2 parallel.tensor=2 parallel.shard_state=true"
+    ),
     "sp+pp 5": Layout(5, "parallel=sp+pp parallel.microbatches=4 parallel.grid=[2,2]"),
 }
 
