@@ -177,7 +177,7 @@ class Side:
         with listening() as talks, torch.device("meta"):
             x = _input(self, mesh)
             if self.name == SIDES[2]:
-                divide(model, uses_of(model, comm, (x,), {}), comm)
+                divide(model, uses_of(model, comm, lambda shadow: shadow(x)), comm)
                 talks.clear()
             with self._statistics(comm):
                 y = whole_outputs(model(x))

@@ -22,6 +22,7 @@ from spatialdl.channels.weights import (
     weights_of,
     whole_outputs,
     whole_state,
+    without_data,
 )
 from spatialdl.comm.broadcast import broadcast_state
 from spatialdl.comm.gradients import Reducer, lane_of
@@ -142,7 +143,9 @@ class SpatialParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._mesh.tensor > 1 and not self._forwards:
             comm = self._mesh.tensor_comm
-            divide(self.module, uses_of(self.module, comm, args, kwargs), comm)
+            given, named = without_data((args, kwargs))
+            uses = uses_of(self.module, comm, lambda shadow: shadow(*given, **named))
+            divide(self.module, uses, comm)
         self._forwards += 1
         if torch.is_grad_enabled():
             self._averaging.follow()

@@ -178,7 +178,7 @@ def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _OF_WRAPPER:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
     for x in args:
         for one in x if isinstance(x, list | tuple) else (x,):

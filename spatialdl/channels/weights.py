@@ -8,7 +8,7 @@ of `channels.layers` takes stays whole on all ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +145,7 @@ def _held(module: nn.Module, name: str) -> Tensor:
 
 def _places(network: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Every name of every parameter and buffer: in full, its module, and its name there."""
-    for path, module in network.named_modules():
+    for path, module in network.named_modules(remove_duplicate=False):
         for name, held in (*module._parameters.items(), *module._buffers.items()):
             if held is not None:
                 yield f"{path}.{name}" if path else name, module, name, held
@@ -164,13 +164,18 @@ def weights_of(network: nn.Module) -> dict[str, Weight]:
     return {path: one for path, one in found if isinstance(one, Weight)}
 
 
-def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> dict[str, Use]:
+def uses_of(
+    network: nn.Module, comm: Communicator, run: Callable[[nn.Module], object]
+) -> dict[str, Use]:
     """How a forward uses the weights that can be divided, by all their names.
 
     Args:
         network: stays as it is.
         comm: the tensor axis.
-        args, kwargs: of the forward, as real ones.
+        run: the forward of a copy of the network without data, with arguments like that.
+
+    Raises:
+        UnsupportedSpatialOp: if it cannot run so.
     """
     shadow, dry = meta_copy(network), Dry(comm.rank, comm.size)
     of_state: dict[int, Use] = {}
@@ -182,11 +187,10 @@ def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> d
     for module in shadow.modules():
         plain = {name: one for name, one in vars(module).items() if type(one) is Tensor}
         vars(module).update({name: one.to("meta") for name, one in plain.items()})
-    args, kwargs = tree_map_only(Tensor, _without_data, (args, kwargs))
     for left in reversed(range(ROUNDS)):
         try:
             with torch.no_grad(), torch.device("meta"), keyed(0, 0):
-                shadow(*args, **kwargs)
+                run(shadow)
         except (RuntimeError, TypeError) as error:
             raise UnsupportedSpatialOp(
                 f"how {type(network).__name__} uses its weights cannot be found out without data, "
@@ -206,6 +210,11 @@ def _granted(uses: Collection[Use]) -> bool:
         else:
             use.at, use.partition, use.is_known = None, None, False
     return are_new
+
+
+def without_data(arguments: Any) -> Any:
+    """Arguments of a forward, for one without data."""
+    return tree_map_only(Tensor, _without_data, arguments)
 
 
 def _without_data(x: Tensor) -> Tensor:

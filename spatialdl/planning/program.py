@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain
 from spatialdl.pipeline.steps import Recording, Value
-from spatialdl.planning.parts import Parts
+from spatialdl.planning.parts import Divided, Parts
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.shadow import meta_copy
 
@@ -100,6 +100,19 @@ class Program:
             CannotRecord: if it does something else with so many samples.
         """
         return None if self._recording is None else self._forward.of(samples, training=True)
+
+    def divided(
+        self,
+        uncut: bool,
+        samples: int,
+        which: Divided,
+        entering: Mapping[Value, Tensor],
+    ) -> Parts:
+        """The parts, of one stage of which this rank has some channels; see `Parts.divided`."""
+        recording = None
+        if not uncut and self._recording is not None:
+            recording = self._forward.of(samples, training=False)
+        return self.parts(uncut).divided(which, recording, entering)
 
     def costs(self, weigh: Weigh) -> Costs:
         """What is balanced."""

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spatialdl
-from spatialdl.channels.weights import divide, own_state, uses_of, weights_of, whole_state
+from spatialdl.channels.weights import (
+    divide,
+    own_state,
+    uses_of,
+    weights_of,
+    whole_state,
+    without_data,
+)
 from spatialdl.parallel.partition import Partition
 from tests.mpi.channels.divided import WORLD
 
@@ -31,7 +38,7 @@ class Block(nn.Module):
 
 
 def divided(network: nn.Module, x: Tensor) -> nn.Module:
-    divide(network, uses_of(network, WORLD, (x,), {}), WORLD)
+    divide(network, uses_of(network, WORLD, lambda shadow: shadow(without_data(x))), WORLD)
     return network
 
 
@@ -58,7 +65,7 @@ def test_parameters_stay_the_objects_that_optimizers_know():
 def test_a_network_stays_as_it_is_while_it_is_looked_at():
     network = Block()
     state = copy.deepcopy(network.state_dict())
-    uses_of(network, WORLD, (torch.randn(2, 3, 6, 6),), {})
+    uses_of(network, WORLD, lambda shadow: shadow(torch.empty(2, 3, 6, 6)))
     assert network.training
     assert all(torch.equal(one, state[name]) for name, one in network.state_dict().items())
     assert weights_of(network) == {}
