@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.tensor import ChannelTensor
+from spatialdl.channels.tensor import ChannelTensor, on_tile
 from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.dry import Talk, listening
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import Layout
+from spatialdl.pipeline.placed import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.ledger import Ledger, Phase, Work, taken
 from spatialdl.planning.parts import Divided, Parts
@@ -168,7 +169,7 @@ class _Run:
             self._ledger.own(tensor)
         self._talks: dict[tuple[Phase, int], list[Talk]] = {}
         self._refused: str | None = None
-        self._entering = {value: _leaf(value, one) for value, one in entering.items()}
+        self._entering = {value: _arrived(value, one) for value, one in entering.items()}
         self._values = dict(self._entering)
         self._output: Any = None
         self.input = _local(entering[IMAGE]).nbytes if IMAGE in entering else 0
@@ -417,10 +418,10 @@ def entering_stage(
     return {value: one for value, one in found.items() if value in own or recording is None}
 
 
-def _leaf(value: Value, x: Tensor) -> Tensor:
-    """What other stages give wants a gradient."""
+def _arrived(value: Value, x: Tensor) -> Tensor:
+    """As a stage gets it: what other stages give wants a gradient."""
     wants = value != IMAGE and x.is_floating_point()
-    return x.detach().requires_grad_() if wants else x
+    return on_tile(enter, x.detach().requires_grad_()) if wants else x
 
 
 def _local(tensor: Tensor) -> Tensor:
