@@ -90,6 +90,22 @@ def overheard(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk
         yield heard
 
 
+@contextmanager
+def kept() -> Iterator[dict[int, int]]:
+    """Bytes of the storages that autograd saves, by address."""
+    found: dict[int, int] = {}
+    held = []  # so that no address comes twice
+
+    def pack(x: Tensor) -> Tensor:
+        own = x._tile if isinstance(x, spatialdl.SpatialTensor) else x
+        held.append(own)
+        found[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield found
+
+
 def loss_of(output: Tensor, mesh: Mesh) -> Tensor:
     """As the dry run takes it."""
     target = torch.zeros(SAMPLES, *output.shape[2:], dtype=torch.int64)
@@ -133,10 +149,16 @@ def assert_network(name: str, placement: Placement, monkeypatch: pytest.MonkeyPa
     uses = uses_of(model, mesh.tensor_comm, lambda shadow: shadow(without_data(tiles)))
     divide(model, uses, mesh.tensor_comm)
     with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
-        loss_of(whole_outputs(model(tiles)), mesh).backward()
+        with kept() as saved:
+            output = whole_outputs(model(tiles))
+        loss_of(output, mesh).backward()
     largest = largest_part(mesh.layout(SAMPLES, job.image[1:]))
     is_counted = (position.tensor, position.part) == (tensor - 1, largest)
     assert_counted(heard, costs, which, model, is_counted)
+    if is_counted and mesh.parts == 1:
+        known = {one.untyped_storage().data_ptr() for one in (*model.state_dict().values(), image)}
+        held = sum(size for place, size in saved.items() if place not in known)
+        assert costs.lives.held(0, which.after, ()) == held
 
 
 @pytest.mark.parametrize("name", NETWORKS)
