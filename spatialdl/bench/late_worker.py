@@ -22,7 +22,7 @@ import spatialdl
 from spatialdl import models
 from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
 from spatialdl.bench.late import ALONE, SIDES
-from spatialdl.channels.weights import divide, uses_of, whole_outputs
+from spatialdl.channels.weights import divide, uses_of, whole_outputs, without_data
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry, listening
@@ -177,7 +177,7 @@ class Side:
         with listening() as talks, torch.device("meta"):
             x = _input(self, mesh)
             if self.name == SIDES[2]:
-                divide(model, uses_of(model, comm, lambda shadow: shadow(x)), comm)
+                divide(model, uses_of(model, comm, lambda shadow: shadow(without_data(x))), comm)
                 talks.clear()
             with self._statistics(comm):
                 y = whole_outputs(model(x))

@@ -264,7 +264,7 @@ def on_tile(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _check_known(x: ChannelTensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         known = x.grad_fn is None
     if not known:
         raise UnsupportedSpatialOp(

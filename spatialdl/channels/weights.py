@@ -118,10 +118,20 @@ class Weight(ChannelTensor):
         if total % size == 0 and total % (unit * pieces) == 0 and total >= least:
             self.use.wished = Partition.even(total, self.comm.size, unit, pieces)
 
-    def whole(self) -> Tensor:
-        """All of it, detached; all ranks must call it."""
-        held = self.part.detach()
-        return held if self.is_whole else all_gather(held, self.at, self.partition, self.comm)
+    def whole(self, part: Tensor | None = None) -> Tensor:
+        """All of it, detached, or of something of its shape; all ranks must call it.
+
+        Args:
+            part: this rank's, such as what an optimizer keeps of it.
+        """
+        part = (self.part if part is None else part).detach()
+        return part if self.is_whole else all_gather(part, self.at, self.partition, self.comm)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of something of its shape."""
+        if self.is_whole:
+            return whole
+        return own_part(whole, self.at, self.partition, self.comm.rank)
 
     def again(self) -> Weight:
         """The same, with the type and device that the module's tensor has now."""
@@ -263,8 +273,8 @@ def own_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Of a state dict what this rank has; weights may be whole in it, or parts."""
     own = dict(state)
     for name, weight in weights_of(network).items():
-        if name in own and own[name].shape == weight.shape and not weight.is_whole:
-            own[name] = own_part(own[name], weight.at, weight.partition, weight.comm.rank)
+        if name in own and own[name].shape == weight.shape:
+            own[name] = weight.own(own[name])
     return own
 
 

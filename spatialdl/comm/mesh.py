@@ -88,6 +88,16 @@ class Mesh:
         return self.axes.tensor
 
     @property
+    def channels(self) -> int:
+        """Which part of the channels this rank has."""
+        return self.tensor_comm.rank
+
+    @property
+    def counts(self) -> bool:
+        """Whether no other rank has what is whole here, or this is the first that has."""
+        return self.channels == 0 and (self.part == 0 or self.batch > 1)
+
+    @property
     def size(self) -> int:
         """All ranks that have this rank's channels."""
         return self.axes.size // self.axes.tensor

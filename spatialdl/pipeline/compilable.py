@@ -29,6 +29,12 @@ def check_compilable(
         raise _refused(
             local, "stages that divide samples talk to other ranks", "take parallel.data"
         )
+    if placement.most_tensor_parts > 1:
+        raise _refused(
+            f"parallel.tensor={max(placement.tensor)}",
+            "layers whose channels are divided talk to other ranks",
+            "take parallel.data",
+        )
     if recompute != "none":
         raise _refused(
             f"parallel.recompute={recompute}",

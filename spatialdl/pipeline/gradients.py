@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,8 @@ class Gradients:
         sharded: the same ones, where state is sharded.
         comm: all ranks.
         device: of the stages.
+        channels: by stage over how many ranks it divides the channels of its weights.
+        divided: the parameters that are, by their ids; the others are whole on each of these ranks.
     """
 
     def __init__(
@@ -34,9 +37,11 @@ class Gradients:
         sharded: Mapping[int, ShardedStage],
         comm: Communicator,
         device: torch.device = _CPU,
+        channels: Mapping[int, int] = MappingProxyType({}),
+        divided: Collection[int] = (),
     ) -> None:
         self.stages, self._sharded, self._comm = stages, sharded, comm
-        self._device = device
+        self._device, self._channels, self._divided = device, channels, divided
         # by number, because ranks that share several stages must have them in one order
         self._reducer = Reducer(stages[number] for number in sorted(stages, reverse=True))
 
@@ -97,8 +102,14 @@ class Gradients:
         weights must stay the same.
         """
         own = torch.zeros((), dtype=torch.float64, device=self._device)
-        for stage, grads in zip(self.stages.values(), self._by_stage(), strict=True):
-            own += norms(grads, 2, torch.float64).square().sum() / stage.comm.size
+        for number, stage in self.stages.items():
+            parts: list[Tensor] = []
+            wholes: list[Tensor] = []
+            for p in stage.module.parameters():
+                if p.grad is not None:
+                    (parts if id(p) in self._divided else wholes).append(shard_of(p.grad))
+            own += _sum_of_squares(parts) / stage.comm.size
+            own += _sum_of_squares(wholes) / (stage.comm.size * self._channels.get(number, 1))
         return self._comm.all_reduce(own.view(1))[0]
 
     def _by_stage(self) -> list[list[Tensor]]:
@@ -107,6 +118,10 @@ class Gradients:
             [shard_of(p.grad) for p in stage.module.parameters() if p.grad is not None]
             for stage in self.stages.values()
         ]
+
+
+def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    return norms(tensors, 2, torch.float64).square().sum()
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_path
 from spatialdl.comm.device_transport import Lane
-from spatialdl.comm.handover import DIRECTIONS, Direction, Handover
+from spatialdl.comm.handover import DIRECTIONS, Direction, Handover, HandoverShape
 from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.action import Kind, Lists, Schedule
 from spatialdl.pipeline.shapes import Border
@@ -19,7 +21,52 @@ from spatialdl.pipeline.shapes import Border
 MOST_LANES = 16
 """Of a rank: PyTorch has 32 streams for all groups, and two in one would wait for each other."""
 
-_Key = tuple[int, Border, Direction]
+_Pair = tuple[int, int]
+"""Which part of the channels the giver has of its weights, and which the taker."""
+
+_Key = tuple[int, Border, Direction, _Pair]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank's side of a border, each stage of which may divide channels over several ranks.
+
+    What passes is whole, and alike on the ranks that divide the channels of a part. So each of the
+    taker's is given it by one of the giver's, and each of the giver's gets the gradient from one
+    of the taker's.
+
+    Attributes:
+        forward: of the giver all by which it sends; of the taker the one by which it receives.
+        backward: of the taker all by which it sends gradients; of the giver likewise the one.
+    """
+
+    forward: tuple[Handover, ...]
+    backward: tuple[Handover, ...]
+
+    def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
+        """See `Handover.send`, as for the others below."""
+        for one in self.forward:
+            one.send(tile, what, microbatch)
+
+    def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
+        self.forward[0].expect(what, microbatch, device)
+
+    def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
+        return self.forward[0].receive(what, microbatch, device)
+
+    def send_back(self, grad: Tensor, what: HandoverShape, microbatch: int) -> None:
+        for one in self.backward:
+            one.send_back(grad, what, microbatch)
+
+    def expect_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
+        self.backward[0].expect_back(what, microbatch, device)
+
+    def receive_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
+        return self.backward[0].receive_back(what, microbatch, device)
+
+    def wait_sent(self) -> None:
+        for one in (*self.forward, *self.backward):
+            one.wait_sent()
 
 
 class Handovers:
@@ -47,24 +94,60 @@ class Handovers:
                 if comm.rank in ranks:
                     self._lanes[key] = Lane(self._comm, ranks, device)
 
-    def at(self, position: Position) -> dict[Border, Handover]:
+    def at(self, position: Position) -> dict[Border, Link]:
         """By border those of a stage."""
         return {
-            border: self._handover(position, border, tag)
-            for tag, border in enumerate(self.borders)
+            border: self._link(position, border)
+            for border in self.borders
             if position.stage in border
         }
 
-    def _handover(self, position: Position, border: Border, tag: int) -> Handover:
+    def _link(self, position: Position, border: Border) -> Link:
+        side = border.index(position.stage)
+        own = {
+            direction: [
+                pair
+                for pair in _pairs(self._placement, border, direction)
+                if pair[side] == position.tensor
+            ]
+            for direction in DIRECTIONS
+        }
+        made = {
+            pair: self._handover(position, border, pair)
+            for pair in dict.fromkeys(pair for pairs in own.values() for pair in pairs)
+        }
+        forward, backward = (tuple(made[pair] for pair in own[one]) for one in DIRECTIONS)
+        return Link(forward, backward)
+
+    def _handover(self, position: Position, border: Border, pair: _Pair) -> Handover:
         replica, stage, part, copy, _ = position
-        senders, receivers = (self._placement.ranks(s, replica, copy) for s in border)
+        senders, receivers = _sides(self._placement, border, pair, replica, copy)
         me = part if stage == border.giver else len(senders) + part
         lanes: dict[Direction, Lane] = {
-            direction: self._lanes[copy, border, direction]
+            direction: self._lanes[copy, border, direction, pair]
             for direction in DIRECTIONS
-            if (copy, border, direction) in self._lanes
+            if (copy, border, direction, pair) in self._lanes
         }
-        return Handover(self._comm, senders, receivers, me, tag, len(self.borders), lanes)
+        tag, tags = self.borders.index(border), len(self.borders)
+        return Handover(self._comm, senders, receivers, me, tag, tags, lanes)
+
+
+def _pairs(placement: Placement, border: Border, direction: Direction) -> list[_Pair]:
+    """Which ranks that divide channels talk to each other across a border."""
+    giving, taking = (placement.tensor_parts(stage) for stage in border)
+    if direction == "forward":
+        return [(taker % giving, taker) for taker in range(taking)]
+    return [(giver, giver % taking) for giver in range(giving)]
+
+
+def _sides(
+    placement: Placement, border: Border, pair: _Pair, replica: int, copy: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    senders, receivers = (
+        placement.ranks(stage, replica, copy, tensor)
+        for stage, tensor in zip(border, pair, strict=True)
+    )
+    return senders, receivers
 
 
 def lanes_of(
@@ -78,9 +161,10 @@ def lanes_of(
         return {}
     found: dict[_Key, list[int]] = {}
     for copy, border, direction in product(range(placement.copies), borders, DIRECTIONS):
-        senders, receivers = (placement.ranks(stage, replica, copy) for stage in border)
-        if not set(senders) & set(receivers):  # or it would wait for itself
-            found[copy, border, direction] = [*senders, *receivers]
+        for pair in _pairs(placement, border, direction):
+            senders, receivers = _sides(placement, border, pair, replica, copy)
+            if not set(senders) & set(receivers):  # or it would wait for itself
+                found[copy, border, direction, pair] = [*senders, *receivers]
     lanes = Counter(rank for ranks in found.values() for rank in ranks)
     return found if max(lanes.values(), default=0) <= MOST_LANES else {}
 

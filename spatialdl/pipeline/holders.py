@@ -11,14 +11,18 @@ from spatialdl.comm.two_levels import by_nodes
 from spatialdl.parallel.placement import Placement
 
 
-def holding(placement: Placement, stage: int) -> list[int]:
-    """The ranks of the world that hold a stage."""
+def holding(placement: Placement, stage: int, tensor: int = 0) -> list[int]:
+    """The ranks of the world that hold the same of a stage.
+
+    Args:
+        tensor: which part of the channels.
+    """
     return sorted(
         {
             rank
             for copy in range(placement.copies)
             for replica in range(placement.data)
-            for rank in placement.ranks(stage, replica, copy)
+            for rank in placement.ranks(stage, replica, copy, tensor)
         }
     )
 
@@ -35,11 +39,15 @@ def holders_of(
     if placement.copies == 1:
         return {stage: mesh.comm for stage, mesh in meshes.items()}
     # by number, because ranks with several stages must make these in one order
-    return {stage: comm.subset(holding(placement, stage)) for stage in sorted(meshes)}
+    return {
+        stage: comm.subset(holding(placement, stage, meshes[stage].channels))
+        for stage in sorted(meshes)
+    }
 
 
 def reducers_of(
     holders: Mapping[int, Communicator],
+    meshes: Mapping[int, Mesh],
     placement: Placement,
     comm: Communicator,
     backend: str | None,
@@ -48,6 +56,7 @@ def reducers_of(
     """The same ranks as `holders`, as they add up gradients; they all must ask.
 
     Args:
+        meshes: by the stages of this rank.
         comm: all ranks of the placement.
         backend: of torch.distributed, if that is to add them up.
         nodes: of the ranks, if gradients are to be added up by nodes where that saves time.
@@ -60,7 +69,9 @@ def reducers_of(
 
         start(backend)
         return {
-            stage: BackendCommunicator(holding(placement, stage), backend) if one.size > 1 else one
+            stage: BackendCommunicator(holding(placement, stage, meshes[stage].channels), backend)
+            if one.size > 1
+            else one
             for stage, one in holders.items()
         }
     if nodes is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spatialdl.channels.weights import whole_outputs
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
@@ -178,6 +179,8 @@ class PlacedStage:
                 outputs = recompute(run_stage_again, self.module, values, samples, modules=modules)
             else:
                 outputs = run_stage(self.module, values, samples)
+        if self.mesh.tensor > 1:
+            outputs = whole_outputs(outputs)
         for border, handover in self._after.items():
             for value, part in passing[border].items():
                 given = outputs[value] if value in outputs else values[value]

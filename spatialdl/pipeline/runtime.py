@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
+from spatialdl.channels.weights import divide, uses_of, weights_of, whole_state
 from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Replicated, lane_of
@@ -39,7 +41,7 @@ from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
-from spatialdl.pipeline.stage import start_training
+from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
 from spatialdl.pipeline.step_context import StepContext, are_weights_apart
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather
@@ -105,6 +107,7 @@ class Pipeline:
     Attributes:
         stages: by number the stages that this rank holds, their layers under their own names.
         sharded: the same ones, where state is sharded.
+        divided: by the ids of parameters that are divided by channels the ranks that divide them.
         gradients: what `train_step` leaves in the stages, to be unscaled and clipped.
         doing: the action of a training step that is under way.
 
@@ -142,6 +145,7 @@ class Pipeline:
         self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         placed = self._place(stages)
         self._placed = {(one.position.copy, one.position.stage): one for one in placed}
+        self.divided = self._divide(placed)
         self._check_samples_apart(dtype)
         meshes = {one.position.stage: one.mesh for one in placed}
         holders = holders_of(placement, meshes, comm)
@@ -151,9 +155,12 @@ class Pipeline:
         apart = are_weights_apart(self._train)
         backend = None if self.sharded else options.backend
         nodes = None if self.sharded else options.nodes
-        reducers = reducers_of(holders, placement, comm, backend, nodes)
+        reducers = reducers_of(holders, meshes, placement, comm, backend, nodes)
         replicated = self._replicated(meshes, reducers, apart)
-        self.gradients = Gradients(replicated, self.sharded, comm, self.device)
+        channels = {stage: mesh.tensor for stage, mesh in meshes.items()}
+        self.gradients = Gradients(
+            *(replicated, self.sharded, comm, self.device), channels, self.divided
+        )
         units = {stage: sharded.units for stage, sharded in self.sharded.items()}
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
         sharing = Sharing(placed, self.stages, holders, placement, sync, microbatches, comm, units)
@@ -194,6 +201,21 @@ class Pipeline:
             )
             for p in positions
         ]
+
+    def _divide(self, placed: list[PlacedStage]) -> dict[int, Communicator]:
+        """Leave this rank its part of the weights of stages that divide channels."""
+        if self.placement.most_tensor_parts == 1:
+            return {}
+        found: dict[int, Communicator] = {}
+        arriving = self._shapes.arriving(SAMPLES)
+        for stage, mesh in {one.position.stage: one.mesh for one in placed}.items():
+            if mesh.tensor > 1:
+                run = partial(run_stage, values=arriving[stage], samples=SAMPLES)
+                uses = uses_of(self.stages[stage], mesh.tensor_comm, run)
+                divide(self.stages[stage], uses, mesh.tensor_comm)
+                weights = weights_of(self.stages[stage]).values()
+                found.update((id(one.part), mesh.tensor_comm) for one in weights)
+        return found
 
     def _check_samples_apart(self, dtype: torch.dtype) -> None:
         """Where ranks have some samples of a micro-batch each, or BatchNorm sees those of all."""
@@ -253,10 +275,13 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Of all stages that this rank holds, under the names of the whole network.
 
-        All ranks must call it where state is sharded: they get whole tensors.
+        All ranks must call it where state is sharded, or divided by channels: they get whole
+        tensors.
         """
-        stages = self.sharded or self.stages
-        return {name: value for one in stages.values() for name, value in one.state_dict().items()}
+        states = [one.state_dict() for one in self.sharded.values()] or [
+            whole_state(module) for module in self.stages.values()
+        ]
+        return {name: value for state in states for name, value in state.items()}
 
     def first(self, microbatch: int) -> Mesh | None:
         """The mesh over which a micro-batch enters the network; None if this rank is not in it."""
@@ -322,7 +347,9 @@ class Pipeline:
     @property
     def loss_parts(self) -> int:
         """How many losses backward adds up on the last stages, of which the mean counts."""
-        return self.placement.network_copies * self.placement.widths[-1]
+        last = self.placement.stages - 1
+        parts = self.placement.widths[last] // self.placement.tensor_parts(last)
+        return self.placement.network_copies * parts
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
@@ -397,7 +424,7 @@ class Pipeline:
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self.placement.network_copies * placed.mesh.batch * self._scale
         loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
-        return loss * share if placed.position.part == 0 or placed.mesh.batch > 1 else 0.0
+        return loss * share if placed.mesh.counts else 0.0
 
     def _part_of(self, own: range, microbatch: Microbatch) -> float | Tensor:
         """What some of its samples count in the mean loss of a micro-batch; stays on a device."""

@@ -179,8 +179,13 @@ class HandoverShapes:
             if isinstance(self._first, Stage):
                 for own in {samples, *own_counts(self._placement, samples)}:
                     self._first.prepare(own)
-            self._found[samples] = self._typed(self._dry_run(samples), samples)
+            self._found[samples] = self._typed(self._dry_run(samples)[0], samples)
         return self._found[samples]
+
+    def arriving(self, samples: int) -> list[dict[Value, Tensor]]:
+        """What each stage gets for a micro-batch, without data, as its first rank gets it."""
+        self.of(samples)
+        return self._dry_run(samples)[1]
 
     def _typed(self, passing: Passing, samples: int) -> Passing:
         if self._mixed is None or not self.borders:
@@ -194,14 +199,14 @@ class HandoverShapes:
         }
 
     @torch.no_grad()
-    def _dry_run(self, samples: int) -> Passing:
+    def _dry_run(self, samples: int) -> tuple[Passing, list[dict[Value, Tensor]]]:
         found: Passing = {}
         arrived = self.entering(samples)
         for number, dry in enumerate(self._stages):
             with torch.device("meta"):  # where layers make tensors of their own, too
                 given = arrived[number] | run_stage(dry, arrived[number], samples)
             found |= self.pass_on(number, given, arrived, samples)
-        return found
+        return found, arrived
 
     def entering(self, samples: int) -> list[dict[Value, Tensor]]:
         """What arrives at each stage before any of them has run: the images at the first."""

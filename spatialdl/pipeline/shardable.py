@@ -26,6 +26,8 @@ def check_shardable(placement: Placement, schedule: Schedule) -> None:
         "parallel.schedule=zero_bubble, where gradients of weights come late: take 1f1b": (
             "weight" in kinds
         ),
+        f"parallel.tensor={placement.most_tensor_parts}, which divides parameters, too: take one "
+        "of the two": placement.most_tensor_parts > 1,
         f"parallel.local_dp={placement.most_batch_parts}, which may leave a rank without "
         "samples: leave it out": placement.most_batch_parts > 1,
     }

@@ -144,7 +144,7 @@ class SliceStatistics:
         kept, self._kept[norm] = self._kept[norm], []
         weights = _weights(norm, sum(calls))
         places = [0, *accumulate(calls)]  # of each slice's first call among all calls
-        total = _buffers(norm)[0].new_zeros(2 * norm.num_features, dtype=torch.float64)
+        total = _buffers(norm)[0].new_zeros(2 * len(_buffers(norm)[0]), dtype=torch.float64)
         for slice_number, statistics in kept:
             total.add_(statistics, alpha=weights[places[slice_number]])
             places[slice_number] += 1
@@ -172,7 +172,9 @@ def is_plain(norm: _BatchNorm) -> bool:
 
 
 def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    # not as attributes: where channels are divided, forwards see those of the whole shape
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    mean, variance, count = (norm._buffers[name] for name in names)
     if mean is None or variance is None or count is None:
         raise RuntimeError(f"{norm} lost its running statistics during training")
     return mean, variance, count

@@ -35,6 +35,8 @@ def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:
     """
     start = (0,) * (local.dim() - 2)
     if isinstance(one.output, SpatialTensor):
+        if not one.has_tile:
+            return []
         start = tuple(first for first, _ in one.mesh.own_box(one.output.spatial_layout).spatial)
     elif not one.counts:
         return []

@@ -220,7 +220,7 @@ class ActivationMaps:
             raise ValueError(
                 f"activation=true needs {NEEDED}, and {self._watch.refusal}: leave it out"
             )
-        if seen.is_split or one.counts:
+        if one.has_tile if seen.is_split else one.counts:
             values = seen.values.float().cpu().numpy()
             self._parts.append(_Part(one.samples, seen.size, seen.start, values))
 

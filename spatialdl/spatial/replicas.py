@@ -48,6 +48,10 @@ class BatchNormOver(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, SpatialTensor) for kind in types):
             return func(*args, **kwargs)
+        divided = next((kind for kind in types if hasattr(kind, "holds_channels")), None)
+        if divided is not None:
+            with self:  # for this rank's channels
+                return divided.__torch_function__(func, types, args, kwargs)
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func is torch.batch_norm:

@@ -6,6 +6,7 @@ No PyTorch here: the process that only starts the ranks checks all this before i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from omegaconf import DictConfig, ListConfig
 
@@ -16,6 +17,8 @@ from spatialdl.pipeline.schedule import GEMS, make_schedule
 from spatialdl.pipeline.shardable import check_shardable
 
 RECOMPUTE = ("none", "block", "stage")
+LATE = ("local_dp", "tensor")
+TENSOR_FORMS = ("output", "input", "replicate")
 
 
 def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
@@ -59,13 +62,84 @@ def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
         )
     whole = (1,) * (dims or (len(spatial[0]) if spatial else 2))
     grids = spatial + [whole] * (stages - spatial_stages)
-    batch = _batch(parallel, stages, spatial_stages)
-    return Placement(data, tuple(grids), interleave, _variant(parallel) is not None, batch)
+    late = _late(parallel, spatial, stages)
+    batch = _batch(parallel, stages, spatial_stages, late.get("local_dp"))
+    mirrored = _variant(parallel) is not None
+    tensor = _tensor(parallel, stages, late.get("tensor"), interleave > 1 or mirrored)
+    _check_tensor_plan(parallel, tensor)
+    return Placement(data, tuple(grids), interleave, mirrored, batch, tensor=tensor)
 
 
-def _batch(parallel: DictConfig, stages: int, spatial_stages: int) -> tuple[int, ...]:
+def _late(parallel: DictConfig, spatial: Sequence[tuple[int, ...]], stages: int) -> dict[str, int]:
+    """What stages after those that cut images divide over as many ranks as the last of those."""
+    late = parallel.late
+    if late is None:
+        return {}
+    if late not in LATE:
+        raise ValueError(f"parallel.late={late} is unknown: take one of {', '.join(LATE)}, or null")
+    if not 0 < len(spatial) < stages:
+        raise ValueError(
+            f"parallel.late={late} is what stages after those that cut images do, but "
+            f"parallel.spatial_stages={len(spatial)} of parallel.stages={stages}: take "
+            "parallel=sp+lp or sp+pp"
+        )
+    if parallel[late] != 1:
+        raise ValueError(
+            f"parallel.late={late} takes as many ranks as the stage before, prod(parallel.grid)="
+            f"{prod(spatial[-1])}, and parallel.{late}={parallel[late]} says another number: leave "
+            "one of them out"
+        )
+    return {late: prod(spatial[-1])}
+
+
+def _tensor(parallel: DictConfig, stages: int, late: int | None, shares: bool) -> tuple[int, ...]:
+    """The ranks over which each stage divides channels."""
+    given = parallel.tensor
+    if late is not None:
+        spatial_stages = int(parallel.spatial_stages)
+        return (1,) * spatial_stages + (late,) * (stages - spatial_stages)
+    each = list(given) if isinstance(given, ListConfig) else [given] * stages
+    if any(type(one) is not int or one < 1 for one in each):
+        raise ValueError(
+            "parallel.tensor is a whole number of at least 1, the ranks that divide channels, or a "
+            f"list with one for each stage, got {given}"
+        )
+    if len(each) != stages:
+        raise ValueError(
+            f"parallel.tensor={given} has {len(each)} numbers, but there are "
+            f"parallel.stages={stages}: give one for each, or one for all"
+        )
+    if shares and len(set(each)) > 1:
+        raise ValueError(
+            f"parallel.tensor={given} gives stages that share ranks (parallel.interleave, GEMS) "
+            "different numbers: give one for all"
+        )
+    return tuple(each) if max(each) > 1 else ()
+
+
+def _check_tensor_plan(parallel: DictConfig, tensor: Sequence[int]) -> None:
+    plan = parallel.tensor_plan
+    if plan is None:
+        return
+    forms = list(plan.values()) if isinstance(plan, DictConfig) else [plan]
+    unknown = [form for form in forms if form not in TENSOR_FORMS]
+    if unknown:
+        raise ValueError(
+            f"parallel.tensor_plan={plan} names modules, and for each what is divided: one of "
+            f"{', '.join(TENSOR_FORMS)}, got {unknown[0]}"
+        )
+    if not tensor:
+        raise ValueError(
+            f"parallel.tensor_plan={plan} says how channels are divided, but none are: set "
+            "parallel.tensor"
+        )
+
+
+def _batch(
+    parallel: DictConfig, stages: int, spatial_stages: int, late: int | None
+) -> tuple[int, ...]:
     """The ranks over which each stage divides samples: those that do not cut images."""
-    parts = _count(parallel, "local_dp")
+    parts = late or _count(parallel, "local_dp")
     if parts == 1:
         return ()
     if not 0 < spatial_stages < stages:

@@ -42,14 +42,22 @@ class Evaluated(NamedTuple):
         output: (N, ...), of these.
         target: (N, ...), of these.
         mesh: over which they leave.
-        counts: whether no other rank has the same outputs, or this is the first that has.
     """
 
     samples: range
     output: Tensor
     target: Tensor
     mesh: Mesh
-    counts: bool
+
+    @property
+    def counts(self) -> bool:
+        """Whether no other rank has the same outputs, or this is the first that has."""
+        return self.mesh.counts
+
+    @property
+    def has_tile(self) -> bool:
+        """Of what is split: whether no other rank has the same tile, or this is the first."""
+        return self.mesh.channels == 0
 
 
 def evaluated(
@@ -64,8 +72,7 @@ def evaluated(
                 continue
             own = pipeline.own_outputs(number, parts[number].samples)
             some = slice(own.start, own.stop)
-            counts = mesh.batch > 1 or mesh.part == 0
-            yield Evaluated(slices[number][some], output, target[some], mesh, counts)
+            yield Evaluated(slices[number][some], output, target[some], mesh)
 
 
 class Validation:
@@ -144,7 +151,7 @@ class Validation:
             slices = self._feed.own(batch)
             for number, output in self._pipeline.evaluate(parts).items():
                 target, mesh = parts[number].target, self._pipeline.last(number)
-                if target is not None and mesh is not None:
+                if target is not None and mesh is not None and mesh.channels == 0:
                     sums += task.tally(output, target, mesh.part)
                     if self._gallery is not None:
                         self._gallery.note(slices[number], output, target, mesh)
@@ -159,7 +166,7 @@ class Validation:
             output = one.output.double().cpu()
             if self._heat_maps is not None:
                 errors = errors_of(task, task.predictions(output), one.target.cpu())
-                self._heat_maps.note(one.samples, one.output, errors, one.counts)
+                self._heat_maps.note(one.samples, one.output, errors, one.mesh)
             if one.counts:
                 yield one.samples, output
 

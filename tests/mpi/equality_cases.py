@@ -35,11 +35,12 @@ class Case(NamedTuple):
     shard: bool = False
     order: tuple[int, ...] = ()
     compiled: bool = False
+    tensor: tuple[int, ...] = ()
 
     @property
     def placement(self) -> Placement:
         mirrored = self.schedule in GEMS
-        more = (self.interleave, mirrored, self.local, self.order)
+        more = (self.interleave, mirrored, self.local, self.order, self.tensor)
         return Placement(self.data, self.grids, *more)
 
     def __str__(self) -> str:
@@ -62,6 +63,8 @@ class Case(NamedTuple):
             + "-order" * bool(self.order)
             + "".join(map(str, self.order))
             + "-compiled" * self.compiled
+            + "-channels" * bool(self.tensor)
+            + "+".join(map(str, self.tensor))
         )
 
     @property
@@ -626,10 +629,54 @@ VIT = [
 ]
 
 
+# weights divided by channels: alone, beside every other axis, in some stages only
+CHANNELS = [
+    Case("none", "resnet18", (33, 35), ((1, 1),), tensor=(2,)),
+    Case("none", "odd", (45, 50), ((1, 1),), microbatches=3, batch=7, clip=0.05, tensor=(2,)),
+    Case("none", "random", (37, 29), ((1, 1),), 1, 2, 5, recompute=True, tensor=(2,)),
+    Case("none", "unet", (37, 29), ((1, 1),), recompute="stage", tensor=(2,)),
+    Case("none", "vgg", (50, 34), ((1, 1),), tensor=(2,)),
+    Case("none", "vit", (36, 28), ((1, 1),), 1, 2, 5, clip=0.05, tensor=(2,)),
+    Case("none", "transformer", (36, 28), ((1, 1),), tensor=(2,)),
+    Case("none", "resnet50", (33, 35), ((1, 1),), batch=2, tensor=(2,)),
+    # three ranks, over which most channels do not divide
+    Case("none", "odd", (45, 50), ((1, 1),), clip=0.05, tensor=(3,)),
+    Case("none", "unet3d", (11, 13, 10), ((1, 1, 1),), 1, 2, 3, tensor=(3,)),
+    Case("none", "vit_mean_registers", (36, 28), ((1, 1),), tensor=(3,)),
+    Case("pp", "odd", (50, 50), ((1, 1),) * 2, 1, 3, 7, ("4",), tensor=(1, 2)),
+    Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b", tensor=(2, 1)),
+    Case("pp", "skips", (33, 29), ((1, 1),) * 2, 1, 3, 7, ("2",), clip=0.05, tensor=(1, 2)),
+    Case("lp", "vgg", (50, 34), ((1, 1),) * 2, cut=("classifier.0",), tensor=(1, 2)),
+    # four ranks
+    Case("none", "odd", (45, 50), ((1, 1),), tensor=(4,)),
+    Case("sp", "odd", (101, 50), ((2, 1),), clip=0.05, tensor=(2,)),
+    Case("sp", "resnet18", (70, 93), ((1, 2),), recompute=True, tensor=(2,)),
+    Case("sp", "unet3d", (13, 11, 10), ((1, 2, 1),), 1, 2, 3, tensor=(2,)),
+    Case("sp", "vit", (36, 28), ((2, 1),), 1, 2, 5, tensor=(2,)),
+    Case("dp", "odd", (45, 50), ((1, 1),), 2, 2, 8, clip=0.05, tensor=(2,)),
+    Case("dp", "resnet18", (33, 35), ((1, 1),), 2, 3, 7, sync=True, tensor=(2,)),
+    Case("dp", "random", (37, 29), ((1, 1),), 2, 2, 7, recompute=True, tensor=(2,)),
+    Case("pp", "odd", (50, 50), ((1, 1),) * 2, 1, 4, 7, ("2",), tensor=(2, 2)),
+    Case("pp", "resnet18", (33, 35), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b", tensor=(1, 3)),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 8, schedule="zero_bubble", tensor=(2, 2)),
+    Case("pp", "vit", (36, 28), ((1, 1),) * 2, 1, 2, 5, ("blocks.1",), tensor=(2, 2)),
+    Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2, 5, tensor=(1, 2)),
+    Case("sp+lp", "vgg", (50, 34), ((2, 1), (1, 1)), cut=("classifier.0",), tensor=(1, 2)),
+    Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast", tensor=(2, 2)),
+    Case("pp", "odd", (64, 64), ((1, 1),) * 3, 1, 2, 7, ("4", "8"), tensor=(1, 2, 1)),
+    # five ranks, and eight
+    Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), 1, 2, 5, tensor=(1, 3)),
+    Case("gems", "odd", (45, 50), ((1, 1),) * 3, 1, 4, 9, schedule="basic", tensor=(2,) * 3),
+    Case("dp+sp", "odd", (41, 67), ((1, 2),), 2, 2, 9, sync=True, tensor=(2,)),
+    Case("sp+pp", "unet", (37, 29), ((2, 1), (1, 2)), 1, 2, 3, schedule="1f1b", tensor=(2, 2)),
+    Case("pp", "odd", (64, 64), ((1, 1),) * 2, 1, 2, 6, local=(1, 2), tensor=(1, 2)),
+]
+
+
 LAYOUTS = [
     *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *FLATTENED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
-    *(*ORDERED, *TOKENS, *VIT),
+    *(*ORDERED, *TOKENS, *VIT, *CHANNELS),
     *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),
 ]
 OVER_A_BACKEND = [*BACKENDS, *SHARDED]

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spatialdl.channels.weights import Weight, weights_of
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import CheckpointError
+from spatialdl.parallel.placement import Position
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.checkpoints.folder import RANDOM, stage_file
 from spatialdl.training.optimization.update import Update
@@ -42,7 +44,7 @@ class Source(Protocol):
 
 
 def copies(pipeline: Pipeline, update: Update, rank: int) -> Files:
-    """What this rank writes; where state is sharded, all ranks must ask.
+    """What this rank writes; where state is sharded, or channels are divided, all ranks must ask.
 
     Of every stage the first rank that holds it writes all.
 
@@ -54,14 +56,18 @@ def copies(pipeline: Pipeline, update: Update, rank: int) -> Files:
     """
     files: Files = {}
     for stage, module in pipeline.stages.items():
+        gives = rank in pipeline.placement.tensor_ranks(Position(0, stage, 0))
         writes = rank == pipeline.placement.ranks(stage, 0)[0]
         sharded = pipeline.sharded.get(stage)
-        if not writes and sharded is None:
+        if not gives and sharded is None:
             continue
-        kept = {}
+        kept, weights = {}, weights_of(module)
         state = (*_state(module), *_optimizer_state(module, update.optimizer))
         for name, value in (*state, *_averages(module, update)):
             whole = value if sharded is None else sharded.full(value)
+            weight = weights.get(_of_what(name))
+            if weight is not None and value.shape == weight.part.shape:
+                whole = weight.whole(value)
             if writes:
                 kept[name] = whole.detach().to("cpu", copy=True).contiguous()
         if writes:
@@ -103,6 +109,13 @@ def _averages(module: nn.Module, update: Update) -> Iterator[tuple[str, Tensor]]
             yield AVERAGE + name, averages[name]
 
 
+def _of_what(name: str) -> str:
+    """The parameter or buffer that something in a checkpoint belongs to."""
+    if name.startswith((STATE, NUMBER)):
+        return name.split("/", 1)[1].rpartition("/")[0]
+    return name.removeprefix(AVERAGE)
+
+
 def _sharded_alike(value: Tensor, parameter: nn.Parameter) -> bool:
     if shard_of(value) is value:
         return True
@@ -130,8 +143,10 @@ def restore(pipeline: Pipeline, update: Update, source: Source, world: Communica
     check_network(pipeline.stages.values(), source, world)
     _restore_network(pipeline, source)
     for stage, module in pipeline.stages.items():
+        weights = weights_of(module)
         for name, value in _averages(module, update):
-            _fill(pipeline, stage, value, source, _or_weight(source, name))
+            weight = weights.get(_of_what(name))
+            _fill(pipeline, stage, value, source, _or_weight(source, name), weight)
     _restore_optimizer(pipeline, update.optimizer, source)
 
 
@@ -169,8 +184,12 @@ def check_network(modules: Iterable[nn.Module], source: Source, world: Communica
 
 def _restore_network(pipeline: Pipeline, source: Source, prefix: str = "") -> None:
     for stage, module in pipeline.stages.items():
+        weights = weights_of(module)
         for name, value in module.state_dict().items():
-            _fill(pipeline, stage, value, source, _or_weight(source, prefix + name))
+            _fill(
+                *(pipeline, stage, value, source, _or_weight(source, prefix + name)),
+                weights.get(name),
+            )
 
 
 def _or_weight(source: Source, name: str) -> str:
@@ -180,14 +199,15 @@ def _or_weight(source: Source, name: str) -> str:
 
 def _unlike(modules: Iterable[nn.Module], source: Source) -> str | None:
     for module in modules:
+        weights = weights_of(module)
         for name, value in _state(module):
-            there = source.shape(name)
+            there, here = source.shape(name), tuple(weights.get(name, value).shape)
             if there is None:
                 return f"the checkpoint is of another network: it has no '{name}'"
-            if there != tuple(value.shape):
+            if there != here:
                 return (
                     f"the checkpoint is of another network: its '{name}' is {_sizes(there)}, that "
-                    f"of model._target_ is {_sizes(tuple(value.shape))}"
+                    f"of model._target_ is {_sizes(here)}"
                 )
     return None
 
@@ -204,10 +224,19 @@ def _left_over(modules: Iterable[nn.Module], source: Source, world: Communicator
             yield f"the checkpoint is of another network: this one has no '{name}'"
 
 
-def _fill(pipeline: Pipeline, stage: int, value: Tensor, source: Source, name: str) -> None:
-    """Copy a tensor, or this rank's shard of it, to where it belongs."""
+def _fill(
+    pipeline: Pipeline,
+    stage: int,
+    value: Tensor,
+    source: Source,
+    name: str,
+    weight: Weight | None = None,
+) -> None:
+    """Copy a tensor, or this rank's shard or channels of it, to where it belongs."""
     own = shard_of(value)
-    if own is value:
+    if weight is not None:
+        value.copy_(weight.own(source.read(name)))
+    elif own is value:
         value.copy_(source.read(name))
     elif len(own):
         own.copy_(source.read(name, pipeline.sharded[stage].rows(len(value))))
@@ -224,13 +253,21 @@ def _restore_optimizer(
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
     state: dict[int, dict[str, Any]] = {}
+    weights = {
+        name: weight for one in pipeline.stages.values() for name, weight in weights_of(one).items()
+    }
+    parameters_of = {
+        stage: dict(one.named_parameters(remove_duplicate=False))
+        for stage, one in pipeline.stages.items()
+    }
     for name, stage in names.items():
-        parameter = pipeline.stages[stage].get_parameter(name)
+        parameter = parameters_of[stage][name]
         if id(parameter) not in number_of:  # frozen
             continue
         state[number_of[id(parameter)]] = own = {}
         for full in keys.get(name, ()):
-            own[full.rpartition("/")[2]] = _own_state(pipeline, stage, parameter, source, full)
+            given = _own_state(pipeline, stage, parameter, source, full, weights.get(name))
+            own[full.rpartition("/")[2]] = given
     whole = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     optimizer.load_state_dict({**whole, "state": {n: one for n, one in state.items() if one}})
     for number, own in state.items():
@@ -241,11 +278,18 @@ def _restore_optimizer(
 
 
 def _own_state(
-    pipeline: Pipeline, stage: int, parameter: nn.Parameter, source: Source, full: str
+    pipeline: Pipeline,
+    stage: int,
+    parameter: nn.Parameter,
+    source: Source,
+    full: str,
+    weight: Weight | None,
 ) -> Any:
     """What the optimizer keeps of a parameter; like it, sharded, if it is of the same size."""
     if full.startswith(NUMBER):
         return source.read(full).item()
+    if weight is not None and source.shape(full) == tuple(weight.shape):
+        return weight.own(source.read(full))
     alike = source.shape(full) == tuple(parameter.shape)
     if not alike or shard_of(parameter) is parameter:
         return source.read(full)

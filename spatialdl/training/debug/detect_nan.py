@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.action import Action
@@ -137,7 +138,8 @@ class NanWatch:
             if self._pipeline.doing is not None:
                 self._note(grad, where, _BACKWARD)
 
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        own = tensor.part if isinstance(tensor, ChannelTensor) else tensor
+        own.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _watched(self, criterion: Criterion) -> Criterion:
         def watched(output: Tensor, target: Tensor) -> Tensor:
@@ -196,6 +198,8 @@ def _numbers(values: Any) -> Iterator[Tensor]:
 @torch.no_grad()
 def _local(tensor: Tensor) -> Tensor:
     """What this rank has of it."""
+    if isinstance(tensor, ChannelTensor):
+        tensor = tensor.part
     if isinstance(tensor, SpatialTensor):
         return tensor._tile.detach()
     if hasattr(tensor, "to_local"):

@@ -8,19 +8,27 @@ norms and biases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.reduce import sum_over_ranks
 
-class _LayerWise(torch.optim.Optimizer):
-    """Steps many parameters at a time; all of each must lie on this rank.
 
-    In few kernels, and no number of them comes to the host.
+class LayerWise(torch.optim.Optimizer):
+    """Steps many parameters at a time, in few kernels; no number of them comes to the host.
+
+    Attributes:
+        divided: by the ids of parameters of which this rank has a part, the ranks that have the
+            others, and step together with it.
     """
+
+    divided: Mapping[int, Communicator] = MappingProxyType({})
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -32,7 +40,7 @@ class _LayerWise(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             trained = [one for one in group["params"] if one.grad is not None]
-            for some in _together(trained):
+            for some in self._together(trained):
                 grads = [one.grad for one in some if one.grad is not None]
                 self._step_group(some, grads, group)
         return loss
@@ -42,6 +50,22 @@ class _LayerWise(torch.optim.Optimizer):
     ) -> None:
         raise NotImplementedError
 
+    def _together(self, parameters: list[Tensor]) -> list[list[Tensor]]:
+        """Those stepped in common kernels, and messages; on a CPU one by one stays in the cache."""
+        if parameters and (parameters[0].device.type != "cpu" or self.divided):
+            return [parameters]
+        return [[one] for one in parameters]
+
+    def _norms(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Of something like each parameter, over all ranks that have parts of it."""
+        norms = torch.stack(torch._foreach_norm(list(tensors)))
+        over = [self.divided.get(id(one)) for one in parameters]
+        for comm in {id(one): one for one in over if one is not None}.values():
+            some = [place for place, one in enumerate(over) if one is comm]
+            squares = sum_over_ranks(comm, norms[some].double().square(), "norms of parameters")
+            norms[some] = squares.sqrt().to(norms.dtype)
+        return norms
+
     def _kept(self, parameters: list[Tensor], key: str) -> list[Tensor]:
         """What is kept of each parameter under a key; at first zeros."""
         for one in parameters:
@@ -50,7 +74,7 @@ class _LayerWise(torch.optim.Optimizer):
         return [self.state[one][key] for one in parameters]
 
 
-class LARS(_LayerWise):
+class LARS(LayerWise):
     """SGD with momentum, the gradient of each weight scaled to a share of the weight's norm.
 
     Args:
@@ -86,7 +110,8 @@ class LARS(_LayerWise):
     ) -> None:
         decay, rate = group["weight_decay"], float(group["lr"])
         if decay:
-            weights, gradients = _norms(parameters), _norms(grads)
+            weights = self._norms(parameters, parameters)
+            gradients = self._norms(parameters, grads)
             local = group["trust"] * weights / (gradients + decay * weights + group["eps"])
             # a weight or gradient of 0 would never move, or by all of its decay at once
             rates = torch.where((weights > 0) & (gradients > 0), rate * local, rate)
@@ -100,7 +125,7 @@ class LARS(_LayerWise):
         torch._foreach_sub_(parameters, buffers)
 
 
-class LAMB(_LayerWise):
+class LAMB(LayerWise):
     """Adam with decoupled weight decay, each weight's step as long as the weight, times `lr`.
 
     Args:
@@ -143,7 +168,8 @@ class LAMB(_LayerWise):
         torch._foreach_div_(steps, roots)
         if group["weight_decay"]:
             torch._foreach_add_(steps, parameters, alpha=group["weight_decay"])
-            weights, lengths = _norms(parameters), _norms(steps)
+            weights = self._norms(parameters, parameters)
+            lengths = self._norms(parameters, steps)
             ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
             torch._foreach_mul_(steps, ratios.unbind())
         torch._foreach_sub_(parameters, steps, alpha=float(group["lr"]))
@@ -155,17 +181,6 @@ class LAMB(_LayerWise):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         state["step"] += 1
         return float(state["step"])
-
-
-def _together(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters to be stepped in common kernels; on a CPU one by one stays in the cache."""
-    if parameters and parameters[0].device.type != "cpu":
-        return [parameters]
-    return [[one] for one in parameters]
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def _check(**numbers: float) -> None:

@@ -61,6 +61,41 @@ def make_optimizer(
     return optimizer
 
 
+def check_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that steps parts of a weight other than the whole of it.
+
+    Tried out on a small weight and its halves: no list of optimizers is complete.
+
+    Raises:
+        ValueError: naming it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(6, 4, dtype=torch.float64, generator=draw) for _ in range(4))
+    whole = _after_steps(make, start, grads)
+    for dim in (0, 1):
+        halves = zip(*(one.chunk(2, dim) for one in (start, *grads)), strict=True)
+        parts = [_after_steps(make, first, rest) for first, *rest in halves]
+        if not torch.allclose(torch.cat(parts, dim), whole, rtol=1e-10, atol=1e-12):
+            name = type(make([nn.Parameter(start)])).__name__
+            raise ValueError(
+                f"optimizer {name} steps a part of a weight other than the whole of it, but "
+                "parallel.tensor leaves a part of each on a rank: take sgd, adamw, lars or lamb"
+            )
+
+
+def _after_steps(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    start: Tensor,
+    grads: Iterable[Tensor],
+) -> Tensor:
+    parameter = nn.Parameter(start.clone())
+    optimizer = make([parameter])
+    for grad in grads:
+        parameter.grad = grad.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
 def state_ratio(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> float:
     """Bytes that an optimizer keeps for each byte of weights."""
     parameter, optimizer = stepped(make, nn.Parameter(torch.zeros(64, 64)))

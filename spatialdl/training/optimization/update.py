@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from omegaconf import DictConfig
 
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.optimization.ema import WeightAverage
-from spatialdl.training.optimization.optimizers import go_to_step, make_optimizer, make_scheduler
+from spatialdl.training.optimization.layer_wise import LayerWise
+from spatialdl.training.optimization.optimizers import (
+    check_elementwise,
+    go_to_step,
+    make_optimizer,
+    make_scheduler,
+)
 from spatialdl.training.optimization.precision import LossScaler
 
 
@@ -43,7 +50,12 @@ class Update:
         steps_per_epoch: int,
     ) -> None:
         self._pipeline, self._clip_norm = pipeline, config.trainer.clip_norm
-        self.optimizer = make_optimizer(config.optimizer, pipeline.parameters(), batch)
+        make = partial(make_optimizer, config.optimizer, batch_size=batch)
+        self.optimizer = make(pipeline.parameters())
+        if isinstance(self.optimizer, LayerWise):
+            self.optimizer.divided = pipeline.divided
+        elif pipeline.placement.most_tensor_parts > 1:
+            check_elementwise(make)
         self.scheduler = make_scheduler(config.scheduler, self.optimizer, steps, steps_per_epoch)
         self.scaler = LossScaler() if pipeline.mixed is torch.float16 else None
         decay = config.trainer.ema

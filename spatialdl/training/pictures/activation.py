@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from spatialdl.channels.weights import whole_outputs
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -110,7 +111,8 @@ class Activations:
         self._large = [m for m in maps if prod(m.shape[2:]) > 1] or self._large
 
     def _classified(self, module: nn.Linear, args: Any, output: Tensor) -> None:
-        features, fitting = args[0], []
+        features, output = whole_outputs((args[0], output))
+        fitting: list[Tensor] = []
         if features.dim() == 2:
             large, last = (
                 [one for one in maps if one.shape[1] == features.shape[1]]
@@ -124,12 +126,12 @@ class Activations:
             self.refusal = "its last linear layer does not get one number a channel of a map"
             return
         if self._chosen is None:  # looked at once
-            means = (n for n, one in enumerate(fitting) if _is_mean(one, features))
+            means = (n for n, one in enumerate(fitting) if _is_mean(whole_outputs(one), features))
             self._chosen = next(means, None)
         if self._chosen is None:
             self.refusal = "what its last linear layer gets is not the mean of the map before it"
             return
-        found = fitting[self._chosen]
+        found = whole_outputs(fitting[self._chosen])
         tile, start = found, (0,) * self._dims
         if isinstance(found, SpatialTensor):
             box = found.mesh.own_box(found.spatial_layout)
@@ -140,7 +142,8 @@ class Activations:
         self._seen.append(Activation(size, start, output, values, is_split))
 
     def _values(self, module: nn.Linear, tile: Tensor, classes: Tensor) -> Tensor:
-        weight, bias = module.weight.detach(), module.bias
+        weight: Tensor = whole_outputs(module.weight).detach()
+        bias = whole_outputs(module.bias)
         ones = (1,) * self._dims
         shape = (len(weight), *tile.shape[2:]) if self._all else tile.shape[2:]
         if not tile.numel():

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.mesh import Mesh
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.training.pictures.activation import NEEDED, Activation, Activations
 from spatialdl.training.pictures.thumbnails import (
@@ -73,18 +74,20 @@ class HeatMaps:
             self._watch = None
             self._refusal = self._refusal or watch.refusal
 
-    def note(self, samples: range, output: Tensor, errors: Tensor, counts: bool) -> None:
-        """The next samples that have been evaluated; see `training.validation.Evaluated`.
+    def note(self, samples: range, output: Tensor, errors: Tensor, mesh: Mesh) -> None:
+        """The next samples that have been evaluated.
 
         Args:
             output: what left the network.
             errors: (n,), by which samples are chosen.
+            mesh: over which they left.
         """
         assert self._watch is not None
         seen = self._watch.take(output)
+        has = mesh.channels == 0 if seen is not None and seen.is_split else mesh.counts
         if seen is not None and max(seen.size) == 1:
             self._refusal = "its last map has but one place"
-        elif seen is not None and seen.values.numel() and (seen.is_split or counts):
+        elif seen is not None and seen.values.numel() and has:
             known = {sample: part.error for sample, part in self._parts.items()}
             known.update(zip(samples, errors.tolist(), strict=True))
             self._parts = {

@@ -65,7 +65,8 @@ def test_parameters_stay_the_objects_that_optimizers_know():
 def test_a_network_stays_as_it_is_while_it_is_looked_at():
     network = Block()
     state = copy.deepcopy(network.state_dict())
-    uses_of(network, WORLD, lambda shadow: shadow(torch.empty(2, 3, 6, 6)))
+    x = without_data(torch.randn(2, 3, 6, 6))
+    uses_of(network, WORLD, lambda shadow: shadow(x))
     assert network.training
     assert all(torch.equal(one, state[name]) for name, one in network.state_dict().items())
     assert weights_of(network) == {}

@@ -52,6 +52,10 @@ LAYOUTS = {
     "dp4": Layout(4, "parallel=dp parallel.data=4 parallel.microbatches=1"),
     "shard": Layout(4, "parallel=dp parallel.data=4 parallel.shard_state=true"),
     "dp+sp shard": Layout(4, "parallel=dp+sp parallel.microbatches=2 parallel.shard_state=true"),
+    "tensor": Layout(2, "parallel=none parallel.microbatches=4 parallel.tensor=2"),
+    "tensor 3": Layout(3, "parallel=none parallel.microbatches=4 parallel.tensor=3"),
+    "sp+pp tensor": Layout(4, "parallel=sp+pp parallel.microbatches=4 parallel.late=tensor"),
+    "dp tensor": Layout(4, "parallel=dp parallel.microbatches=2 parallel.tensor=2"),
     "sp+pp 5": Layout(5, "parallel=sp+pp parallel.microbatches=4 parallel.grid=[2,2]"),
 }
 

@@ -30,8 +30,8 @@ HERE = [name for name, layout in LAYOUTS.items() if layout.ranks <= SIZE]
 # state is sharded over all ranks of a world
 HERE = [name for name in HERE if "shard" not in name or LAYOUTS[name].ranks == SIZE]
 QUICK = {
-    3: [("sp+pp", "dp"), ("gems", "none")],
-    4: [("sp+pp", "dp"), ("none", "shard"), ("shard", "sp+pp")],
+    3: [("sp+pp", "dp"), ("gems", "none"), ("tensor", "tensor 3")],
+    4: [("sp+pp", "dp"), ("none", "shard"), ("shard", "sp+pp tensor"), ("dp tensor", "sp+pp")],
 }
 CHECKPOINT = f"checkpoints/step-{SAVED:08d}"
 

@@ -153,11 +153,15 @@ ALL_AT_ONCE = (
 )
 LAYOUTS = {
     2: [
+        ("parallel=none parallel.tensor=2", "optimizer=lars scheduler=one_cycle optimizer.lr=50"),
+        ("parallel=none parallel.tensor=2", "optimizer=lamb scheduler=step"),
         ("parallel=sp", "optimizer=lars scheduler=one_cycle optimizer.lr=50"),
         ("parallel=pp parallel.microbatches=1", "optimizer=lamb scheduler=step"),
         ("parallel=dp parallel.shard_state=true comm.backend=mpi4py", "optimizer.nesterov=true"),
     ],
     4: [
+        ("parallel=sp+lp parallel.late=tensor", "optimizer=lars optimizer.lr=50"),
+        ("parallel=sp parallel.tensor=2", "optimizer=adamw"),
         ("parallel=sp+pp parallel.stages=2 parallel.spatial_stages=2", "optimizer=adamw"),
         ("parallel=sp+lp parallel.grid=[3,1]", "optimizer=lamb scheduler=polynomial"),
     ],
