@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from spatialdl.parallel.layout import by
-from spatialdl.parallel.placement import Placement
+from spatialdl.parallel.placement import Placement, Position
 from spatialdl.text import width
 
 WIDEST = 98
@@ -37,6 +37,8 @@ def drawn(placement: Placement) -> list[str]:
 
 def _words(placement: Placement) -> Iterator[str]:
     size = placement.replica_size
+    if placement.most_tensor_parts > 1:
+        yield "  ranks with a + between them have the same tile, and divide its channels"
     if placement.mirrored:
         yield "  of two ranks in a tile, the second holds it in the copy in inverse order"
     if placement.data == 2:
@@ -62,9 +64,14 @@ def _block(placement: Placement, stage: int) -> Iterator[str]:
     """A title, and below it the tiles, or the ranks that divide samples."""
     grid, parts = placement.grids[stage], placement.batch_parts(stage)
     slices, rows, cols = (*(1,) * (3 - len(grid)), *grid)
-    ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
+    ranks = [
+        [names_of(placement, stage, part, copy) for part in range(parts * prod(grid))]
+        for copy in range(placement.copies)
+    ]
+    channels = placement.tensor_parts(stage)
     what = f"{by(grid)} tiles" if prod(grid) > 1 else "whole"
-    yield f"stage {stage}: " + (f"{parts} by samples" if parts > 1 else what)
+    what = f"{parts} by samples" if parts > 1 else what
+    yield f"stage {stage}: {what}" + (f", {channels} by channels" if channels > 1 else "")
     for number in _shown(slices):
         if slices > 1:
             yield "..." if number is None else f"slices, part {number}"
@@ -73,7 +80,14 @@ def _block(placement: Placement, stage: int) -> Iterator[str]:
             yield from _grid(parts if parts > 1 else rows, cols, [one[first:] for one in ranks])
 
 
-def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]:
+def names_of(placement: Placement, stage: int, part: int, copy: int = 0) -> str:
+    """The ranks of one part of a stage of the first replica, those that divide channels as a sum."""
+    ranks = placement.tensor_ranks(Position(0, stage, part, copy))
+    shown = ("..." if place is None else str(ranks[place]) for place in _shown(len(ranks)))
+    return "+".join(shown)
+
+
+def _grid(rows: int, cols: int, ranks: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows and columns in the middle of a large grid are left out."""
     shown_rows, shown_cols = _shown(rows), _shown(cols)
     texts = [
@@ -88,8 +102,8 @@ def _grid(rows: int, cols: int, ranks: Sequence[Sequence[int]]) -> Iterator[str]
         yield border
 
 
-def _names(ranks: Sequence[Sequence[int]], part: int) -> str:
-    return ", ".join(str(one[part]) for one in ranks)
+def _names(ranks: Sequence[Sequence[str]], part: int) -> str:
+    return ", ".join(one[part] for one in ranks)
 
 
 def _shown(count: int) -> list[int | None]:

@@ -39,19 +39,22 @@ def rank_lines(
         devices: by rank; without, they are not told.
     """
     names = spatial_names(placement.dims)
-    titles = ["rank", "host", "device", "replica", "stage", *names, "samples"]
+    titles = ["rank", "host", "device", "replica", "stage", *names, "samples", "channels"]
     boxes = [Layout.even(1, size, grid).boxes for grid in placement.grids]
     rows = []
     for rank in placement.ranks_by_place:
         on = [devices[rank].host, devices[rank].device] if devices else ["", ""]
-        for stages, (replica, stage, part, *_) in _held(placement, rank):
-            parts = placement.batch_parts(stage)
+        for stages, (replica, stage, part, _, tensor) in _held(placement, rank):
+            parts, divided = placement.batch_parts(stage), placement.tensor_parts(stage)
             box = boxes[stage][part if parts == 1 else 0]
             sides = [f"{start}:{stop}" for start, stop in box.spatial]
             samples = "all" if parts == 1 else f"{part + 1} of {parts}"
-            rows.append([str(rank), *on, str(replica), stages, *sides, samples])
+            channels = "all" if divided == 1 else f"{tensor + 1} of {divided}"
+            rows.append([str(rank), *on, str(replica), stages, *sides, samples, channels])
     left_out = set() if devices else {1, 2}
     if placement.most_batch_parts == 1:
+        left_out.add(len(titles) - 2)
+    if placement.most_tensor_parts == 1:
         left_out.add(len(titles) - 1)
     shown = [column for column in range(len(titles)) if column not in left_out]
     left = [place for place, column in enumerate(shown) if column in (1, 2, 4)]
