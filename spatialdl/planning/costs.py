@@ -137,8 +137,8 @@ def count(
     recording = program.recording(shape[0]) if parts.is_recorded else None
     entering: Mapping[Value, Tensor] = {IMAGE: image_on(shape, grid, parts.dtype)}
     if divided is not None:
-        entering = entering_stage(divided, parts, recording, entering)
-        parts = program.divided(uncut, shape[0], divided, entering)
+        entering = program.entering(divided, uncut, grid, entering)
+        parts = program.divided(divided, uncut, shape[0], entering)
     run = _Run(parts, recording, shape, grid, segments, on_cpu, entering)
     try:
         run.forward()
@@ -397,25 +397,6 @@ def image_on(shape: tuple[int, ...], grid: tuple[int, ...], dtype: torch.dtype) 
     layout = mesh.layout(shape[0], shape[2:])
     tile = torch.empty((*shape[:2], *mesh.own_box(layout).shape[1:]), dtype=dtype, device="meta")
     return SpatialTensor(tile, layout, mesh)
-
-
-@torch.no_grad()
-def entering_stage(
-    stage: Divided, parts: Parts, recording: Recording | None, values: Mapping[Value, Tensor]
-) -> Mapping[Value, Tensor]:
-    """What a stage takes, whole, in training.
-
-    Args:
-        values: the images.
-    """
-    found = dict(values)
-    with torch.device("meta"), keyed(0, 0, 0):
-        for number in range(stage.first):
-            parts.run(number, found, recording)
-    last = len(parts.pieces)
-    after = stage.after + (stage.after == last)  # what the network returns is taken after all
-    own = [v for v, uses in parts.uses(recording).items() if {*uses} & {*range(stage.first, after)}]
-    return {value: one for value, one in found.items() if value in own or recording is None}
 
 
 def _arrived(value: Value, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from spatialdl.channels.weights import divide, uses_of, whole_outputs
 from spatialdl.comm.dry import Dry
 from spatialdl.pipeline.stage import Stage, values_in
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of
+from spatialdl.random import keyed
 from spatialdl.spatial.shadow import computed_attributes
 
 _META = torch.device("meta")
@@ -101,6 +102,16 @@ class Parts:
         if number == self.span[-1]:
             values.update({value: whole_of(one) for value, one in values.items()})
         return output_of(recording, values) if number == len(self.pieces) - 1 else None
+
+    @torch.no_grad()
+    def passed(
+        self, number: int, values: Mapping[Value, Tensor], recording: Recording
+    ) -> dict[Value, Tensor]:
+        """What there is after a part, of what there was before it."""
+        found = dict(values)
+        with _META, keyed(0, 0, 0):
+            self.run(number, found, recording)
+        return found
 
     def divided(
         self, which: Divided, recording: Recording | None, entering: Mapping[Value, Tensor]

@@ -17,9 +17,9 @@ from spatialdl.training.layouts import check_batch, check_image, placement_of, s
 
 LARGEST_GRID = 512
 MOST_STAGES = 32
-MOST_TENSOR, MOST_LATE = 8, 64
-"""Beyond these a grid's tiles, a network's stages, or parts of its channels, in all layers or in the
-last ones, are hardly worth the talk; not tried."""
+MOST_TENSOR = 8
+"""Beyond these a grid's tiles, a network's stages or, in all layers, parts of its channels are hardly
+worth the talk; not tried. Nor are more parts of the last layers' channels than twice the tiles."""
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,15 @@ def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_GridAndStages]:
         yield _GridAndStages(None, ranks, 0)
     parts = 2
     while parts <= min(ranks, LARGEST_GRID):
-        for grid in grids(parts, dims):
+        square, *_ = tried = grids(parts, dims)
+        for grid in tried:
             if ranks % parts == 0 and ranks // parts <= most:
                 yield _GridAndStages(grid, ranks // parts, ranks // parts)
             for spatial in (1, 2):
                 rest = ranks - spatial * parts
                 if 0 < rest <= most - spatial:
                     yield _GridAndStages(grid, spatial + rest, spatial)
-                if 1 < rest <= MOST_LATE and spatial < most:
+                if grid == square and 1 < rest <= 2 * parts and spatial < most:
                     yield _GridAndStages(grid, spatial + 1, spatial, rest)
         parts *= 2
     yield from _divided(ranks, dims)
@@ -208,8 +209,8 @@ def _divided(ranks: int, dims: int) -> Iterator[_GridAndStages]:
     while tensor <= min(ranks, MOST_TENSOR):
         parts = ranks // tensor
         if parts * tensor == ranks and parts <= LARGEST_GRID and parts & (parts - 1) == 0:
-            for grid in grids(parts, dims) if parts > 1 else [None]:
-                yield _GridAndStages(grid, 1, 0 if grid is None else 1, tensor)
+            grid = grids(parts, dims)[0] if parts > 1 else None
+            yield _GridAndStages(grid, 1, 0 if grid is None else 1, tensor)
         tensor *= 2
 
 
@@ -228,7 +229,8 @@ def _orders(
     if shape.stages == 1:
         name = "sp" if spatial else "none"
         yield name, ()
-        for count in halvings:  # 1f1b: of which one is held at a time
+        # 1f1b: of which one is held at a time; where channels are divided, only what takes least
+        for count in halvings[-1:] if shape.tensor > 1 else halvings:
             yield name, (("microbatches", count), ("schedule", "1f1b"))
         return
     yield f"{spatial}lp", ()
