@@ -163,8 +163,13 @@ class Job:
                 return whole  # refused
         try:
             own = count(program, shape, grid, **keys, divided=divided)
-        except (CannotRecord, UnsupportedSpatialOp) as error:
+        except CannotRecord as error:
             raise CannotWork(str(error)) from error
+        except UnsupportedSpatialOp as error:
+            if divided is None:
+                raise
+            reason = f"its channels cannot be divided over {divided.ranks} ranks: {error}"
+            raise CannotWork(reason) from error
         return own if whole is None or divided is None else with_stage(whole, own, divided)
 
     def parts(self, bounds: Sequence[int], again: bool) -> list[tuple[int, int]]:

@@ -29,6 +29,15 @@ rank  replica  stage   rows  columns  samples
    2        0  1      0:100     0:70   2 of 2
 """
 
+TENSOR = """
+rank  replica  stage   rows  columns  channels
+   0        0  0       0:50     0:70  1 of 2
+   1        0  0       0:50     0:70  2 of 2
+   2        0  0     50:100     0:70  1 of 2
+   3        0  0     50:100     0:70  2 of 2
+   4        0  1      0:100     0:70  all
+"""
+
 
 def test_ranks_are_told_in_the_order_of_the_layout():
     placement = Placement(2, ((2, 1), (1, 1)), order=(0, 2, 4, 1, 3, 5))
@@ -53,6 +62,11 @@ def test_what_lies_on_several_stages_has_a_line_a_box():
 def test_ranks_may_divide_samples():
     lines = rank_lines(Placement(1, ((1, 1), (1, 1)), batch=(1, 2)), (100, 70))
     assert [line.split() for line in lines] == [line.split() for line in LOCAL_DP.split("\n")[1:-1]]
+
+
+def test_ranks_may_divide_channels():
+    lines = rank_lines(Placement(1, ((2, 1), (1, 1)), tensor=(2, 1)), (100, 70))
+    assert [line.split() for line in lines] == [line.split() for line in TENSOR.split("\n")[1:-1]]
 
 
 def test_many_ranks_are_readable():
