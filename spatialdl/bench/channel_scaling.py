@@ -1,8 +1,9 @@
 """Simulated strong scaling to thousands of GPUs by samples, space and channels.
 
-Nothing is run: costs are counted, and a cluster of the configuration's carries them out on paper. The
-batch stays as it is, so that with more GPUs than images several work on each. Of every number of GPUs
-the fastest layout counts that fits the memory, among those that divide what a curve is named after.
+Nothing is run: costs are counted, and a cluster of the configuration's carries them out on paper.
+The batch stays as it is, so that with more GPUs than images several work on each. Of every number
+of GPUs the fastest layout counts that fits the memory, among those that divide what a curve is named
+after.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ CURVES = {
 """Whether images are cut, and channels divided, beside the samples."""
 
 PUBLISHED = (
-    "Dryden et al. report up to 4.1 times shorter training of residual networks by channel and filter\n"
-    "parallelism (SC 2019, abstract; measured, by numbers of GPUs not told there)"
+    "Dryden et al. report up to 4.1 times shorter training of residual networks by channel and\n"
+    "filter parallelism (SC 2019, abstract, which names no numbers of GPUs; measured)"
 )
 
 
@@ -146,7 +147,7 @@ def _placements(case: Case, ranks: int) -> Iterator[Placement]:
 
 
 def _predicted(job: Job, cluster: Cluster, placement: Placement) -> Prediction | None:
-    """The fastest that fits: all samples at once or one after the other, and blocks again or not."""
+    """The fastest that fits: samples at once or one after the other, blocks again or not."""
     best: Prediction | None = None
     size, each = job.image[1:], job.batch // placement.data
     if any(n < parts for n, parts in zip(size, placement.grids[0], strict=True)):

@@ -1,8 +1,8 @@
 """The last layers of a network on many ranks: their space, their samples or their channels divided.
 
 Late layers have few pixels and many channels and weights (Dryden et al., SC 2019). All sides train
-the same weights on the same images, in turn, in one job, and start from the same loss. Beside what is
-measured stands what the planner predicts.
+the same weights on the same images, in turn, in one job, and start from the same loss. Beside what
+is measured stands what the planner predicts.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def predicted(options: argparse.Namespace, cluster: Cluster) -> dict[str, float]
     """Seconds of a step of each side, as the planner has it."""
     late, shape = network_of(options)
     optimizer = functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
-    model, on_cpu = nn.Sequential(_Earlier(), *late), cluster.cores is not None
+    model, on_cpu = nn.Sequential(_Earlier(), *late.children()), cluster.cores is not None
     job = Job(model, shape, options.batch, optimizer, on_cpu=on_cpu)
     ranks, whole = options.ranks, (1, 1)
     placements = (

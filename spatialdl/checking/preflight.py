@@ -124,8 +124,7 @@ class _Run:
             self._found.entering.append(_largest(arrived[number].values(), self._placement.dims))
             if not self._divided(number, taken):
                 return
-            run = partial(run_stage, module, taken, samples)
-            outputs = self._tried(number, lambda run=run: whole_outputs(run()))
+            outputs = self._tried(number, partial(_whole, module, taken, samples))
             if outputs is None:
                 return
             self.output = outputs.pop(OUTPUT, None)
@@ -210,6 +209,12 @@ class _Run:
             self._found.errors.append(str(error))
         except Exception:
             return  # there are no values
+
+
+def _whole(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
+    """Outputs of a stage, with all channels."""
+    outputs: dict[Value, Any] = whole_outputs(run_stage(module, values, samples))
+    return outputs
 
 
 def _largest(tensors: Iterable[Tensor], dims: int) -> tuple[int, ...] | None:

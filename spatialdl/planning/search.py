@@ -18,8 +18,9 @@ from spatialdl.training.layouts import check_batch, check_image, placement_of, s
 LARGEST_GRID = 512
 MOST_STAGES = 32
 MOST_TENSOR = 8
-"""Beyond these a grid's tiles, a network's stages or, in all layers, parts of its channels are hardly
-worth the talk; not tried. Nor are more parts of the last layers' channels than twice the tiles."""
+"""Beyond these a grid's tiles, a network's stages or, in all layers, parts of its channels are
+hardly worth the talk; not tried. Nor are more parts of the last layers' channels than twice the
+tiles."""
 
 
 @dataclass(frozen=True)

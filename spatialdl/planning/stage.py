@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal
 
-from spatialdl.parallel.layout import by
 from spatialdl.comm.dry import Axis
+from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import IMAGE, Value

@@ -349,5 +349,5 @@ def test_channels_that_cannot_be_divided_are_named(paper):
             return y
 
     job = chain(Odd())
-    with pytest.raises(CannotWork, match="its channels cannot be divided over 2 ranks: .*copy"):
+    with pytest.raises(CannotWork, match=r"its channels cannot be divided over 2 ranks: .*copy"):
         stage_costs(job, paper, Placement(1, (ONE,), tensor=(2,)), 2, "none")

@@ -81,7 +81,7 @@ def _block(placement: Placement, stage: int) -> Iterator[str]:
 
 
 def names_of(placement: Placement, stage: int, part: int, copy: int = 0) -> str:
-    """The ranks of one part of a stage of the first replica, those that divide channels as a sum."""
+    """The ranks of a part of a stage of the first replica; those that divide channels as a sum."""
     ranks = placement.tensor_ranks(Position(0, stage, part, copy))
     shown = ("..." if place is None else str(ranks[place]) for place in _shown(len(ranks)))
     return "+".join(shown)
