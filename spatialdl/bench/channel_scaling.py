@@ -2,8 +2,8 @@
 
 Nothing is run: costs are counted, and a cluster of the configuration's carries them out on paper.
 The batch stays as it is, so that with more GPUs than images several work on each. Of every number
-of GPUs the fastest layout counts that fits the memory, among those that divide what a curve is named
-after.
+of GPUs the fastest layout counts that fits the memory, among those that divide what a curve is
+named after.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class _Run:
         run = partial(run_stage, values=taken, samples=self._shape[0])
         try:
             divide(module, uses_of(module, comm, run), comm)
-        except UnsupportedSpatialOp as error:
+        except (RuntimeError, ValueError) as error:  # UnsupportedSpatialOp is the first
             self._found.errors.append(str(error))
             return False
         self._found.stages[number] = module

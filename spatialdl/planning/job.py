@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.balance import Costs, estimated, memory
 from spatialdl.pipeline.recording import CannotRecord
 from spatialdl.pipeline.shapes import Border
@@ -165,7 +164,7 @@ class Job:
             own = count(program, shape, grid, **keys, divided=divided)
         except CannotRecord as error:
             raise CannotWork(str(error)) from error
-        except UnsupportedSpatialOp as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # UnsupportedSpatialOp is the first
             if divided is None:
                 raise
             reason = f"its channels cannot be divided over {divided.ranks} ranks: {error}"
