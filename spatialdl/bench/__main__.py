@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from spatialdl.bench import (
     backend,
+    channel_scaling,
     halo,
     io,
     late,
@@ -24,6 +25,7 @@ from spatialdl.bench import (
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
+    "channel_scaling": channel_scaling.main,
     "halo": halo.main,
     "io": io.main,
     "late": late.main,

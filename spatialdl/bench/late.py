@@ -1,17 +1,23 @@
 """The last layers of a network on many ranks: their space, their samples or their channels divided.
 
 Late layers have few pixels and many channels and weights (Dryden et al., SC 2019). All sides train
-the same weights on the same images, in turn, in one job, and start from the same loss.
+the same weights on the same images, in turn, in one job, and start from the same loss. Beside what
+is measured stands what the planner predicts.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from spatialdl import models
 from spatialdl.bench.device import add_device, worker_command
 from spatialdl.bench.results import (
     heading,
@@ -24,20 +30,31 @@ from spatialdl.bench.results import (
     save,
     words_of,
 )
+from spatialdl.comm.device_path import device_of
+from spatialdl.parallel.layout import nearly_cubic
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.cluster import Cluster
+from spatialdl.planning.job import Job
+from spatialdl.planning.predict import predict
+from spatialdl.planning.setup import MEASURED, cluster_named
 from spatialdl.planning.worker import environment, run_worker
 
 NETWORKS = ("resnet50", "vgg16")
 SIDES = ("space", "samples", "channels")
 ALONE = "one process"
 COLUMNS = ("held_mb", "weights_mb", "sent_mb")
+CLASSES = 10
 
 
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
+    planned = predicted(options, cluster_named(cluster_file(options.cluster)))
     command = worker_command("late_worker", options.ranks, options)
     found = run_worker(command, environment(threads=1), show=True)
     name = f"late-{options.network}-{options.ranks}ranks"
-    publish(summarise(options, found), table, draw, Path(options.out) / name)
+    publish(summarise(options, found, planned), table, draw, Path(options.out) / name)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -57,7 +74,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--alone", action="store_true", help="also one process with one thread")
     parser.add_argument("--rounds", type=int, default=3, help="steps of each side (%(default)s)")
     add_device(parser)
+    parser.add_argument(
+        "--cluster",
+        help=f"of conf/cluster, for the planner ({MEASURED}, with accelerators nvlink_node)",
+    )
     options = parser.parse_args(arguments)
+    if options.cluster is None:
+        options.cluster = MEASURED if device_of(options.device).type == "cpu" else "nvlink_node"
     if min(options.rounds, options.batch) < 1 or options.ranks < 2 or options.size < 32:
         raise ValueError("rounds and batch must be at least 1, ranks at least 2, size at least 32")
     if options.batch % options.ranks:
@@ -68,14 +91,63 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the rounds, and ratios to the division of space round by round."""
+def network_of(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
+    """The late layers, and the shape of what they are given, without samples."""
+    torch.manual_seed(0)
+    if options.network == "resnet50":
+        side = options.size // 16
+        return models.resnet50(num_classes=CLASSES)[7:], (1024, side, side)
+    layers = nn.Sequential(
+        *(nn.Flatten(), nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True)),
+        *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Linear(4096, CLASSES)),
+    )
+    return layers, (512, 7, 7)
+
+
+class _Earlier(nn.Module):
+    """Stands for the layers before, which want the gradient of what they gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def predicted(options: argparse.Namespace, cluster: Cluster) -> dict[str, float]:
+    """Seconds of a step of each side, as the planner has it."""
+    late, shape = network_of(options)
+    optimizer = functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
+    model, on_cpu = nn.Sequential(_Earlier(), *late.children()), cluster.cores is not None
+    job = Job(model, shape, options.batch, optimizer, on_cpu=on_cpu)
+    ranks, whole = options.ranks, (1, 1)
+    placements = (
+        Placement(1, (nearly_cubic(ranks),)),
+        Placement(ranks, (whole,)),
+        Placement(1, (whole,), tensor=(ranks,)),
+    )
+    return {
+        name: predict(job, cluster, one, make_schedule("gpipe", one, 1), "none").seconds
+        for name, one in zip(SIDES, placements, strict=True)
+    }
+
+
+def summarise(
+    options: argparse.Namespace, found: dict[str, Any], planned: Mapping[str, float]
+) -> dict[str, Any]:
+    """Medians over the rounds, and ratios to the division of space round by round.
+
+    Args:
+        planned: seconds by side, as predicted.
+    """
     base = found["sides"][SIDES[0]]["seconds"]
     sides = {
         name: {
             **one,
             "median": statistics.median(one["seconds"]),
             "ratio": median_ratio(one["seconds"], base),
+            "predicted": planned.get(name),
         }
         for name, one in found["sides"].items()
     }
@@ -94,20 +166,34 @@ def table(result: dict[str, Any]) -> str:
             name,
             f"{one['median']:.3g}",
             f"{one['ratio']:.2f}",
+            "" if one["predicted"] is None else f"{one['predicted']:.3g}",
             f"{one['cpu_seconds']:.3g}",
             *(f"{one[column]:.1f}" for column in COLUMNS),
         ]
         for name, one in result["sides"].items()
     ]
-    titles = ["divided", "s a step", "/ space", "CPU s", "held, MB", "weights, MB", "sent, MB"]
+    titles = ["divided", "s a step", "/ space", "predicted, s", "CPU s", "held, MB"]
+    titles += ["weights, MB", "sent, MB"]
     lines = [
         *heading(result),
         *markdown(titles, rows),
         "",
         "CPU s: of all ranks, waiting included; of a rank: held from forward to backward, weights",
         "with gradients and momentum, and what it sends or brings to sums in a step",
+        "",
+        picked(result["sides"]),
     ]
     return "\n".join(lines)
+
+
+def picked(sides: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which of the three divisions the planner takes, and whether that was the fastest."""
+    choice = min(SIDES, key=lambda name: sides[name]["predicted"])
+    fastest = min(SIDES, key=lambda name: sides[name]["median"])
+    if choice == fastest:
+        return f"the planner picks {choice}, the fastest of the three"
+    more = sides[choice]["median"] / sides[fastest]["median"] - 1
+    return f"the planner picks {choice}, which takes {more:.0%} longer than {fastest}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import spatialdl
-from spatialdl import models
 from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
-from spatialdl.bench.late import ALONE, SIDES
+from spatialdl.bench.late import ALONE, CLASSES, SIDES, network_of
 from spatialdl.channels.weights import divide, uses_of, whole_outputs, without_data
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
@@ -32,7 +31,6 @@ from spatialdl.spatial.replicas import BatchNormOver
 from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor
 
-CLASSES = 10
 MB = 1e6
 
 
@@ -70,19 +68,6 @@ def check_alike(losses: dict[str, float], world: Communicator) -> None:
     for name, loss in losses.items():
         if abs(loss - wanted) > 1e-3 * abs(wanted):
             raise RuntimeError(f"{name} divided, the loss is {loss}, but {wanted} by {SIDES[0]}")
-
-
-def network_of(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
-    """The late layers, and the shape of what they are given, without samples."""
-    torch.manual_seed(0)
-    if options.network == "resnet50":
-        side = options.size // 16
-        return models.resnet50(num_classes=CLASSES)[7:], (1024, side, side)
-    layers = nn.Sequential(
-        *(nn.Flatten(), nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True)),
-        *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Linear(4096, CLASSES)),
-    )
-    return layers, (512, 7, 7)
 
 
 class Side:

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spatialdl.channels.weights import divide, uses_of, whole_outputs
 from spatialdl.checking.record import Recorder, Refusal
+from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
@@ -42,7 +44,8 @@ class Preflight:
         errors: whatever else would end the run; what comes after it is not known.
         guesses: ``file:line`` where the network asks for a value, which decides what it does: one
             way was gone, that for 1 or for False.
-        stages: the network cut as the layout wants it, without memory.
+        stages: the network cut as the layout wants it, without memory; where channels are divided,
+            as a rank has it, those that were run.
         entering: spatial size of the largest image that enters each stage; None if none does.
     """
 
@@ -119,7 +122,9 @@ class _Run:
         for number, module in enumerate(self._modules):
             taken = {value: _leaf(value, x) for value, x in arrived[number].items()}
             self._found.entering.append(_largest(arrived[number].values(), self._placement.dims))
-            outputs = self._tried(number, partial(run_stage, module, taken, samples))
+            if not self._divided(number, taken):
+                return
+            outputs = self._tried(number, partial(_whole, module, taken, samples))
             if outputs is None:
                 return
             self.output = outputs.pop(OUTPUT, None)
@@ -131,6 +136,21 @@ class _Run:
                 self._found.errors.append(str(error))
                 self.output = None
                 return
+
+    def _divided(self, number: int, taken: dict[Value, Tensor]) -> bool:
+        """Whether the channels of a stage can be divided, which they are then."""
+        module, ranks = self._modules[number], self._placement.tensor_parts(number)
+        if ranks == 1:
+            return True
+        comm = Dry(ranks - 1, ranks, "tensor")
+        run = partial(run_stage, values=taken, samples=self._shape[0])
+        try:
+            divide(module, uses_of(module, comm, run), comm)
+        except (RuntimeError, ValueError) as error:  # UnsupportedSpatialOp is the first
+            self._found.errors.append(str(error))
+            return False
+        self._found.stages[number] = module
+        return True
 
     def _tried(self, number: int, what: Callable[[], Any]) -> Any:
         """What it gives; None if an error has ended it, which is noted."""
@@ -189,6 +209,12 @@ class _Run:
             self._found.errors.append(str(error))
         except Exception:
             return  # there are no values
+
+
+def _whole(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
+    """Outputs of a stage, with all channels."""
+    outputs: dict[Value, Any] = whole_outputs(run_stage(module, values, samples))
+    return outputs
 
 
 def _largest(tensors: Iterable[Tensor], dims: int) -> tuple[int, ...] | None:

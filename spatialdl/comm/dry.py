@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.tape import replaying
 
+Kind = Literal["exchange", "sum", "gather"]
+Axis = Literal["grid", "tensor"]
+
 
 class Talk(NamedTuple):
     """One thing that a rank would say.
@@ -20,18 +23,24 @@ class Talk(NamedTuple):
         kind: "exchange" with some neighbours, "sum" or "gather" over all ranks.
         ranks: neighbours of an exchange, else all ranks that take part.
         bytes: that this rank would send; of a sum or gather, what it brings.
+        axis: of which ranks: those of the grid, or those that divide channels.
     """
 
-    kind: Literal["exchange", "sum", "gather"]
+    kind: Kind
     ranks: int
     bytes: int
+    axis: Axis = "grid"
 
 
 class Dry(Alone):
-    """A communicator of `size` ranks of which there is one, and nobody answers."""
+    """A communicator of `size` ranks of which there is one, and nobody answers.
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    Args:
+        axis: of the mesh, to which its ranks belong.
+    """
+
+    def __init__(self, rank: int, size: int, axis: Axis = "grid") -> None:
+        self.rank, self.size, self.axis = rank, size, axis
 
     def subset(self, ranks: object) -> Dry:
         return self
@@ -57,9 +66,10 @@ def listening() -> Iterator[list[Talk]]:
         _heard.remove(talks)
 
 
-def note(kind: Literal["exchange", "sum", "gather"], ranks: int, size: int) -> None:
+def note(comm: object, kind: Kind, ranks: int, size: int) -> None:
     """Tell those who listen; what runs again in backward says nothing twice."""
     if replaying():
         return
+    axis = comm.axis if isinstance(comm, Dry) else "grid"
     for talks in _heard:
-        talks.append(Talk(kind, ranks, size))
+        talks.append(Talk(kind, ranks, size, axis))

@@ -33,7 +33,8 @@ def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartit
     is_meta = exchange.device.type == "meta"
     if exchange.plan.talks and is_meta:
         peers = {piece.peer for piece in (*exchange.outgoing, *exchange.incoming)}
-        dry.note("exchange", len(peers), sum(view.nbytes for view in exchange.leaving()))
+        size = sum(view.nbytes for view in exchange.leaving())
+        dry.note(comm, "exchange", len(peers), size)
     if not exchange.plan.talks or is_meta:
         return Done()
     if taped():

@@ -29,7 +29,7 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
     `values` itself is left as it is; half precision is added up in float32.
     """
     if comm.size > 1 and values.device.type == "meta":
-        dry.note("sum", comm.size, values.nbytes)
+        dry.note(comm, "sum", comm.size, values.nbytes)
     if comm.size == 1 or values.device.type == "meta":
         return values.clone()
     if values.is_complex():
@@ -77,7 +77,7 @@ def differentiable_sum(comm: Communicator, values: Tensor, name: str) -> Tensor:
 def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") -> Tensor:
     """What all ranks of `comm` bring, (ranks, ...), in their order; shapes must be equal."""
     if comm.size > 1 and values.device.type == "meta":
-        dry.note("gather", comm.size, values.nbytes)
+        dry.note(comm, "gather", comm.size, values.nbytes)
     if comm.size == 1 or values.device.type == "meta":
         return values.detach().expand(comm.size, *values.shape).clone()
 

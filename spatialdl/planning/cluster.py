@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spatialdl.comm.dry import Talk
+from spatialdl.comm.dry import Axis, Talk
 from spatialdl.planning.ledger import Work
 
 KINDS = {
@@ -134,20 +134,27 @@ class Cluster:
     def base_bytes(self, ranks: int) -> float:
         return 2**20 * (self.base_mb_alone if ranks == 1 else self.base_mb)
 
+    def nodes(self, first: int, last: int) -> int:
+        """Nodes between two ranks of the world: 0 within one."""
+        return last // self.ranks_per_node - first // self.ranks_per_node
+
     def link(self, first: int, last: int) -> Link:
         """The way between two ranks of the world."""
-        same = first // self.ranks_per_node == last // self.ranks_per_node
-        return self.within_node if same else self.between_nodes
+        return self.between_nodes if self.nodes(first, last) else self.within_node
 
-    def talking(self, talks: Iterable[Talk], ranks: Sequence[int]) -> float:
-        """Time of what one of some ranks says to the others."""
-        link = self.link(min(ranks), max(ranks))
+    def talking(self, talks: Iterable[Talk], ranks: Mapping[Axis, Sequence[int]]) -> float:
+        """Time of what one of some ranks says to the others.
+
+        Args:
+            ranks: of the axes on which there are several.
+        """
         total = 0.0
         for talk in talks:
+            others = ranks[talk.axis]
             if talk.kind == "exchange":
-                total += link.of(talk.bytes)
+                total += self.link(min(others), max(others)).of(talk.bytes)
             else:
-                total += self.all_reduce(ranks, talk.bytes)
+                total += self.all_reduce(others, talk.bytes)
         return total
 
     def all_reduce(self, ranks: Sequence[int], size: float) -> float:

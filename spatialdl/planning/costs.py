@@ -8,22 +8,25 @@ a change of grid tiles may differ by a pixel from those that are counted here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from spatialdl.channels.tensor import ChannelTensor, on_tile
 from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.dry import Talk, listening
-from spatialdl.comm.mesh import dry_mesh
+from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import Layout
+from spatialdl.pipeline.placed import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.ledger import Ledger, Phase, Work, taken
-from spatialdl.planning.parts import Parts
+from spatialdl.planning.parts import Divided, Parts
 from spatialdl.planning.peaks import Lives, lives, lives_between
 from spatialdl.planning.program import Program
 from spatialdl.random import keyed
@@ -50,7 +53,8 @@ class LayerCosts:
 
     Attributes:
         forward, backward: operations in order.
-        forward_talks, backward_talks: messages to the other ranks of its grid.
+        forward_talks, backward_talks: messages to the other ranks of its grid, and to those that
+            divide its channels.
         outputs: what it gives to later parts.
         weights, buffers: of the part.
     """
@@ -113,6 +117,7 @@ def count(
     uncut: bool = False,
     segments: bool = False,
     on_cpu: bool = True,
+    divided: Divided | None = None,
 ) -> NetworkCosts:
     """Run a network on the ``meta`` device, forwards and backwards.
 
@@ -122,13 +127,19 @@ def count(
         uncut: whether the network is run as it is, and not step by step.
         segments: whether it learns a class for every pixel.
         on_cpu: where convolutions need memory for themselves.
+        divided: a stage of whose channels each rank has a part: its parts run alone.
 
     Raises:
         CannotRecord: if it does something else with so many samples than with others.
+        UnsupportedSpatialOp: if channels cannot be divided.
     """
     parts = program.parts(uncut)
     recording = program.recording(shape[0]) if parts.is_recorded else None
-    run = _Run(parts, recording, shape, grid, segments, on_cpu)
+    entering: Mapping[Value, Tensor] = {IMAGE: image_on(shape, grid, parts.dtype)}
+    if divided is not None:
+        entering = program.entering(divided, uncut, grid, entering)
+        parts = program.divided(divided, uncut, shape[0], entering)
+    run = _Run(parts, recording, shape, grid, segments, on_cpu, entering)
     try:
         run.forward()
         run.backward()
@@ -146,12 +157,11 @@ class _Run:
         grid: tuple[int, ...],
         segments: bool,
         on_cpu: bool,
+        entering: Mapping[Value, Tensor],
     ) -> None:
         self._parts, self._recording = parts, recording
         self._shape, self._segments = shape, segments
-        samples, _, *size = shape
-        self._layout = Layout.even(samples, size, grid)
-        self._mesh = dry_mesh(grid, largest_part(self._layout))
+        self._mesh = mesh_on(shape, grid)
         self._split = math.prod(grid) > 1
         self._ledger = Ledger(whole_pages=on_cpu)
         self._state = [one for state in parts.state for one in state]
@@ -159,36 +169,32 @@ class _Run:
             self._ledger.own(tensor)
         self._talks: dict[tuple[Phase, int], list[Talk]] = {}
         self._refused: str | None = None
-        image = self._images(parts.dtype)
-        self._values: dict[Value, Tensor] = {IMAGE: image}
+        self._entering = {value: _arrived(value, one) for value, one in entering.items()}
+        self._values = dict(self._entering)
         self._output: Any = None
-        self.input = _local(image).nbytes
+        self.input = _local(entering[IMAGE]).nbytes if IMAGE in entering else 0
         self._loss: Tensor | None = None
-        self._outcomes: list[list[tuple[Value, int, int]]] = []
+        self._outcomes: dict[int, list[tuple[Value, int, int]]] = {}
         self._uses = parts.uses(recording)
         self._summed_in: dict[Value, int] = {}
         self._listened: list[Talk] = []  # in backward, of which so many are attributed
         self._attributed = 0
         self._forwarded = 0
 
-    def _images(self, dtype: torch.dtype) -> Tensor:
-        samples, channels = self._shape[:2]
-        if not self._split:
-            return torch.empty(self._shape, dtype=dtype, device="meta")
-        own = self._mesh.own_box(self._layout).shape[1:]
-        tile = torch.empty((samples, channels, *own), dtype=dtype, device="meta")
-        return SpatialTensor(tile, self._layout, self._mesh)
-
     def forward(self) -> None:
-        self._ledger.own(_local(self._values[IMAGE]))
+        for one in self._entering.values():
+            self._ledger.own(_local(one))
+        names = self._parts.names
         with self._ledger.watch(), torch.device("meta"), keyed(0, 0, 0):
-            for number, name in enumerate(self._parts.names):
-                if not self._run_part(number, name):
+            for number in self._parts.span:
+                if not self._run_part(number, names[number]):
                     return
-            self._begin("forward", len(self._parts.names))
+            if self._parts.span.stop < len(names):
+                return
+            self._begin("forward", len(names))
             with listening() as talks:
                 self._loss = dry_loss(self._output, self._segments, self._shape, self._mesh)
-            self._heard("forward", len(self._parts.names), talks)
+            self._heard("forward", len(names), talks)
 
     def _run_part(self, number: int, name: str) -> bool:
         self._begin("forward", number)
@@ -204,12 +210,13 @@ class _Run:
         self._heard("forward", number, talks)
         found = []
         for value, one in self._parts.given(number, self._values).items():
-            memory = self._ledger.memory_of(one)
+            memory = self._ledger.memory_of(_local(one))
             place = next((i for i, m in enumerate(self._ledger.memories) if m is memory), -1)
             found.append((value, place, _local(one).nbytes))
             if one.requires_grad and before.get(id(one)) != one._version:
-                one.register_hook(self._entering(number, value))  # type: ignore[no-untyped-call]
-        self._outcomes.append(found)
+                part = one.part if isinstance(one, ChannelTensor) else one
+                part.register_hook(self._arriving(number, value))  # type: ignore[no-untyped-call]
+        self._outcomes[number] = found
         return True
 
     def _begin(self, phase: Phase, part: int) -> None:
@@ -218,7 +225,7 @@ class _Run:
     def _heard(self, phase: Phase, part: int, talks: list[Talk]) -> None:
         self._talks.setdefault((phase, part), []).extend(talks)
 
-    def _entering(self, number: int, value: Value) -> Any:
+    def _arriving(self, number: int, value: Value) -> Any:
         def hook(grad: Tensor) -> None:
             memory = self._ledger.memory_of(grad)
             self._summed_in[value] = number if memory is None else memory.part
@@ -229,16 +236,19 @@ class _Run:
         return hook
 
     def backward(self) -> None:
-        last = len(self._outcomes) - 1
-        self._begin("backward", last + 1 if self._loss is not None else max(last, 0))
+        last = max(self._outcomes, default=0)
+        self._begin("backward", last + (self._loss is not None))
         self._forwarded = len(self._ledger.moments)
         roots = list(self._values.values()) if self._loss is None else [self._loss]
         roots = [one for one in roots if one.requires_grad]
         self._output = None
         self._values.clear()
+        given = [] if self._loss is not None else [torch.ones_like(one) for one in roots]
+        for one in given:  # by the stage behind
+            self._ledger.own(_local(one))
         with self._ledger.watch(), torch.device("meta"), listening() as talks:
             self._listened = talks
-            grads = [torch.ones_like(one) for one in roots]
+            grads = given or [torch.ones_like(one) for one in roots]
             if roots:
                 torch.autograd.backward(roots, grads)
             self._heard("backward", self._ledger.part, talks[self._attributed :])
@@ -260,13 +270,15 @@ class _Run:
             for moment in self._ledger.moments
         ]
         made = lives(self._ledger, memories, rooms, self._forwarded, self._gradients())
-        costs = [self._layer(number, sizes) for number in range(len(self._outcomes) + 1)]
-        loss = None if self._refused else costs[-1]
+        costs = [self._layer(number, sizes) for number in self._outcomes]
+        last = len(self._parts.names)
+        has_loss = not self._refused and self._parts.span.stop == last
+        loss = self._layer(last, sizes) if has_loss else None
         entering = self.input if sizes.hold(self.input) else 0
-        return NetworkCosts(costs[:-1], entering, loss, self._uses, made, self._refused)
+        return NetworkCosts(costs, entering, loss, self._uses, made, self._refused)
 
     def _layer(self, number: int, sizes: Sizes) -> LayerCosts:
-        is_loss = number == len(self._outcomes)
+        is_loss = number == len(self._parts.names)
         state = [] if is_loss else self._parts.state[number]
         given = [] if is_loss else self._outcomes[number]
         weights, buffers = (
@@ -306,6 +318,17 @@ class _Run:
             one.grad = None
 
 
+def with_stage(whole: NetworkCosts, own: NetworkCosts, which: Divided) -> NetworkCosts:
+    """Costs of which those of one stage are replaced by what `count` says of it divided."""
+    layers = [*whole.layers[: which.first], *own.layers, *whole.layers[which.after :]]
+    heap, mapped = (
+        with_stage(a, b, which) if a is not None and b is not None else None
+        for a, b in ((whole.heap, own.heap), (whole.mapped, own.mapped))
+    )
+    loss = own.loss or whole.loss
+    return replace(whole, layers=layers, loss=loss, lives=own.lives, heap=heap, mapped=mapped)
+
+
 def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | None:
     """Costs on the straight line from `a` (share 0) through `b` (share 1): of other samples.
 
@@ -336,7 +359,10 @@ def _between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts | None:
                 return None
             values[key] = [
                 type(p)(
-                    p[0], *(round(m + share * (n - m)) for m, n in zip(p[1:], q[1:], strict=True))
+                    *(
+                        m if isinstance(m, str | Value) else round(m + share * (n - m))
+                        for m, n in zip(p, q, strict=True)
+                    )
                 )
                 for p, q in zip(x, y, strict=True)
             ]
@@ -358,5 +384,27 @@ def largest_part(layout: Layout) -> int:
     return max(range(len(layout.boxes)), key=size)
 
 
+def mesh_on(shape: tuple[int, ...], grid: tuple[int, ...]) -> Mesh:
+    """Of images of a shape (N, C, *spatial), as the rank with the largest tile sees it."""
+    return dry_mesh(grid, largest_part(Layout.even(shape[0], shape[2:], grid)))
+
+
+def image_on(shape: tuple[int, ...], grid: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Images of a shape (N, C, *spatial) on that rank."""
+    if math.prod(grid) == 1:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    mesh = mesh_on(shape, grid)
+    layout = mesh.layout(shape[0], shape[2:])
+    tile = torch.empty((*shape[:2], *mesh.own_box(layout).shape[1:]), dtype=dtype, device="meta")
+    return SpatialTensor(tile, layout, mesh)
+
+
+def _arrived(value: Value, x: Tensor) -> Tensor:
+    """As a stage gets it: what other stages give wants a gradient."""
+    wants = value != IMAGE and x.is_floating_point()
+    return on_tile(enter, x.detach().requires_grad_()) if wants else x
+
+
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._tile if isinstance(tensor, SpatialTensor) else tensor
+    part = tensor.part if isinstance(tensor, ChannelTensor) else tensor
+    return part._tile if isinstance(part, SpatialTensor) else part

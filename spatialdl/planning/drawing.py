@@ -13,6 +13,7 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import describe
 from spatialdl.planning.job import Job
 from spatialdl.planning.search import Row
+from spatialdl.training.console.layout_text import names_of
 from spatialdl.training.pictures.timeline import MOST_ROWS, ROW_INCHES, draw_legend, draw_rows
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def draw_layout(row: Row, job: Job, path: Path) -> None:
     for stage, (panel, (first, after)) in enumerate(zip(panels, pairwise(bounds), strict=False)):
         names = steps[first:after]
         what = names[0] if len(names) == 1 else f"{names[0]}\nto {names[-1]}"
-        panel.set_title(f"stage {stage}: {what or 'all layers'}", fontsize=9)
+        channels = placement.tensor_parts(stage)
+        divided = f"\n{channels} ranks a tile, by channels" if channels > 1 else ""
+        panel.set_title(f"stage {stage}: {what or 'all layers'}{divided}", fontsize=9)
         _draw_stage(panel, placement, stage, size)
     shown = "" if stages == placement.stages else f", the first {stages} stages"
     figure.suptitle(f"{by(size)} on {placement.describe()}{shown}", fontsize=10)
@@ -121,9 +124,13 @@ def _draw_tiles(
     from matplotlib.patches import Rectangle
 
     rows, cols = (1, *placement.grids[stage])[-2:]
-    ranks = [placement.ranks(stage, 0, copy) for copy in range(placement.copies)]
+    parts = placement.axes(stage).parts
+    ranks = [
+        [names_of(placement, stage, part, copy) for part in range(parts)]
+        for copy in range(placement.copies)
+    ]
     left, number = slab
-    digits = len(str(max(max(one) for one in ranks)))
+    digits = max(len(name) for one in ranks for name in one)
     font = min(8.0, (100 if len(placement.grids[stage]) == 3 else 200) / (cols * digits))
     for (row, (y0, y1)), (col, (x0, x1)) in product(
         enumerate(pairwise(even_bounds(size[0], rows))),
@@ -134,7 +141,7 @@ def _draw_tiles(
         panel.add_patch(Rectangle(place, x1 - x0, y1 - y0, facecolor=colour, edgecolor="white"))
         if max(rows, cols) <= 16:
             part = (number * rows + row) * cols + col
-            text = "\n".join(str(one[part]) for one in ranks)
+            text = "\n".join(one[part] for one in ranks)
             middle = left + (x0 + x1) / 2, (y0 + y1) / 2
             panel.text(*middle, text, ha="center", va="center", fontsize=font)
 

@@ -196,6 +196,7 @@ class _Table:
             yield f"memory is not told: {reason}"
             return
         yield "of a micro-batch; held from its forward to its backward; halos that a rank sends"
+        yield from self._channels()
         yield ""
         yield from self._memory(prediction)
 
@@ -206,7 +207,7 @@ class _Table:
         return predict(job, cluster, placement, self._schedule, self._recompute)
 
     def _stage(self, stage: int) -> str:
-        ranks = _span(self._placement.ranks(stage, 0))
+        ranks = _span(self._placement.stage_ranks(stage, 0))
         parts = self._placement.batch_parts(stage)
         tile, box = self._tile(stage)
         line = f"{stage:5}  {ranks:11}{tile:>20}{box:>20}{ceil(self._slices.most / parts):8}"
@@ -215,6 +216,15 @@ class _Table:
             return line
         one = self._stages[stage]
         return f"{line}{one.held / 1e6:10.1f}{one.halos / 1e6:10.2f}"
+
+    def _channels(self) -> Iterator[str]:
+        for stage, one in enumerate(self._stages):
+            ranks = self._placement.tensor_parts(stage)
+            if ranks > 1:
+                yield (
+                    f"stage {stage} divides channels over {ranks} ranks, which send each other "
+                    f"{one.channels / 1e6:.2f} MB each"
+                )
 
     def _tile(self, stage: int) -> tuple[str, str]:
         """Of what enters a stage: rows and columns of its tiles, and the first of them."""

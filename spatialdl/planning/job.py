@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,8 +16,9 @@ from spatialdl.pipeline.balance import Costs, estimated, memory
 from spatialdl.pipeline.recording import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.costs import NetworkCosts, between, count
+from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
 from spatialdl.planning.ledger import Ledger, Work
+from spatialdl.planning.parts import Divided
 from spatialdl.planning.program import Program
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
@@ -112,7 +113,12 @@ class Job:
         return self._balanced[key]
 
     def costs(
-        self, samples: int, grid: tuple[int, ...], again: bool, uncut: bool = False
+        self,
+        samples: int,
+        grid: tuple[int, ...],
+        again: bool,
+        uncut: bool = False,
+        divided: Divided | None = None,
     ) -> NetworkCosts:
         """Of all parts on one rank.
 
@@ -121,29 +127,49 @@ class Job:
             again: whether blocks run again in backward. There may be fewer parts than steps then:
                 `parts` gives those of the stages.
             uncut: whether the network is run as it is.
+            divided: a stage of whose channels each rank has a part.
 
         Raises:
-            CannotWork: if the network does something else with so many samples.
+            CannotWork: if the network does something else with so many samples, or its channels
+                cannot be divided.
         """
         uncut = uncut and not self.program(again).is_chain
-        key = (samples, grid, again, uncut)
+        key = (samples, grid, again, uncut, divided)
         if key not in self._counted:
             low, high = COUNTED
             found = None
             if samples > high and not self.on_cpu:  # there sizes of memory matter, too
                 share = (samples - low) / (high - low)
-                two, four = (self.costs(count, grid, again, uncut) for count in COUNTED)
+                two, four = (self.costs(count, *key[1:]) for count in COUNTED)
                 found = between(two, four, share)
             self._counted[key] = found or self._count(*key)
         return self._counted[key]
 
-    def _count(self, samples: int, grid: tuple[int, ...], again: bool, uncut: bool) -> NetworkCosts:
-        shape = (samples, *self.image)
+    def _count(
+        self,
+        samples: int,
+        grid: tuple[int, ...],
+        again: bool,
+        uncut: bool,
+        divided: Divided | None,
+    ) -> NetworkCosts:
+        program, shape = self.program(again), (samples, *self.image)
         keys = {"uncut": uncut, "segments": self.segments, "on_cpu": self.on_cpu}
+        whole = None
+        if divided is not None and divided.after - divided.first < len(program.parts(uncut).pieces):
+            whole = self.costs(samples, grid, again, uncut)
+            if len(whole.layers) < divided.first:
+                return whole  # refused
         try:
-            return count(self.program(again), shape, grid, **keys)
+            own = count(program, shape, grid, **keys, divided=divided)
         except CannotRecord as error:
             raise CannotWork(str(error)) from error
+        except (RuntimeError, TypeError, ValueError) as error:  # UnsupportedSpatialOp is the first
+            if divided is None:
+                raise
+            reason = f"its channels cannot be divided over {divided.ranks} ranks: {error}"
+            raise CannotWork(reason) from error
+        return own if whole is None or divided is None else with_stage(whole, own, divided)
 
     def parts(self, bounds: Sequence[int], again: bool) -> list[tuple[int, int]]:
         """Of each stage its first part, and the one after its last, in `costs`.
@@ -164,6 +190,11 @@ class Job:
     def state_ratio(self) -> float:
         """Bytes that the optimizer keeps for each byte of weights."""
         return state_ratio(self.optimizer)
+
+    def weights_of(self, steps: Iterable[int], again: bool) -> int:
+        """Bytes of the parameters of steps, whole."""
+        state = (one for step in steps for one in self.program(again).state[step])
+        return sum(one.nbytes for one in state if isinstance(one, nn.Parameter))
 
     def updates(self, again: bool) -> list[list[Work]]:
         """What the optimizer does for each step of the network, its state being there."""

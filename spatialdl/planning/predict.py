@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,6 +12,7 @@ from spatialdl.pipeline.holders import holding
 from spatialdl.pipeline.simulate import Costs, Span, Timeline, merged, simulate
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute
+from spatialdl.planning.ledger import Work
 from spatialdl.planning.shared import simulate_shared
 from spatialdl.planning.stage import StageCosts, stage_costs
 
@@ -123,14 +124,19 @@ def _updating(
     distinct: Sequence[Held],
     again: bool,
 ) -> float:
-    updates = job.updates(again)
     world = placement.world_size
     crowd = max(1.0, world / cluster.cores) if cluster.cores else 1.0
-    of_stage = [
-        sum(cluster.seconds(updates[step], world) for step in range(*stage.layers))
-        for stage in stages
-    ]
+    of_stage = [cluster.seconds(_updates(job, stage, again), world) for stage in stages]
     return crowd * max(sum(of_stage[stage] for stage in {s for _, s in k}) for k in distinct)
+
+
+def _updates(job: Job, stage: StageCosts, again: bool) -> Iterator[Work]:
+    """What the optimizer does for what a rank has of the weights of a stage."""
+    whole = job.weights_of(range(*stage.layers), again)
+    share = stage.weights / whole if whole else 1.0
+    for step in range(*stage.layers):
+        for one in job.updates(again)[step]:
+            yield one._replace(flops=one.flops * share, bytes=round(one.bytes * share))
 
 
 def _static(

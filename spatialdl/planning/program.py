@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -13,8 +13,8 @@ from spatialdl.pipeline.partition import cannot_cut, cut_bounds, leftovers, stat
 from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain
-from spatialdl.pipeline.steps import Recording, Value
-from spatialdl.planning.parts import Parts
+from spatialdl.pipeline.steps import IMAGE, Recording, Value
+from spatialdl.planning.parts import Divided, Parts
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.shadow import meta_copy
 
@@ -38,6 +38,8 @@ class Program:
         self._forward = Forward(self._model, image)
         self._model.train()
         self.refused = ""
+        self._before: dict[tuple[object, ...], list[dict[Value, Tensor]]] = {}
+        self._divided: dict[tuple[bool, Divided], Parts] = {}
         self._recording: Recording | None = None
         try:
             self._recording = self._forward.of(SAMPLES, training=True)
@@ -100,6 +102,37 @@ class Program:
             CannotRecord: if it does something else with so many samples.
         """
         return None if self._recording is None else self._forward.of(samples, training=True)
+
+    def entering(
+        self, stage: Divided, uncut: bool, grid: tuple[int, ...], images: Mapping[Value, Tensor]
+    ) -> Mapping[Value, Tensor]:
+        """What a stage takes on a rank of a grid, whole, in training.
+
+        Args:
+            images: of that rank.
+        """
+        parts = self.parts(uncut)
+        if not parts.is_recorded or self._recording is None:
+            return images
+        recording = self._forward.of(len(images[IMAGE]), training=True)
+        before = self._before.setdefault((uncut, grid, images[IMAGE].shape), [dict(images)])
+        while len(before) <= stage.first:
+            before.append(parts.passed(len(before) - 1, before[-1], recording))
+        last = len(parts.pieces)
+        after = stage.after + (stage.after == last)  # what the network returns is taken after all
+        own, uses = {*range(stage.first, after)}, parts.uses(recording)
+        found = before[stage.first]
+        return {value: one for value, one in found.items() if own & {*uses.get(value, ())}}
+
+    def divided(
+        self, which: Divided, uncut: bool, samples: int, entering: Mapping[Value, Tensor]
+    ) -> Parts:
+        """The parts, of one stage of which this rank has some channels; see `Parts.divided`."""
+        if (uncut, which) not in self._divided:
+            parts = self.parts(uncut)
+            recording = self._forward.of(samples, training=False) if parts.is_recorded else None
+            self._divided[uncut, which] = parts.divided(which, recording, entering)
+        return self._divided[uncut, which]
 
     def costs(self, weigh: Weigh) -> Costs:
         """What is balanced."""

@@ -17,7 +17,10 @@ from spatialdl.training.layouts import check_batch, check_image, placement_of, s
 
 LARGEST_GRID = 512
 MOST_STAGES = 32
-"""Beyond these a grid's tiles or a network's stages are hardly worth the talk; not tried."""
+MOST_TENSOR = 8
+"""Beyond these a grid's tiles, a network's stages or, in all layers, parts of its channels are
+hardly worth the talk; not tried. Nor are more parts of the last layers' channels than twice the
+tiles."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,16 @@ def layouts(world: int, batch: int, layers: int, dims: int = 2) -> Iterator[Layo
 
 @dataclass(frozen=True)
 class _GridAndStages:
+    """Degrees of a replica.
+
+    Attributes:
+        tensor: ranks that divide the channels of the last stage, or of the only one.
+    """
+
     grid: tuple[int, ...] | None
     stages: int
     spatial: int
+    tensor: int = 1
 
     @property
     def keys(self) -> tuple[tuple[str, Any], ...]:
@@ -167,6 +177,9 @@ class _GridAndStages:
             found.append(("stages", self.stages))
         if self.grid is not None:
             found.append(("spatial_stages", self.spatial))
+        if self.tensor > 1:
+            each = [*(1,) * (self.stages - 1), self.tensor]
+            found.append(("tensor", each if self.stages > 1 else self.tensor))
         return tuple(found)
 
 
@@ -177,14 +190,29 @@ def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_GridAndStages]:
         yield _GridAndStages(None, ranks, 0)
     parts = 2
     while parts <= min(ranks, LARGEST_GRID):
-        for grid in grids(parts, dims):
+        square, *_ = tried = grids(parts, dims)
+        for grid in tried:
             if ranks % parts == 0 and ranks // parts <= most:
                 yield _GridAndStages(grid, ranks // parts, ranks // parts)
             for spatial in (1, 2):
                 rest = ranks - spatial * parts
                 if 0 < rest <= most - spatial:
                     yield _GridAndStages(grid, spatial + rest, spatial)
+                if grid == square and 1 < rest <= 2 * parts and spatial < most:
+                    yield _GridAndStages(grid, spatial + 1, spatial, rest)
         parts *= 2
+    yield from _divided(ranks, dims)
+
+
+def _divided(ranks: int, dims: int) -> Iterator[_GridAndStages]:
+    """The whole network on tiles, or whole images, each of which several ranks have."""
+    tensor = 2
+    while tensor <= min(ranks, MOST_TENSOR):
+        parts = ranks // tensor
+        if parts * tensor == ranks and parts <= LARGEST_GRID and parts & (parts - 1) == 0:
+            grid = grids(parts, dims)[0] if parts > 1 else None
+            yield _GridAndStages(grid, 1, 0 if grid is None else 1, tensor)
+        tensor *= 2
 
 
 def grids(parts: int, dims: int = 2) -> list[tuple[int, ...]]:
@@ -202,13 +230,16 @@ def _orders(
     if shape.stages == 1:
         name = "sp" if spatial else "none"
         yield name, ()
-        for count in halvings:  # 1f1b: of which one is held at a time
+        # 1f1b: of which one is held at a time; where channels are divided, only what takes least
+        for count in halvings[-1:] if shape.tensor > 1 else halvings:
             yield name, (("microbatches", count), ("schedule", "1f1b"))
         return
     yield f"{spatial}lp", ()
     for count in halvings:
         many = (("microbatches", count),)
         yield f"{spatial}pp", (*many, ("schedule", "1f1b"))
+        if shape.tensor > 1:  # GEMS gives all stages as many ranks
+            continue
         yield f"{spatial}gems", (*many, ("gems.variant", "basic"))
         if count == 2:
             yield f"{spatial}gems", (*many, ("gems.variant", "mast"))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Literal
 
+from spatialdl.comm.dry import Axis
 from spatialdl.parallel.layout import by
-from spatialdl.parallel.placement import Placement
+from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import CannotWork, Job, Recompute
+from spatialdl.planning.parts import Divided
 from spatialdl.planning.peaks import Sum
 
 
@@ -32,6 +34,7 @@ class StageCosts:
             room for it from the beginning of the action before.
         sent: what a rank sends for a micro-batch.
         halos: that part of it which are halos.
+        channels: that part of it which goes to the ranks that divide its channels.
         layers: its first step, and the one after its last.
     """
 
@@ -47,6 +50,7 @@ class StageCosts:
     arriving: tuple[int, int]
     sent: int
     halos: int
+    channels: int
     layers: tuple[int, int]
 
 
@@ -77,7 +81,9 @@ def stage_costs(
     for stage, (first, after) in enumerate(parts):
         grid = placement.grids[stage]
         own_samples = ceil(samples / placement.batch_parts(stage))
-        costs = job.costs(own_samples, grid, again, uncut=stages == 1)
+        tensor = placement.tensor_parts(stage)
+        divided = Divided(tensor, first, after) if tensor > 1 else None
+        costs = job.costs(own_samples, grid, again, stages == 1, divided)
         if memory != "all":
             costs = getattr(costs, memory) or costs
         if len(costs.layers) < after:
@@ -139,7 +145,6 @@ class _Stage:
         beside = self._entering + (0 if self._is_last else self._output)  # gradients of outputs
         later, first = (max(arriving, beside + peak) for peak in peaks)
         forward, backward = self._seconds()
-        entering = _total(self._gradients(self._before))
         talks = [t for one in self._own for t in (*one.forward_talks, *one.backward_talks)]
         return StageCosts(
             forward=forward,
@@ -152,8 +157,9 @@ class _Stage:
             weights=weights,
             buffers=sum(one.buffers for one in self._own),
             arriving=(self._entering, _total(returning) + largest),
-            sent=sum(talk.bytes for talk in talks) + entering + _total(self._behind.values()),
-            halos=sum(talk.bytes for talk in talks if talk.kind == "exchange"),
+            sent=sum(talk.bytes for talk in talks) + self._handed_over(),
+            halos=sum(t.bytes for t in talks if t.kind == "exchange" and t.axis == "grid"),
+            channels=sum(talk.bytes for talk in talks if talk.axis == "tensor"),
             layers=layers,
         )
 
@@ -177,25 +183,49 @@ class _Stage:
 
     def _seconds(self) -> tuple[float, float]:
         """Forward and backward of a micro-batch; whoever receives takes the time."""
-        cluster, world = self._cluster, self._placement.world_size
-        ranks = self._placement.ranks(self._stage, 0)
+        cluster, world, ranks = self._cluster, self._placement.world_size, self._ranks()
         forward = sum(cluster.seconds(one.forward, world) for one in self._own)
         backward = sum(cluster.seconds(one.backward, world) for one in self._own)
         forward += cluster.talking([t for one in self._own for t in one.forward_talks], ranks)
         backward += cluster.talking([t for one in self._own for t in one.backward_talks], ranks)
-        forward += sum(self._border(b, sum(sizes.values())) for b, sizes in self._before.items())
+        for border, sizes in self._before.items():
+            size = sum(sizes.values()) * self._takers(border.giver, border.taker)
+            forward += self._border(border, size)
         for border, sizes in zip(self._behind, self._gradients(self._behind), strict=True):
-            backward += self._border(border, sum(sizes.values()))
+            size = sum(sizes.values()) * self._takers(border.taker, border.giver)
+            backward += self._border(border, size)
         if self._loss is not None:
             backward += cluster.seconds(self._loss.forward + self._loss.backward, world)
             backward += cluster.talking(self._loss.forward_talks + self._loss.backward_talks, ranks)
         return forward, backward
 
+    def _ranks(self) -> dict[Axis, Sequence[int]]:
+        """Who talks: the ranks of a grid, and of those that divide channels the furthest apart."""
+        placement, stage = self._placement, self._stage
+        parts = placement.batch_parts(stage) * prod(placement.grids[stage])
+        blocks = [placement.tensor_ranks(Position(0, stage, part)) for part in range(parts)]
+        furthest = max(blocks, key=lambda one: self._cluster.nodes(min(one), max(one)))
+        return {"grid": placement.ranks(stage, 0), "tensor": furthest}
+
+    def _takers(self, giver: int, taker: int) -> int:
+        """Ranks that divide channels of a stage to which one of another gives the same."""
+        parts = self._placement.tensor_parts
+        return ceil(parts(taker) / parts(giver))
+
+    def _handed_over(self) -> int:
+        """Bytes that a rank gives to other stages, gradients included."""
+        total = 0
+        for border, sizes in self._behind.items():
+            total += sum(sizes.values()) * self._takers(border.giver, border.taker)
+        for border, sizes in zip(self._before, self._gradients(self._before), strict=True):
+            total += sum(sizes.values()) * self._takers(border.taker, border.giver)
+        return total
+
     def _border(self, border: Border, size: int) -> float:
         """A hand-over of so many bytes, of the ranks that are furthest apart."""
         if not size:
             return 0.0
-        before, behind = (self._placement.ranks(stage, 0) for stage in border)
+        before, behind = (self._placement.stage_ranks(stage, 0) for stage in border)
         return self._cluster.link(min(before), max(behind)).of(size)
 
 

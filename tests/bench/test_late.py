@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from spatialdl.bench import late
+from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.setup import cluster_named
 
 SECONDS = {"space": [2.0, 4.0, 3.0], "samples": [1.0, 4.0, 6.0], "channels": [1.0, 1.0, 3.0]}
 
@@ -18,7 +20,8 @@ def result() -> dict[str, Any]:
         name: {"seconds": times, "cpu_seconds": 2.5, "held_mb": 7.0, "weights_mb": 9, "sent_mb": 1}
         for name, times in SECONDS.items()
     }
-    return late.summarise(options, {"device": "CPU", "sides": sides})
+    planned = {"space": 3.0, "samples": 2.0, "channels": 1.5}
+    return late.summarise(options, {"device": "CPU", "sides": sides}, planned)
 
 
 def test_sides_are_compared_with_space_round_by_round(result: dict[str, Any]) -> None:
@@ -26,13 +29,29 @@ def test_sides_are_compared_with_space_round_by_round(result: dict[str, Any]) ->
     assert sides["samples"]["ratio"] == pytest.approx(1.0)  # of 0.5, 1 and 2
     assert sides["channels"]["median"] == 1.0
     assert result["command"].endswith("late --network resnet50 --ranks 2 --batch 4 --size 64 "
-                                      "--rounds 3 --device cpu")  # fmt: skip
+                                      "--rounds 3 --device cpu --cluster this_machine")  # fmt: skip
 
 
 def test_the_table_has_a_line_for_each_side(result: dict[str, Any]) -> None:
     lines = [line for line in late.table(result).splitlines() if line.startswith("| ")]
     assert [line.split()[1] for line in lines if "--" not in line] == ["divided", *SECONDS]
-    assert lines[-1].split()[3:10:2] == ["1", "0.50", "2.5", "7.0"]
+    assert lines[-1].split()[3:12:2] == ["1", "0.50", "1.5", "2.5", "7.0"]
+
+
+def test_the_planners_choice_stands_beside_the_fastest(result: dict[str, Any]) -> None:
+    words = "the planner picks channels, the fastest of the three"
+    assert late.table(result).splitlines()[-1] == words
+    result["sides"]["samples"]["predicted"] = 1.0
+    words = "the planner picks samples, which takes 300% longer than channels"
+    assert late.picked(result["sides"]) == words
+
+
+def test_the_planner_divides_dense_layers_by_channels_and_convolutions_of_maps_not() -> None:
+    cluster = cluster_named(cluster_file("infiniband"))
+    for network, choice in (("vgg16", "channels"), ("resnet50", "samples")):
+        options = late._parse(["--ranks", "2", "--network", network])
+        found = late.predicted(options, cluster)
+        assert min(found, key=lambda name: found[name]) == choice
 
 
 def test_the_picture_is_drawn(result: dict[str, Any], tmp_path: Any) -> None:

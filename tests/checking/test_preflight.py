@@ -303,3 +303,29 @@ def test_of_a_full_output_on_a_grid_each_rank_counts_its_own_box():
     gather_before(network, "1")
     full = count(Program(network, (3, 16, 12)), (2, 3, 16, 12), (2, 1), segments=True)
     assert {talk.kind for talk in full.loss.forward_talks} == {"sum"}
+
+
+def test_stages_that_divide_channels_run_with_those_of_a_rank():
+    model, shape = resnet18(num_classes=10, width=8), (2, 3, 65, 48)
+    whole = preflight(model, Placement(1, ((1, 1),)), shape)
+    found = preflight(model, Placement(1, ((2, 1),), tensor=(2,)), shape)
+    assert whole.is_clear
+    assert found.is_clear
+    own, every = (sum(p.numel() for p in one.stages[0].parameters()) for one in (found, whole))
+    assert 0.4 * every < own < 0.7 * every
+
+
+def test_what_cannot_be_done_on_some_channels_is_an_error():
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            y[:, 2] = 0
+            return y
+
+    found = preflight(Writing(), Placement(1, ((1, 1),), tensor=(2,)), (2, 3, 16, 16))
+    (error,) = found.errors
+    assert "it would write into a copy" in error

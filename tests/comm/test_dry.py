@@ -19,13 +19,13 @@ def test_what_would_be_said_is_noted_while_somebody_listens():
 
 
 def test_what_runs_again_says_nothing_twice():
-    tape = Tape()
+    tape, comm = Tape(), Dry(0, 2, "tensor")
     with listening() as heard:
         with tape.record():
-            note("sum", 2, 8)
+            note(comm, "sum", 2, 8)
         with tape.replay():
-            note("sum", 2, 8)
-    assert heard == [Talk("sum", 2, 8)]
+            note(comm, "sum", 2, 8)
+    assert heard == [Talk("sum", 2, 8, "tensor")]
 
 
 def test_a_rank_by_itself_says_nothing():

@@ -10,7 +10,8 @@ from spatialdl.comm.dry import Talk
 from spatialdl.models import resnet18, unet
 from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.costs import between, count, largest_part
+from spatialdl.planning.costs import between, count, largest_part, with_stage
+from spatialdl.planning.parts import Divided
 from spatialdl.planning.program import Program
 
 
@@ -184,3 +185,31 @@ def test_layers_that_cannot_work_on_a_grid_are_told():
     assert str(found.refused).startswith("2: sort")
     with pytest.raises(RuntimeError):
         count(program(model), (1, 3, 9, 9))
+
+
+def test_a_rank_has_some_channels_and_says_so_on_another_axis():
+    model, shape = program(small()), (2, 3, 12, 7)
+    conv, relu, _, _, linear = count(model, shape, divided=Divided(2, 0, 5)).layers
+    assert flops(conv.forward, "conv") == 2 * (2 * 4 * 12 * 7) * (3 * 3 * 3)
+    assert relu.outputs[0].bytes == 4 * 2 * 4 * 12 * 7
+    assert (conv.weights, linear.weights) == (4 * 4 * 3 * 3 * 3, 4 * (4 * 5 + 3))
+    assert conv.forward_talks == relu.forward_talks == []
+    # a rank has 3 of 5 outputs; of sums it sends 2, then what it has
+    assert linear.forward_talks == [
+        Talk("exchange", 1, 4 * 2 * 2, "tensor"),
+        Talk("exchange", 1, 4 * 2 * 3, "tensor"),
+    ]
+    tiles = count(model, shape, (3, 1), divided=Divided(2, 0, 5)).layers[0]
+    assert tiles.forward_talks == [Talk("exchange", 2, 2 * 4 * 2 * 3 * 7)]
+
+
+def test_a_divided_stage_stands_in_the_place_of_the_whole_one():
+    model, shape = program(small()), (2, 3, 12, 7)
+    whole, which = count(model, shape), Divided(2, 0, 1)
+    own = count(model, shape, divided=which)
+    found = with_stage(whole, own, which)
+    assert [one.name for one in found.layers] == [one.name for one in whole.layers]
+    assert found.layers[0].weights == whole.layers[0].weights / 2
+    assert found.values == whole.values  # what it gives is whole
+    assert found.layers[1:] == whole.layers[1:]
+    assert found.loss == whole.loss

@@ -39,6 +39,13 @@ def test_the_tiles_of_an_image_have_their_ranks():
     assert texts(stage((5, 6), (2, 1), (2, 1), mirrored=True)) == ["0\n3", "1\n2"]
 
 
+def test_a_tile_has_all_ranks_that_divide_its_channels():
+    panel = stage((5, 6), (2, 1), (1, 1), tensor=(1, 3), number=1)
+    assert texts(panel) == ["2+3+4"]
+    panel = stage((5, 6), (2, 1), (2, 1), mirrored=True, tensor=(2, 2))
+    assert texts(panel) == ["0+1\n6+7", "2+3\n4+5"]
+
+
 def test_a_signal_is_a_bar():
     panel = stage((100,), (3,))
     assert tiles(panel) == [(0, 0, 33, 12), (33, 0, 33, 12), (66, 0, 34, 12)]

@@ -206,3 +206,38 @@ def test_the_command_tells_by_its_exit_code(tmp_path, monkeypatch, capsys):
             ended = stop.code
         assert ended == code
     assert "it would not run: 1 to be changed" in capsys.readouterr().out
+
+
+def test_channels_are_divided(capsys):
+    layout = ("parallel=sp+lp", "parallel.grid=[2,1]", "parallel.late=tensor", "comm.map=true")
+    assert look(config(*layout, "parallel.cut=[layer3]"))
+    text = capsys.readouterr().out
+    assert text.startswith("layout: 1 replica x (2x1 + 2 by channels) = 4 ranks, images of 65x48")
+    assert "stage 1: whole, 2 by channels" in text
+    assert "1 of 2" in text
+    assert max(map(len, text.splitlines())) <= 100
+    (said,) = (line for line in text.splitlines() if line.startswith("stage 1 divides"))
+    assert said.startswith("stage 1 divides channels over 2 ranks, which send each other 0.")
+    assert "     2 with stage 1 " in text
+
+
+def test_a_layer_whose_channels_cannot_be_divided_is_found(capsys, tmp_path, monkeypatch):
+    source = tmp_path / "writing_network.py"
+    source.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, num_classes):\n"
+        "        super().__init__()\n"
+        "        self.conv = torch.nn.Conv2d(3, num_classes, 3)\n"
+        "    def forward(self, x):\n"
+        "        y = self.conv(x)\n"
+        "        y[:, 2] = 0\n"
+        "        return y.mean((2, 3))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = config("parallel=none", "parallel.tensor=2")
+    given.model = {"_target_": "writing_network.Net", "num_classes": 10}
+    assert not look(given)
+    text = capsys.readouterr().out
+    assert "it would write into a copy" in text
+    assert text.endswith("it would not run: 1 to be changed\n")

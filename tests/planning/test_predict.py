@@ -137,3 +137,19 @@ def test_too_many_stages_and_orders_on_a_grid_are_refused(job, paper):
     ordered = torch.nn.Sequential(torch.nn.Conv2d(8, 2, 3), torch.nn.Tanh(), Sorted())
     with pytest.raises(CannotWork, match="stage 0 on a grid of 2x1: 2: sort"):
         stage_costs(replace(job, model=ordered), paper, Placement(1, ((2, 1),)), 1, "none")
+
+
+def test_gradients_of_divided_channels_are_averaged_over_replicas_alone(job, paper):
+    one, two = (layout(job, paper, Placement(2, (ONE,), tensor=(n,))) for n in (1, 2))
+    latency = 2e-6
+    assert two.reducing - latency == pytest.approx((one.reducing - latency) / 2, rel=1e-2)
+    assert len(two.memory) == 2
+    assert max(two.memory) < max(one.memory)
+    assert two.timeline.spans[0] == two.timeline.spans[1]
+
+
+def test_the_optimizer_changes_what_a_rank_has(job, figures):
+    rates = {"pointwise": {"bytes_per_second": 1e9}, "in_place": {"bytes_per_second": 1e9}}
+    cluster = cluster_of(figures | {"rates": rates})
+    one, two = (layout(job, cluster, Placement(1, (ONE,), tensor=(n,))) for n in (1, 2))
+    assert two.updating == pytest.approx(one.updating / 2, rel=1e-2)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import unet
+from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import Job
 from spatialdl.planning.search import LayoutKeys, NothingFits, grids, layouts, limit, search, table
 from spatialdl.training.layouts import placement_of, schedule_of
@@ -39,8 +40,38 @@ def test_all_that_is_tried_is_a_layout_for_so_many_ranks(base, world):
 def test_all_kinds_are_tried():
     names = {one.name for one in layouts(8, 8, 11)}
     plain = {"dp", "sp", "lp", "pp", "gems", "sp+lp", "sp+pp", "sp+gems"}
-    assert names == plain | {f"dp+{name}" for name in plain - {"dp"}}
+    assert names == plain | {"none"} | {f"dp+{name}" for name in plain - {"dp"}}
     assert {one.name for one in layouts(1, 1, 11)} == {"none"}
+
+
+def divided(world):
+    """What divides channels, without micro-batches."""
+    found = (one.overrides() for one in layouts(world, 1, 11))
+    return {" ".join(one).replace("parallel.", "") for one in found if "tensor=" in str(one)}
+
+
+def test_channels_are_divided_in_all_layers_or_in_the_last_ones():
+    assert divided(4) == {
+        "parallel=none tensor=4",
+        "parallel=sp grid=[2,1] spatial_stages=1 tensor=2",
+        "parallel=sp+lp grid=[2,1] stages=2 spatial_stages=1 tensor=[1,2]",
+    }
+    late = "parallel=sp+lp grid=[2,2] stages=3 spatial_stages=2 tensor=[1,1,4]"
+    assert late in divided(12)
+    assert not any("gems" in one for one in divided(12))
+
+
+def test_dense_layers_of_few_images_divide_their_channels(figures, base):
+    """Other layouts compute on one rank, or add up the gradients of all weights."""
+    rates = {"matmul": {"flops_per_second": 1e9, "bytes_per_second": 1e30}}
+    cluster = cluster_of(figures | {"rates": rates | {"pointwise": {"bytes_per_second": 1e30}}})
+    dense = (nn.Linear(3 * 8 * 8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
+    model = nn.Sequential(nn.Flatten(), *dense, nn.Linear(512, 8))
+    job = Job(model, (3, 8, 8), 4, functools.partial(torch.optim.SGD, lr=0.1), on_cpu=False)
+    first = search(job, cluster, base, 4, None, show=False)[0]
+    assert first.layout.overrides() == ["parallel=none", "parallel.tensor=4"]
+    weights = sum(one.nbytes for one in model.parameters())
+    assert first.memory < weights
 
 
 def test_grids_are_rows_or_nearly_square():
@@ -128,7 +159,9 @@ def test_networks_that_cannot_be_cut_have_other_layouts_and_the_table_says_why(p
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     job = Job(Handing(), (3, 8, 8), 4, optimizer, on_cpu=False)
     rows = search(job, paper, base, 2, None, show=False)
-    assert {row.layout.name for row in rows} == {"dp", "sp"}
+    found = {" ".join(row.layout.overrides()[:2]) for row in rows}
+    divided = "parallel=none parallel.tensor=2"
+    assert found == {"parallel=dp parallel.data=2", "parallel=sp parallel.grid=[2,1]", divided}
     note = table(rows, job, paper, len(rows)).splitlines()[-1]
     assert note.startswith("note: layouts with stages are left out: Handing cannot be cut into 2")
     assert "hands a function or a module on" in note

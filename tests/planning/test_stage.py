@@ -21,7 +21,7 @@ from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import CannotWork, Job
 from spatialdl.planning.ledger import Ledger
 from spatialdl.planning.stage import stage_costs
 from spatialdl.random import keyed
@@ -300,3 +300,54 @@ def test_what_is_said_takes_time(figures):
     (found,) = stage_costs(segmenting(5), cluster, Placement(1, ((2, 1),)), 2, "none")
     assert found.forward == pytest.approx(1, rel=1e-3)
     assert found.backward == pytest.approx(2 * 2, rel=1e-3)
+
+
+# --- channels
+
+
+def test_ranks_that_divide_channels_share_weights_work_and_messages(paper):
+    """A convolution from 4 to 16 maps gives some maps, one from 16 to 6 sums, of two ranks."""
+    job = chain(nn.Conv2d(3, 16, 1, bias=False), nn.Conv2d(16, 6, 1, bias=False))
+    whole, own = (
+        stage_costs(job, paper, Placement(1, (ONE,), tensor=(ranks,)), 2, "none")[0]
+        for ranks in (1, 2)
+    )
+    assert own.weights == whole.weights / 2 == weights((3, 16), (16, 6)) / 2
+    # reduce-scatter of the sums, and all-gather of the outputs; of their gradient an all-gather
+    summed, gathered = maps(6) / 2, maps(3)
+    assert own.channels == own.sent == summed + gathered + gathered
+    assert (own.halos, whole.channels) == (0, 0)
+    work = (convolution(3, 16) + convolution(16, 6)) / 2
+    talk = (summed + gathered) / 1e9 + 2e-6
+    assert own.forward == pytest.approx(work + talk, rel=1e-3)
+
+
+def test_each_rank_that_divides_channels_gets_what_is_handed_over(paper):
+    job = chain(nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 6, 1, bias=False))
+    one, many = (
+        stage_costs(job, paper, Placement(1, (ONE, ONE), tensor=(1, ranks)), 2, "none")
+        for ranks in (1, 3)
+    )
+    assert [costs.sent for costs in one] == [maps(4), maps(4)]
+    assert many[0].sent == 3 * maps(4)  # and gets the gradient of one of them
+    assert many[1].sent - many[1].channels == maps(4)
+    assert many[1].forward - one[1].forward > 2 * maps(4) / 1e9 - convolution(4, 6)
+    back = stage_costs(job, paper, Placement(1, (ONE, ONE), tensor=(3, 1)), 2, "none")
+    assert back[1].sent == 3 * maps(4)  # to each the gradient
+    assert back[0].sent - back[0].channels == maps(4)
+
+
+def test_channels_that_cannot_be_divided_are_named(paper):
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            y[:, 2] = 0
+            return y
+
+    job = chain(Odd())
+    with pytest.raises(CannotWork, match=r"its channels cannot be divided over 2 ranks: .*copy"):
+        stage_costs(job, paper, Placement(1, (ONE,), tensor=(2,)), 2, "none")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from spatialdl.parallel.layout import by
-from spatialdl.parallel.placement import Placement
+from spatialdl.parallel.placement import Placement, Position
 from spatialdl.text import width
 
 WIDEST = 98
@@ -24,8 +24,7 @@ _ARROW = "->"
 def drawn(placement: Placement) -> list[str]:
     """The lines of the drawing: the first replica, and words about the others.
 
-    Where two copies lie on the ranks, a tile has the ranks of both; where some divide its channels,
-    it has the first and the last of them.
+    Where two copies lie on the ranks, a tile has the ranks of both.
     """
     blocks: list[list[str]] = []
     for stage in _shown(placement.stages):
@@ -38,6 +37,8 @@ def drawn(placement: Placement) -> list[str]:
 
 def _words(placement: Placement) -> Iterator[str]:
     size = placement.replica_size
+    if placement.most_tensor_parts > 1:
+        yield "  ranks with a + between them have the same tile, and divide its channels"
     if placement.mirrored:
         yield "  of two ranks in a tile, the second holds it in the copy in inverse order"
     if placement.data == 2:
@@ -63,27 +64,34 @@ def _block(placement: Placement, stage: int) -> Iterator[str]:
     """A title, and below it the tiles, or the ranks that divide samples."""
     grid, parts = placement.grids[stage], placement.batch_parts(stage)
     slices, rows, cols = (*(1,) * (3 - len(grid)), *grid)
+    ranks = [
+        [names_of(placement, stage, part, copy) for part in range(parts * prod(grid))]
+        for copy in range(placement.copies)
+    ]
     channels = placement.tensor_parts(stage)
-    names = [_names(placement, stage, copy) for copy in range(placement.copies)]
     what = f"{by(grid)} tiles" if prod(grid) > 1 else "whole"
-    title = f"stage {stage}: " + (f"{parts} by samples" if parts > 1 else what)
-    yield title + (f", {channels} by channels" if channels > 1 else "")
+    what = f"{parts} by samples" if parts > 1 else what
+    yield f"stage {stage}: {what}" + (f", {channels} by channels" if channels > 1 else "")
     for number in _shown(slices):
         if slices > 1:
             yield "..." if number is None else f"slices, part {number}"
         if number is not None:
             first = number * rows * cols
-            yield from _grid(parts if parts > 1 else rows, cols, [one[first:] for one in names])
+            yield from _grid(parts if parts > 1 else rows, cols, [one[first:] for one in ranks])
 
 
-def _grid(rows: int, cols: int, names: Sequence[Sequence[str]]) -> Iterator[str]:
+def names_of(placement: Placement, stage: int, part: int, copy: int = 0) -> str:
+    """The ranks of a part of a stage of the first replica; those that divide channels as a sum."""
+    ranks = placement.tensor_ranks(Position(0, stage, part, copy))
+    shown = ("..." if place is None else str(ranks[place]) for place in _shown(len(ranks)))
+    return "+".join(shown)
+
+
+def _grid(rows: int, cols: int, ranks: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows and columns in the middle of a large grid are left out."""
     shown_rows, shown_cols = _shown(rows), _shown(cols)
     texts = [
-        [
-            "..." if r is None or c is None else ", ".join(one[r * cols + c] for one in names)
-            for c in shown_cols
-        ]
+        ["..." if r is None or c is None else _names(ranks, r * cols + c) for c in shown_cols]
         for r in shown_rows
     ]
     wide = max(len(text) for line in texts for text in line) + 2
@@ -94,14 +102,8 @@ def _grid(rows: int, cols: int, names: Sequence[Sequence[str]]) -> Iterator[str]
         yield border
 
 
-def _names(placement: Placement, stage: int, copy: int) -> list[str]:
-    """Of each part of a stage its rank, or those that divide its channels."""
-    last = placement.tensor_parts(stage) - 1
-    firsts, lasts = (placement.ranks(stage, 0, copy, tensor) for tensor in (0, last))
-    return [
-        str(a) if last == 0 else f"{a}-{b}" if b == a + last else f"{a} .. {b}"
-        for a, b in zip(firsts, lasts, strict=True)
-    ]
+def _names(ranks: Sequence[Sequence[str]], part: int) -> str:
+    return ", ".join(one[part] for one in ranks)
 
 
 def _shown(count: int) -> list[int | None]:

@@ -35,13 +35,15 @@ LOCAL_DP = """
   | 1 |                 | 3 |
   +---+                 +---+
 """
-BY_CHANNELS = """
-  stage 0: 2x1 tiles    stage 1: whole, 4 by channels
-  +---+                 +-----+
-  | 0 |              -> | 2-5 |
-  +---+                 +-----+
+
+TENSOR = """
+  stage 0: 2x1 tiles    stage 1: whole, 3 by channels
+  +---+                 +-------+
+  | 0 |              -> | 2+3+4 |
+  +---+                 +-------+
   | 1 |
   +---+
+  ranks with a + between them have the same tile, and divide its channels
 """
 
 
@@ -53,7 +55,7 @@ BY_CHANNELS = """
         (Placement(1, ((1, 1), (1, 1)), mirrored=True), GEMS),
         (Placement(2, ((1, 2),)), DP_SP),
         (Placement(1, ((2, 1), (1, 1)), batch=(1, 2)), LOCAL_DP),
-        (Placement(1, ((2, 1), (1, 1)), tensor=(1, 4)), BY_CHANNELS),
+        (Placement(1, ((2, 1), (1, 1)), tensor=(1, 3)), TENSOR),
     ],
 )
 def test_layouts(placement, picture):
@@ -69,6 +71,7 @@ def test_layouts(placement, picture):
         Placement(4, ((4, 2), (4, 1), (4, 1))),
         Placement(8, ((1, 1),) * 8, interleave=2),
         Placement(1, ((100, 100), (1, 1)), mirrored=True),
+        Placement(1, ((1, 1),), tensor=(64,)),
     ],
 )
 def test_many_ranks_are_summarised(placement):

@@ -1,0 +1,208 @@
+"""What a dry run counts of a divided stage is what its ranks send, hold and keep."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spatialdl
+from spatialdl.channels.weights import divide, uses_of, whole_outputs, without_data
+from spatialdl.comm import check, exchange
+from spatialdl.comm.dry import Talk
+from spatialdl.comm.mesh import Mesh, stage_mesh
+from spatialdl.comm.world import world
+from spatialdl.models import resnet50, unet, vit
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.placed import enter
+from spatialdl.pipeline.stage import OUTPUT, run_stage
+from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.planning.costs import NetworkCosts, largest_part
+from spatialdl.planning.job import Job
+from spatialdl.planning.parts import Divided
+from spatialdl.random import keyed
+
+WORLD = world()
+RANKS = WORLD.size
+SAMPLES = 2
+
+
+def vgg_head() -> nn.Sequential:
+    """Its last convolution, on which the dense layers lie."""
+    maps = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    dense = (nn.Linear(8 * 8 * 6, 32), nn.ReLU(inplace=True), nn.Linear(32, 24), nn.Linear(24, 10))
+    return nn.Sequential(*maps, nn.Flatten(), *dense)
+
+
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "resnet": (lambda: resnet50(num_classes=10, width=8), (3, 64, 48)),
+    "vgg head": (vgg_head, (3, 16, 12)),
+    "vit": (lambda: vit(num_classes=10, patch=8, width=48, depth=2, heads=4), (3, 32, 24)),
+    "unet": (lambda: unet(num_classes=5, width=8, depth=2), (3, 32, 24)),
+}
+
+
+def job_of(name: str) -> Job:
+    torch.manual_seed(0)
+    make, image = NETWORKS[name]
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    return Job(make(), image, SAMPLES, optimizer, segments=name == "unet", on_cpu=False)
+
+
+@contextmanager
+def overheard(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk]]:
+    """What this rank sends, or brings to sums, to ranks of its mesh."""
+    heard: list[Talk] = []
+    start = exchange._start
+
+    def axis(comm: Any) -> Any:
+        return "tensor" if comm is mesh.tensor_comm else "grid"
+
+    def starting(comm: Any, one: Any, name: str) -> Any:
+        peers = {piece.peer for piece in (*one.outgoing, *one.incoming)}
+        size = sum(view.nbytes for view in one.leaving())
+        heard.append(Talk("exchange", len(peers), size, axis(comm)))
+        return start(comm, one, name)
+
+    def collective(kind: Any, comm: Any) -> None:
+        name = {"sum": "all_reduce", "gather": "all_gather"}[kind]
+        function = getattr(comm, name)
+
+        def noted(values: Tensor) -> Tensor:
+            heard.append(Talk(kind, comm.size, values.nbytes, axis(comm)))
+            return function(values)
+
+        patch.setattr(comm, name, noted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "_start", starting)
+        patch.setattr(check, "agree", lambda *about: None)
+        for comm in {id(one): one for one in (mesh.tensor_comm, mesh.grid_comm)}.values():
+            collective("sum", comm)
+            collective("gather", comm)
+        yield heard
+
+
+@contextmanager
+def kept() -> Iterator[dict[int, int]]:
+    """Bytes of the storages that autograd saves, by address."""
+    found: dict[int, int] = {}
+    held = []  # so that no address comes twice
+
+    def pack(x: Tensor) -> Tensor:
+        own = x._tile if isinstance(x, spatialdl.SpatialTensor) else x
+        held.append(own)
+        found[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield found
+
+
+def loss_of(output: Tensor, mesh: Mesh) -> Tensor:
+    """As the dry run takes it."""
+    target = torch.zeros(SAMPLES, *output.shape[2:], dtype=torch.int64)
+    if mesh.parts > 1 and output.dim() > 2:
+        target = spatialdl.shard(target, mesh)
+    return F.cross_entropy(output, target, reduction="sum" if output.dim() > 2 else "mean")
+
+
+def told(costs: NetworkCosts, which: Divided) -> list[Talk]:
+    parts = costs.layers[which.first : which.after]
+    own = [talk for part in parts for talk in part.forward_talks]
+    back = [talk for part in reversed(parts) for talk in part.backward_talks]
+    loss = costs.loss
+    if loss is not None and which.after == len(costs.layers):
+        own, back = own + loss.forward_talks, loss.backward_talks + back
+    return own + back
+
+
+def assert_counted(
+    heard: list[Talk], costs: NetworkCosts, which: Divided, module: nn.Module, is_counted: bool
+) -> None:
+    """Of the rank that the dry run is: others have smaller parts."""
+    if is_counted:
+        assert heard == told(costs, which)
+        own = sum(one.nbytes for one in module.parameters())
+        assert own == sum(one.weights for one in costs.layers[which.first : which.after])
+    has_weights = next(module.parameters(), None) is not None
+    assert any(talk.axis == "tensor" for talk in heard) is has_weights
+
+
+def assert_network(name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, grid, tensor = job_of(name), placement.grids[0], placement.tensor_parts(0)
+    (position,) = placement.positions(WORLD.rank)
+    mesh = stage_mesh(placement, position, WORLD)
+    program = job.program()
+    which = Divided(tensor, 0, len(program.parts(not program.is_chain).pieces))
+    costs = job.costs(SAMPLES, grid, False, True, which)
+    model = job.model.train()
+    image = torch.randn(SAMPLES, *job.image)
+    tiles = image if mesh.parts == 1 else spatialdl.shard(image, mesh)
+    uses = uses_of(model, mesh.tensor_comm, lambda shadow: shadow(without_data(tiles)))
+    divide(model, uses, mesh.tensor_comm)
+    with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
+        with kept() as saved:
+            output = whole_outputs(model(tiles))
+        loss_of(output, mesh).backward()
+    largest = largest_part(mesh.layout(SAMPLES, job.image[1:]))
+    is_counted = (position.tensor, position.part) == (tensor - 1, largest)
+    assert_counted(heard, costs, which, model, is_counted)
+    if is_counted and mesh.parts == 1:
+        known = {one.untyped_storage().data_ptr() for one in (*model.state_dict().values(), image)}
+        held = sum(size for place, size in saved.items() if place not in known)
+        assert costs.lives.held(0, which.after, ()) == held
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.world(2, 3)
+def test_a_divided_network_sends_and_holds_what_is_counted(name, monkeypatch):
+    assert_network(name, Placement(1, ((1, 1),), tensor=(RANKS,)), monkeypatch)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.world(4)
+def test_so_does_one_on_tiles(name, monkeypatch):
+    assert_network(name, Placement(1, ((2, 1),), tensor=(2,)), monkeypatch)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "again"), [*((name, False) for name in NETWORKS), ("resnet", True), ("vit", True)]
+)
+@pytest.mark.world(2, 3)
+def test_a_divided_stage_sends_and_holds_what_is_counted(name, again, stage, monkeypatch):
+    """Of three stages one is divided; what it takes and gives is whole."""
+    job = job_of(name)
+    widths = tuple(RANKS if number == stage else 1 for number in range(3))
+    placement = Placement(1, ((1, 1),), tensor=(RANKS,))
+    mesh = stage_mesh(placement, placement.positions(WORLD.rank)[0], WORLD)
+    bounds = job.bounds(widths, 1, again)
+    first, after = job.parts(bounds, again)[stage]
+    which = Divided(RANKS, first, after)
+    costs = job.costs(SAMPLES, (1, 1), again, divided=which)
+    stages = cut(job.model, widths, None, job.image, again)
+    values: dict[Value, Tensor] = {IMAGE: torch.randn(SAMPLES, *job.image)}
+    for one in stages[:stage]:
+        values |= run_stage(one.train(), values, SAMPLES)
+    taken: dict[Value, Tensor] = {v: values[v].detach() for v in stages[stage].takes}
+    for value, one in taken.items():
+        one.requires_grad_(value != IMAGE)
+    own, entered = stages[stage].train(), {value: enter(one) for value, one in taken.items()}
+    given = without_data(taken)
+    uses = uses_of(own, mesh.tensor_comm, lambda shadow: run_stage(shadow, given, SAMPLES))
+    divide(own, uses, mesh.tensor_comm)
+    with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
+        outputs = whole_outputs(run_stage(own, entered, SAMPLES))
+        roots = [one for one in outputs.values() if one.requires_grad]
+        if OUTPUT in outputs:
+            roots = [loss_of(outputs[OUTPUT], mesh)]
+        torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+    assert_counted(heard, costs, which, own, WORLD.rank == RANKS - 1)
