@@ -311,22 +311,3 @@ def layer_norm(
         return y if bias is None else y + bias.to(y.dtype)
 
     return input.like(on_tile(normalised, input.part))
-
-
-@divided_op(F.group_norm)
-def group_norm(
-    input: ChannelTensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Any:
-    if input.at != 1 or num_groups < input.comm.size:
-        return NotImplemented
-    size = input.shape[1] // num_groups
-    comm = input.comm
-    partition = Partition.even(input.shape[1], comm.size, size)
-    own = _own_of((weight, bias), partition, comm)
-    groups = partition.size_of(comm.rank) // size
-    given = F.group_norm(part_of(input, 1, partition, comm), groups, own[0], own[1], eps)
-    return ChannelTensor(given, 1, partition, comm)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from spatialdl.channels import along, layers
+from spatialdl.channels import along, group_norm, layers
 from spatialdl.channels.moves import all_gather, own_part
 from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
@@ -31,7 +31,7 @@ from spatialdl.spatial.tensor import SpatialTensor
 ROUNDS = 8
 """How often a network is looked at, at most, for wishes of operations behind its layers."""
 
-__all__ = ["along", "layers"]  # which register what can be done on channels
+__all__ = ["along", "group_norm", "layers"]  # which register what can be done on channels
 
 
 @dataclass
