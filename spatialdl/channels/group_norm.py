@@ -7,8 +7,9 @@ of the size of a group's statistics, never of its maps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,8 @@ def _groups_of(partition: Partition, rank: int, size: int) -> Tensor:
     return torch.cat(own) // size
 
 
-class _Groups(NamedTuple):
+@dataclass(frozen=True)
+class _Groups:
     """The groups of a rank's channels.
 
     Attributes:
@@ -59,12 +61,12 @@ class _Groups(NamedTuple):
 
     def moments(self, tile: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and squared deviations of whole groups, (N, groups); float64."""
-        parts = (part.flatten(1) for part in tile_moments(tile, _pixels(tile)))
-        count, mean, deviation = _combined(*parts, self.total, self.spread)
+        parts = torch.stack(tile_moments(tile, _pixels(tile))).flatten(2)
+        parts = _combined(parts, self.total, self.spread)
         for comm in self.comms:
-            message = gather_over_ranks(comm, torch.stack([count, mean, deviation]), "group_norm")
-            count, mean, deviation = _combined(*message.unbind(1), lambda x: x.sum(0), lambda x: x)
-        return mean, deviation
+            of_ranks = gather_over_ranks(comm, parts, "group_norm").transpose(0, 1)
+            parts = _combined(of_ranks, lambda x: x.sum(0), lambda x: x)
+        return parts[1], parts[2]
 
     def mean(self, parts: Tensor) -> Tensor:
         """Of sums of own channels the mean over whole groups, for own channels; (..., channels)."""
@@ -75,21 +77,19 @@ class _Groups(NamedTuple):
 
 
 def _combined(
-    counts: Tensor,
-    means: Tensor,
-    deviations: Tensor,
-    total: Callable[[Tensor], Tensor],
-    spread: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and squared deviations of all parts; zeros where there is none.
+    parts: Tensor, total: Callable[[Tensor], Tensor], spread: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Count, mean and squared deviations of all parts, from those of each; zeros for no parts.
 
     Args:
         total: adds up parts.
         spread: gives each part what belongs to all of them.
     """
+    counts, means, deviations = parts
     count = total(counts)
     mean = total(counts * means) / count.clamp(min=1)
-    return count, mean, total(deviations + counts * (means - spread(mean)).square())
+    deviation = total(deviations + counts * (means - spread(mean)).square())
+    return torch.stack([count, mean, deviation])
 
 
 def _pixels(tile: Tensor) -> tuple[int, ...]:
@@ -131,6 +131,11 @@ def _is_whole_groups(partition: Partition, size: int) -> bool:
     return all(cut % size == 0 for cut in cuts) and all(map(partition.size_of, ranks))
 
 
+def _is_map(tile: SpatialTensor) -> bool:
+    """Whether samples and channels are dims of their own, without tokens beside pixels."""
+    return not tile.spatial_dims.beside and not {0, 1} & {*split_dims(tile)}
+
+
 @divided_op(F.group_norm, torch.group_norm)
 def group_norm(
     input: ChannelTensor,
@@ -141,8 +146,7 @@ def group_norm(
     cudnn_enabled: bool = True,  # of torch.group_norm
 ) -> Any:
     part, partition, comm = input.part, input.partition, input.comm
-    is_split = isinstance(part, SpatialTensor)
-    if input.at != 1 or (is_split and (part.spatial_dims.beside or {0, 1} & {*split_dims(part)})):
+    if input.at != 1 or (isinstance(part, SpatialTensor) and not _is_map(part)):
         return NotImplemented
     asked(F.group_norm, input, num_groups)  # PyTorch's own errors, on all ranks alike
     size = input.shape[1] // num_groups
@@ -151,7 +155,7 @@ def group_norm(
         held = partition.size_of(comm.rank) // size
         return input.like(F.group_norm(part, held, own[0], own[1], eps))
     of_own = on(_groups_of(partition, comm.rank, size), part.device)
-    comms = (part.mesh.grid_comm, comm) if is_split else (comm,)
+    comms = (part.mesh.grid_comm, comm) if isinstance(part, SpatialTensor) else (comm,)
     count = input.numel() // max(input.shape[0] * num_groups, 1)
     groups = _Groups(of_own, num_groups, count, comms)
 
