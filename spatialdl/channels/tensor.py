@@ -8,7 +8,7 @@ channels, on every rank alike, and so do the networks' outputs: slower, never wr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeGuard, TypeVar
@@ -39,6 +39,8 @@ class ChannelTensor(Tensor):
         partition: how.
         comm: the ranks that have the parts.
         origin: the weight by whose division this one is divided.
+        trial: the weight that it is made of, and of no activation, if it is on trial how that is
+            divided.
     """
 
     part: Tensor
@@ -46,6 +48,7 @@ class ChannelTensor(Tensor):
     partition: Partition
     comm: Communicator
     origin: ChannelTensor | None = None
+    trial: ChannelTensor | None = None
     is_whole = False  # of a weight of which every rank has all
     is_open = False  # of a weight of which it is to be found out how it is divided
     holds_channels = True  # a SpatialTensor beside it leaves operations to it
@@ -67,6 +70,12 @@ class ChannelTensor(Tensor):
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         """What a weight that is not divided yet learns of how it is used; see `weights.Weight`."""
+
+    def try_out(self) -> None:
+        """Divide a weight as it may be used, unless all channels of it are needed then."""
+
+    def refuse(self) -> None:
+        """What a weight on trial learns if all channels of it are needed."""
 
     def wish(self, unit: int = 1, pieces: int = 1) -> None:
         """Tell the origin how it should be divided, for an operation that all channels go to now.
@@ -93,7 +102,7 @@ class ChannelTensor(Tensor):
         """What becomes of it, divided likewise unless `at` or `partition` say otherwise."""
         at = self.at if at is None else at
         other = ChannelTensor(part, at, partition or self.partition, self.comm)
-        other.origin = self.origin
+        other.origin, other.trial = self.origin, self.trial
         return other
 
     def stand_in(self) -> Tensor:
@@ -166,6 +175,8 @@ def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         @wraps(handler)
         def checked(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], ChannelTensor):
+                args[0].try_out()
             if not args or not is_divided(args[0]):
                 return NotImplemented
             return handler(*args, **kwargs)
@@ -185,7 +196,20 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(one, ChannelTensor):
                 _check_known(one)
     result = _known(func, args, kwargs)
-    return on_all_channels(func, args, kwargs) if result is NotImplemented else result
+    if result is NotImplemented:
+        return on_all_channels(func, args, kwargs)
+    _end_trials(result, (args, kwargs))
+    return result
+
+
+def _end_trials(result: Any, arguments: Any) -> None:
+    """What is made of weights and activations says nothing about the weights."""
+    made = [one for one in tree_leaves(result) if isinstance(one, ChannelTensor)]
+    if all(one.trial is None for one in made):
+        return
+    if sum(isinstance(one, ChannelTensor) for one in tree_leaves(arguments)) > 1:
+        for one in made:
+            one.trial = None
 
 
 def _known(func: Any, args: Any, kwargs: Any) -> Any:
@@ -284,6 +308,8 @@ def whole_of(x: Any, alike: bool = True) -> Any:
     x.decide()
     if x.is_whole:
         return x.part if alike else whole_for_parts(x.part, x.comm)
+    if x.trial is not None:
+        x.trial.refuse()
     return on_tile(lambda tile: gathered(tile, x.at, x.partition, x.comm, alike), x.part)
 
 
@@ -394,6 +420,8 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         return on_all_channels(func, args, kwargs)
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     writes, first = _writes(func), next(filter(is_divided, operands), None)
+    if first is None and not writes:
+        first = _tried_out(operands)
     if (writes and first is not args[0]) or first is None:
         return on_all_channels(func, args, kwargs)
     from_end, size = first.at - first.dim(), first.shape[first.at]
@@ -413,6 +441,15 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     inner = func(*tree_map(own, args), **tree_map(own, kwargs))
     return args[0] if writes else tree_map(outer, inner)
+
+
+def _tried_out(operands: Sequence[Tensor]) -> ChannelTensor | None:
+    """The only weight among them, divided on trial."""
+    weights = [one for one in operands if isinstance(one, ChannelTensor)]
+    if len(weights) != 1:
+        return None
+    weights[0].try_out()
+    return weights[0] if is_divided(weights[0]) else None
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:

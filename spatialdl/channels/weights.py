@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from spatialdl.channels import along, group_norm, layers
+from spatialdl.channels import along, group_norm, heads, layers, shapes
 from spatialdl.channels.moves import all_gather, own_part
 from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
@@ -31,7 +31,16 @@ from spatialdl.spatial.tensor import SpatialTensor
 ROUNDS = 8
 """How often a network is looked at, at most, for wishes of operations behind its layers."""
 
-__all__ = ["along", "group_norm", "layers"]  # which register what can be done on channels
+TRIES = 2
+"""Of how many dims it is tried whether a weight that no layer takes may be divided along them."""
+
+__all__ = [
+    "along",
+    "group_norm",
+    "heads",
+    "layers",
+    "shapes",
+]  # which register what can be done on channels
 
 
 @dataclass
@@ -43,12 +52,29 @@ class Use:
         partition: of this dim.
         is_known: whether it is found out.
         wished: how the dim should be divided for what follows.
+        on_trial: whether it is divided so only until all of it is needed.
+        refused: whether it was, by this forward.
+        tries: how often it was, by forwards before.
     """
 
     at: int | None = None
     partition: Partition | None = None
     is_known: bool = False
     wished: Partition | None = None
+    on_trial: bool = False
+    refused: bool = False
+    tries: int = 0
+
+    @property
+    def is_wish_new(self) -> bool:
+        return self.wished not in (None, self.partition)
+
+    def renew(self) -> None:
+        """Before the next forward: as wished, or to be found out anew."""
+        if self.wished is not None:
+            self.partition = self.wished
+        else:
+            self.at, self.partition, self.is_known, self.on_trial = None, None, False, False
 
 
 class Weight(ChannelTensor):
@@ -104,12 +130,32 @@ class Weight(ChannelTensor):
         return self.use.partition
 
     @property
+    def origin(self) -> ChannelTensor | None:  # type: ignore[override]
+        return self.trial
+
+    @property
+    def trial(self) -> ChannelTensor | None:  # type: ignore[override]
+        return self if self.use.on_trial else None
+
+    @property
     def is_open(self) -> bool:  # type: ignore[override]
         return not self.use.is_known
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         if not self.use.is_known:
             self.use.at, self.use.partition, self.use.is_known = at, partition, True
+
+    def try_out(self) -> None:
+        if not self.use.is_known:
+            dims = [dim for dim, size in enumerate(self.shape) if size >= self.comm.size]
+            # channels come last in tokens, tables and positions, and first in kernels
+            order = dims if self.dim() > 3 else dims[::-1]
+            for at in order[:TRIES][self.use.tries : self.use.tries + 1]:
+                self.decide(at, Partition.even(self.shape[at], self.comm.size))
+                self.use.on_trial = True
+
+    def refuse(self) -> None:
+        self.use.refused = True
 
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
         total = self.shape[self.at]
@@ -194,18 +240,25 @@ def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> d
             ) from error
         if not left or not _granted(of_state.values()):
             break
+    for use in of_state.values():
+        use.on_trial = False
     return {path: use for path, use in uses.items() if use.at is not None}
 
 
 def _granted(uses: Collection[Use]) -> bool:
-    """Whether there are new wishes; then all but what is wished is to be found out anew."""
-    are_new = any(use.wished not in (None, use.partition) for use in uses)
-    for use in uses if are_new else ():
-        if use.wished is not None:
-            use.partition = use.wished
-        else:
-            use.at, use.partition, use.is_known = None, None, False
-    return are_new
+    """Whether there is something new; then all but what is wished is to be found out anew.
+
+    Only a forward without new wishes says for which weights a trial has failed.
+    """
+    has_wishes = any(use.is_wish_new for use in uses)
+    failed = [use for use in uses if use.refused and not has_wishes]
+    for use in failed:
+        use.tries, use.wished = use.tries + 1, None
+    for use in uses:
+        use.refused = False
+        if has_wishes or failed:
+            use.renew()
+    return has_wishes or bool(failed)
 
 
 def _without_data(x: Tensor) -> Tensor:
