@@ -10,12 +10,8 @@ from torch import Tensor
 from spatialdl.channels import tensor
 from spatialdl.channels.tensor import ChannelTensor, whole_of
 from spatialdl.channels.weights import Weight  # noqa: F401  (registers all operations)
-from spatialdl.parallel.partition import Partition
 from spatialdl.random import keyed
-from tests.mpi.channels.divided import WORLD, assert_as_whole, channels
-
-RANKS = WORLD.size
-HEADS = RANKS + 1
+from tests.mpi.channels.divided import assert_as_whole, channels
 
 
 def drawn(*shape: int) -> Tensor:
@@ -97,52 +93,6 @@ BY_ALL = {
 @pytest.mark.parametrize("name", BY_ALL)
 def test_operations_across_channels_get_all_of_them(name: str):
     assert_as_whole(BY_ALL[name], drawn(2, 7, 5, 7))
-
-
-def attend(x: Tensor) -> Tensor:
-    """As transformers write it: one layer gives queries, keys and values."""
-    samples, tokens, size = x.shape
-    q, k, v = x.reshape(samples, tokens, 3, HEADS, size // 3 // HEADS).permute(2, 0, 3, 1, 4)
-    weights = (q @ k.transpose(-2, -1) * 0.5).softmax(-1)
-    return (weights @ v).transpose(1, 2).reshape(samples, tokens, size // 3)
-
-
-def attend_fused(x: Tensor) -> Tensor:
-    heads = [one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in x.chunk(3, -1)]
-    return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-
-
-def attend_with_heads_in_samples(x: Tensor) -> Tensor:
-    """As `F.multi_head_attention_forward` does: heads and samples are one dim of a batch."""
-    tokens, samples, size = x.shape
-    q, k, v = x.unflatten(-1, (3, size // 3)).unsqueeze(0).transpose(0, -2).squeeze(-2)
-    rows = [one.reshape(tokens, samples * HEADS, -1).transpose(0, 1) for one in (q, k, v)]
-    found = torch.bmm(torch.bmm(rows[0], rows[1].transpose(1, 2)).softmax(-1), rows[2])
-    return found.transpose(0, 1).reshape(tokens * samples, size // 3)
-
-
-@pytest.mark.parametrize("attention", [attend, attend_fused])
-def test_ranks_have_heads_of_their_own(attention: Any, gathers: list[str]):
-    size = 3 * HEADS * 4
-    partition = Partition.even(size, RANKS, unit=4, pieces=3)
-    assert_as_whole(attention, drawn(2, 5, size), at=2, partition=partition)
-    assert gathers == []
-
-
-def test_heads_may_lie_in_one_dim_with_samples():
-    size = 3 * HEADS * 4
-    partition = Partition.even(size, RANKS, unit=4, pieces=3)
-    function = attend_with_heads_in_samples
-    assert_as_whole(function, drawn(5, 2, size), at=2, partition=partition)
-
-
-def test_masks_of_heads_are_divided_with_them():
-    def attend_masked(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, mask.to(x.device))
-
-    for shape in ((5, 5), (1, 1, 5, 5), (HEADS, 5, 5)):
-        mask = drawn(*shape)
-        assert_as_whole(attend_masked, drawn(2, HEADS, 5, 4))
 
 
 @pytest.mark.parametrize("function", [F.dropout, F.dropout2d, F.alpha_dropout])
