@@ -117,12 +117,14 @@ class _Layer:
         shape[self._at] = -1
         if outputs < comm.size:
             whole = on_tile(lambda tile: summed(tile, comm), parts)
-            return whole if bias is None else whole + whole_of(bias).view(shape).to(whole.dtype)
+            if bias is not None:
+                whole = whole + whole_of(bias).view(shape).to(whole.dtype)
+            return whole.to(parts.dtype)  # rounded once, as by a kernel
         own = Partition.even(outputs, comm.size)
         given = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
         if bias is not None:
             given = given + part_of(bias, 0, own, comm).view(shape).to(given.dtype)
-        return ChannelTensor(given, self._at, own, comm)
+        return ChannelTensor(given.to(parts.dtype), self._at, own, comm)
 
 
 def _by_groups(
