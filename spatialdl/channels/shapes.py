@@ -105,6 +105,11 @@ def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
     return input.like(part.reshape(sizes), at, partition)
 
 
+@channel_op(Tensor.reshape_as, Tensor.view_as)
+def reshape_as(input: Tensor, other: Tensor) -> Tensor:
+    return input.reshape(other.shape)
+
+
 @divided_op(torch.unflatten, Tensor.unflatten)
 def unflatten(input: ChannelTensor, dim: int, sizes: Sequence[int]) -> Any:
     place = dim % input.dim()

@@ -204,7 +204,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _end_trials(result: Any, arguments: Any) -> None:
     """What is made of weights and activations says nothing about the weights."""
-    made = [one for one in tree_leaves(result) if isinstance(one, ChannelTensor)]
+    leaves = [result] if isinstance(result, ChannelTensor) else tree_leaves(result)
+    made = [one for one in leaves if isinstance(one, ChannelTensor)]
     if all(one.trial is None for one in made):
         return
     if sum(isinstance(one, ChannelTensor) for one in tree_leaves(arguments)) > 1:
@@ -229,7 +230,8 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
 
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on whole tensors, alike on every rank."""
-    if is_divided(_written(func, args, kwargs)):
+    written = _written(func, args, kwargs)
+    if is_divided(written) and written.trial is None:
         raise _refusal(func, "it would write into a copy; take what returns a new tensor")
     wholes = tree_map(whole_of, (args, kwargs))
     result = func(*wholes[0], **wholes[1])

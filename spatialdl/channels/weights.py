@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels import along, group_norm, heads, layers, shapes
@@ -146,7 +148,7 @@ class Weight(ChannelTensor):
             self.use.at, self.use.partition, self.use.is_known = at, partition, True
 
     def try_out(self) -> None:
-        if not self.use.is_known:
+        if not self.use.is_known and self.key in self.module._parameters:
             dims = [dim for dim, size in enumerate(self.shape) if size >= self.comm.size]
             # channels come last in tokens, tables and positions, and first in kernels
             order = dims if self.dim() > 3 else dims[::-1]
@@ -231,7 +233,7 @@ def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> d
     args, kwargs = tree_map_only(Tensor, _without_data, (args, kwargs))
     for left in reversed(range(ROUNDS)):
         try:
-            with torch.no_grad(), torch.device("meta"), keyed(0, 0):
+            with torch.no_grad(), torch.device("meta"), keyed(0, 0), _wholes_for_functions():
                 shadow(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
             raise UnsupportedSpatialOp(
@@ -243,6 +245,25 @@ def uses_of(network: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> d
     for use in of_state.values():
         use.on_trial = False
     return {path: use for path, use in uses.items() if use.at is not None}
+
+
+@contextmanager
+def _wholes_for_functions() -> Iterator[None]:
+    """Whatever a `torch.autograd.Function` takes of weights is whole: others are refused there."""
+    real = Function.__dict__["apply"]
+
+    def whole(x: Any) -> Any:
+        is_of_weights = isinstance(x, ChannelTensor) and (x.is_open or x.trial is not None)
+        return whole_of(x) if is_of_weights else x
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return real.__get__(None, cls)(*map(whole, args), **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = real  # type: ignore[method-assign]
 
 
 def _granted(uses: Collection[Use]) -> bool:
