@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from spatialdl.channels.tensor import whole_of
 from spatialdl.channels.weights import Weight  # noqa: F401  (registers all operations)
 from spatialdl.parallel.partition import Partition
 from spatialdl.random import keyed
-from tests.mpi.channels.divided import WORLD, assert_as_whole, channels, no_gathers
+from tests.mpi.channels.divided import WORLD, assert_as_whole, channels, within
 from tests.mpi.device import DEVICE
 
 RANKS = WORLD.size
@@ -49,16 +48,6 @@ def attend_with_heads_in_samples(x: Tensor) -> Tensor:
     rows = [one.reshape(tokens, samples * HEADS, -1).transpose(0, 1) for one in (q, k, v)]
     found = torch.bmm(torch.bmm(rows[0], rows[1].transpose(1, 2)).softmax(-1), rows[2])
     return found.transpose(0, 1).reshape(tokens * samples, size // 3)
-
-
-def within(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, with all channels for nothing in it."""
-
-    def run(*args: Tensor) -> Tensor:
-        with no_gathers():
-            return function(*args)
-
-    return run
 
 
 @pytest.mark.parametrize("attention", [attend, attend_fused])
