@@ -210,7 +210,7 @@ def _end_trials(result: Any, arguments: Any) -> None:
         return
     if sum(isinstance(one, ChannelTensor) for one in tree_leaves(arguments)) > 1:
         for one in made:
-            one.trial = None
+            vars(one).pop("trial", None)  # a weight itself stays on trial
 
 
 def _known(func: Any, args: Any, kwargs: Any) -> Any:
