@@ -249,14 +249,14 @@ def _normed(
 ) -> Tensor:
     """A norm of each channel; `state` has running statistics first, which it may update."""
     comm = comm_of(input, *state)
-    partition = _partition_of(input, 1)
-    if partition is None:
-        own = [whole_of(one) for one in state]
-        given: Tensor = function(whole_of(input), *own, updates, momentum, eps)
-    else:
+    partition = None
+    if is_divided(input) and input.at == 1:
+        partition = input.partition
         own = _own_of(state, partition, comm)
-        part = part_of(input, 1, partition, comm)
-        given = ChannelTensor(function(part, *own, updates, momentum, eps), 1, partition, comm)
+        given: Tensor = input.like(function(input.part, *own, updates, momentum, eps))
+    else:
+        own = [whole_of(one) for one in state]
+        given = function(whole_of(input), *own, updates, momentum, eps)
     for buffer, used in zip(state[:2], own[:2], strict=True):
         if updates and buffer is not None and used is not None:
             _write_back(buffer, used, partition, comm)

@@ -93,6 +93,14 @@ class ChannelTensor(Tensor):
             total = self.origin.partition.size
             self.origin.divide_for(total, 1, self.partition.size)
 
+    def match(self, partition: Partition) -> bool:
+        """Tell the origin to be divided as what meets it; whether it may be."""
+        return self.origin is not None and self.origin.divide_as(partition)
+
+    def divide_as(self, partition: Partition) -> bool:
+        """Whether a weight can be divided so, and will be; see `weights.Weight`."""
+        return False
+
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
         """What becomes of a wish for a dim of `size`; see `weights.Weight`."""
 
@@ -330,6 +338,8 @@ def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Ten
         x.decide(at, partition)
         if not x.is_whole and (x.at, x.partition) == (at, partition):
             return x.part
+        if not x.is_whole and x.at == at:
+            x.match(partition)
         x = whole_of(x)
     return on_tile(lambda tile: divided(tile, at, partition, comm), x)
 
@@ -430,6 +440,9 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     if any(x.dim() >= -from_end and x.shape[from_end] not in (1, size) for x in operands):
         return on_all_channels(func, args, kwargs)
     comm, partition = first.comm, first.partition
+    for x in operands:
+        if is_divided(x) and x.at - x.dim() == from_end and x.partition != partition:
+            _ = x.match(partition) or first.match(x.partition)
 
     def own(x: Any) -> Any:
         if not isinstance(x, Tensor):

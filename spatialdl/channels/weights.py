@@ -147,6 +147,12 @@ class Weight(ChannelTensor):
         if not self.use.is_known:
             self.use.at, self.use.partition, self.use.is_known = at, partition, True
 
+    def divide_as(self, partition: Partition) -> bool:
+        fits = partition.size == self.shape[self.at] and partition.leaves_none
+        if fits and self.use.wished is None:  # heads come first
+            self.use.wished = partition
+        return self.use.wished == partition
+
     def try_out(self) -> None:
         if not self.use.is_known and self.key in self.module._parameters:
             dims = [dim for dim, size in enumerate(self.shape) if size >= self.comm.size]

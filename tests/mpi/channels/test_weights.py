@@ -411,3 +411,23 @@ class Standardised(nn.Module):
 
 def test_standardised_kernels_are_divided():
     assert_steps(Standardised, 2, 3, 6, 5, divided=["conv.weight"], whole=())
+
+
+class Met(nn.Module):
+    """What two layers give is added to what one gives, behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.both, self.norm = nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.first(x), self.second(x)], 1)
+        return (F.relu(self.norm(self.both(x))) + joined).mean((2, 3))
+
+
+def test_a_layer_is_divided_as_what_its_outputs_meet():
+    assert_steps(Met, 2, 3, 6, 5, divided=["both.weight", "norm.weight"], whole=())
+    weights = weights_of(divided(Met(), torch.randn(2, 3, 6, 5)))
+    assert weights["both.weight"].partition == Partition.even(16, RANKS, pieces=2)
+    assert weights["norm.running_mean"].partition == weights["both.weight"].partition
