@@ -1,8 +1,9 @@
 """Weights of a network of which each rank of the tensor axis has a part.
 
 How each is divided follows from how the network uses it: its forward runs once, without data, and
-every layer that meets a weight first says which way moves fewer numbers. A weight that no layer
-of `channels.layers` takes stays whole on all ranks.
+every layer that meets a weight first says which way moves fewer numbers. A parameter that no layer
+of `channels.layers` takes is divided on trial: it stays so if nothing needs all channels of what is
+made of it alone, and else is tried along another dim, and stays whole in the end.
 """
 
 from __future__ import annotations
