@@ -126,12 +126,14 @@ class _Layer:
         shape[self._at] = -1
         if outputs < comm.size:
             whole = on_tile(lambda tile: summed(tile, comm), parts)
-            return whole if bias is None else whole + whole_of(bias).view(shape).to(whole.dtype)
+            if bias is not None:
+                whole = whole + whole_of(bias).view(shape).to(whole.dtype)
+            return whole.to(parts.dtype)  # rounded once, as by a kernel
         own = Partition.even(outputs, comm.size)
         given = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
         if bias is not None:
             given = given + part_of(bias, 0, own, comm).view(shape).to(given.dtype)
-        return ChannelTensor(given, self._at, own, comm)
+        return ChannelTensor(given.to(parts.dtype), self._at, own, comm)
 
 
 def _by_groups(
@@ -256,14 +258,14 @@ def _normed(
 ) -> Tensor:
     """A norm of each channel; `state` has running statistics first, which it may update."""
     comm = comm_of(input, *state)
-    partition = _partition_of(input, 1)
-    if partition is None:
-        own = [whole_of(one) for one in state]
-        given: Tensor = function(whole_of(input), *own, updates, momentum, eps)
-    else:
+    partition = None
+    if is_divided(input) and input.at == 1:
+        partition = input.partition
         own = _own_of(state, partition, comm)
-        part = part_of(input, 1, partition, comm)
-        given = ChannelTensor(function(part, *own, updates, momentum, eps), 1, partition, comm)
+        given: Tensor = input.like(function(input.part, *own, updates, momentum, eps))
+    else:
+        own = [whole_of(one) for one in state]
+        given = function(whole_of(input), *own, updates, momentum, eps)
     for buffer, used in zip(state[:2], own[:2], strict=True):
         if updates and buffer is not None and used is not None:
             _write_back(buffer, used, partition, comm)
@@ -320,22 +322,3 @@ def layer_norm(
         return y if bias is None else y + bias.to(y.dtype)
 
     return input.like(on_tile(normalised, input.part))
-
-
-@divided_op(F.group_norm)
-def group_norm(
-    input: ChannelTensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Any:
-    if input.at != 1 or num_groups < input.comm.size:
-        return NotImplemented
-    size = input.shape[1] // num_groups
-    comm = input.comm
-    partition = Partition.even(input.shape[1], comm.size, size)
-    own = _own_of((weight, bias), partition, comm)
-    groups = partition.size_of(comm.rank) // size
-    given = F.group_norm(part_of(input, 1, partition, comm), groups, own[0], own[1], eps)
-    return ChannelTensor(given, 1, partition, comm)

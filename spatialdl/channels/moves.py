@@ -24,6 +24,7 @@ from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.comm.repartition import copy_kept, empty_for, move_back
 from spatialdl.parallel.layout import Bounds, Box
 from spatialdl.parallel.partition import Partition
+from spatialdl.spatial.autocast import HALF, wide
 
 NAME = "channels"
 
@@ -44,10 +45,10 @@ def _folded(x: Tensor, dim: int) -> Tensor:
     return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
 
 
-def _sized(x: Tensor, dim: int, size: int) -> Tensor:
+def _sized(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for so many channels, of which `_folded` is a view: channels-last where `x` is."""
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-    return empty_for(x, shape) if dim == 1 else x.new_empty(shape)
+    return empty_for(x, shape, dtype) if dim == 1 else x.new_empty(shape, dtype=dtype)
 
 
 def own_part(whole: Tensor, dim: int, partition: Partition, rank: int) -> Tensor:
@@ -72,14 +73,15 @@ def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator)
 
 
 def reduce_scatter(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
-    """Each rank's part of the sum over ranks."""
+    """Each rank's part of the sum over ranks; of half precision, which is sent, in float32."""
     parts, start = [], 0
+    dtype = torch.float32 if whole.dtype in HALF else None
     for bounds in partition.pieces:
         piece = whole.narrow(dim, start, bounds[-1])
         folded = _folded(piece, dim)
         plan = _plan(folded.shape[0], bounds, folded.shape[2], comm.rank)
-        total = move_back(comm, plan, folded, NAME)
-        part = _sized(piece, dim, total.shape[1])
+        total = move_back(comm, plan, folded, NAME, dtype)
+        part = _sized(piece, dim, total.shape[1], dtype)
         parts.append(part.copy_(total.view(part.shape)))
         start += bounds[-1]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -100,7 +102,7 @@ class _Gather(torch.autograd.Function):
         dim, partition, comm = ctx.given
         back = own_part(grad, dim, partition, comm.rank) if ctx.alike else None
         if back is None:
-            back = reduce_scatter(grad, dim, partition, comm)
+            back = reduce_scatter(grad, dim, partition, comm).to(grad.dtype)
         return back, None, None, None, None
 
 
@@ -110,6 +112,7 @@ class _Scatter(torch.autograd.Function):
         ctx: Any, whole: Tensor, dim: int, partition: Partition, comm: Communicator, summed: bool
     ) -> Tensor:
         ctx.given = dim, partition, comm
+        ctx.dtype = whole.dtype
         if summed:
             return reduce_scatter(whole, dim, partition, comm)
         return own_part(whole, dim, partition, comm.rank).clone()
@@ -117,7 +120,9 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(grad, *ctx.given), None, None, None, None
+        dim, partition, comm = ctx.given
+        whole = all_gather(grad.to(ctx.dtype), dim, partition, comm)
+        return whole, None, None, None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -135,12 +140,13 @@ class _Enter(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, comm: Communicator) -> Tensor:
-        return sum_over_ranks(comm, part, NAME)
+        ctx.dtype = part.dtype
+        return sum_over_ranks(comm, wide(part), NAME)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        return grad.to(ctx.dtype), None
 
 
 def gathered(
@@ -162,7 +168,7 @@ def divided(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -
 
 
 def summed_and_divided(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
-    """This rank's channels of the sum over ranks; differentiable."""
+    """This rank's channels of the sum over ranks, in float32 of halves; differentiable."""
     own: Tensor = _Scatter.apply(part, dim, partition, comm, True)  # type: ignore[no-untyped-call]
     return own
 
@@ -174,6 +180,6 @@ def entered(whole: Tensor, comm: Communicator) -> Tensor:
 
 
 def summed(part: Tensor, comm: Communicator) -> Tensor:
-    """The sum over ranks, on all of them; differentiable."""
+    """The sum over ranks, on all of them, in float32 of halves; differentiable."""
     total: Tensor = _Reduce.apply(part, comm)  # type: ignore[no-untyped-call]
     return total

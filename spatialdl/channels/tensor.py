@@ -8,7 +8,7 @@ channels, on every rank alike, and so do the networks' outputs: slower, never wr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeGuard, TypeVar
@@ -39,6 +39,8 @@ class ChannelTensor(Tensor):
         partition: how.
         comm: the ranks that have the parts.
         origin: the weight by whose division this one is divided.
+        trial: the weight that it is made of, and of no activation, if it is on trial how that is
+            divided.
     """
 
     part: Tensor
@@ -46,6 +48,7 @@ class ChannelTensor(Tensor):
     partition: Partition
     comm: Communicator
     origin: ChannelTensor | None = None
+    trial: ChannelTensor | None = None
     is_whole = False  # of a weight of which every rank has all
     form: str | None = None  # how a weight is to be divided, where that was asked for
     is_open = False  # of a weight of which it is to be found out how it is divided
@@ -69,6 +72,12 @@ class ChannelTensor(Tensor):
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         """What a weight that is not divided yet learns of how it is used; see `weights.Weight`."""
 
+    def try_out(self) -> None:
+        """Divide a weight as it may be used, unless all channels of it are needed then."""
+
+    def refuse(self) -> None:
+        """What a weight on trial learns if all channels of it are needed."""
+
     def wish(self, unit: int = 1, pieces: int = 1) -> None:
         """Tell the origin how it should be divided, for an operation that all channels go to now.
 
@@ -85,6 +94,14 @@ class ChannelTensor(Tensor):
             total = self.origin.partition.size
             self.origin.divide_for(total, 1, self.partition.size)
 
+    def match(self, partition: Partition) -> bool:
+        """Tell the origin to be divided as what meets it; whether it may be."""
+        return self.origin is not None and self.origin.divide_as(partition)
+
+    def divide_as(self, partition: Partition) -> bool:
+        """Whether a weight can be divided so, and will be; see `weights.Weight`."""
+        return False
+
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
         """What becomes of a wish for a dim of `size`; see `weights.Weight`."""
 
@@ -94,7 +111,7 @@ class ChannelTensor(Tensor):
         """What becomes of it, divided likewise unless `at` or `partition` say otherwise."""
         at = self.at if at is None else at
         other = ChannelTensor(part, at, partition or self.partition, self.comm)
-        other.origin = self.origin
+        other.origin, other.trial = self.origin, self.trial
         return other
 
     def stand_in(self) -> Tensor:
@@ -167,6 +184,8 @@ def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         @wraps(handler)
         def checked(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], ChannelTensor):
+                args[0].try_out()
             if not args or not is_divided(args[0]):
                 return NotImplemented
             return handler(*args, **kwargs)
@@ -186,7 +205,21 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(one, ChannelTensor):
                 _check_known(one)
     result = _known(func, args, kwargs)
-    return on_all_channels(func, args, kwargs) if result is NotImplemented else result
+    if result is NotImplemented:
+        return on_all_channels(func, args, kwargs)
+    _end_trials(result, (args, kwargs))
+    return result
+
+
+def _end_trials(result: Any, arguments: Any) -> None:
+    """What is made of weights and activations says nothing about the weights."""
+    leaves = [result] if isinstance(result, ChannelTensor) else tree_leaves(result)
+    made = [one for one in leaves if isinstance(one, ChannelTensor)]
+    if all(one.trial is None for one in made):
+        return
+    if sum(isinstance(one, ChannelTensor) for one in tree_leaves(arguments)) > 1:
+        for one in made:
+            vars(one).pop("trial", None)  # a weight itself stays on trial
 
 
 def _known(func: Any, args: Any, kwargs: Any) -> Any:
@@ -206,7 +239,8 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
 
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on whole tensors, alike on every rank."""
-    if is_divided(_written(func, args, kwargs)):
+    written = _written(func, args, kwargs)
+    if is_divided(written) and written.trial is None:
         raise _refusal(func, "it would write into a copy; take what returns a new tensor")
     wholes = tree_map(whole_of, (args, kwargs))
     result = func(*wholes[0], **wholes[1])
@@ -285,6 +319,8 @@ def whole_of(x: Any, alike: bool = True) -> Any:
     x.decide()
     if x.is_whole:
         return x.part if alike else whole_for_parts(x.part, x.comm)
+    if x.trial is not None:
+        x.trial.refuse()
     return on_tile(lambda tile: gathered(tile, x.at, x.partition, x.comm, alike), x.part)
 
 
@@ -303,6 +339,8 @@ def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Ten
         x.decide(at, partition)
         if not x.is_whole and (x.at, x.partition) == (at, partition):
             return x.part
+        if not x.is_whole and x.at == at:
+            x.match(partition)
         x = whole_of(x)
     return on_tile(lambda tile: divided(tile, at, partition, comm), x)
 
@@ -395,12 +433,17 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         return on_all_channels(func, args, kwargs)
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     writes, first = _writes(func), next(filter(is_divided, operands), None)
+    if first is None and not writes:
+        first = _tried_out(operands)
     if (writes and first is not args[0]) or first is None:
         return on_all_channels(func, args, kwargs)
     from_end, size = first.at - first.dim(), first.shape[first.at]
     if any(x.dim() >= -from_end and x.shape[from_end] not in (1, size) for x in operands):
         return on_all_channels(func, args, kwargs)
     comm, partition = first.comm, first.partition
+    for x in operands:
+        if is_divided(x) and x.at - x.dim() == from_end and x.partition != partition:
+            _ = x.match(partition) or first.match(x.partition)
 
     def own(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -414,6 +457,15 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     inner = func(*tree_map(own, args), **tree_map(own, kwargs))
     return args[0] if writes else tree_map(outer, inner)
+
+
+def _tried_out(operands: Sequence[Tensor]) -> ChannelTensor | None:
+    """The only weight among them, divided on trial."""
+    weights = [one for one in operands if isinstance(one, ChannelTensor)]
+    if len(weights) != 1:
+        return None
+    weights[0].try_out()
+    return weights[0] if is_divided(weights[0]) else None
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:

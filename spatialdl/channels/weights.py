@@ -1,8 +1,9 @@
 """Weights of a network of which each rank of the tensor axis has a part.
 
 How each is divided follows from how the network uses it: its forward runs once, without data, and
-every layer that meets a weight first says which way moves fewer numbers. A weight that no layer
-of `channels.layers` takes stays whole on all ranks.
+every layer that meets a weight first says which way moves fewer numbers. A parameter that no layer
+of `channels.layers` takes is divided on trial: it stays so if nothing needs all channels of what is
+made of it alone, and else is tried along another dim, and stays whole in the end.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
-from spatialdl.channels import along, layers
+from spatialdl.channels import along, group_norm, heads, layers, shapes
 from spatialdl.channels.moves import all_gather, own_part
 from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
@@ -34,7 +36,16 @@ from spatialdl.spatial.tensor import SpatialTensor
 ROUNDS = 8
 """How often a network is looked at, at most, for wishes of operations behind its layers."""
 
-__all__ = ["along", "layers"]  # which register what can be done on channels
+TRIES = 2
+"""Of how many dims it is tried whether a weight that no layer takes may be divided along them."""
+
+__all__ = [
+    "along",
+    "group_norm",
+    "heads",
+    "layers",
+    "shapes",
+]  # which register what can be done on channels
 
 
 @dataclass
@@ -47,6 +58,9 @@ class Use:
         is_known: whether it is found out.
         wished: how the dim should be divided for what follows.
         form: what was asked for, see `check_plan`; None to find it out.
+        on_trial: whether it is divided so only until all of it is needed.
+        refused: whether it was, by this forward.
+        tries: how often it was, by forwards before.
     """
 
     at: int | None = None
@@ -54,6 +68,21 @@ class Use:
     is_known: bool = False
     wished: Partition | None = None
     form: str | None = None
+    on_trial: bool = False
+    refused: bool = False
+    tries: int = 0
+
+    @property
+    def is_wish_new(self) -> bool:
+        return self.wished not in (None, self.partition)
+
+    def renew(self) -> None:
+        """Before the next forward: as wished, or to be found out anew."""
+        if self.wished is not None:
+            self.partition = self.wished
+        else:
+            self.at, self.partition, self.on_trial = None, None, False
+            self.is_known = self.form == "replicate"
 
 
 class Weight(ChannelTensor):
@@ -109,6 +138,14 @@ class Weight(ChannelTensor):
         return self.use.partition
 
     @property
+    def origin(self) -> ChannelTensor | None:  # type: ignore[override]
+        return self.trial
+
+    @property
+    def trial(self) -> ChannelTensor | None:  # type: ignore[override]
+        return self if self.use.on_trial else None
+
+    @property
     def is_open(self) -> bool:  # type: ignore[override]
         return not self.use.is_known
 
@@ -119,6 +156,24 @@ class Weight(ChannelTensor):
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         if not self.use.is_known:
             self.use.at, self.use.partition, self.use.is_known = at, partition, True
+
+    def divide_as(self, partition: Partition) -> bool:
+        fits = partition.size == self.shape[self.at] and partition.leaves_none
+        if fits and self.use.wished is None:  # heads come first
+            self.use.wished = partition
+        return self.use.wished == partition
+
+    def try_out(self) -> None:
+        if not self.use.is_known and self.key in self.module._parameters:
+            dims = [dim for dim, size in enumerate(self.shape) if size >= self.comm.size]
+            # channels come last in tokens, tables and positions, and first in kernels
+            order = dims if self.dim() > 3 else dims[::-1]
+            for at in order[:TRIES][self.use.tries : self.use.tries + 1]:
+                self.decide(at, Partition.even(self.shape[at], self.comm.size))
+                self.use.on_trial = True
+
+    def refuse(self) -> None:
+        self.use.refused = True
 
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
         total = self.shape[self.at]
@@ -250,7 +305,7 @@ def uses_of(
         vars(module).update({name: one.to("meta") for name, one in plain.items()})
     for left in reversed(range(ROUNDS)):
         try:
-            with torch.no_grad(), torch.device("meta"), keyed(0, 0):
+            with torch.no_grad(), torch.device("meta"), keyed(0, 0), _wholes_for_functions():
                 run(shadow)
         except (RuntimeError, TypeError) as error:
             raise UnsupportedSpatialOp(
@@ -259,18 +314,44 @@ def uses_of(
             ) from error
         if not left or not _granted(of_state.values()):
             break
+    for use in of_state.values():
+        use.on_trial = False
     return {path: use for path, use in uses.items() if use.at is not None}
 
 
+@contextmanager
+def _wholes_for_functions() -> Iterator[None]:
+    """Whatever a `torch.autograd.Function` takes of weights is whole: others are refused there."""
+    real = Function.__dict__["apply"]
+
+    def whole(x: Any) -> Any:
+        is_of_weights = isinstance(x, ChannelTensor) and (x.is_open or x.trial is not None)
+        return whole_of(x) if is_of_weights else x
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return real.__get__(None, cls)(*map(whole, args), **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = real  # type: ignore[method-assign]
+
+
 def _granted(uses: Collection[Use]) -> bool:
-    """Whether there are new wishes; then all but what is wished is to be found out anew."""
-    are_new = any(use.wished not in (None, use.partition) for use in uses)
-    for use in uses if are_new else ():
-        if use.wished is not None:
-            use.partition = use.wished
-        else:
-            use.at, use.partition, use.is_known = None, None, use.form == "replicate"
-    return are_new
+    """Whether there is something new; then all but what is wished is to be found out anew.
+
+    Only a forward without new wishes says for which weights a trial has failed.
+    """
+    has_wishes = any(use.is_wish_new for use in uses)
+    failed = [use for use in uses if use.refused and not has_wishes]
+    for use in failed:
+        use.tries, use.wished = use.tries + 1, None
+    for use in uses:
+        use.refused = False
+        if has_wishes or failed:
+            use.renew()
+    return has_wishes or bool(failed)
 
 
 def without_data(arguments: Any) -> Any:
@@ -333,8 +414,10 @@ def whole_state(network: nn.Module, state: Mapping[str, Tensor] | None = None) -
         state: of what this rank has, where that is not the network's own.
     """
     weights = weights_of(network)
-    own: Mapping[str, Tensor] = network.state_dict() if state is None else state
-    return {name: weights[name].whole(x) if name in weights else x for name, x in own.items()}
+    if state is not None:
+        return {name: weights[name].whole(x) if name in weights else x for name, x in state.items()}
+    own: dict[str, Tensor] = network.state_dict()  # where forwards may have put something whole
+    return {name: weights[name].whole() if name in weights else x for name, x in own.items()}
 
 
 def own_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

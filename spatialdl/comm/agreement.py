@@ -44,6 +44,7 @@ class Agreement:
         comm: all ranks, which have the same weights.
         grid_comm: those that hold one image, and have the same images and labels.
         tensor_comm: those of them that have the same tile.
+        channels_comm: those of them that have the same channels of other tiles.
 
     Attributes:
         compares: whether the current step is one of those that are compared.
@@ -53,11 +54,17 @@ class Agreement:
     any_compares: ClassVar[bool] = False
 
     def __init__(
-        self, comm: Communicator, grid_comm: Communicator, tensor_comm: Communicator
+        self,
+        comm: Communicator,
+        grid_comm: Communicator,
+        tensor_comm: Communicator,
+        channels_comm: Communicator,
     ) -> None:
         self.rank = comm.rank * tensor_comm.size + tensor_comm.rank
         self._comm, self._grid_comm = comm.duplicate(), grid_comm.duplicate()
         self._tensor_comm = tensor_comm.duplicate()
+        divides = tensor_comm.size > 1
+        self._channels_comm = channels_comm.duplicate() if divides else self._grid_comm
         self._images = self._averages = 0
         self._backward = -1
         self.compares = False
@@ -104,16 +111,17 @@ class Agreement:
                 )
 
     def operand(self, value: Tensor) -> None:
-        """A whole image beside a split one, such as labels.
+        """A whole image beside a split one, such as labels, or this rank's channels of one.
 
         Raises:
             ValueError: if ranks of the grid have other ones.
         """
-        if self.compares and self._grid_comm.size > 1:
+        if self.compares and self._channels_comm.size > 1:
             self._compare(
                 {"tensor beside a split image": value},
                 "each rank takes its box of the tensor that it has: give all ranks of a grid the "
                 "same labels, weights of pixels and masks",
+                self._channels_comm,
             )
 
     def gradient(self, grad: Tensor, compares: bool) -> None:
@@ -166,7 +174,9 @@ class Agreement:
             raise CommMismatch(f"{parted}; {check.how_to_switch_on()}")
         return True
 
-    def _compare(self, named: dict[str, Tensor], advice: str) -> None:
-        difference = first_difference(self._grid_comm, named)
+    def _compare(
+        self, named: dict[str, Tensor], advice: str, comm: Communicator | None = None
+    ) -> None:
+        difference = first_difference(comm or self._grid_comm, named)
         if difference:
             raise ValueError(f"{difference}: {advice} ({HOW_TO_SWITCH_OFF})")

@@ -201,7 +201,8 @@ def init_mesh(
         alike = mesh.grid_comm
         if mesh.tensor > 1:
             alike = world.subset(placement.replica_ranks(mesh.replica))
-        mesh = replace(mesh, agreement=Agreement(mesh.comm, alike, mesh.tensor_comm))
+        agreement = Agreement(mesh.comm, alike, mesh.tensor_comm, mesh.grid_comm)
+        mesh = replace(mesh, agreement=agreement)
     return mesh
 
 

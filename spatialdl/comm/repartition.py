@@ -33,13 +33,14 @@ def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
     return (batch, *like.shape[1 : -len(spatial)], *spatial)
 
 
-def empty_for(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Memory for a tensor of `shape`, channels-last if `like` is."""
+def empty_for(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a tensor of `shape`, channels-last if `like` is, and of its type if None."""
     is_last = like.dim() > 3 and like.shape[1] > 1 and like.stride(1) == 1
     kept = torch.contiguous_format
     if is_last and not like.is_contiguous():
         kept = _CHANNELS_LAST.get(like.dim(), kept)
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=kept)
+    dtype = dtype or like.dtype
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=kept)
 
 
 def room_for_window(tile: Tensor, plan: Plan, fill: float = 0.0) -> Tensor:
@@ -82,9 +83,19 @@ def move(
     return out
 
 
-def move_back(comm: Communicator, plan: Plan, grad: Tensor, name: str = "repartition") -> Tensor:
-    """The adjoint of `move`: what every rank holds of this rank's box, added up."""
-    out = empty_for(grad, shape_of(grad, plan.own))
+def move_back(
+    comm: Communicator,
+    plan: Plan,
+    grad: Tensor,
+    name: str = "repartition",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The adjoint of `move`: what every rank holds of this rank's box, added up.
+
+    Args:
+        dtype: of the sum; None is that of `grad`, of which messages are.
+    """
+    out = empty_for(grad, shape_of(grad, plan.own), dtype)
     for box in plan.unasked:
         view_of(out, plan.own, box).zero_()
     arrivals = rooms_back(grad, plan)

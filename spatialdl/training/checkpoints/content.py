@@ -66,7 +66,9 @@ def copies(pipeline: Pipeline, update: Update, rank: int) -> Files:
         for name, value in (*state, *_averages(module, update)):
             whole = value if sharded is None else sharded.full(value)
             weight = weights.get(_of_what(name))
-            if weight is not None and value.shape == weight.part.shape:
+            if weight is not None and name in weights and sharded is None:
+                whole = weight.whole()  # its forward may have put something whole there
+            elif weight is not None and value.shape == weight.part.shape:
                 whole = weight.whole(whole)
             if writes:
                 kept[name] = whole.detach().to("cpu", copy=True).contiguous()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from spatialdl.channels import tensor
 from spatialdl.channels.moves import own_part
 from spatialdl.channels.tensor import ChannelTensor, whole_of
 from spatialdl.comm.communicator import Communicator
@@ -51,3 +54,26 @@ def assert_as_whole(
         wanted = own_part(reference.grad, one.at, one.partition, WORLD.rank)
         torch.testing.assert_close(one.part.grad.cpu(), wanted, rtol=0, atol=1e-12)
     return given
+
+
+@contextmanager
+def no_gathers() -> Iterator[None]:
+    """Whatever brings all channels to a rank fails."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"all channels are gathered: {args[0]}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor, "on_all_channels", refuse)
+        patch.setattr(tensor, "gathered", refuse)
+        yield
+
+
+def within(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, which is to need all channels nowhere."""
+
+    def run(*args: Tensor) -> Tensor:
+        with no_gathers():
+            return function(*args)
+
+    return run

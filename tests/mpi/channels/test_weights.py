@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from spatialdl.channels.weights import (
 )
 from spatialdl.parallel.partition import Partition
 from tests.mpi.channels.divided import WORLD
+from tests.mpi.device import DEVICE
 
 RANKS = WORLD.size
 
@@ -331,3 +334,132 @@ def test_a_forward_that_needs_values_is_refused_by_name():
     model = spatialdl.SpatialParallel(Counts(), spatialdl.init_mesh((1, 1), tensor=RANKS))
     with pytest.raises(spatialdl.UnsupportedSpatialOp, match="how Counts uses its weights"):
         model(torch.ones(2, 4))
+
+
+# --- weights that no layer takes
+
+
+def assert_steps(
+    make: Callable[[], nn.Module], *shape: int, divided: Collection[str], whole: Collection[str]
+) -> None:
+    """Three steps as of one process; these parameters are divided, those are not."""
+    torch.manual_seed(3)
+    plain = make().double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain).to(DEVICE), mesh)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.01, 0.9) for one in (model, plain)]
+    for _ in range(3):
+        x = torch.randn(*shape, dtype=torch.float64)
+        found, wanted = model(x.to(DEVICE)), plain(x)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=1e-12)
+        for one in (found, wanted):
+            one.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = spatialdl.full_state_dict(model, mesh)
+    for name, one in plain.state_dict().items():
+        torch.testing.assert_close(state[name].cpu(), one, rtol=0, atol=1e-12)
+    weights = weights_of(model.module)
+    assert {name for name in divided if name not in weights} == set()
+    assert {name for name in whole if name in weights} == set()
+
+
+class Beside(nn.Module):
+    """Tokens, positions and scales, in all the forms in which networks write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.token, self.other = (nn.Parameter(torch.randn(1, 1, 8)) for _ in range(2))
+        self.positions = nn.Parameter(torch.randn(1, 7, 8))
+        self.maps = nn.Parameter(torch.randn(1, 8, 5, 1))
+        self.scale, self.shift = (nn.Parameter(torch.randn(8)) for _ in range(2))
+        self.table = nn.Parameter(torch.randn(9, 8))
+        self.register_buffer("places", torch.tensor([3, 0, 8, 3, 1, 1, 5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + self.maps.flatten(2).transpose(1, 2)
+        token = self.token.expand(len(x), -1, -1)
+        x = torch.cat([token, self.other.repeat(len(x), 1, 1), x], 1)
+        x = x + self.positions[:, : x.shape[1]] + self.table[self.places].unsqueeze(0)
+        x = x * self.scale.exp().view(1, 1, -1) + torch.tanh(self.shift)
+        return self.head(x[:, :2].sum(1))
+
+
+def test_tokens_positions_and_scales_are_divided():
+    names = ("token", "other", "positions", "maps", "scale", "shift", "table")
+    assert_steps(Beside, 2, 5, 6, divided=names, whole=())
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Apart(nn.Module):
+    """Weights of which, in the end, something needs all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        for name in ("direct", "viewed", "sorted", "written"):
+            setattr(self, name, nn.Parameter(torch.randn(8, 8)))
+        self.normal = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + Doubled.apply(self.direct) + Doubled.apply(self.viewed.view(8, 8))
+        x = x + self.sorted.expand(1, -1, -1)[0].sort(0).values.sort(1).values
+        with torch.no_grad():
+            self.written.mul_(1 + 0 * self.written.abs())
+        y = self.written.clone()
+        y[:, 1] = 0
+        y.view(-1)[::3] = 1
+        return self.head(x + y) + F.linear(x, F.normalize(self.normal, dim=1))
+
+
+def test_weights_of_which_all_is_needed_stay_whole():
+    whole = ("direct", "viewed", "sorted", "written")
+    assert_steps(Apart, 8, 6, divided=["normal"] * (RANKS < 5), whole=whole)
+
+
+class Standardised(nn.Module):
+    """A convolution whose weights are normalised first, by each output channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.conv.weight
+        flat = F.batch_norm(weight.reshape(1, 8, -1), None, None, training=True)
+        return self.head(F.conv2d(x, flat.reshape_as(weight), self.conv.bias).mean((2, 3)))
+
+
+def test_standardised_kernels_are_divided():
+    assert_steps(Standardised, 2, 3, 6, 5, divided=["conv.weight"], whole=())
+
+
+class Met(nn.Module):
+    """What two layers give is added to what one gives, behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.both, self.norm = nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.first(x), self.second(x)], 1)
+        return (F.relu(self.norm(self.both(x))) + joined).mean((2, 3))
+
+
+def test_a_layer_is_divided_as_what_its_outputs_meet():
+    assert_steps(Met, 2, 3, 6, 5, divided=["both.weight", "norm.weight"], whole=())
+    weights = weights_of(divided(Met(), torch.randn(2, 3, 6, 5)))
+    assert weights["both.weight"].partition == Partition.even(16, RANKS, pieces=2)
+    assert weights["norm.running_mean"].partition == weights["both.weight"].partition

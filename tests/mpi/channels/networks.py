@@ -1,0 +1,290 @@
+"""Networks for divided channels, written here as torchvision and timm write theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spatialdl.models.amoebanet import amoebanet_d
+from spatialdl.models.resnet import resnet18, resnet50
+from spatialdl.models.resnet_v2 import resnet110_v2
+from spatialdl.models.unet import unet, unet3d
+from spatialdl.models.vit import VisionTransformer
+
+
+def vgg16_bn(width: int = 8, hidden: int = 48, classes: int = 5) -> nn.Sequential:
+    """VGG-16 with BatchNorm; dense layers, with dropout, have most of its weights."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for stage, depth in enumerate((2, 2, 3, 3, 3)):
+        for _ in range(depth):
+            wide = width * min(2**stage, 8)
+            layers += [nn.Conv2d(channels, wide, 3, padding=1), nn.BatchNorm2d(wide)]
+            layers.append(nn.ReLU(inplace=True))
+            channels = wide
+        layers.append(nn.MaxPool2d(2, 2))
+    head = (
+        *(nn.Linear(channels * 49, hidden), nn.ReLU(True), nn.Dropout()),
+        *(nn.Linear(hidden, hidden), nn.ReLU(True), nn.Dropout(), nn.Linear(hidden, classes)),
+    )
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d((7, 7)), nn.Flatten(), *head)
+
+
+class Encoder(nn.Module):
+    """PyTorch's own transformer layer, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 24, 8, 8)
+        self.layer = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Mobile(nn.Module):
+    """Depthwise and grouped convolutions, squeeze and excitation, a transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 24, 1)
+        self.depthwise = nn.Conv2d(24, 24, 5, padding=2, groups=24, bias=False)
+        self.squeeze, self.excite = nn.Conv2d(24, 6, 1), nn.Conv2d(6, 24, 1)
+        self.grouped = nn.Conv2d(24, 16, 3, padding=1, groups=8)
+        self.norm = nn.GroupNorm(8, 16)
+        self.up, self.out = nn.ConvTranspose2d(16, 9, 2, 2), nn.Conv2d(12, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.hardswish(self.depthwise(F.silu(self.wide(self.stem(x)))))
+        weights = self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))).sigmoid()
+        y = self.up(F.gelu(self.norm(self.grouped(y * weights))))
+        return self.out(torch.cat([y, x], 1)).mean((2, 3))
+
+
+class Grouped(nn.Module):
+    """Group norms whose groups lie on several ranks, and of vectors; scales of whole layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(size, 12, 3, padding=1) for size in (3, 12, 12))
+        self.norms = nn.ModuleList(nn.GroupNorm(groups, 12) for groups in (1, 3, 6))
+        self.scale = nn.Parameter(torch.full((12,), 0.5))
+        self.head, self.last = nn.Linear(12, 10), nn.GroupNorm(2, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x))) * self.scale.view(1, -1, 1, 1)
+        return self.last(self.head(x.mean((2, 3))))
+
+
+# --- transformers with positions, tokens and tables of their own
+
+
+class Attention(nn.Module):
+    """Attention (N, tokens, C) with dropout of its weights, fused or spelled out."""
+
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused, self.dropout = heads, fused, nn.Dropout(0.2)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        samples, tokens, width = x.shape
+        shape = samples, tokens, 3, self.heads, width // self.heads
+        q, k, v = self.qkv(x).reshape(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.fused:
+            p = self.dropout.p if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        else:
+            scores = (q * (width // self.heads) ** -0.5) @ k.transpose(-2, -1)
+            scores = scores if mask is None else scores + mask
+            y = self.dropout(scores.softmax(dim=-1)) @ v
+        return self.proj(y.transpose(1, 2).reshape(samples, tokens, width))
+
+
+class Layer(nn.Module):
+    """Attention and an MLP behind norms, with scales for each channel, and layers left out."""
+
+    def __init__(self, width: int, attention: nn.Module, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.attn, self.drop_path = attention, drop_path
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width)
+        )
+        self.gamma1, self.gamma2 = (nn.Parameter(torch.full((width,), 0.5)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.kept(self.attn(self.norm1(x)) * self.gamma1)
+        return x + self.kept(self.mlp(self.norm2(x)).mul_(self.gamma2))
+
+    def kept(self, x: Tensor) -> Tensor:
+        if not self.training or not self.drop_path:
+            return x
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        return x * x.new_empty(shape).bernoulli_(1 - self.drop_path) / (1 - self.drop_path)
+
+
+class Tokens(nn.Module):
+    """A vision transformer with a class token and embedded positions.
+
+    Args:
+        grid: tokens of the positions; others are interpolated.
+    """
+
+    def __init__(
+        self,
+        width: int = 24,
+        heads: int = 4,
+        depth: int = 2,
+        patch: int = 8,
+        grid: tuple[int, int] = (5, 4),
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        self.patches, self.grid = nn.Conv2d(3, width, patch, patch), grid
+        self.cls_token = nn.Parameter(torch.randn(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.randn(1, 1 + grid[0] * grid[1], width))
+        self.pos_drop = nn.Dropout(0.1)
+        blocks = (Layer(width, Attention(width, heads, fused), 0.3) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x)
+        positions = self.positions(x.shape[-2:])
+        x = x.flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = self.blocks(self.pos_drop(x + positions))
+        return self.head(self.norm(x)[:, 0])
+
+    def positions(self, size: torch.Size) -> Tensor:
+        if tuple(size) == self.grid:
+            return self.pos_embed
+        first, table = self.pos_embed[:, :1], self.pos_embed[:, 1:]
+        maps = table.reshape(1, *self.grid, -1).permute(0, 3, 1, 2)
+        maps = F.interpolate(maps, size=tuple(size), mode="bicubic", antialias=False)
+        table = maps.permute(0, 2, 3, 1).reshape(1, size[0] * size[1], -1)
+        return torch.cat([first, table], 1)
+
+
+class Windows(nn.Module):
+    """Attention in shifted windows of maps (N, H, W, C), with biases of relative positions.
+
+    Maps that windows do not divide are padded. Shifted windows are masked.
+    """
+
+    def __init__(self, width: int, heads: int, window: int, shift: int, fused: bool) -> None:
+        super().__init__()
+        self.window, self.shift, self.heads = window, shift, heads
+        self.attention = Attention(width, heads, fused)
+        self.table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads))
+        places = torch.cartesian_prod(torch.arange(window), torch.arange(window))
+        apart = places[:, None] - places + window - 1
+        self.register_buffer("index", apart[..., 0] * (2 * window - 1) + apart[..., 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, height, width, channels = x.shape
+        window, shift = self.window, self.shift
+        x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
+        size = x.shape[1], x.shape[2]
+        rows, columns = size[0] // window, size[1] // window
+        if shift:
+            x = torch.roll(x, shifts=(-shift, -shift), dims=(1, 2))
+        x = x.view(samples, rows, window, columns, window, channels)
+        x = x.permute(0, 1, 3, 2, 4, 5).reshape(-1, window**2, channels)
+        x = self.attention(x, self.bias(x, rows, columns))
+        x = x.view(samples, rows, columns, window, window, channels)
+        x = x.permute(0, 1, 3, 2, 4, 5).reshape(samples, *size, channels)
+        if shift:
+            x = torch.roll(x, shifts=(shift, shift), dims=(1, 2))
+        return x[:, :height, :width, :].contiguous()
+
+    def bias(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """(windows or 1, heads, window^2, window^2)."""
+        tokens = self.window**2
+        bias = self.table[self.index.view(-1)].view(tokens, tokens, -1)
+        bias = bias.permute(2, 0, 1).contiguous().unsqueeze(0)
+        if not self.shift:
+            return bias
+        mask = self.mask(x, rows, columns)
+        mask = mask.view(1, rows * columns, 1, tokens, tokens)
+        mask = mask.expand(len(x) // (rows * columns), -1, self.heads, -1, -1)
+        return bias + mask.reshape(-1, self.heads, tokens, tokens)
+
+    def mask(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """Minus a hundred between tokens that a shift has put side by side."""
+        window, shift = self.window, self.shift
+        parts = x.new_zeros((rows * window, columns * window))
+        cuts = (slice(0, -window), slice(-window, -shift), slice(-shift, None))
+        for number, (row, column) in enumerate((r, c) for r in cuts for c in cuts):
+            parts[row, column] = number
+        parts = parts.view(rows, window, columns, window).permute(0, 2, 1, 3)
+        parts = parts.reshape(rows * columns, window**2)
+        apart = parts.unsqueeze(1) - parts.unsqueeze(2)
+        return torch.zeros_like(apart).masked_fill(apart != 0, -100.0)
+
+
+class Merging(nn.Module):
+    """Four places of a map (N, H, W, C) become one of twice the channels."""
+
+    def __init__(self, width: int, views: bool) -> None:
+        super().__init__()
+        self.norm, self.views = nn.LayerNorm(4 * width), views
+        self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, height, width, channels = x.shape
+        x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
+        _, height, width, _ = x.shape
+        if self.views:
+            x = x.reshape(samples, height // 2, 2, width // 2, 2, channels)
+            x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)
+        else:
+            corners = [x[..., row::2, column::2, :] for column in (0, 1) for row in (0, 1)]
+            x = torch.cat(corners, -1)
+        return self.reduction(self.norm(x))
+
+
+class Swin(nn.Module):
+    """Two stages of two layers, the second with shifted windows; as timm or torchvision has it."""
+
+    def __init__(self, fused: bool, width: int = 16, window: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        stages: list[nn.Module] = []
+        for stage, heads in enumerate((4, 8)):
+            wide = width * 2**stage
+            stages += [Merging(wide // 2, views=fused)] if stage else []
+            for shift in (0, window // 2):
+                stages.append(Layer(wide, Windows(wide, heads, window, shift, fused), 0.2))
+        self.layers = nn.Sequential(*stages)
+        self.norm, self.head = nn.LayerNorm(2 * width), nn.Linear(2 * width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(self.patches(x).permute(0, 2, 3, 1))
+        return self.head(self.norm(x).permute(0, 3, 1, 2).mean((2, 3)))
+
+
+Network = tuple[Callable[[], nn.Module], tuple[int, ...]]
+NETWORKS: dict[str, Network] = {
+    "resnet18": (lambda: resnet18(5, width=8), (3, 65, 57)),
+    "resnet50": (lambda: resnet50(5, width=8), (3, 65, 57)),
+    "resnet110_v2": (lambda: resnet110_v2(5, width=6), (3, 33, 17)),
+    "amoebanet_d": (lambda: amoebanet_d(5, layers=3, filters=16), (3, 64, 48)),
+    "unet": (lambda: unet(5, width=6, depth=3), (3, 45, 37)),
+    "unet3d": (lambda: unet3d(5, width=5, depth=2), (1, 17, 13, 11)),
+    "vgg16_bn": (vgg16_bn, (3, 64, 75)),
+    "vit": (lambda: VisionTransformer(5, patch=8, width=24, depth=2, heads=4), (3, 40, 32)),
+    "tokens": (Tokens, (3, 40, 32)),
+    "tokens of another size": (lambda: Tokens(fused=False), (3, 56, 24)),
+    "swin": (lambda: Swin(fused=True), (3, 60, 52)),
+    "swin, spelled out": (lambda: Swin(fused=False), (3, 64, 44)),
+    "encoder": (Encoder, (3, 40, 32)),
+    "mobile": (Mobile, (3, 36, 30)),
+    "grouped": (Grouped, (3, 21, 18)),
+}
