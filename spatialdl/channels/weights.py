@@ -234,6 +234,7 @@ def uses_of(
         ValueError: if a layer cannot be divided as the plan has it.
     """
     shadow, dry = meta_copy(network), Dry(comm.rank, comm.size)
+    hooked = {path for path, _, _, held in _places(network) if _has_hooks(held)}
     of_state: dict[int, Use] = {}
     uses: dict[str, Use] = {}
     for path, _, _, held in _places(shadow):
@@ -242,6 +243,7 @@ def uses_of(
             if isinstance(held, nn.Parameter):
                 forms = [form for pattern, form in plan.items() if _matches(path, pattern)]
                 use.form = forms[-1] if forms else use.form
+                use.form = "replicate" if path in hooked else use.form
                 use.is_known = use.form == "replicate"
     _shown(shadow, uses, dry)
     for module in shadow.modules():
@@ -259,6 +261,11 @@ def uses_of(
         if not left or not _granted(of_state.values()):
             break
     return {path: use for path, use in uses.items() if use.at is not None}
+
+
+def _has_hooks(held: Tensor) -> bool:
+    """Whether functions of the user's get its gradient, which may need all of it."""
+    return bool(held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None))
 
 
 def _granted(uses: Collection[Use]) -> bool:
