@@ -640,6 +640,7 @@ CHANNELS = [
     Case("none", "transformer", (36, 28), ((1, 1),), tensor=(2,)),
     Case("none", "resnet50", (33, 35), ((1, 1),), batch=2, tensor=(2,)),
     Case("none", "hooked", (17, 14), ((1, 1),), 1, 2, 5, tensor=(2,)),
+    Case("none", "checkpointed", (17, 14), ((1, 1),), 1, 2, 5, tensor=(2,)),
     # three ranks, over which most channels do not divide
     Case("none", "odd", (45, 50), ((1, 1),), clip=0.05, tensor=(3,)),
     Case("none", "unet3d", (11, 13, 10), ((1, 1, 1),), 1, 2, 3, tensor=(3,)),
