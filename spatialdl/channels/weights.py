@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels import along, layers
@@ -312,6 +313,26 @@ def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> N
         weight.is_cut = True
 
 
+def _written_back(module: nn.Module, name: str, value: Any) -> Tensor | None:
+    """After ``module.name += x`` the buffer is what it was, not what forwards see of it."""
+    if isinstance(value, Weight) and (value.module, value.key) == (module, name):
+        return _held(module, name)
+    return None
+
+
+register_module_buffer_registration_hook(_written_back)
+
+
+def settle(network: nn.Module) -> None:
+    """Buffers that forwards have computed become plain tensors again; all ranks must call it."""
+    for _, module, name, held in list(_places(network)):
+        if isinstance(held, ChannelTensor):
+            weight = vars(module).get(name)
+            module._buffers[name] = (
+                weight.part if isinstance(weight, Weight) else whole_of(held)
+            ).detach()
+
+
 def renew(weights: Iterable[Weight]) -> None:
     """After parameters have been converted, moved or replaced: let forwards see them so."""
     for weight in weights:
@@ -321,6 +342,7 @@ def renew(weights: Iterable[Weight]) -> None:
 @torch.no_grad()
 def whole_state(network: nn.Module) -> dict[str, Tensor]:
     """The state dict of the whole network, on every rank; all must call it."""
+    settle(network)
     weights = weights_of(network)
     state: dict[str, Tensor] = network.state_dict()
     return {name: weights[name].whole() if name in weights else x for name, x in state.items()}

@@ -107,3 +107,15 @@ def test_the_same_layout_goes_on_bit_for_bit(layout, optimizer, folder, tmp_path
     assert len(draw_elsewhere)
     if ours is not None:
         assert_same_bits(ours, before)
+
+
+@pytest.mark.skipif(SIZE != 2, reason="needs two ranks")
+def test_buffers_of_divided_channels_that_a_forward_assigns_are_saved_whole(tmp_path):
+    network = f"{ADAMW} model._target_=tests.training.checkpoints.networks.centred"
+    path = Path(WORLD.bcast(tmp_path))
+    plain = run(path / f"plain-{WORLD.rank}", Alone(), LAYOUTS["none"].overrides, network)
+    in_layout(WORLD, "tensor", path / "saved", network)
+    ours = in_layout(WORLD, "tensor", path / "on", network, f"ckpt_path='{path}/saved/{CHECKPOINT}'")
+    assert ours is not None
+    for name, value in plain.state.items():
+        torch.testing.assert_close(ours.state[name], value, rtol=0, atol=1e-10)
