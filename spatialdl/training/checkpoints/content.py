@@ -289,7 +289,7 @@ def _own_state(
     if full.startswith(NUMBER):
         return source.read(full).item()
     if weight is not None and source.shape(full) == tuple(weight.shape):
-        return weight.own(source.read(full))
+        return weight.own(source.read(full)).clone()  # or it would keep all of it
     alike = source.shape(full) == tuple(parameter.shape)
     if not alike or shard_of(parameter) is parameter:
         return source.read(full)
