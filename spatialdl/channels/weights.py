@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels import along, group_norm, heads, layers, shapes
@@ -290,6 +291,7 @@ def uses_of(
         ValueError: if a layer cannot be divided as the plan has it.
     """
     shadow, dry = meta_copy(network), Dry(comm.rank, comm.size)
+    hooked = {path for path, _, _, held in _places(network) if _has_hooks(held)}
     of_state: dict[int, Use] = {}
     uses: dict[str, Use] = {}
     for path, _, _, held in _places(shadow):
@@ -298,6 +300,7 @@ def uses_of(
             if isinstance(held, nn.Parameter):
                 forms = [form for pattern, form in plan.items() if _matches(path, pattern)]
                 use.form = forms[-1] if forms else use.form
+                use.form = "replicate" if path in hooked else use.form
                 use.is_known = use.form == "replicate"
     _shown(shadow, uses, dry)
     for module in shadow.modules():
@@ -336,6 +339,11 @@ def _wholes_for_functions() -> Iterator[None]:
         yield
     finally:
         Function.apply = real  # type: ignore[method-assign]
+
+
+def _has_hooks(held: Tensor) -> bool:
+    """Whether functions of the user's get its gradient, which may need all of it."""
+    return bool(held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None))
 
 
 def _granted(uses: Collection[Use]) -> bool:
@@ -400,6 +408,26 @@ def held_weights(network: nn.Module) -> Iterator[None]:
             vars(weight.module)[weight.key] = weight
 
 
+def _written_back(module: nn.Module, name: str, value: Any) -> Tensor | None:
+    """After ``module.name += x`` the buffer is what it was, not what forwards see of it."""
+    if isinstance(value, Weight) and (value.module, value.key) == (module, name):
+        return _held(module, name)
+    return None
+
+
+register_module_buffer_registration_hook(_written_back)  # type: ignore[arg-type]
+
+
+def settle(network: nn.Module) -> None:
+    """Buffers that forwards have computed become plain tensors again; all ranks must call it."""
+    for _, module, name, held in list(_places(network)):
+        if isinstance(held, ChannelTensor):
+            weight = vars(module).get(name)
+            module._buffers[name] = (
+                weight.part if isinstance(weight, Weight) else whole_of(held)
+            ).detach()
+
+
 def renew(weights: Iterable[Weight]) -> None:
     """After parameters have been converted, moved or replaced: let forwards see them so."""
     for weight in weights:
@@ -413,6 +441,7 @@ def whole_state(network: nn.Module, state: Mapping[str, Tensor] | None = None) -
     Args:
         state: of what this rank has, where that is not the network's own.
     """
+    settle(network)
     weights = weights_of(network)
     if state is not None:
         return {name: weights[name].whole(x) if name in weights else x for name, x in state.items()}

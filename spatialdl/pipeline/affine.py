@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.random.composite import inside
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
@@ -86,7 +87,7 @@ class Followed(TorchFunctionMode):
 
     def part(self, tensor: Tensor) -> Part | None:
         """What is known about a tensor; None if no old value is in it."""
-        found: Part | None = self._parts.get(tensor)
+        found: Part | None = self._parts.get(own(tensor))
         return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +96,7 @@ class Followed(TorchFunctionMode):
         if backward is not None:
             with self:  # PyTorch has put this mode aside, but what runs again there needs it
                 return backward(*args, **kwargs)
-        parts = [self._parts.get(one) for one in tree_leaves((args, kwargs)) if _is_tensor(one)]
+        parts = [self.part(one) for one in tree_leaves((args, kwargs)) if _is_tensor(one)]
         before = [part for part in parts if part is not None]
         result = func(*args, **kwargs)
         if before and not self._follows(func, args, kwargs, result):
@@ -170,26 +171,28 @@ class Followed(TorchFunctionMode):
         return first + (-1 if name == "sub" else 1) * float(alpha) * second
 
     def _gives(self, first: Tensor, result: Any, place: int | None, factor: float) -> bool:
-        if place is None or not _is_tensor(result) or result.shape != self._shapes[place]:
+        if place is None or not _is_tensor(result):
+            return False
+        if self._shapes[place] not in (result.shape, own(result).shape):
             return False
         if result is first:
             part = self.part(result)
             if part is None:  # something was written into a tensor of its own
-                part = self._parts[result] = Part(place, result._version)
+                part = self._parts[own(result)] = Part(place, result._version)
             if part.version != result._version or part.factor != factor:
                 part.write(factor)
             part.version = result._version
         elif result.requires_grad:
             return False  # it is learnt from
         else:
-            self._parts[result] = Part(place, result._version, factor)
-            self._parts[result].written = True
+            part = self._parts[own(result)] = Part(place, result._version, factor)
+            part.written = True
         return True
 
     def _alias(self, tensor: Tensor, result: Tensor) -> bool:
         part = self.part(tensor)
         if part is not None:
-            self._parts[result] = part
+            self._parts[own(result)] = part
         return True
 
     def _data(self, name: str, args: Any, result: Any) -> bool:
@@ -233,6 +236,11 @@ class Followed(TorchFunctionMode):
                 part.write(part.factor * (1.0 - float(momentum)))
                 part.version = tensor._version
         return True
+
+
+def own(tensor: Tensor) -> Tensor:
+    """By which a tensor is known: of one whose channels are divided, this rank's."""
+    return tensor.part if isinstance(tensor, ChannelTensor) else tensor
 
 
 def _is_tensor(one: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
@@ -110,7 +111,7 @@ class ForwardBuffers:
     ) -> None:
         known = [place for place, one in zip(moving, fresh, strict=True) if one is not None]
         for place, before, one in zip(moving, old, fresh, strict=True):
-            now = place.tensor
+            now = _now(place)
             if one is None and now is None:
                 continue
             if one is None or now is None or before is None or now.shape != one.shape:
@@ -234,6 +235,16 @@ def _places(stage: nn.Module, apart: Collection[nn.Module]) -> list[_Place]:
                 _Place(module, name, f"{path}.{name}" if path else name) for name in module._buffers
             ]
     return found
+
+
+def _now(place: _Place) -> Tensor | None:
+    """What a forward has left in a buffer; of divided channels this rank's."""
+    now, seen = place.tensor, vars(place.module).get(place.name)
+    if not (isinstance(now, ChannelTensor) and isinstance(seen, ChannelTensor)):
+        return now
+    if (now.at, now.partition) != (seen.at, seen.partition):
+        raise _refusal(place, "divides its channels otherwise")
+    return now.part
 
 
 def _state(tensor: Tensor | None) -> tuple[int, int]:

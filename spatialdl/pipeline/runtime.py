@@ -22,6 +22,7 @@ from spatialdl.channels.weights import (
     Plan,
     check_plan,
     divide,
+    settle,
     uses_of,
     weights_of,
     whole_state,
@@ -361,6 +362,9 @@ class Pipeline:
         self._wait_sent()
         self.gradients.average()
         self._context.end(len(microbatches))
+        if self.placement.most_tensor_parts > 1:
+            for module in self.stages.values():
+                settle(module)
         # where nothing else has waited for the other ranks, this does
         return noted("the end of the step", self._comm.world_ranks, float, total)
 

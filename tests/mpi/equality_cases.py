@@ -645,6 +645,9 @@ CHANNELS = [
     Case("none", "vit", (36, 28), ((1, 1),), 1, 2, 5, clip=0.05, tensor=(2,)),
     Case("none", "transformer", (36, 28), ((1, 1),), tensor=(2,)),
     Case("none", "resnet50", (33, 35), ((1, 1),), batch=2, tensor=(2,)),
+    Case("none", "hooked", (17, 14), ((1, 1),), 1, 2, 5, tensor=(2,)),
+    Case("none", "checkpointed", (17, 14), ((1, 1),), 1, 2, 5, tensor=(2,)),
+    Case("none", "moving", (17, 14), ((1, 1),), 1, 2, 5, tensor=(2,)),
     # three ranks, over which most channels do not divide
     Case("none", "odd", (45, 50), ((1, 1),), clip=0.05, tensor=(3,)),
     Case("none", "unet3d", (11, 13, 10), ((1, 1, 1),), 1, 2, 3, tensor=(3,)),
@@ -662,6 +665,8 @@ CHANNELS = [
     Case("dp", "odd", (45, 50), ((1, 1),), 2, 2, 8, clip=0.05, tensor=(2,)),
     Case("dp", "resnet18", (33, 35), ((1, 1),), 2, 3, 7, sync=True, tensor=(2,)),
     Case("dp", "random", (37, 29), ((1, 1),), 2, 2, 7, recompute=True, tensor=(2,)),
+    Case("dp", "moving", (17, 14), ((1, 1),), 2, 2, 7, tensor=(2,)),
+    Case("dp", "norms", (17, 14), ((1, 1),), 2, 2, 7, tensor=(2,)),
     Case("pp", "odd", (50, 50), ((1, 1),) * 2, 1, 4, 7, ("2",), tensor=(2, 2)),
     Case("pp", "resnet18", (33, 35), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b", tensor=(1, 3)),
     Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 8, schedule="zero_bubble", tensor=(2, 2)),

@@ -106,6 +106,29 @@ class Averages(nn.Module):
         return x * self.constant
 
 
+class Moving(nn.Module):
+    """A running mean that evaluation takes off each channel, moved along in one of three ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.linspace(0, 1, 6).view(6, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x - self.mean
+        mean = x.mean((0, 2, 3)).view(6, 1, 1)
+        with torch.no_grad():
+            if self.how == "in place":
+                self.mean.mul_(0.9).add_(mean, alpha=0.1)
+            elif self.how == "augmented":
+                self.mean *= 0.9
+                self.mean += 0.1 * mean
+            else:
+                self.mean = 0.9 * self.mean + 0.1 * mean
+        return x - mean
+
+
 class OwnNorm(nn.BatchNorm2d):
     """BatchNorm and what follows it in one layer, as timm has it."""
 
@@ -148,6 +171,10 @@ def averages() -> nn.Module:
     return chain(Averages(), *norms, Shared(Averages()), instance, conv())
 
 
+def moving() -> nn.Module:
+    return chain(Moving("in place"), conv(), Moving("augmented"), conv(), Moving("assigned"))
+
+
 def spectral() -> nn.Module:
     """Both kinds of spectral norm."""
     convolutions = [conv() for _ in range(4)]
@@ -167,6 +194,7 @@ SAMPLE_NETWORKS = {
     "centred": lambda: chain(Centred(), conv(), Centred()),
     "checkpointed": checkpointed,
     "hooked": hooked,
+    "moving": moving,
     "norms": lambda: chain(OwnNorm(6), conv(), LouderNorm(6), Normalised(), conv()),
     "spectral": spectral,
 }

@@ -292,7 +292,7 @@ def _own_state(
         return source.read(full).item()
     alike = source.shape(full) == tuple(parameter.shape if weight is None else weight.shape)
     if alike and weight is not None and shard_of(parameter) is parameter:
-        return weight.own(source.read(full))
+        return weight.own(source.read(full)).clone()  # or it would keep all of it
     if not alike or shard_of(parameter) is parameter:
         return source.read(full)
     value = torch.zeros_like(parameter)

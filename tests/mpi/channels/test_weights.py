@@ -66,6 +66,15 @@ def test_a_plan_says_how_layers_are_divided():
     assert uses["norm.running_var"].at == 0  # buffers follow
 
 
+def test_a_weight_stays_whole_if_hooks_get_its_gradient():
+    x, network = without_data(torch.randn(2, 3, 6, 6)), Block()
+    network.wide.weight.register_hook(lambda grad: grad / grad.norm())
+    network.narrow.bias.register_post_accumulate_grad_hook(lambda one: one.grad.mul_(2))
+    uses = uses_of(network, WORLD, lambda shadow: shadow(x), {"wide": "output"})
+    assert {"wide.weight", "narrow.bias"}.isdisjoint(uses)
+    assert "narrow.weight" in uses
+
+
 def test_a_plan_that_does_not_fit_is_refused():
     for plan, sentence in (
         ({"wide.weight": "input"}, "names 'wide.weight', but no module of Block with weights"),

@@ -12,6 +12,8 @@ from mpi4py import MPI
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.world import world
+from tests.fitting import fit
+from tests.mpi.training import checkpointed
 from tests.mpi.training.checkpointed import (
     ADAMW,
     LAYOUTS,
@@ -113,3 +115,32 @@ def test_the_same_layout_goes_on_bit_for_bit(layout, optimizer, folder, tmp_path
     assert len(draw_elsewhere)
     if ours is not None:
         assert_same_bits(ours, before)
+
+
+@pytest.mark.skipif(SIZE != 2, reason="needs two ranks")
+def test_buffers_of_divided_channels_that_a_forward_assigns_are_saved_whole(tmp_path):
+    network = f"{ADAMW} model._target_=tests.training.checkpoints.networks.centred"
+    path = Path(WORLD.bcast(tmp_path))
+    plain = run(path / f"plain-{WORLD.rank}", Alone(), LAYOUTS["none"].overrides, network)
+    in_layout(WORLD, "tensor", path / "saved", network)
+    checkpoint = f"ckpt_path='{path}/saved/{CHECKPOINT}'"
+    ours = in_layout(WORLD, "tensor", path / "on", network, checkpoint)
+    assert ours is not None
+    for name, value in plain.state.items():
+        torch.testing.assert_close(ours.state[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.skipif(SIZE != 2, reason="needs two ranks")
+def test_of_what_the_optimizer_has_kept_a_rank_reads_its_part_only(folder, tmp_path, monkeypatch):
+    saved(folder, "tensor", ADAMW)
+    checkpoint = f"ckpt_path='{run_dir_of(folder, 'tensor', ADAMW) / CHECKPOINT}'"
+    trainers = []
+
+    def fitted(trainer, run_dir):
+        trainers.append(trainer)
+        fit(trainer, run_dir)
+
+    monkeypatch.setattr(checkpointed, "fit", fitted)
+    in_layout(WORLD, "tensor", tmp_path / "run", ADAMW, checkpoint)
+    for parameter, state in trainers[0].parts.update.optimizer.state.items():
+        assert state["exp_avg"].untyped_storage().nbytes() == parameter.nbytes
