@@ -21,7 +21,8 @@ from tqdm import tqdm
 import spatialdl
 from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
 from spatialdl.bench.late import ALONE, CLASSES, SIDES, network_of
-from spatialdl.channels.weights import divide, uses_of, whole_outputs, without_data
+from spatialdl.channels.uses import uses_of, without_data
+from spatialdl.channels.weights import divide, whole_outputs
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry, listening

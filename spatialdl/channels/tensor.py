@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spatialdl.channels.copies import guarded, refusal, target_of, writes_into
 from spatialdl.channels.moves import divided, entered, gathered
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
@@ -151,15 +152,7 @@ class ChannelTensor(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # of what a checkpoint has kept, to run again
             return args[0].like(args[0].part.detach())
-        raise _refusal(func, "it takes tensors as they are; give it full_tensor()")
-
-
-def _refusal(func: Any, advice: str) -> UnsupportedSpatialOp:
-    name = getattr(func, "__name__", str(func))
-    return UnsupportedSpatialOp(
-        f"{name} cannot be done on a tensor whose channels are divided over ranks: {advice}, or "
-        "take tensor=1"
-    )
+        raise refusal(func, "it takes tensors as they are; give it full_tensor()")
 
 
 def channel_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
@@ -241,9 +234,9 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
 
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on whole tensors, alike on every rank."""
-    written = _written(func, args, kwargs)
+    written = target_of(func, args, kwargs)
     if is_divided(written) and written.trial is None:
-        raise _refusal(func, "it would write into a copy; take what returns a new tensor")
+        raise refusal(func, "it would write into a copy; take what returns a new tensor")
     wholes = tree_map(whole_of, (args, kwargs))
     result = func(*wholes[0], **wholes[1])
     return guarded(result, args, wholes[0])
@@ -265,7 +258,7 @@ _OF_WRAPPER = {
 def _refuse(func: Any, advice: str) -> None:
     @channel_op(func)
     def handler(*args: Any, **kwargs: Any) -> Any:
-        raise _refusal(func, advice)
+        raise refusal(func, advice)
 
 
 for _name in ("register_hook", "retain_grad", "backward", "numpy", "data_ptr", "share_memory_"):
@@ -352,57 +345,6 @@ def is_divided(x: Any) -> TypeGuard[ChannelTensor]:
     return isinstance(x, ChannelTensor) and not x.is_whole and x.partition is not None
 
 
-# --- views of copies
-
-
-class CopiedView(Tensor):
-    """A view of a copy with all channels: what is written into it would be lost, and is refused."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        composite = inside(func)
-        if composite is not None:  # which may write in place
-            return composite(*args, **kwargs)
-        if isinstance(_written(func, args, kwargs), CopiedView):
-            raise _refusal(func, "it would write into a copy; take what returns a new tensor")
-        plain = tree_map(_unguarded, (args, kwargs))
-        return guarded(func(*plain[0], **plain[1]), args, plain[0])
-
-
-def _unguarded(x: Any) -> Any:
-    if isinstance(x, CopiedView):
-        with torch._C.DisableTorchFunctionSubclass():
-            return x.as_subclass(Tensor)
-    return x
-
-
-def guarded(result: Any, args: Any, copies: Any) -> Any:
-    """The result of a function of copies, views of which are not to be written into.
-
-    Args:
-        args: before they were copied.
-        copies: of them.
-    """
-    pairs = zip(tree_leaves(args), tree_leaves(copies), strict=False)
-    copied = {_memory(copy) for x, copy in pairs if isinstance(x, Tensor) and x is not copy} - {
-        None
-    }
-
-    def guard(y: Any) -> Any:
-        if not copied or type(y) is not Tensor or _memory(y) not in copied:
-            return y
-        return y.as_subclass(CopiedView)
-
-    return tree_map(guard, result) if copied else result
-
-
-def _memory(x: Any) -> int | None:
-    if type(x) is not Tensor or x.is_meta:
-        return None
-    return x.untyped_storage().data_ptr()
-
-
 # --- pointwise operations
 
 
@@ -411,7 +353,7 @@ def is_pointwise(func: Any) -> bool:
     """Whether a function of PyTorch works on each element by itself."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
-        name = f"{name[3:-2]}_" if _writes(func) else name[2:-2]
+        name = f"{name[3:-2]}_" if writes_into(func) else name[2:-2]
         name = _DUNDERS.get(name, name)
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if packet is None or name in _UNTAGGED or name == "copy":
@@ -434,7 +376,7 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) + len(kwargs) == 1 and func.__name__ == "where":
         return on_all_channels(func, args, kwargs)
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    writes, first = _writes(func), next(filter(is_divided, operands), None)
+    writes, first = writes_into(func), next(filter(is_divided, operands), None)
     if first is None and not writes:
         first = _tried_out(operands)
     if (writes and first is not args[0]) or first is None:
@@ -468,16 +410,3 @@ def _tried_out(operands: Sequence[Tensor]) -> ChannelTensor | None:
         return None
     weights[0].try_out()
     return weights[0] if is_divided(weights[0]) else None
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a call writes into; None if nothing."""
-    writes = _writes(func) or func.__name__ in ("__set__", "__setitem__")
-    return args[0] if writes and args else kwargs.get("out")
-
-
-def _writes(func: Any) -> bool:
-    name = func.__name__
-    if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"):
-        return True
-    return name.endswith("_") and not name.endswith("__")

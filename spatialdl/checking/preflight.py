@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import divide, uses_of, whole_outputs
+from spatialdl.channels.uses import uses_of
+from spatialdl.channels.weights import divide, whole_outputs
 from spatialdl.checking.record import Recorder, Refusal
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh, dry_mesh

@@ -18,15 +18,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.weights import (
-    Plan,
-    check_plan,
-    divide,
-    settle,
-    uses_of,
-    weights_of,
-    whole_state,
-)
+from spatialdl.channels.uses import Plan, check_plan, uses_of
+from spatialdl.channels.weights import divide, settle, weights_of, whole_state
 from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Replicated, lane_of
@@ -82,7 +75,7 @@ class PipelineOptions:
         nodes: of the ranks, if gradients are to be averaged by nodes where that saves time.
         compiled: whether stages are compiled, see `pipeline.compiled`.
         tensor_plan: how weights are divided by channels where that is not to be found out, see
-            `channels.weights.check_plan`.
+            `channels.uses.check_plan`.
         sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
             None, or where it gives None, all alike.
     """

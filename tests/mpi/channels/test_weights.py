@@ -10,15 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spatialdl
-from spatialdl.channels.weights import (
-    check_plan,
-    divide,
-    own_state,
-    uses_of,
-    weights_of,
-    whole_state,
-    without_data,
-)
+from spatialdl.channels.uses import check_plan, uses_of, without_data
+from spatialdl.channels.weights import divide, own_state, weights_of, whole_state
 from spatialdl.parallel.partition import Partition
 from tests.mpi.channels.divided import WORLD
 from tests.mpi.device import DEVICE

@@ -1,0 +1,81 @@
+"""Copies with all channels: what is written into a view of one would be lost, and is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.random.composite import inside
+
+
+def refusal(func: Any, advice: str) -> UnsupportedSpatialOp:
+    name = getattr(func, "__name__", str(func))
+    return UnsupportedSpatialOp(
+        f"{name} cannot be done on a tensor whose channels are divided over ranks: {advice}, or "
+        "take tensor=1"
+    )
+
+
+class CopiedView(Tensor):
+    """A view of a copy with all channels: what is written into it would be lost, and is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        composite = inside(func)
+        if composite is not None:  # which may write in place
+            return composite(*args, **kwargs)
+        if isinstance(target_of(func, args, kwargs), CopiedView):
+            raise refusal(func, "it would write into a copy; take what returns a new tensor")
+        plain = tree_map(_unguarded, (args, kwargs))
+        return guarded(func(*plain[0], **plain[1]), args, plain[0])
+
+
+def _unguarded(x: Any) -> Any:
+    if isinstance(x, CopiedView):
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.as_subclass(Tensor)
+    return x
+
+
+def guarded(result: Any, args: Any, copies: Any) -> Any:
+    """The result of a function of copies, views of which are not to be written into.
+
+    Args:
+        args: before they were copied.
+        copies: of them.
+    """
+    pairs = zip(tree_leaves(args), tree_leaves(copies), strict=False)
+    copied = {_memory(copy) for x, copy in pairs if isinstance(x, Tensor) and x is not copy} - {
+        None
+    }
+
+    def guard(y: Any) -> Any:
+        if not copied or type(y) is not Tensor or _memory(y) not in copied:
+            return y
+        return y.as_subclass(CopiedView)
+
+    return tree_map(guard, result) if copied else result
+
+
+def _memory(x: Any) -> int | None:
+    if type(x) is not Tensor or x.is_meta:
+        return None
+    return x.untyped_storage().data_ptr()
+
+
+def target_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a call writes into; None if nothing."""
+    writes = writes_into(func) or func.__name__ in ("__set__", "__setitem__")
+    return args[0] if writes and args else kwargs.get("out")
+
+
+def writes_into(func: Any) -> bool:
+    name = func.__name__
+    if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"):
+        return True
+    return name.endswith("_") and not name.endswith("__")
