@@ -320,7 +320,7 @@ def _written_back(module: nn.Module, name: str, value: Any) -> Tensor | None:
     return None
 
 
-register_module_buffer_registration_hook(_written_back)
+register_module_buffer_registration_hook(_written_back)  # type: ignore[arg-type]
 
 
 def settle(network: nn.Module) -> None:
