@@ -119,7 +119,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout, optimizer, folder, tmp_path
 
 @pytest.mark.skipif(SIZE != 2, reason="needs two ranks")
 def test_buffers_of_divided_channels_that_a_forward_assigns_are_saved_whole(tmp_path):
-    network = f"{ADAMW} model._target_=tests.training.checkpoints.networks.centred"
+    network = f"{ADAMW} trainer.ema=0.9 model._target_=tests.training.checkpoints.networks.centred"
     path = Path(WORLD.bcast(tmp_path))
     plain = run(path / f"plain-{WORLD.rank}", Alone(), LAYOUTS["none"].overrides, network)
     in_layout(WORLD, "tensor", path / "saved", network)
