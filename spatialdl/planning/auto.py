@@ -19,6 +19,9 @@ KEYS = ("world", "device_memory_gb", "cluster")
 
 SHOWN = 5
 
+_OWN = {"tensor": 1, "tensor_plan": None, "late": None}
+"""How it divides channels it says itself; as they come."""
+
 
 def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[DictConfig, Row]:
     """The configuration with the best layout in place of ``parallel=auto``; tells what it found.
@@ -31,6 +34,12 @@ def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[Di
         ValueError: if nothing fits, or there is no such cluster.
     """
     settings = config.parallel
+    for key, default in _OWN.items():
+        if settings[key] != default:
+            raise ValueError(
+                f"parallel=auto says itself how channels are divided: leave parallel.{key}="
+                f"{settings[key]} out, or name a layout"
+            )
     base = settings.copy()
     with open_dict(base):
         for key in KEYS:

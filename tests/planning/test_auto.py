@@ -29,6 +29,12 @@ def test_what_was_asked_stays_as_it_is(capsys):
     assert len(shown) == auto.SHOWN + 1
 
 
+@pytest.mark.parametrize("word", ["tensor=2", "late=tensor", "tensor_plan={fc: input}"])
+def test_channels_are_not_divided_by_both(word):
+    with pytest.raises(ValueError, match=f"leave parallel.{word.split('=', maxsplit=1)[0]}=.* out"):
+        auto.choose(config(f"parallel.{word}"), 2)
+
+
 def test_words_of_auto_alone_are_not_handed_on():
     own = ["++parallel.cluster=nvlink_node", "parallel.world=1", "parallel.device_memory_gb=9"]
     words = [*own, "+parallel.recompute=none", "seed=3"]
