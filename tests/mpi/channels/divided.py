@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from spatialdl.channels import tensor
 from spatialdl.channels.moves import own_part
 from spatialdl.channels.tensor import ChannelTensor, whole_of
+from spatialdl.channels.uses import uses_of, without_data
+from spatialdl.channels.weights import divide
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
 from spatialdl.parallel.partition import Partition
@@ -77,3 +80,23 @@ def within(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return function(*args)
 
     return run
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 12, 3, padding=1)
+        self.norm = nn.BatchNorm2d(12)
+        self.narrow = nn.Conv2d(12, 5, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(5, 1, 1))
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.narrow(F.relu(self.norm(self.wide(x)))) * self.scale
+        return self.head(x.mean((2, 3)))
+
+
+def divided(network: nn.Module, x: Tensor) -> nn.Module:
+    divide(network, uses_of(network, WORLD, lambda shadow: shadow(without_data(x))), WORLD)
+    return network
