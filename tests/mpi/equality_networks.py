@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spatialdl.models import amoebanet_d, resnet18, resnet50, resnet110_v2, unet, unet3d, vit
 from spatialdl.random import scope
+from tests.mpi.channels.networks import Layer, Swin
 from tests.mpi.sample_networks import SAMPLE_NETWORKS
 from tests.mpi.stateful_networks import STATEFUL
 
@@ -332,7 +333,19 @@ class Transformer(nn.Module):
 small_vit = partial(vit, num_classes=5, patch=4, width=12, depth=2, heads=3, mlp_ratio=2)
 
 
+def swin() -> nn.Module:
+    """Without random numbers, which one process would draw in another order."""
+    model = Swin(fused=True)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, Layer):
+            module.drop_path = 0.0
+    return model
+
+
 NETWORKS = {
+    "swin": swin,
     "transformer": Transformer,
     "vit": partial(small_vit, registers=2, dropout=0.2),
     "vit_plain": partial(small_vit, depth=3),
