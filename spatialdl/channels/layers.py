@@ -218,6 +218,33 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _Layer(F.linear, input, weight, bias, at=input.dim() - 1, out=0, into=1).run()
 
 
+@channel_op(F.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    # a norm is that of a whole row
+    if isinstance(input, ChannelTensor) or max_norm is not None or sparse:
+        return NotImplemented
+    assert isinstance(weight, ChannelTensor)
+    comm, channels = weight.comm, weight.shape[1]
+    own = _partition_of(weight, 1)
+    if own is None and weight.is_open and channels >= comm.size:
+        own = Partition.even(channels, comm.size)
+    if own is None:
+        return NotImplemented
+    part = part_of(weight, 1, own, comm)
+    given = F.embedding(input, part, padding_idx, None, norm_type, scale_grad_by_freq)
+    found = ChannelTensor(given, input.dim(), own, comm)
+    found.origin = weight
+    return found
+
+
 @channel_op(F.batch_norm)
 def batch_norm(
     input: Tensor,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -315,3 +316,25 @@ def test_a_layer_is_divided_as_what_its_outputs_meet():
     weights = weights_of(divided(Met(), torch.randn(2, 3, 6, 5)))
     assert weights["both.weight"].partition == Partition.even(16, RANKS, pieces=2)
     assert weights["norm.running_mean"].partition == weights["both.weight"].partition
+
+
+class Embedded(nn.Module):
+    """A large table, a row of which goes to each sample."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 2 * RANKS + 1, **keys), nn.Linear(2 * RANKS + 1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.flatten(1)[:, :4].abs() * 10).long().clamp(max=49)
+        return self.head(torch.tanh(self.table(rows))).mean(1)
+
+
+def test_tables_of_embeddings_are_divided():
+    make = functools.partial(Embedded, padding_idx=3)
+    assert_steps(make, 2, 3, 6, 6, divided=["table.weight", "head.weight"], whole=[])
+
+
+def test_rows_with_a_largest_norm_stay_whole():
+    make = functools.partial(Embedded, max_norm=0.5)
+    assert_steps(make, 2, 3, 6, 6, divided=["head.weight"], whole=["table.weight"])
