@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "gems mast": (*R18, "parallel=gems"),
     "sp+lp": (*R18, "parallel=sp+lp"),
     "channels": (*R18, "parallel=none", "parallel.tensor=2"),
-    "sp+lp, late channels": (*R18, "parallel=sp+lp", "parallel.late=tensor"),
+    "lp, late channels": (*R18, "parallel=lp", "parallel.tensor=[1,2]"),
     "recompute block": (*R18, "parallel=none", "parallel.recompute=block"),
     "pp recompute stage": (*R18, "parallel=pp", "parallel.recompute=stage"),
     "resnet18, 1 image": (*LARGE, "parallel=none"),
