@@ -26,8 +26,8 @@ _STEPS = (
 _NO_DEFAULT = {"scheduler.max_lr": (_NUMBER, _NULL), **dict.fromkeys(_STEPS, (_WHOLE, _NULL))}
 """Null in all files, and looked at by nobody else before there is a network."""
 
-_NAMED = ("data.mean", "data.std")
-"""Also names and lists, see `data.normalisation`."""
+_NAMED = ("data.mean", "data.std", "parallel.tensor")
+"""Also names or lists, see `data.normalisation` and `training.layouts`."""
 
 _LIKE = {
     _SWITCH: re.compile(r"true|false"),

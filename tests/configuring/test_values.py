@@ -47,6 +47,7 @@ def test_what_is_no_switch_or_number_is_refused(override, sentence):
         "scheduler=one_cycle scheduler.div_factor=2.5 scheduler.max_lr=1",
         "data=shards data.num_classes=null",
         "model=unet model.depth=3",
+        "parallel=lp parallel.tensor=[1,2]",  # was refused, as the default is a number
     ],
 )
 def test_what_is_one_passes(override):
