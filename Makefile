@@ -49,7 +49,8 @@ test-mpi: $(READY)
 	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
 	done
-	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" tests/mpi/comm/test_handover.py tests/mpi/fuzz
+	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" tests/mpi/comm/test_handover.py tests/mpi/fuzz \
+	    tests/mpi/planning
 
 # on a device, by each way in which its tensors travel: by nccl on one for each rank, by host and mpi
 # all ranks on one; what a machine lacks for it is skipped with its reason. GPU=sim: the simulated one

@@ -174,10 +174,17 @@ def test_so_does_one_on_tiles(name, monkeypatch):
     assert_network(name, Placement(1, ((2, 1),), tensor=(2,)), monkeypatch)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("name", "again"), [*((name, False) for name in NETWORKS), ("resnet", True), ("vit", True)]
-)
+QUICK = [("vgg head", False, 1), ("vit", True, 0), ("unet", False, 2), ("resnet", False, 1)]
+STAGES = [
+    pytest.param(
+        name, again, stage, marks=() if (name, again, stage) in QUICK else pytest.mark.slow
+    )
+    for name, again in (*((name, False) for name in NETWORKS), ("resnet", True), ("vit", True))
+    for stage in range(3)
+]
+
+
+@pytest.mark.parametrize(("name", "again", "stage"), STAGES)
 @pytest.mark.world(2, 3)
 def test_a_divided_stage_sends_and_holds_what_is_counted(name, again, stage, monkeypatch):
     """Of three stages one is divided; what it takes and gives is whole."""
