@@ -252,7 +252,8 @@ def trained(
     with torch.no_grad():
         moments = global_moments(tile, count, comm, "batch_norm")
         # asked only where it may be, or the host would wait
-        if tile.numel() <= tile.shape[1] and not tile.is_meta and int(moments.pixels) == copies:
+        is_known = not (isinstance(moments.pixels, Tensor) and moments.pixels.is_meta)
+        if tile.numel() <= tile.shape[1] and is_known and int(moments.pixels) == copies:
             raise ValueError(
                 "batch_norm needs more than one value per channel to train, got one with "
                 f"{tile.shape[1]} channels"

@@ -35,6 +35,13 @@ def test_channels_are_not_divided_by_both(word):
         auto.choose(config(f"parallel.{word}"), 2)
 
 
+def test_layouts_that_leave_one_value_a_channel_are_passed_over():
+    """BatchNorm refuses it in training; a dry run divided by zero."""
+    small = ["data.image_size=[32,32]", "data.batch_size=4", "model.width=8"]
+    chosen, _ = auto.choose(config(*small), 2)
+    assert chosen.parallel.name
+
+
 def test_words_of_auto_alone_are_not_handed_on():
     own = ["++parallel.cluster=nvlink_node", "parallel.world=1", "parallel.device_memory_gb=9"]
     words = [*own, "+parallel.recompute=none", "seed=3"]
