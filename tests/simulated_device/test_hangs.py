@@ -21,7 +21,7 @@ step(stages, "1f1b")
 made = Handovers.__init__
 def shared(self, *arguments):
     made(self, *arguments)
-    self._lanes = {key: self._lanes[*key[:2], "forward"] for key in self._lanes}
+    self._lanes = {key: self._lanes[*key[:2], "forward", key[3]] for key in self._lanes}
 Handovers.__init__ = shared
 step(stages, "1f1b")
 """
