@@ -18,7 +18,8 @@ import torch
 from tqdm import tqdm
 
 from spatialdl import models
-from spatialdl.bench.results import markdown, origin, parser_of, publish, save
+from spatialdl.bench.results import markdown, origin, publish, save
+from spatialdl.bench.scaling import options_of
 from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
@@ -28,7 +29,6 @@ from spatialdl.planning.job import CannotWork, Job, Recompute
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named
 
-MOST = 2048
 TENSOR = (1, 2, 4, 8, 16)
 """Ranks that divide the channels of a tile, as many as are tried."""
 
@@ -90,13 +90,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of("channel_scaling", __doc__)
-    parser.add_argument("--cluster", default="infiniband", help="of conf/cluster (%(default)s)")
-    parser.add_argument("--most", type=int, default=MOST, help="GPUs (%(default)s)")
-    options = parser.parse_args(arguments)
-    if options.most < 1:
-        raise ValueError(f"--most {options.most} must be at least 1 GPU")
-    return options
+    return options_of("channel_scaling", __doc__, arguments)
 
 
 def _numbers(case: Case, most: int) -> list[int]:

@@ -99,7 +99,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of("scaling", __doc__)
+    return options_of("scaling", __doc__, arguments)
+
+
+def options_of(name: str, doc: str | None, arguments: Sequence[str]) -> argparse.Namespace:
+    """Of a simulation on a cluster of the configuration's."""
+    parser = parser_of(name, doc)
     parser.add_argument("--cluster", default="infiniband", help="of conf/cluster (%(default)s)")
     parser.add_argument("--most", type=int, default=MOST, help="GPUs (%(default)s)")
     options = parser.parse_args(arguments)

@@ -25,15 +25,13 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.parallel.partition import FORMS
 from spatialdl.random import keyed
 from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor
 
 ROUNDS = 8
 """How often a network is looked at, at most, for wishes of operations behind its layers."""
-
-FORMS = ("output", "input", "replicate")
-"""What can be asked for: that a layer's weight is divided by its outputs, by its inputs, or not."""
 
 Plan = Mapping[str, str]
 """By names of modules with ``*`` and ``?``, which stand for all inside, one of `FORMS`; later ones

@@ -9,6 +9,9 @@ from itertools import pairwise
 
 from spatialdl.parallel.layout import Bounds, Interval, even_bounds
 
+FORMS = ("output", "input", "replicate")
+"""What can be asked for: that a layer's weight is divided by its outputs, by its inputs, or not."""
+
 
 @dataclass(frozen=True)
 class Partition:

@@ -11,6 +11,7 @@ from math import prod
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.parallel.layout import by, spatial_names
+from spatialdl.parallel.partition import FORMS
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule, repeated
 from spatialdl.pipeline.schedule import GEMS, make_schedule
@@ -18,7 +19,6 @@ from spatialdl.pipeline.shardable import check_shardable
 
 RECOMPUTE = ("none", "block", "stage")
 LATE = ("local_dp", "tensor")
-TENSOR_FORMS = ("output", "input", "replicate")
 
 
 def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
@@ -122,11 +122,11 @@ def _check_tensor_plan(parallel: DictConfig, tensor: Sequence[int]) -> None:
     if plan is None:
         return
     forms = list(plan.values()) if isinstance(plan, DictConfig) else [plan]
-    unknown = [form for form in forms if form not in TENSOR_FORMS]
+    unknown = [form for form in forms if form not in FORMS]
     if unknown:
         raise ValueError(
             f"parallel.tensor_plan={plan} names modules, and for each what is divided: one of "
-            f"{', '.join(TENSOR_FORMS)}, got {unknown[0]}"
+            f"{', '.join(FORMS)}, got {unknown[0]}"
         )
     if not tensor:
         raise ValueError(
