@@ -20,6 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable ".[mpi,dev,proof]"
+	# apart, as the wheel of torchvision has operators for CUDA only: beside a CPU build of torch it
+	# cannot be imported as it is, and what finds it fails; tests/vision.py makes both known to a test
+	$(BIN)/pip install --quiet --no-deps --target .venv/vision "timm>=1.0" "torchvision>=0.23,<0.29"
 	touch $(READY)
 
 demo: $(READY)

@@ -1,0 +1,199 @@
+"""Features of the tiles of a slide, as CLAM and TRIDENT store them: an HDF5 file a slide.
+
+Such a file has `features` (N, D), a row a tile, and `coords` int64 (N, 2), level-0 x and y of the
+tiles' top left corners (https://github.com/mahmoodlab/CLAM, https://github.com/mahmoodlab/TRIDENT).
+Some programs write `features` as (1, N, D), which is read, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.own_dataset import own_dataset
+from spatialdl.data.saving import unfinished
+
+FEATURES, COORDS = "features", "coords"
+UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # of damaged HDF5
+_ROWS_A_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class FeatureFile:
+    """The features of one slide on disk.
+
+    Attributes:
+        path: of the file.
+        tiles: rows of features.
+        width: numbers of a row.
+        dtype: float16, float32 or float64.
+        has_coords: whether the file has a position for each row.
+        attributes: of `coords`, such as `patch_size`.
+    """
+
+    path: Path
+    tiles: int
+    width: int
+    dtype: np.dtype[Any]
+    has_coords: bool = True
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def slide(self) -> str:
+        """Name of the slide: of the file without its suffix."""
+        return self.path.stem
+
+    @classmethod
+    def open(cls, path: Path) -> FeatureFile:
+        """Check a file and read its sizes.
+
+        Raises:
+            ValueError: the file is missing, damaged, or has no features of tiles.
+        """
+        try:
+            with h5py.File(path, "r", locking=False) as h5:
+                return cls._described(path, h5)
+        except UNREADABLE as error:
+            raise ValueError(f"{path} has no features that can be read: {error}") from error
+
+    @classmethod
+    def _described(cls, path: Path, h5: h5py.File) -> FeatureFile:
+        features = own_dataset(h5, FEATURES)
+        shape = features.shape[1:] if _has_extra_dim(features) else features.shape
+        if len(shape) != 2 or features.dtype.kind != "f":
+            raise ValueError(
+                f"{FEATURES!r} is {features.dtype} of shape {features.shape}, expected floats of "
+                "shape (tiles, width)"
+            )
+        attributes: dict[str, Any] = {}
+        if COORDS in h5:
+            coords = own_dataset(h5, COORDS)
+            if coords.shape != (shape[0], 2) or coords.dtype.kind not in "iuf":
+                raise ValueError(
+                    f"{COORDS!r} is {coords.dtype} of shape {coords.shape}, expected numbers of "
+                    f"shape ({shape[0]}, 2)"
+                )
+            attributes = dict(coords.attrs)
+        return cls(path, shape[0], shape[1], features.dtype, COORDS in h5, attributes)
+
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Rows start to stop of the features, (rows, width) of the file's type.
+
+        Raises:
+            ValueError: the file is damaged or has changed.
+        """
+        rows = slice(start, self.tiles if stop is None else stop)
+        try:
+            with h5py.File(self.path, "r", locking=False) as h5:
+                features = own_dataset(h5, FEATURES)
+                found = features[0, rows] if _has_extra_dim(features) else features[rows]
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from error
+        return np.asarray(found)
+
+    def coords(self) -> npt.NDArray[np.int64]:
+        """(tiles, 2): level-0 x and y of each tile's top left corner.
+
+        Raises:
+            ValueError: the file has none, or is damaged.
+        """
+        if not self.has_coords:
+            raise ValueError(f"{self.path} has no {COORDS!r}: positions of its tiles are unknown")
+        try:
+            with h5py.File(self.path, "r", locking=False) as h5:
+                return np.asarray(own_dataset(h5, COORDS)[:]).astype(np.int64)
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from error
+
+
+def _has_extra_dim(features: h5py.Dataset) -> bool:
+    return bool(features.ndim == 3 and features.shape[0] == 1)
+
+
+def list_features(paths: Iterable[Path]) -> list[FeatureFile]:
+    """Feature files in the order of their slides' names.
+
+    Args:
+        paths: files; folders of files `*.h5`, or of such a folder `h5` or `h5_files`.
+
+    Raises:
+        ValueError: there are none, one is damaged, two slides have one name, or widths differ.
+    """
+    files = sorted((FeatureFile.open(path) for path in _listed(paths)), key=lambda one: one.slide)
+    if not files:
+        raise ValueError("there are no feature files *.h5 in the folders given")
+    for one, following in pairwise(files):
+        if one.slide == following.slide:
+            raise ValueError(
+                f"{one.path} and {following.path} are of one slide: give one of the folders"
+            )
+        if one.width != following.width:
+            raise ValueError(
+                f"{one.path} has {one.width} numbers a tile, {following.path} {following.width}: "
+                "features of one encoder belong together"
+            )
+    return files
+
+
+def _listed(paths: Iterable[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file or folder")
+        if not path.is_dir():
+            found.append(path)
+            continue
+        folders = [path / name for name in ("h5", "h5_files") if (path / name).is_dir()]
+        inside = [file for folder in folders or [path] for file in folder.glob("*.h5")]
+        found += [file for file in inside if not file.name.startswith(".")]
+    return found
+
+
+def write_features(
+    path: Path,
+    features: npt.NDArray[Any],
+    coords: npt.NDArray[np.int64] | None,
+    attributes: Mapping[str, Any] | None = None,
+    feature_attributes: Mapping[str, Any] | None = None,
+) -> FeatureFile:
+    """Write a feature file; it appears whole or not at all.
+
+    Args:
+        path: of the file, whose stem is the name of the slide.
+        features: floats (tiles, width).
+        coords: (tiles, 2), level-0 x and y of each tile; None where tiles have no place.
+        attributes: of `coords`; those of CLAM and TRIDENT have names such as `patch_size`.
+        feature_attributes: of `features`, such as the encoder's name.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+        OSError: it cannot be written.
+    """
+    _check_arrays(features, coords)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished(path) as temporary, h5py.File(temporary, "w") as h5:
+        rows = max(1, min(_ROWS_A_CHUNK, len(features)))
+        chunks = (rows, features.shape[1]) if features.size else None
+        h5.create_dataset(FEATURES, data=features, chunks=chunks)
+        h5[FEATURES].attrs.update(dict(feature_attributes or {}))
+        if coords is not None:
+            h5.create_dataset(COORDS, data=coords.astype(np.int64))
+            h5[COORDS].attrs.update(dict(attributes or {}))
+    return FeatureFile.open(path)
+
+
+def _check_arrays(features: npt.NDArray[Any], coords: npt.NDArray[Any] | None) -> None:
+    if features.ndim != 2 or features.dtype.kind != "f":
+        raise ValueError(
+            f"features are {features.dtype} of shape {features.shape}, expected floats "
+            "(tiles, width)"
+        )
+    if coords is not None and coords.shape != (len(features), 2):
+        raise ValueError(f"coords have shape {coords.shape}, expected ({len(features)}, 2)")
