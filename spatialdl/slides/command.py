@@ -26,6 +26,8 @@ from spatialdl.slides.batch.page import save_page
 from spatialdl.slides.batch.report import Report, save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
+from spatialdl.slides.cohort.splitting import in_two_splits
+from spatialdl.slides.cohort.table import PATIENT, SPLIT, read_table
 from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.reading.paths import slide_bytes
 from spatialdl.text import counted, print_lines, readable_bytes
@@ -91,7 +93,8 @@ def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
         choosing = Choosing(options, slides)
         labels = _with_classes(options, labels, choosing)
         batch = _batch(options, labels, choosing, native)
-        for line in check_duplicates(slides, labels, batch.before):
+        _check_patients(options)
+        for line in check_duplicates(slides, labels, batch.before, allowed=options.allow_leaks):
             print(f"warning: {line}", file=sys.stderr)
         tasks = _tasks(slides, labels)
         if options.dry_run:
@@ -128,6 +131,21 @@ def _labelled(
         count = counted(len(left_out), "slide")
         print(f"remark: left out {count} without a label: {', '.join(left_out)}", file=sys.stderr)
     return [slide for slide in slides if slide in labels], labels
+
+
+def _check_patients(options: argparse.Namespace) -> None:
+    """Refuse the same patient in two splits, where the labels have a column of patients."""
+    if options.labels is None or options.allow_leaks:
+        return
+    table = read_table(options.labels)
+    if PATIENT not in table.columns:
+        return
+    for patient, splits in in_two_splits(table.column(PATIENT), table.column(SPLIT)).items():
+        raise ValueError(
+            f"{options.labels}: patient {patient} is in {' and '.join(splits)}, which spoils "
+            "what is measured; divide by patient (spatialdl-split --by patient), or pass "
+            "--allow-leaks"
+        )
 
 
 def _with_classes(

@@ -18,7 +18,11 @@ from spatialdl.slides.reading.reader import Slide
 
 
 def check_duplicates(
-    slides: Sequence[Path], labels: Mapping[Path, SlideLabel], before: Path | None
+    slides: Sequence[Path],
+    labels: Mapping[Path, SlideLabel],
+    before: Path | None,
+    *,
+    allowed: bool = False,
 ) -> list[str]:
     """Look for slides with the same contents, among those given and those of an earlier batch.
 
@@ -28,16 +32,17 @@ def check_duplicates(
         slides: as given.
         labels: of them, if there are any.
         before: the data set that they are added to.
+        allowed: whether they may be in different splits.
 
     Returns:
-        A sentence for each two that are the same and in one split.
+        A sentence for each two that are the same.
 
     Raises:
         ValueError: two that are the same are in different splits.
     """
     splits = {slide: label.split for slide, label in labels.items()}
     found = []
-    for one, other in _twins(slides):
+    for one, other in twins(slides):
         found.append((str(one), splits.get(one), str(other), splits.get(other)))
     for slide, name, split in _known(slides, before):
         found.append((f"slide {name} of the data set", split, str(slide), splits.get(slide)))
@@ -46,17 +51,18 @@ def check_duplicates(
         for one, split, other, other_split in found
         if split != other_split
     ]
-    if apart:
+    if apart and not allowed:
         raise ValueError(
             f"the same slide is in different splits: {'; '.join(apart)}; leave one of the two out, "
-            "or give both the same split"
+            "give both the same split, or pass --allow-leaks"
         )
     return [
         f"{one} and {other} are the same slide; its tiles count twice" for one, _, other, _ in found
     ]
 
 
-def _twins(slides: Sequence[Path]) -> list[tuple[Path, Path]]:
+def twins(slides: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """Pairs of slides whose bytes are the same; only those of one length are read."""
     lengths: dict[int, list[Path]] = {}
     for slide in slides:
         lengths.setdefault(slide_bytes(slide), []).append(slide)

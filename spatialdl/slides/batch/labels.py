@@ -44,7 +44,7 @@ def read_labels(
     """
     found: dict[Path, SlideLabel] = {}
     unknown: list[str] = []
-    index = _Index(slides)
+    index = Index(slides)
     for line, name, label in _rows(path, classes):
         slide = index.find(name, f"{path} line {line}")
         if slide is None:
@@ -120,7 +120,7 @@ def _mpp(where: str, value: object) -> float | None:
     return mpp
 
 
-class _Index:
+class Index:
     """Slides by what a table may call them: ends of their paths, then names without suffix."""
 
     def __init__(self, slides: Sequence[Path]) -> None:

@@ -91,6 +91,11 @@ def _add_slides(made: argparse.ArgumentParser) -> None:
         help="slides without a line in --labels: error (default), or skip to leave them out",
     )
     add(
+        "--allow-leaks",
+        action="store_true",
+        help="take the same slide, or the same patient (column patient of --labels), in two splits",
+    )
+    add(
         "--min-tissue",
         type=_fraction,
         default=0.5,

@@ -85,3 +85,21 @@ def test_copies_in_two_splits_write_nothing(
         assert tile(*three, *words, *more) == 2
         assert "the same slide is in different splits" in capsys.readouterr().err
     assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_patient_in_two_splits_is_refused(
+    tmp_path: Path, three: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels, out = tmp_path / "labels.csv", tmp_path / "set"
+    labels.write_text("slide,label,split,patient\none,x,train,p\nother,x,val,p\n")
+    words = [three[0], three[2], "--out", out, *TILES, "--labels", labels]
+    assert tile(*words) == 2
+    assert "patient p is in train and val" in capsys.readouterr().err
+    assert not out.exists()
+    assert tile(*words, "--allow-leaks") == 0
+    labels.write_text("slide,label,split,patient\none,x,train,p\ntwo,x,val,q\n")
+    words = [*three[:2], "--out", tmp_path / "copies", *TILES, "--labels", labels]
+    assert tile(*words) == 2
+    assert tile(*words, "--allow-leaks") == 0
+    assert "are the same slide" in capsys.readouterr().err

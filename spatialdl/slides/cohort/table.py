@@ -1,0 +1,117 @@
+"""A table of slides: a CSV with a row a slide, of which every column is kept."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spatialdl.data.saving import save_table
+
+SLIDE_COLUMNS = ("slide", "slide_id")
+"""What the column of the slides may be called; the second name is CLAM's."""
+
+PATIENT, SPLIT = "patient", "split"
+
+
+@dataclass(frozen=True)
+class SlideTable:
+    """Rows of a CSV as text, in its order.
+
+    Attributes:
+        columns: of the file.
+        rows: by column, without white space around.
+        key: the column of the slides' names, one of `SLIDE_COLUMNS`.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[Mapping[str, str], ...]
+    key: str
+
+    @property
+    def slides(self) -> list[str]:
+        """Their names."""
+        return [row[self.key] for row in self.rows]
+
+    def column(self, name: str) -> list[str]:
+        """The cells of a column.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        if name not in self.columns:
+            raise ValueError(f"the table has no column {name}; it has {', '.join(self.columns)}")
+        return [row[name] for row in self.rows]
+
+    def with_splits(self, splits: Sequence[str]) -> SlideTable:
+        """The same rows, each with its split."""
+        columns = self.columns if SPLIT in self.columns else (*self.columns, SPLIT)
+        rows = zip(self.rows, splits, strict=True)
+        return SlideTable(columns, tuple({**row, SPLIT: split} for row, split in rows), self.key)
+
+    def save(self, path: Path) -> None:
+        """Write the CSV, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_table(path, self.columns, ([row[name] for name in self.columns] for row in self.rows))
+
+
+def read_table(path: Path) -> SlideTable:
+    """Read a table of slides.
+
+    Raises:
+        ValueError: the file is missing or malformed, has no column of slides, no rows, or a slide
+            twice; with the line.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a UTF-8 text file: {error}") from error
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a CSV file: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    columns = tuple(name.strip() for name in lines[0]) if lines else ()
+    key = next((name for name in SLIDE_COLUMNS if name in columns), None)
+    if key is None:
+        raise ValueError(
+            f"{path} has no column {' or '.join(SLIDE_COLUMNS)}; its first line is "
+            f"{','.join(columns) or 'empty'}"
+        )
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path} has two columns {twice[0]!r}; name one of them otherwise")
+    rows = _rows(path, columns, key, lines[1:])
+    if not rows:
+        raise ValueError(f"{path} has no rows below its first line")
+    return SlideTable(columns, tuple(rows), key)
+
+
+def _rows(
+    path: Path, columns: Sequence[str], key: str, lines: Sequence[Sequence[str]]
+) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = []
+    seen: dict[str, int] = {}
+    for number, cells in enumerate(lines, start=2):
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) != len(columns):
+            raise ValueError(
+                f"{path} line {number} has {len(cells)} cells, but the first line {len(columns)}"
+            )
+        row = {name: cell.strip() for name, cell in zip(columns, cells, strict=True)}
+        slide = row[key]
+        if not slide:
+            raise ValueError(f"{path} line {number}: {key} is empty")
+        if slide in seen:
+            raise ValueError(
+                f"{path} line {number}: slide {slide!r} was named in line {seen[slide]}; keep one"
+            )
+        seen[slide] = number
+        rows.append(row)
+    return rows
