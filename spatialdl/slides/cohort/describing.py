@@ -1,0 +1,136 @@
+"""The command that describes a cohort: `spatialdl-cohort SLIDES... --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from spatialdl.data.format import Manifest
+from spatialdl.errors import ShardError
+from spatialdl.slides.batch.finding_slides import find_slides, slide_names
+from spatialdl.slides.batch.labels import Index
+from spatialdl.slides.cohort.measuring import SlideMeasures, measure_slides
+from spatialdl.slides.cohort.page import Member, members_of, save_cohort
+from spatialdl.slides.cohort.table import read_table
+from spatialdl.text import counted, positive_int
+
+_OK, _MISUSED = 0, 2
+_MOST_LINES = 20
+
+Facts = dict[str, dict[str, str]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure slides and write the page of their cohort.
+
+    Args:
+        argv: arguments of the command; those of the process if None.
+
+    Returns:
+        0, or 2 for misuse; slides that cannot be read are on the page.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        names = slide_names(find_slides(options.slides, recursive=options.recursive))
+        facts = _facts(options, names)
+        tiles = _tiles(options.tiles)
+        slides = {name: path for path, name in names.items()}
+        measured = measure_slides(slides, jobs=options.jobs)
+        members = members_of([_with_tiles(one, tiles) for one in measured], facts)
+        options.out.mkdir(parents=True, exist_ok=True)
+        save_cohort(options.out, members)
+    except (ValueError, OSError, ShardError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _MISUSED
+    _print(members)
+    print(f"wrote {options.out / 'cohort.html'} and cohort.csv: {counted(len(members), 'slide')}")
+    return _OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="spatialdl-cohort",
+        description="Describe slides: splits, patients, scanners, tissue, stains, focus; outliers.",
+    )
+    add = made.add_argument
+    add("slides", nargs="+", type=Path, metavar="PATH", help="files of slides, and folders of them")
+    add("--recursive", action="store_true", help="look in folders of these folders, too")
+    add(
+        "--labels", type=Path, metavar="CSV", help="column slide or slide_id; all columns are shown"
+    )
+    add("--tiles", type=Path, metavar="DIR", help="data set that was made of the slides")
+    add(
+        "--predictions",
+        type=Path,
+        metavar="DIR",
+        help="of the slides, as python -m spatialdl.predict wrote it; wrong ones come first",
+    )
+    add("--jobs", type=positive_int, default=1, metavar="N", help="processes that measure")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of cohort.html, cohort.csv")
+    return made
+
+
+def _facts(options: argparse.Namespace, names: Mapping[Path, str]) -> Facts:
+    """What tables say of the slides, by their names."""
+    facts: Facts = {name: {} for name in names.values()}
+    index = Index(list(names))
+    if options.labels is not None:
+        table = read_table(options.labels)
+        for row in table.rows:
+            path = index.find(row[table.key], str(options.labels))
+            if path is not None:
+                facts[names[path]] |= {key: row[key] for key in table.columns if key != table.key}
+    if options.predictions is not None:
+        for row in _predicted(options.predictions):
+            if row["slide"] in facts:
+                shown = {key: row[key] for key in row if key.startswith("pr")}
+                facts[row["slide"]] |= {key: _rounded(cell) for key, cell in shown.items()}
+    return facts
+
+
+def _predicted(folder: Path) -> list[dict[str, str]]:
+    path = folder / "slides.csv"
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"--predictions: cannot read {path}: {error}") from error
+    if rows and "slide" not in rows[0]:
+        raise ValueError(f"--predictions: {path} has no column slide, as predictions have")
+    return rows
+
+
+def _rounded(cell: str) -> str:
+    try:
+        return f"{float(cell):.4g}"
+    except ValueError:
+        return cell
+
+
+def _tiles(folder: Path | None) -> Counter[str] | None:
+    if folder is None:
+        return None
+    return Counter(sample.slide for sample in Manifest.load(folder).samples if sample.slide)
+
+
+def _with_tiles(one: SlideMeasures, tiles: Counter[str] | None) -> SlideMeasures:
+    if tiles is None:
+        return one
+    return replace(one, numbers={**one.numbers, "tiles": float(tiles[one.name])})
+
+
+def _print(members: Sequence[Member]) -> None:
+    odd = [member for member in members if member.remarks]
+    for member in odd[:_MOST_LINES]:
+        print(f"{member.measures.name}: {'; '.join(member.remarks)}")
+    if len(odd) > _MOST_LINES:
+        print(f"and {counted(len(odd) - _MOST_LINES, 'more slide')} with remarks")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
