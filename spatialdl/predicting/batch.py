@@ -21,6 +21,7 @@ from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
+from spatialdl.predicting.checks import GEOJSON
 from spatialdl.predicting.cutting import Cutting, cutting_of
 from spatialdl.predicting.given import given_slides, given_volumes, volume_names
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
@@ -161,7 +162,16 @@ class _Batch:
 
     def _key(self, cutting: Cutting | None, path: Path) -> str:
         config = self._config
-        chosen = ("average", "maps", "activation", "classes", "precision", "split")
+        chosen = (
+            "average",
+            "maps",
+            "activation",
+            "classes",
+            "precision",
+            "split",
+            "tta",
+            "geojson",
+        )
         asked = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
         try:
             how = None if cutting is None else cutting.key()
@@ -204,8 +214,14 @@ class _Batch:
         outcome = self._runner.run(given)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
-            writer = VolumeMaps if isinstance(given.source, VolumeImages) else Maps
-            maps = writer(self._run_dir, given, self._trained, self._shown, self._own)
+            maps: VolumeMaps | Maps
+            if isinstance(given.source, VolumeImages):
+                maps = VolumeMaps(self._run_dir, given, self._trained, self._shown, self._own)
+            else:
+                ending = GEOJSON[self._config.geojson]
+                maps = Maps(
+                    *(self._run_dir, given, self._trained, self._shown, self._own), geojson=ending
+                )
             files = maps.save(outcome)
         if outcome.values is None:
             return None

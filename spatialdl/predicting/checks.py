@@ -27,10 +27,14 @@ from spatialdl.training.checks import (
 from spatialdl.training.layouts import placement_of, schedule_of
 
 TABLES = ("csv", "parquet")
+GEOJSON = {"plain": ".geojson", "gzip": ".geojson.gz"}
+"""Endings of the files of tiles and regions."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": (None, *PRECISIONS),
     "table": TABLES,
+    "geojson": tuple(GEOJSON),
     "whole": (None, True, False),
+    "tta": (None, "flips", "d4"),
     "comm.transport": TRANSPORTS,
     "comm.device_path": DEVICE_PATHS,
     "comm.backend": BACKENDS,
@@ -70,6 +74,11 @@ def check_config(config: DictConfig) -> Placement:
         )
     if config.activation and not config.maps:
         raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
+    if config.activation and config.tta is not None:
+        raise ValueError(
+            f"activation=true draws what places give to a class of one image, and tta={config.tta} "
+            "takes the mean of several: leave one of them out"
+        )
     check_values(config)
     return placement
 

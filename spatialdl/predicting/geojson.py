@@ -9,10 +9,12 @@ Coordinates are level-0 pixels. Properties are those of QuPath since 0.4: ``obje
 from __future__ import annotations
 
 import colorsys
+import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +28,23 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def save_geojson(path: Path, features: Iterable[Mapping[str, Any]]) -> None:
-    """Write a feature collection, whole or not at all."""
-    with replacing(path) as out:
+    """Write a feature collection, whole or not at all; one feature is in memory at a time.
+
+    Args:
+        path: of the file, compressed where it ends with `.gz`.
+    """
+    with replacing(path) as file, _compressed(file, path) as out:
         out.write(b'{"type": "FeatureCollection", "features": [')
         for number, feature in enumerate(features):
             out.write(b",\n" if number else b"\n")
             out.write(json.dumps(feature, allow_nan=False).encode())
         out.write(b"\n]}\n")
+
+
+def _compressed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
+    if path.suffix != ".gz":
+        return nullcontext(file)
+    return gzip.GzipFile(path.stem, "wb", fileobj=file, mtime=0)  # the same bytes every time
 
 
 def tile_features(

@@ -3,7 +3,7 @@
 NAME-CLASS.tif              1 + 254 x the probability of a class over the whole slide; 0 where
                             nothing was predicted
 NAME-heatmap.png            the slide, and the probabilities over it
-NAME.geojson                tiles, or where which class is the most probable, and where activation
+NAME.geojson[.gz]           tiles, or where which class is the most probable, and where activation
                             is strong, for QuPath
 NAME-CLASS-activation.tif   the same of what each place gives to a class; 255 is the most of the
                             slide
@@ -70,6 +70,7 @@ class Maps:
 
     Args:
         shown: the classes that are wanted.
+        geojson: ending of the file of tiles or regions, `.geojson.gz` for a compressed one.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Maps:
         trained: Trained,
         shown: Sequence[int],
         world: Communicator,
+        geojson: str = ".geojson",
     ) -> None:
+        self._geojson = geojson
         self._run_dir, self._given, self._trained = run_dir, given, trained
         self._shown, self._world = shown, world
         self._files: list[str] = []
@@ -124,7 +127,7 @@ class Maps:
         if outcome.activation is not None:
             features = chain(features, self._save_activation(places, outcome.activation[kept]))
         if given.slide is not None:
-            save_geojson(self._named(".geojson"), features)
+            save_geojson(self._named(self._geojson), features)
 
     def _save_activation(
         self, places: npt.NDArray[np.int64], values: npt.NDArray[Any]
@@ -175,7 +178,7 @@ class Maps:
         self._picture("heatmap", means, _scale(told, scale), "probability", (0.0, 1.0))
         stack = np.stack([means[k] for k in range(len(means))])
         features = region_features(stack, _scale(told, scale), classes, self._shown)
-        save_geojson(self._named(".geojson"), features)
+        save_geojson(self._named(self._geojson), features)
 
     def _bar(self, bands: int) -> AbstractContextManager[Any]:
         if self._world.rank != 0:

@@ -29,6 +29,7 @@ from spatialdl.predicting.network import Network
 from spatialdl.predicting.pieces import Piece, own_pieces
 from spatialdl.predicting.progress import ReadInBands, bar, layers_told
 from spatialdl.predicting.trained import Trained
+from spatialdl.predicting.turning import Turn, TurnMean, turned_views, turns
 from spatialdl.training.feeding import Feed
 from spatialdl.training.pictures.activation import NEEDED, Activations
 from spatialdl.training.tasks.losses import own_pixels
@@ -75,6 +76,7 @@ class Runner:
     def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
         self._trained, self._config, self._world = trained, config, world
         self._network = Network(trained, config, world)
+        self._turns = turns(config.tta, len(trained.image_size))
 
     def run(self, given: Input) -> Outcome:
         """Predict all images of a slide.
@@ -91,38 +93,61 @@ class Runner:
         normalisation = self._trained.normalisation
         views = Views(given.source, given.size, self._trained.background, white=normalisation.scale)
         self._trained.check_pixels(given.name, views.dtype)
+        if given.whole and self._world.rank == 0:
+            views = replace(views, source=ReadInBands(given.source, given.name))
+        outcome, mean = Outcome(), TurnMean(self._world)
+        for turn in self._turns:
+            outcome = self._turned(given, views, turn)
+            if len(self._turns) > 1:
+                mean.add(outcome.values, outcome.pieces, len(given.size))
+        if len(self._turns) > 1:
+            pieces = mean.pieces(self._network.precision.dtype)
+            outcome = Outcome(mean.values(), pieces=pieces)
+        outcome.kept, outcome.problem = self._kept(given)
+        if outcome.values is not None and self._trained.task != "segmentation":
+            outcome.values = outcome.values[outcome.kept]
+        return outcome
+
+    def _turned(self, given: Input, views: Views, turn: Turn) -> Outcome:
+        """What is predicted of all images of a slide, turned."""
+        size = turn.size(given.size)
         try:
-            pipeline = self._network.pipeline(given.size)
+            pipeline = self._network.pipeline(size)
         except CheckpointError:
             raise
         except ValueError as error:  # the same on all ranks
             raise SlideError(f"{given.name}: {error}") from error
-        told = given.whole and self._world.rank == 0
+        told, name = given.whole and self._world.rank == 0, self._name(given, turn)
         if told:
-            size = " x ".join(map(str, given.size))
-            log.info("%s: an image of %s is read and predicted", given.name, size)
-            views = replace(views, source=ReadInBands(given.source, given.name))
+            log.info("%s: an image of %s is read and predicted", name, " x ".join(map(str, size)))
         feed = Feed(
             OmegaConf.create({"workers": 0, "prefetch": 2}),
-            views,
+            turned_views(views, turn),
             pipeline,
             batch_size=1 if given.whole else int(self._config.batch_size),
             masks=False,
-            normalisation=normalisation,
+            normalisation=self._trained.normalisation,
             dtype=self._network.precision.dtype,
         )
         stages = list(pipeline.stages.values())
-        with closing(feed), layers_told(given.name, stages) if told else nullcontext():
+        with closing(feed), layers_told(name, stages) if told else nullcontext():
+            microbatches = self._microbatches(feed, given, name)
             if self._trained.task == "segmentation":
-                return self._map(pipeline, feed, given)
-            return self._samples(pipeline, feed, given)
+                return self._map(pipeline, feed, microbatches, size, turn)
+            return self._samples(pipeline, feed, microbatches, len(given.places))
 
-    def _samples(self, pipeline: Pipeline, feed: Feed, given: Input) -> Outcome:
+    def _name(self, given: Input, turn: Turn) -> str:
+        many = len(self._turns)
+        return f"{given.name} {self._turns.index(turn) + 1}/{many}" if many > 1 else given.name
+
+    def _samples(
+        self, pipeline: Pipeline, feed: Feed, microbatches: Iterator[Any], images: int
+    ) -> Outcome:
         task: SampleTask = TASKS[self._trained.task]()
         own: list[tuple[range, Tensor]] = []
         columns = len(self._trained.classes)
         watch = ActivationMaps(pipeline) if self._config.activation else None
-        for one in evaluated(pipeline, feed, self._microbatches(feed, given)):
+        for one in evaluated(pipeline, feed, microbatches):
             if watch is not None:
                 watch.note(one)
             if one.output.dim() > 2 or one.output.numel() != len(one.samples) * columns:
@@ -132,34 +157,40 @@ class Runner:
                 )
             if one.counts:
                 own.append((one.samples, one.output.double().cpu().view(-1, columns)))
-        activation = watch.gathered(self._world, len(given.places)) if watch is not None else None
-        kept, problem = self._kept(given)
+        activation = watch.gathered(self._world, images) if watch is not None else None
         everybody = self._world.gather(own)
         if everybody is None:
             return Outcome()
-        found = torch.empty(len(given.places), columns, dtype=torch.float64)
-        missing = set(range(len(given.places)))
+        found = torch.empty(images, columns, dtype=torch.float64)
+        missing = set(range(images))
         for samples, output in (piece for one_rank in everybody for piece in one_rank):
             found[samples.start : samples.stop] = output
             missing -= set(samples)
         if missing:
             raise RuntimeError(f"{len(missing)} images have no output: this is a bug")
-        return Outcome(task.predictions(found)[kept], kept, problem, activation=activation)
+        return Outcome(task.predictions(found), activation=activation)
 
-    def _map(self, pipeline: Pipeline, feed: Feed, given: Input) -> Outcome:
-        """One image, of which each rank keeps its part of the map."""
+    def _map(
+        self,
+        pipeline: Pipeline,
+        feed: Feed,
+        microbatches: Iterator[Any],
+        size: Size,
+        turn: Turn,
+    ) -> Outcome:
+        """One image, of which each rank keeps its part of the map, turned back."""
         columns = len(self._trained.classes)
         own: list[Piece] = []
-        for one in evaluated(pipeline, feed, self._microbatches(feed, given)):
-            self._check_map(one.output, given.size, columns)
+        for one in evaluated(pipeline, feed, microbatches):
+            self._check_map(one.output, size, columns)
             probabilities = own_pixels(one.output).softmax(1)
             own += own_pieces(probabilities, one)
         sums = torch.zeros(columns, dtype=torch.float64)
         for piece in own:
             sums += piece.values.double().flatten(1).sum(1)
-        means = self._world.all_reduce(sums) / prod(given.size)
-        kept, problem = self._kept(given)
-        return Outcome(means[None] if self._world.rank == 0 else None, kept, problem, own)
+        means = self._world.all_reduce(sums) / prod(size)
+        own = [turn.piece_before(piece, size) for piece in own]
+        return Outcome(means[None] if self._world.rank == 0 else None, pieces=own)
 
     def _check_map(self, output: Tensor, size: Size, columns: int) -> None:
         if tuple(output.shape) != (1, columns, *size):
@@ -168,9 +199,9 @@ class Runner:
                 f"for every pixel is {[1, columns, *size]}"
             )
 
-    def _microbatches(self, feed: Feed, given: Input) -> Iterator[Any]:
+    def _microbatches(self, feed: Feed, given: Input, name: str) -> Iterator[Any]:
         told = self._world.rank == 0 and not given.whole
-        with bar(given.name, "tiles", len(feed), "batch") if told else nullcontext() as done:
+        with bar(name, "tiles", len(feed), "batch") if told else nullcontext() as done:
             for batch in feed.batches():
                 yield feed.microbatches(batch)
                 if done is not None:

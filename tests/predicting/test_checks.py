@@ -78,6 +78,9 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("parallel=dp parallel.data=3 batch_size=2", "batch_size=2 leaves ranks without tiles"),
         ("parallel=pp parallel.microbatches=9", "need at least 9 at a time"),
         ("activation=true maps=false", "activation=true draws maps"),
+        ("activation=true tta=flips", "takes the mean of several"),
+        ("tta=all", "tta=all"),
+        ("geojson=zip", "geojson=zip"),
         ("comm.timeout=-1", "comm.timeout"),
     ],
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 
 import numpy as np
@@ -39,3 +40,24 @@ def test_a_tile_of_several_classes_has_all_of_them(tmp_path):
     assert features[1]["geometry"]["coordinates"][0][2] == [20, 15]  # not beyond the slide
     with pytest.raises(SlideError, match="detections only"):  # tiles limit nothing
         read_annotations(tmp_path / "a.geojson")
+
+
+def test_a_compressed_file_has_the_same_features(tmp_path):
+    places = np.arange(2000).reshape(1000, 2)
+    values = np.random.default_rng(0).random((1000, 2))
+    for name in ("a.geojson", "a.geojson.gz", "b.geojson.gz"):
+        found = tile_features(places, (5, 5), (9000, 9000), values, ["no", "yes"], one_class=True)
+        save_geojson(tmp_path / name, found)
+    packed = (tmp_path / "a.geojson.gz").read_bytes()
+    assert gzip.decompress(packed) == (tmp_path / "a.geojson").read_bytes()
+    assert len(packed) < (tmp_path / "a.geojson").stat().st_size / 4
+
+
+def test_what_fails_leaves_no_file(tmp_path):
+    def broken():
+        yield {"type": "Feature"}
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        save_geojson(tmp_path / "a.geojson.gz", broken())
+    assert not list(tmp_path.iterdir())

@@ -43,6 +43,29 @@ def predicted(folder: Path, *words: str) -> tuple[Input, Outcome]:
     return given, runner.run(given)
 
 
+def turned(images: torch.Tensor, number: int) -> torch.Tensor:
+    """One of the eight symmetries of rows and columns."""
+    images = images.transpose(-1, -2) if number >= 4 else images
+    return images.flip([dim for dim, bit in ((-1, 1), (-2, 2)) if number & bit])
+
+
+@pytest.mark.parametrize(("tta", "count"), [("flips", 4), ("d4", 8)])
+def test_turned_tiles_are_averaged(folder, tta, count):
+    given, outcome = predicted(folder, "average=false", f"tta={tta}")
+    (file,) = (folder / "run" / "checkpoints").glob("step-00000002/stage-00.safetensors")
+    kept = load_file(file)
+    plain = small(3, 3).double().eval()
+    plain.load_state_dict({k: kept[k] for k in plain.state_dict()})
+    with Slide(folder / "a.tiff") as slide:
+        tiles = [slide.read_scaled(x, y, (32, 32), 1.0) for x, y in given.places]
+    images = to_input(torch.from_numpy(np.stack(tiles)), torch.float64, torch.device("cpu"))
+    with torch.no_grad():
+        each = [plain(turned(images, number)).softmax(1) for number in range(count)]
+    expected = torch.stack(each).mean(0)
+    assert torch.allclose(outcome.values, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(each[0], expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("average", ["true", "false"])
 def test_it_is_the_plain_network_on_the_plain_tiles(folder, average):
     given, outcome = predicted(folder, f"average={average}")

@@ -118,6 +118,23 @@ def whole_map(comm: Any, given: Input, outcome: Outcome) -> Any:
     return np.stack([np.concatenate(list(found.bands(column, 16))) for column in range(3)])
 
 
+@pytest.mark.parametrize("layout", REGIONS[:1])
+@pytest.mark.parametrize("tta", ["flips", "d4"])
+def test_a_map_is_the_mean_of_those_of_turned_images(layout, tta, maps):
+    words = f"activation=false slide_mpp=0.5 mpp=0.73 tta={tta}"
+    given, ours = predict(maps, WORLD, f"{layout} {words}")
+    found = whole_map(WORLD, given, ours)
+    if WORLD.rank:
+        return
+    plain = map_of_one_process(maps, words)
+    expected = whole_map(Alone(), given, plain)
+    assert np.abs(found - expected).max() < TOLERANCE
+    assert torch.allclose(ours.values, plain.values, rtol=0, atol=TOLERANCE)
+    assert np.allclose(plain.values[0], expected.mean((1, 2)), rtol=0, atol=TOLERANCE)
+    once = map_of_one_process(maps, "activation=false slide_mpp=0.5 mpp=0.73")
+    assert np.abs(expected - whole_map(Alone(), given, once)).max() > 1e-4
+
+
 @cache
 def map_of_one_process(case: Case, words: str) -> Outcome:
     return predict(case, Alone(), f"parallel=none {words}")[1]
@@ -194,6 +211,21 @@ def test_maps_of_volumes_equal_those_of_one_process(layout, volumes):
         assert pictures[0].read_bytes() == pictures[1].read_bytes()
     files = {path.name for path in out.iterdir() if path.is_file()}
     assert files == {path.name for path in (volumes / "parallel=none").iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("layout", VOLUMES[:1])
+def test_turned_volumes_equal_those_of_one_process(layout, volumes):
+    out = predict_volumes(volumes, WORLD, f"{layout} tta=flips")
+    if WORLD.rank:
+        return
+    plain = predict_volumes(volumes, Alone(), "parallel=none tta=flips")
+    for name in ("a-0.nii.gz", "b-1.nii", "a-classes.nii.gz"):
+        ours, expected, once = (
+            np.asarray(nibabel.load(one / name).dataobj)
+            for one in (out, plain, volumes / "parallel=none")
+        )
+        assert np.abs(ours - expected).max() < TOLERANCE
+        assert (np.abs(expected - once).max() > 1e-5) or "classes" in name
 
 
 def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkeypatch):
