@@ -46,7 +46,9 @@ def split_batch(batch: Any, mesh: Mesh, how: Split = None) -> Any:
             f"{mesh.grid} is {image_shape(len(mesh.grid))}; name the images with split=, by keys "
             "or by a function of batch and mesh"
         )
-    return tree_map_only(Tensor, lambda x: shard(x, mesh) if _is_split(x, sizes, mesh) else x, batch)
+    return tree_map_only(
+        Tensor, lambda x: shard(x, mesh) if _is_split(x, sizes, mesh) else x, batch
+    )
 
 
 def _image_sizes(tensors: list[Tensor], dims: int) -> set[tuple[int, ...]]:
@@ -77,7 +79,7 @@ def _by_keys(batch: Any, mesh: Mesh, keys: Collection[str | int]) -> Any:
         raise ValueError(f"split= names {missing}, but a batch has {list(there)}")
     if isinstance(batch, Mapping):
         new = dict(batch)
-        new.update({key: _split_all(batch[key], mesh) for key in keys})  # type: ignore[index]
+        new.update({key: _split_all(batch[key], mesh) for key in keys})
         return new if type(batch) is dict else type(batch)(new)  # type: ignore[call-arg]
     items = [_split_all(x, mesh) if place in keys else x for place, x in enumerate(batch)]
     is_named = isinstance(batch, tuple) and hasattr(batch, "_fields")

@@ -122,7 +122,8 @@ class SpatialStrategy(ParallelStrategy):
         self._averaging: Averaging | None = None
         self._metrics: list[tuple[Metric, Any]] = []
         self.num_nodes = 1  # the Trainer sets it
-        rank_zero_only.rank = self._ranks.global_rank()  # or each rank prints what the Trainer says
+        # or each rank prints what the Trainer has to say
+        rank_zero_only.rank = self._ranks.global_rank()  # type: ignore[attr-defined]
 
     # --- ranks
 
@@ -194,7 +195,7 @@ class SpatialStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether ranks have different samples; the Trainer asks for samplers and for `log`."""
-        return self._arguments["data"] > 1
+        return bool(self._arguments["data"] > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -257,17 +258,26 @@ class SpatialStrategy(ParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; gradients are averaged when it returns, unless they accumulate."""
-        self._follow()
         with self._statistics():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _follow(self) -> None:
-        if self._averaging is not None and torch.is_grad_enabled():
-            self._averaging.follow()
+        """See all backwards of this step, also of parameters that it will unfreeze."""
+        if self._averaging is None or self.model is None:
+            return
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        frozen = [p for p in frozen if p.is_floating_point() or p.is_complex()]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        self._averaging.follow()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
     def _statistics(self) -> AbstractContextManager[object]:
         """BatchNorm sees the images of all replicas."""
-        return BatchNormOver(self.mesh.comm, self.mesh.parts) if self.mesh.data > 1 else nullcontext()
+        return (
+            BatchNormOver(self.mesh.comm, self.mesh.parts) if self.mesh.data > 1 else nullcontext()
+        )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -39,14 +39,16 @@ def lightning_module(name: str) -> Any:
     part, _, rest = name.partition(".")
     if (here or installed)[0] == packages[0]:
         return import_module(f"lightning.{name}")
-    return import_module(f"{'pytorch_lightning' if part == 'pytorch' else 'lightning_fabric'}.{rest}")
+    return import_module(
+        f"{'pytorch_lightning' if part == 'pytorch' else 'lightning_fabric'}.{rest}"
+    )
 
 
 if TYPE_CHECKING:
-    from lightning.pytorch.plugins.environments import ClusterEnvironment
+    from lightning.fabric.plugins.environments import ClusterEnvironment
     from lightning.pytorch.strategies.launchers.launcher import _Launcher
 else:
-    ClusterEnvironment = lightning_module("pytorch.plugins.environments").ClusterEnvironment
+    ClusterEnvironment = lightning_module("fabric.plugins.environments").ClusterEnvironment
     _Launcher = lightning_module("pytorch.strategies.launchers.launcher")._Launcher
 
 
@@ -127,7 +129,9 @@ class StartedProcesses(_Launcher):
         """Whether a notebook may use it."""
         return True
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
+    ) -> Any:
         """Run it."""
         self.failed = False
         try:
@@ -176,7 +180,7 @@ def check_devices(given: list[torch.device], nodes: int, size: int, launcher: st
     """
     count = len(given)
     is_auto = count == 1 or (given[0].type != "cpu" and count == torch.accelerator.device_count())
-    if (size % nodes if is_auto else count * nodes != size):
+    if size % nodes if is_auto else count * nodes != size:
         devices = "" if is_auto else f"devices={count}, "
         asked = f"a multiple of {nodes}" if is_auto else f"{count} x {nodes} = {count * nodes}"
         raise ValueError(
