@@ -70,7 +70,9 @@ def test_keys_and_places():
     assert found["matrices"] is other
     assert is_split(split_batch({"image": [IMAGE, IMAGE]}, MESH, "image")) == {"image": [True] * 2}
     assert is_split(split_batch((IMAGE, other), MESH, 0)) == (True, False)
-    assert is_split(split_batch(Sample(IMAGE, MASK, LABELS), MESH, [0])) == Sample(True, False, False)
+    assert is_split(split_batch(Sample(IMAGE, MASK, LABELS), MESH, [0])) == Sample(
+        True, False, False
+    )
 
 
 def test_a_function_decides():

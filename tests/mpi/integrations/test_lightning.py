@@ -224,7 +224,10 @@ def test_resumes_in_any_layout_and_without_the_strategy(folder: Path, world: Com
     saves = {"enable_checkpointing": True, "default_root_dir": folder}
     kept = ModelCheckpoint(folder / "kept", filename="{epoch}", save_top_k=-1)
     fitted(strategy(world), callbacks=[kept], max_epochs=2, **saves)
-    assert sorted(file.name for file in (folder / "kept").iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert sorted(file.name for file in (folder / "kept").iterdir()) == [
+        "epoch=0.ckpt",
+        "epoch=1.ckpt",
+    ]
     path = folder / "kept" / "epoch=0.ckpt"
     names = torch.load(path, weights_only=False)["state_dict"].keys()
     assert names == Classifier().state_dict().keys()
