@@ -40,21 +40,15 @@ from spatialdl.spatial.table import is_spatial, refusal
 if TYPE_CHECKING:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import pl_worker_init_function
-    from lightning.pytorch.plugins import (
-        DoublePrecision,
-        HalfPrecision,
-        MixedPrecision,
-        Precision,
-    )
     from lightning.pytorch.strategies import ParallelStrategy
 else:
-    _plugins = lightning_module("pytorch.plugins")
-    DoublePrecision, HalfPrecision = _plugins.DoublePrecision, _plugins.HalfPrecision
-    MixedPrecision, Precision = _plugins.MixedPrecision, _plugins.Precision
     ParallelStrategy = lightning_module("pytorch.strategies").ParallelStrategy
     rank_zero_only = lightning_module("fabric.utilities.rank_zero").rank_zero_only
     pl_worker_init_function = lightning_module("fabric.utilities.seed").pl_worker_init_function
 
+_REPLACE_LAYERS = frozenset(
+    f"{name}Precision" for name in ("Bitsandbytes", "DeepSpeed", "FSDP", "TransformerEngine", "XLA")
+)
 _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda values: values.double().mean(0) if _is_integer(values) else values.mean(0),
     "sum": lambda values: values.sum(0),
@@ -168,20 +162,11 @@ class SpatialStrategy(ParallelStrategy):
                 "sync_batchnorm=True replaces BatchNorm by layers that cannot be split: leave it "
                 "out, BatchNorm has the statistics of all images of a step with SpatialStrategy"
             )
-
-    def _check_precision(self) -> None:
-        """Refuse plugins that replace layers.
-
-        Raises:
-            ValueError: naming those that are supported.
-        """
-        plugin = self.precision_plugin
-        if type(plugin) is not Precision and not isinstance(
-            plugin, DoublePrecision | HalfPrecision | MixedPrecision
-        ):
+        kinds = [kind.__name__ for kind in type(self.precision_plugin).__mro__]
+        if not _REPLACE_LAYERS.isdisjoint(kinds):
             raise ValueError(
-                f"SpatialStrategy does not support {type(plugin).__name__}: take precision="
-                "32-true, 64-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
+                f"SpatialStrategy cannot use {kinds[0]}, which replaces layers or weights: take "
+                "precision=32-true, 64-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
             )
 
     def _configure_launcher(self) -> None:
@@ -236,11 +221,6 @@ class SpatialStrategy(ParallelStrategy):
         """Move the module to this rank's device."""
         assert self.model is not None
         self.model.to(self.root_device)
-
-    def setup(self, trainer: Any) -> None:
-        """Prepare module and optimizers, for whatever the trainer is about to do."""
-        self._check_precision()
-        super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Give all ranks the weights of rank 0, and follow the backwards of the module."""

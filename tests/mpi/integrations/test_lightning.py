@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import FSDPPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -316,6 +317,7 @@ def test_what_cannot_be_split_is_refused(world: Communicator) -> None:
         ({"sync_batchnorm": True}, "sync_batchnorm=True replaces BatchNorm"),
         ({"devices": 3, "num_nodes": 5}, r"devices=3, num_nodes=5.* 3 x 5 = 15 processes, but .*"),
         ({"num_nodes": 7}, "a multiple of 7 processes"),
+        ({"plugins": [FSDPPrecision("32-true")]}, "cannot use FSDPPrecision"),
     ],
 )
 def test_arguments_that_contradict_are_refused(
@@ -326,7 +328,7 @@ def test_arguments_that_contradict_are_refused(
 
 
 def test_a_grid_for_other_ranks_is_refused(world: Communicator) -> None:
-    with pytest.raises(ValueError, match=rf"needs {world.size + 1} .*|{world.size + 1}"):
+    with pytest.raises(ValueError, match=rf"this world has {world.size} rank"):
         L.Trainer(
             strategy=SpatialStrategy(grid=(1, world.size + 1)), accelerator="cpu", logger=False
         )
