@@ -334,6 +334,7 @@ def test_a_grid_for_other_ranks_is_refused(world: Communicator) -> None:
         )
 
 
+@pytest.mark.slow  # PyTorch's compiler is slow to import
 def test_a_compiled_module_is_refused(world: Communicator) -> None:
     trainer = L.Trainer(strategy=strategy(world), accelerator="cpu", logger=False)
     with pytest.raises(RuntimeError, match="SpatialStrategy"):
