@@ -45,7 +45,7 @@ def lightning_module(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning.pytorch.strategies.launchers.launcher import _Launcher
 else:
     ClusterEnvironment = lightning_module("fabric.plugins.environments").ClusterEnvironment
