@@ -96,6 +96,12 @@ class Reducer:
         ]
         return True
 
+    def close(self) -> None:
+        """See no backwards any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.trained = [], []
+
     def last_backward(self, module: nn.Module) -> None:
         """What the next backward of a module accumulates is complete."""
         for bucket in self._plan:

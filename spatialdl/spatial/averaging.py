@@ -22,7 +22,13 @@ class Averaging:
     Args:
         network: whose trained parameters are averaged.
         agreement: of its mesh.
+
+    Attributes:
+        accumulates: whether backwards leave each rank its own gradients, to be averaged by the next
+            one without it.
     """
+
+    accumulates = False
 
     def __init__(self, network: Replicated, agreement: Agreement | None) -> None:
         self._network, self._agreement = network, agreement
@@ -58,6 +64,13 @@ class Averaging:
                 for number, parameter in enumerate(self._reducer.trained)
             ]
 
+    def close(self) -> None:
+        """Average nothing any more."""
+        self._reducer.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def _finish(self) -> None:
         """At the end of backward."""
         self._reducer.reduce()
@@ -73,7 +86,7 @@ class Averaging:
             self._task, self._returns = task, _is_returned(self._reducer.trained[number])
             self._returned = {}
         if not self._returns:
-            if not self._running:
+            if not self._running and not self.accumulates:
                 self._running = True
                 self._reducer.last_backward(self._network.module)
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
