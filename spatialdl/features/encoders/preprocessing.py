@@ -87,11 +87,13 @@ class Preprocess(nn.Module):
         steps = self._steps
         images = tiles.permute(0, 3, 1, 2).to(self.mean.dtype)
         side = steps.resized or steps.size
-        if images.shape[-2:] != (side, side):
-            images = F.interpolate(
-                images, (side, side), mode=steps.interpolation, align_corners=False, antialias=True
-            )
-            images = images.round().clamp(0, _WHITE)
+        # columns, then rows, each rounded: as Pillow does it
+        for size in ((images.shape[2], side), (side, side)):
+            if images.shape[2:] != size:
+                images = F.interpolate(
+                    images, size, mode=steps.interpolation, align_corners=False, antialias=True
+                )
+                images = images.round().clamp(0, _WHITE)
         if steps.resized is not None:
             kept = slice(steps.offset, steps.offset + steps.size)
             images = images[:, :, kept, kept]
