@@ -51,7 +51,7 @@ class Map(Tiny):
 
 
 class Ending(Tiny):
-    """Ends its process, once a file is there: `signal` is sent when so many batches were encoded."""
+    """Sends its process a signal after some batches, if a file is there; only once."""
 
     def __init__(self, armed: str, batches: int, number: int = signal.SIGINT) -> None:
         super().__init__()

@@ -23,7 +23,9 @@ def test_attributes_and_options_say_what_it_wants():
 
 def test_weights_of_a_file_are_loaded(tmp_path):
     network = Tiny(seed=5)
-    torch.save({"state_dict": {**network.state_dict(), "head.weight": torch.zeros(2)}}, tmp_path / "w.pt")
+    torch.save(
+        {"state_dict": {**network.state_dict(), "head.weight": torch.zeros(2)}}, tmp_path / "w.pt"
+    )
     encoder = make_encoder(Wish(TINY, tmp_path / "w.pt"))
     assert encoder.digest() == type(encoder)(encoder.network, encoder.preprocessing, "").digest()
     images = torch.rand(2, 3, 64, 64)

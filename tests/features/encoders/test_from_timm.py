@@ -55,7 +55,9 @@ def test_features_are_those_of_timm_and_its_transform(timm, weights, crop, side)
     with torch.inference_mode():
         found, wanted = encoder.network(seen), model(images)
     assert found.shape == (3, encoder.width())
-    torch.testing.assert_close(found, wanted, rtol=1e-4 if exact else 0.05, atol=1e-5 if exact else 0.01)
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-4 if exact else 0.05, atol=1e-5 if exact else 0.01
+    )
 
 
 def test_networks_are_frozen_and_their_digest_is_of_all_weights(timm, weights, tmp_path):
