@@ -149,7 +149,8 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(small, tm
 def test_an_interrupted_run_leaves_whole_files_and_is_resumed(small, done, tmp_path, number):
     out, armed = tmp_path / "out", tmp_path / "armed"
     armed.touch()
-    arguments = [f"armed={armed}", "batches=8", f"number={int(number)}"]
+    batches = -(-list_features([done])[0].tiles // 8) + 1  # when the first slide is done
+    arguments = [f"armed={armed}", f"batches={batches}", f"number={int(number)}"]
     common = [
         *(small, "--out", out, "--mpp", 0.5, "--encoder", "tests.features.tiny.Ending"),
         *("--device", "cpu", *EXACT, "--batch-size", 8, "--encoder-args", *arguments),

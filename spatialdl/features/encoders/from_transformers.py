@@ -123,8 +123,8 @@ def _side(size: Any) -> int | None:
         return size
     if isinstance(size, list | tuple):
         return int(size[0])
-    sides = dict(size) if isinstance(size, Mapping) or hasattr(size, "keys") else {}
-    values = [sides[key] for key in ("height", "width", "shortest_edge") if sides.get(key)]
+    get = size.get if isinstance(size, Mapping) else lambda key: getattr(size, key, None)
+    values = [side for key in ("height", "width", "shortest_edge") if (side := get(key))]
     return int(values[0]) if values and len(set(values)) == 1 else None
 
 

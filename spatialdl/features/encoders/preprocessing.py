@@ -93,7 +93,7 @@ class Preprocess(nn.Module):
                 images = F.interpolate(
                     images, size, mode=steps.interpolation, align_corners=False, antialias=True
                 )
-                images = images.round().clamp(0, _WHITE)
+                images = (images + 0.5).floor().clamp(0, _WHITE)  # ties upwards
         if steps.resized is not None:
             kept = slice(steps.offset, steps.offset + steps.size)
             images = images[:, :, kept, kept]

@@ -39,13 +39,13 @@ def test_features_are_what_the_classifier_is_given(models, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [("mobilenet_v3_small", 1024), ("squeezenet1_1", 1000), ("shufflenet_v2_x0_5", 1024)],
+    [("mobilenet_v3_small", 1024), ("squeezenet1_1", 512), ("shufflenet_v2_x0_5", 1024)],
 )
 def test_heads_are_found_whatever_they_are_called(models, tmp_path, name, width):
     torch.save(models.get_model(name).state_dict(), tmp_path / "weights.pth")
     encoder = make_encoder(Wish(f"torchvision:{name}", tmp_path / "weights.pth"))
     assert encoder.preprocessing.resized is None
-    assert encoder.width() == (512 if name == "squeezenet1_1" else width)
+    assert encoder.width() == width
 
 
 def test_nothing_is_fetched_unless_asked(models, tmp_path, monkeypatch):
