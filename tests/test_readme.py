@@ -22,6 +22,7 @@ from spatialdl.configuring.overrides import check_overrides
 from spatialdl.configuring.own_keys import rewritten
 from spatialdl.data.importing import command as importing
 from spatialdl.data.staging import command as staging
+from spatialdl.features import options as features
 from spatialdl.slides.batch import options as tiling
 from spatialdl.training.checks import check_config
 
@@ -118,6 +119,7 @@ TAKES = {
     "spatialdl.check": check._options,
     "spatialdl.export": export._parse,
     "spatialdl.plan": lambda words: check_overrides(words, "plan"),
+    "spatialdl-features": features.parsed,
     "spatialdl-import": lambda words: importing._parser().parse_args(words),
     "spatialdl-stage": lambda words: staging._parser().parse_args(words),
     "spatialdl-tile": tile,

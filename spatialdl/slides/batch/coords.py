@@ -50,7 +50,7 @@ def save_coords(
         The files, by their paths in `folder`.
     """
     clam = {**_in_powers(slide, plan), **_in_levels(slide, plan)}
-    trident = {**_in_levels(slide, plan), **_in_powers(slide, plan)}
+    trident = tile_attributes(slide, plan)
     infos = []
     for tool, file, attributes in (
         ("clam", f"{name}.h5", clam),
@@ -64,6 +64,11 @@ def save_coords(
         digest = sha256_of(folder / inside / file)
         infos.append(ShardInfo(str(inside / file), size, digest, len(taken)))
     return infos
+
+
+def tile_attributes(slide: Slide, plan: TilePlan) -> dict[str, object]:
+    """What `coords` says of the tiles: `patch_size` is TRIDENT's, the side of a tile."""
+    return {**_in_levels(slide, plan), **_in_powers(slide, plan)}
 
 
 def _in_levels(slide: Slide, plan: TilePlan) -> dict[str, object]:

@@ -63,7 +63,12 @@ def _add_samples(made: argparse.ArgumentParser) -> None:
         action="store_true",
         help="in place of tiles the box around the tissue of each slide, as one image",
     )
-    wanted = made.add_mutually_exclusive_group(required=True).add_argument
+    add_resolution(made, required=True)
+
+
+def add_resolution(made: argparse.ArgumentParser, *, required: bool) -> None:
+    """The options of which one says how fine tiles are."""
+    wanted = made.add_mutually_exclusive_group(required=required).add_argument
     wanted("--mpp", type=_mpp, metavar="X", help="micrometres per pixel of the tiles")
     wanted(
         "--mag",
@@ -90,6 +95,12 @@ def _add_slides(made: argparse.ArgumentParser) -> None:
         default="error",
         help="slides without a line in --labels: error (default), or skip to leave them out",
     )
+    add_tissue(made)
+
+
+def add_tissue(made: argparse.ArgumentParser) -> None:
+    """The options on how much tissue a tile has, and on what slides say of their resolution."""
+    add = made.add_argument
     add(
         "--allow-leaks",
         action="store_true",

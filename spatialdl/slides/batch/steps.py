@@ -134,7 +134,7 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
             regions=None if batch.choosing.masked else regions,
             beyond=options.codec != NATIVE,
         )
-        report = _begun(task, slide, plan, options)
+        report = begun(task, slide, plan, options)
         planned = Planned(key, report, slide.size, plan.part(0, 0))
         planned.own = batch.choosing.own_colours(slide, plan)
         (_plan_region if options.whole else _plan_tiles)(batch, task, slide, plan, planned)
@@ -147,8 +147,8 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
     return planned
 
 
-def _begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace) -> Report:
-    """What is known of a slide and its tissue before its tiles are."""
+def begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace) -> Report:
+    """What is known of a slide and its tissue before its tiles are cut."""
     tissue, outside = 100 * plan.tissue_part, 0.0 if options.whole else 100 * plan.outside
     remarks = [slide.remark] if slide.remark else []
     if tissue == 0 or tissue >= _ALL:
@@ -248,7 +248,7 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
     assert batch.folder is not None
     assert planned.plan is not None
     started, report, folder = time.monotonic(), planned.report, batch.folder
-    _sum_up(report, parts)
+    sum_up(report, parts)
     _save_pictures(batch, task, planned, parts)
     files = []
     if batch.options.format == "coords" and report.written:
@@ -274,7 +274,8 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
     return report
 
 
-def _sum_up(report: Report, parts: Sequence[Part]) -> None:
+def sum_up(report: Report, parts: Sequence[Part]) -> None:
+    """Count in a report what became of the tiles of a slide."""
     for part in parts:
         report.with_tissue -= part.bare
         for name, at in part.dropped.items():

@@ -1,0 +1,1 @@
+"""Encoders of timm, transformers and torchvision, and the user's own."""

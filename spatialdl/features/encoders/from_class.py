@@ -1,0 +1,74 @@
+"""Encoders of the user's own: `package.Class`, or a function that returns a network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from spatialdl.features.encoders.encoder import Encoder, Features, Wish
+from spatialdl.features.encoders.preprocessing import Preprocessing
+from spatialdl.features.encoders.weights import load_file
+
+
+def own_encoder(wish: Wish) -> Encoder:
+    """The network that a name of Python gives, called with the arguments.
+
+    Its attributes `input_size`, `mean`, `std` and `interpolation` say what it wants of images, and
+    options say otherwise.
+
+    Raises:
+        ValueError: there is no such class, it cannot be made, or does not say what it wants.
+    """
+    target = _found(wish.rest)
+    try:
+        network = target(**wish.arguments)
+    except Exception as error:  # the user's code
+        raise ValueError(
+            f"--encoder {wish.name} cannot be made with {dict(wish.arguments)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise ValueError(
+            f"--encoder {wish.name} gives a {type(network).__name__}, expected a torch.nn.Module"
+        )
+    if wish.weights is not None:
+        load_file(network, wish.weights)
+    steps = Preprocessing(
+        int(_said(wish.size, network, "input_size", "--input-size")),
+        tuple(map(float, _said(wish.mean, network, "mean", "--mean"))),
+        tuple(map(float, _said(wish.std, network, "std", "--std"))),
+        wish.interpolation or str(getattr(network, "interpolation", "bicubic")),
+    )
+    source = str(wish.weights or f"made by {wish.name}")
+    return Encoder(Features(network), wish.preprocessing(steps), source)
+
+
+def _found(name: str) -> Any:
+    module, _, last = name.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"--encoder {name}: expected timm:NAME, transformers:FOLDER, torchvision:NAME, or "
+            "package.Class of a network of your own"
+        )
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        return getattr(import_module(module), last)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--encoder {name} cannot be imported ({error}): expected timm:NAME, "
+            "transformers:FOLDER, torchvision:NAME, or package.Class"
+        ) from error
+
+
+def _said(given: Any, network: nn.Module, name: str, option: str) -> Any:
+    found = given if given is not None else getattr(network, name, None)
+    if found is None:
+        raise ValueError(
+            f"the encoder has no attribute {name}: say {option}, or give the class one"
+        )
+    return found

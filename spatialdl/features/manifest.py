@@ -1,0 +1,130 @@
+"""The manifest of a folder of features: encoder, how slides were cut, what became of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spatialdl.data.format import MANIFEST, sha256_of
+from spatialdl.data.saving import TEMPORARY, load_json, save_json
+from spatialdl.features.encoders.encoder import Encoder, Wish
+from spatialdl.features.results import FOLDER, load_before
+from spatialdl.slides.batch.report import Report
+from spatialdl.version import __version__
+
+KIND = "features"
+_SHOWN = 4
+
+
+def encoder_settings(wish: Wish, encoder: Encoder) -> dict[str, Any]:
+    """What a manifest says of an encoder, with digests of its weights."""
+    file = wish.weights
+    return {
+        "encoder": wish.name,
+        "arguments": dict(wish.arguments),
+        "pool": wish.pool if wish.kind == "transformers" else None,
+        "weights": encoder.weights if file is None else file.name,
+        "weights_sha256": None if file is None else sha256_of(file),
+        "state_sha256": encoder.digest(),
+        "width": encoder.width(),
+        "preprocessing": encoder.preprocessing.to_json(),
+    }
+
+
+class Folder:
+    """A folder of features.
+
+    Args:
+        path: of the folder.
+        settings: of this run: features of other settings do not go together with its own.
+
+    Raises:
+        ValueError: it has features of other settings, or is something else.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.path = path
+        self.settings = json.loads(json.dumps(settings))  # as they are read back
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--out {path} is a file; name a folder")
+        before = load_json(path / MANIFEST)
+        ours = isinstance(before, dict) and before.get("kind") == KIND
+        if not ours and path.is_dir() and any(path.glob("[!.]*")):
+            raise ValueError(
+                f"--out {path} holds something else than features; name a new or empty folder"
+            )
+        self._before: dict[str, Any] = before if ours else {}
+        apart = different(self._before.get("settings", self.settings), self.settings)
+        if apart and not overwrite:
+            raise ValueError(
+                f"--out {path} has features of other settings ({'; '.join(apart[:_SHOWN])}); name "
+                "another folder, or replace them by --overwrite"
+            )
+        self._replaced = overwrite
+        if overwrite:
+            self._before = {}
+
+    def begin(self) -> None:
+        """Remove what a killed run has left, or all if it is to be replaced; note the settings."""
+        (self.path / FOLDER).mkdir(parents=True, exist_ok=True)
+        for pattern in (TEMPORARY, f"{FOLDER}/{TEMPORARY}", *([f"{FOLDER}/*.h5"] * self._replaced)):
+            for file in self.path.glob(pattern):
+                file.unlink()
+        self._save(self._before.get("slides", []))
+
+    def finish(self, reports: Sequence[Report]) -> list[Report]:
+        """Write what became of all slides, those of earlier runs included.
+
+        Returns:
+            Their reports.
+        """
+        found = {report.slide: report for report in self._earlier()}
+        found |= {report.slide: report for report in reports}
+        for file in (self.path / FOLDER).glob("*.h5"):
+            before = None if file.stem in found else load_before(self.path, file.stem)
+            if before is not None:
+                found[file.stem] = before.report
+        together = [found[name] for name in sorted(found)]
+        self._save([_entry(report) for report in together])
+        return together
+
+    def _earlier(self) -> list[Report]:
+        reports = []
+        for entry in self._before.get("slides", []):
+            try:
+                reports.append(Report.from_json(entry["report"]))
+            except (ValueError, KeyError, TypeError):  # of another version
+                continue
+        return reports
+
+    def _save(self, slides: Sequence[object]) -> None:
+        content = {
+            "kind": KIND,
+            "version": 1,
+            "made_by": f"spatialdl {__version__}",
+            "settings": self.settings,
+            "slides": list(slides),
+        }
+        save_json(self.path / MANIFEST, content)
+
+
+def _entry(report: Report) -> dict[str, Any]:
+    return {
+        "slide": report.slide,
+        "file": f"{FOLDER}/{report.slide}.h5" if report.written else None,
+        "tiles": report.written,
+        "status": report.status,
+        "reason": report.reason,
+        "report": report.to_json(),
+    }
+
+
+def different(before: Any, now: Any, name: str = "") -> list[str]:
+    """Settings that differ, in words: "tiling.mpp was 0.5, is 1.0"."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted({*before, *now})
+        inner = [(f"{name}.{key}".lstrip("."), before.get(key), now.get(key)) for key in keys]
+        return [one for key, was, now_is in inner for one in different(was, now_is, key)]
+    return [] if before == now else [f"{name} was {before}, is {now}"]

@@ -1,0 +1,110 @@
+"""Tiles read ahead by threads, while an encoder is at earlier ones; their order stays.
+
+Decoders and resampling let other threads run meanwhile, so that processes are not needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Full, Queue
+
+from spatialdl.features.sources import Bag, Piece
+from spatialdl.slides.batch.report import Report
+
+_LOOK_S = 0.1  # after which a waiting thread looks whether it is to end
+
+Opened = Bag | Report
+"""A slide to be read, or what became of one of which nothing is."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A piece of a slide, or why it could not be read; without either the slide is over."""
+
+    bag: Bag
+    piece: Piece | None = None
+    problem: Exception | None = None
+
+
+class ReadAhead:
+    """Reads slide after slide.
+
+    ::
+
+        with ReadAhead(opened, threads=4) as reading:
+            for one in reading:  # a `Report`, or a `Read`
+
+    Args:
+        opened: gives the next slide, and None at the end; called in a thread of its own.
+        threads: that read.
+    """
+
+    def __init__(self, opened: Callable[[], Opened | None], threads: int) -> None:
+        self._opened = opened
+        self._queue: Queue[Report | tuple[Bag, Future[Piece] | None] | Exception | None] = Queue(
+            2 * threads + 2
+        )
+        self._over = threading.Event()
+        self._pool = ThreadPoolExecutor(threads, "reading")
+        self._thread = threading.Thread(target=self._plan, name="planning", daemon=True)
+
+    def __enter__(self) -> ReadAhead:
+        """Start."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """End the threads, whatever they are at."""
+        self._over.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[Report | Read]:
+        """What was read, in order."""
+        while (one := self._queue.get()) is not None:
+            if isinstance(one, Exception):
+                raise one
+            if isinstance(one, Report):
+                yield one
+                continue
+            bag, future = one
+            if future is None:
+                yield Read(bag)
+                continue
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            yield Read(bag, None, error) if error is not None else Read(bag, future.result())
+
+    def _plan(self) -> None:
+        try:
+            while not self._over.is_set() and (found := self._opened()) is not None:
+                if isinstance(found, Report):
+                    self._put(found)
+                    continue
+                for first, last in found.pieces():
+                    self._put_read(found, first, last)
+                self._put((found, None))
+            self._put(None)
+        except Exception as error:  # raised where the pieces are taken
+            self._put(error)
+
+    def _put_read(self, bag: Bag, first: int, last: int) -> None:
+        if not self._over.is_set():
+            try:
+                self._put((bag, self._pool.submit(bag.read, first, last)))
+            except RuntimeError:  # it was shut down in that moment
+                if not self._over.is_set():
+                    raise
+
+    def _put(self, one: Report | tuple[Bag, Future[Piece] | None] | Exception | None) -> None:
+        while not self._over.is_set():
+            try:
+                self._queue.put(one, timeout=_LOOK_S)
+            except Full:
+                continue
+            return

@@ -1,0 +1,356 @@
+"""The tiles of slides and of data sets, slide by slide, in pieces that threads read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.format import TileSample
+from spatialdl.data.shards import ShardDataset
+from spatialdl.errors import ShardError, SlideError
+from spatialdl.predicting.inputs import Input, shard_inputs
+from spatialdl.slides.batch.choosing import Choosing
+from spatialdl.slides.batch.coords import tile_attributes
+from spatialdl.slides.batch.identity import slide_key
+from spatialdl.slides.batch.record import Part
+from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.steps import Task, begun
+from spatialdl.slides.cutting.stains import Colours
+from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
+from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.reading.wanted import Wanted
+
+_MOST_TILES, _MOST_BYTES = 32, 8 * 2**20  # of a piece
+
+Tiles = npt.NDArray[np.uint8]
+
+
+@dataclass
+class Piece:
+    """Some tiles of a slide that were read.
+
+    Attributes:
+        tiles: uint8 (tiles, rows, cols, 3).
+        part: where they lie, and what became of the others.
+    """
+
+    tiles: Tiles
+    part: Part
+
+
+@dataclass
+class Bag(ABC):
+    """The tiles of one slide.
+
+    Attributes:
+        name: of the slide.
+        key: a digest of what its features depend on.
+        report: what is known of it so far.
+        attributes: of its coordinates.
+        side: rows and columns of a tile.
+    """
+
+    name: str
+    key: str
+    report: Report
+    attributes: Mapping[str, object]
+    side: int
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Tiles to be read."""
+
+    @abstractmethod
+    def read(self, first: int, last: int) -> Piece:
+        """Tiles from `first` up to `last`; threads may read at the same time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close files."""
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """In which pieces it is read."""
+        step = max(1, min(_MOST_TILES, _MOST_BYTES // (3 * self.side**2)))
+        return [(k, min(k + step, self.count)) for k in range(0, self.count, step)]
+
+    def _stacked(self, images: Sequence[Tiles], part: Part) -> Piece:
+        empty = np.empty((0, self.side, self.side, 3), np.uint8)
+        return Piece(np.stack(images) if images else empty, part)
+
+
+class Source(ABC):
+    """All slides of a run; small enough to be sent to other processes.
+
+    Attributes:
+        tasks: the slides, the largest first.
+    """
+
+    tasks: Sequence[Task]
+
+    @abstractmethod
+    def key(self, task: Task) -> str:
+        """A digest of what the features of a slide depend on.
+
+        Raises:
+            SlideError, ShardError, OSError: the slide cannot be read.
+        """
+
+    @abstractmethod
+    def open(self, task: Task, key: str) -> Bag:
+        """Choose the tiles of a slide.
+
+        Raises:
+            SlideError, ShardError, OSError: it cannot be used.
+        """
+
+
+@dataclass
+class SlideSource(Source):
+    """Slides, cut as `spatialdl-tile` cuts them.
+
+    Attributes:
+        options: as `spatialdl-tile` has them.
+        settings: what features depend on besides the slides.
+    """
+
+    tasks: Sequence[Task]
+    options: Namespace
+    choosing: Choosing
+    settings: dict[str, object]
+
+    def key(self, task: Task) -> str:
+        with self._opened(task) as slide:
+            return slide_key(slide, task.name, None, self.settings, self.choosing.beside(task.path))
+
+    def open(self, task: Task, key: str) -> Bag:
+        started, options = time.monotonic(), self.options
+        with self._opened(task) as slide:
+            plan = plan_tiles(
+                slide,
+                options.tile_size,
+                Wanted(options.mpp, options.mag, options.level),
+                options.min_tissue,
+                overlap=options.overlap,
+                edge=options.edge,
+                finder=self.choosing.finder(slide),
+                regions=self.choosing.regions(slide),
+            )
+            report = begun(task, slide, plan, options)
+            report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
+            report.unannotated, report.note = plan.unannotated, plan.reason
+            own = self.choosing.own_colours(slide, plan)
+            if isinstance(own, str):
+                raise SlideError(own)
+            attributes = {**tile_attributes(slide, plan), "name": task.name}
+        report.seconds = time.monotonic() - started
+        side = plan.tile_size
+        small = plan.part(0, len(plan.places))
+        return _SlideBag(task.name, key, report, attributes, side, self, task, small, own)
+
+    def _opened(self, task: Task) -> Slide:
+        return Slide(task.path, self.options.slide_mpp)
+
+
+@dataclass
+class _SlideBag(Bag):
+    source: SlideSource
+    task: Task
+    plan: TilePlan
+    own: Colours | None
+    idle: SimpleQueue[Slide] = field(default_factory=SimpleQueue)
+
+    @property
+    def count(self) -> int:
+        return len(self.plan.places)
+
+    def read(self, first: int, last: int) -> Piece:
+        slide = self._slide()
+        try:
+            return self._read(slide, first, last)
+        finally:
+            self.idle.put(slide)
+
+    def _read(self, slide: Slide, first: int, last: int) -> Piece:
+        part, images, choosing = Part(), [], self.source.choosing
+        started = time.monotonic()
+        for tile in cut_tiles(slide, self.plan.part(first, last)):
+            place = tile.x, tile.y
+            if tile.image is None:
+                if tile.bare:
+                    part.bare += 1
+                else:
+                    part.unreadable.append(place)
+                    part.problem = tile.problem
+            elif refused := choosing.refused(tile.image):
+                part.dropped.setdefault(refused, []).append(place)
+            else:
+                images.append(choosing.finished(tile.image, self.own))
+                part.taken.append((*place, None))
+        part.seconds = time.monotonic() - started
+        return self._stacked(images, part)
+
+    def _slide(self) -> Slide:
+        """One that no other thread reads."""
+        try:
+            return self.idle.get_nowait()
+        except Empty:
+            return Slide(self.task.path, self.source.options.slide_mpp)
+
+    def close(self) -> None:
+        while not self.idle.empty():
+            self.idle.get_nowait().close()
+
+
+@dataclass
+class SetSource(Source):
+    """The tiles of a data set, by slides.
+
+    Attributes:
+        folder: of the data set.
+        split: the one that is taken, None takes all.
+        settings: what features depend on besides the tiles.
+    """
+
+    folder: Path
+    split: str | None
+    settings: dict[str, object]
+    tasks: Sequence[Task] = ()
+
+    def __post_init__(self) -> None:
+        dataset = ShardDataset(self.folder, self.split, whole=False)
+        _check(dataset)
+        self._dataset = dataset
+        self._inputs = {one.name: one for one in shard_inputs(dataset, self._size, maps=False)}
+        tasks = [
+            Task(self.folder, name, None, len(one.places)) for name, one in self._inputs.items()
+        ]
+        self.tasks = sorted(tasks, key=lambda task: (-task.bytes, task.name))
+
+    @property
+    def side(self) -> int:
+        """Rows and columns of a tile."""
+        return self._size[0]
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        size = self._dataset.manifest.tile_size
+        assert size is not None  # of tiles, which the manifest was checked for
+        return size
+
+    def key(self, task: Task) -> str:
+        shards = self._dataset.manifest.shards
+        where = [
+            (shards[one.shard].sha256, one.index, one.x, one.y) for one in self._samples(task.name)
+        ]
+        said = json.dumps([task.name, where, self.settings], sort_keys=True, default=str)
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    def open(self, task: Task, key: str) -> Bag:
+        found = self._inputs[task.name]
+        count = len(found.places)
+        report = Report(task.name, in_grid=count, with_tissue=count, mpp=found.mpp)
+        report.file = str(self.folder)
+        attributes = _set_attributes(found, self._dataset.manifest.made_with, self.side)
+        return _SetBag(
+            task.name, key, report, attributes, self.side, self, self._samples(task.name)
+        )
+
+    def _samples(self, name: str) -> list[TileSample]:
+        numbers: Sequence[int] = self._inputs[name].source.numbers  # type: ignore[attr-defined]
+        found = [self._dataset.sample(number) for number in numbers]
+        return [one for one in found if isinstance(one, TileSample)]
+
+    def numbers(self, name: str) -> Sequence[int]:
+        """The samples of a slide."""
+        found: Sequence[int] = self._inputs[name].source.numbers  # type: ignore[attr-defined]
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SetSource, (self.folder, self.split, self.settings)
+
+
+@dataclass
+class _SetBag(Bag):
+    source: SetSource
+    samples: Sequence[TileSample]
+    idle: SimpleQueue[ShardDataset] = field(default_factory=SimpleQueue)
+
+    @property
+    def count(self) -> int:
+        return len(self.samples)
+
+    def read(self, first: int, last: int) -> Piece:
+        try:
+            dataset = self.idle.get_nowait()
+        except Empty:
+            dataset = ShardDataset(self.source.folder, self.source.split, whole=False)
+        try:
+            return self._read(dataset, first, last)
+        finally:
+            self.idle.put(dataset)
+
+    def _read(self, dataset: ShardDataset, first: int, last: int) -> Piece:
+        part, images, started = Part(), [], time.monotonic()
+        numbers = self.source.numbers(self.name)[first:last]
+        for number, sample in zip(numbers, self.samples[first:last], strict=True):
+            try:
+                images.append(dataset.read(number))
+            except ShardError as error:
+                part.unreadable.append((sample.x, sample.y))
+                part.problem = str(error)
+            else:
+                part.taken.append((sample.x, sample.y, None))
+        part.seconds = time.monotonic() - started
+        return self._stacked(images, part)
+
+    def close(self) -> None:
+        while not self.idle.empty():
+            self.idle.get_nowait().close()
+
+
+def _check(dataset: ShardDataset) -> None:
+    """Refuse data sets that encoders do not take.
+
+    Raises:
+        ValueError: naming what it has.
+    """
+    if dataset.kind != "tiles":
+        raise ValueError(
+            f"data set {dataset.path} has {dataset.kind}, features are of tiles: cut slides by "
+            "spatialdl-tile --tile-size N, or name the slides"
+        )
+    if dataset.channels != 3 or dataset.dtype != np.uint8:
+        raise ValueError(
+            f"data set {dataset.path} has {dataset.channels} channels of {dataset.dtype}, encoders "
+            "take 3 of uint8"
+        )
+    rows, cols = dataset.manifest.tile_size or (0, 0)
+    if rows != cols:
+        raise ValueError(f"data set {dataset.path} has tiles of {rows} x {cols}, expected squares")
+
+
+def _set_attributes(found: Input, made_with: Mapping[str, Any], side: int) -> dict[str, object]:
+    """What is known of where tiles of a data set were cut."""
+    said: dict[str, object] = {"patch_size": side, "name": found.name}
+    if found.span is not None:
+        said["patch_size_level0"] = round(found.span[0])
+    for key, name, kinds in (
+        ("overlap", "overlap", int),
+        ("level", "patch_level", int),
+        ("mag", "target_magnification", (int, float)),
+    ):
+        if isinstance(made_with.get(key), kinds):
+            said[name] = made_with[key]
+    return said

@@ -1,0 +1,70 @@
+"""Tiles as an encoder sees them: as Pillow resizes them, to within a level."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from spatialdl.features.encoders.preprocessing import Preprocess, Preprocessing, centred
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
+
+
+def tiles_of(side: int, count: int = 3) -> torch.Tensor:
+    """Smooth ones with some noise, as tissue has it."""
+    generator = torch.Generator().manual_seed(side)
+    coarse = torch.rand(count, 3, 6, 6, generator=generator) * 255
+    fine = torch.nn.functional.interpolate(coarse, (side, side), mode="bicubic")
+    noise = torch.randn(fine.shape, generator=generator) * 20
+    return (fine + noise).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def levels(images: torch.Tensor) -> torch.Tensor:
+    """From 0 to 255, (tiles, rows, cols, 3)."""
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return ((images.double() * std + mean) * 255).permute(0, 2, 3, 1)
+
+
+def test_a_tile_of_the_size_is_normalised_and_nothing_else():
+    tiles = tiles_of(32)
+    found = Preprocess(Preprocessing(32, MEAN, STD), torch.float64)(tiles)
+    assert found.shape == (3, 3, 32, 32)
+    torch.testing.assert_close(levels(found), tiles.double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("side", "size"), [(96, 40), (30, 41), (64, 64)])
+def test_tiles_are_resized_as_pillow_does_it(interpolation, side, size):
+    tiles = tiles_of(side)
+    steps = Preprocessing(size, MEAN, STD, interpolation)
+    found = levels(Preprocess(steps)(tiles)).round().numpy()
+    way = Image.Resampling[interpolation.upper()]
+    for tile, one in zip(tiles.numpy(), found, strict=True):
+        wanted = np.asarray(Image.fromarray(tile).resize((size, size), way)).astype(float)
+        most, mean = (1, 0.002) if interpolation == "bicubic" else (2, 0.1)  # which has many ties
+        assert abs(one - wanted).max() <= most
+        assert abs(one - wanted).mean() < mean
+
+
+def test_the_middle_is_cut_out_of_a_resized_tile():
+    tiles = tiles_of(50)
+    steps = Preprocessing(32, MEAN, STD, resized=50, offset=centred(50, 32))
+    found = levels(Preprocess(steps, torch.float64)(tiles))
+    torch.testing.assert_close(found, tiles[:, 9:41, 9:41].double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"interpolation": "lanczos"}, "bilinear or bicubic: say --interpolation"),
+        ({"mean": (0.5,)}, "mean is 0.5, expected three numbers"),
+        ({"std": (0.5, 0.0, 0.5)}, "expected numbers above 0"),
+        ({"std": (0.5, float("nan"), 0.5)}, "expected three numbers"),
+        ({"resized": 20}, "cannot be cropped to 32"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Preprocessing(**{"size": 32, "mean": MEAN, "std": STD, **wrong})

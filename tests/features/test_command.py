@@ -1,0 +1,258 @@
+"""The command: features that are those of each tile alone, whoever computes them, and resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from spatialdl.comm.launch import mpiexec_command
+from spatialdl.data.feature_file import FeatureFile, list_features
+from spatialdl.features.command import main
+from spatialdl.slides.command import main as tile
+from spatialdl.slides.reading.reader import Slide
+from tests.features.tiny import Tiny
+
+REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
+TINY = ["--encoder", "tests.features.tiny.Tiny", "--device", "cpu"]
+EXACT = ["--precision", "float64", "--dtype", "float32"]
+
+
+def run(*arguments: object) -> int:
+    return main([*map(str, arguments)])
+
+
+def started(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """The command in processes of its own."""
+    return subprocess.Popen(
+        [*launcher, sys.executable, "-m", "spatialdl.features.command", *map(str, arguments)],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out + err
+
+
+def check_same(one: Path, other: Path) -> None:
+    """Two folders have the same features, to what float64 leaves of an order of sums."""
+    first, second = list_features([one]), list_features([other])
+    assert [file.slide for file in first] == [file.slide for file in second]
+    for file, again in zip(first, second, strict=True):
+        np.testing.assert_array_equal(file.coords(), again.coords())
+        np.testing.assert_allclose(file.read(), again.read(), rtol=1e-6, atol=1e-10)
+        assert set(file.attributes) == set(again.attributes)
+
+
+@pytest.fixture(scope="module")
+def done(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Features of all tiles of the small slides."""
+    out = tmp_path_factory.mktemp("done") / "out"
+    assert run(small, "--out", out, "--mpp", 0.5, *TINY, *EXACT) == 0
+    return out
+
+
+def test_features_are_those_of_each_tile_alone(small, done):
+    network = Tiny().eval().double()
+    mean, std = (
+        torch.tensor(one, dtype=torch.float64).view(3, 1, 1) for one in (Tiny.mean, Tiny.std)
+    )
+    files = list_features([done])
+    assert [file.slide for file in files] == ["a", "b", "c"]
+    for file in files:
+        with Slide(small / f"{file.slide}.tiff") as slide:
+            for (x, y), found in zip(file.coords().tolist(), file.read(), strict=True):
+                pixels = torch.from_numpy(slide.read(x, y, (64, 64), 0.5)).permute(2, 0, 1)
+                with torch.inference_mode():
+                    wanted = network(((pixels.double() / 255 - mean) / std)[None])[0]
+                np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6, atol=1e-10)
+
+
+def test_the_manifest_says_how_they_were_made(done):
+    found = json.loads((done / "manifest.json").read_text())
+    assert found["settings"]["encoder"]["preprocessing"]["mean"] == [0.5, 0.4, 0.3]
+    assert found["settings"]["tiling"]["mpp"] == 0.5
+    assert [one["status"] for one in found["slides"]] == ["processed"] * 3
+    assert [one["tiles"] for one in found["slides"]] == [f.tiles for f in list_features([done])]
+    assert not list(done.glob(".claims-*"))
+
+
+def test_clam_and_trident_read_them(done):
+    """The lines by which their loaders read a slide."""
+    with h5py.File(done / "h5" / "a.h5", "r") as file:
+        features = torch.from_numpy(file["features"][:])
+        coords = file["coords"][:]
+        attributes = dict(file["coords"].attrs)
+    assert features.shape == (len(coords), 12)
+    assert coords.dtype == np.int64
+    assert (attributes["patch_size"], attributes["patch_size_level0"]) == (64, 64)
+    assert (attributes["patch_level"], attributes["overlap"], attributes["name"]) == (0, 0, "a")
+    assert (attributes["level0_width"], attributes["level0_height"]) == (640, 512)
+    assert attributes["target_magnification"] == 20
+    assert tuple(attributes["downsample"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("how", [["--batch-size", 5, "--readers", 3], ["--batch-size", 1]])
+def test_batches_and_readers_change_nothing(small, done, tmp_path, how):
+    assert run(small, "--out", tmp_path / "out", "--mpp", 0.5, *TINY, *EXACT, *how) == 0
+    check_same(done, tmp_path / "out")
+
+
+def test_a_data_set_of_the_same_tiles_has_the_same_features(small, done, tmp_path):
+    words = [small, "--out", tmp_path / "set", "--tile-size", 64, "--mpp", 0.5]
+    assert tile([*map(str, words)]) == 0
+    assert run(tmp_path / "set", "--out", tmp_path / "out", *TINY, *EXACT) == 0
+    first, second = list_features([done]), list_features([tmp_path / "out"])
+    for file, again in zip(first, second, strict=True):
+        np.testing.assert_array_equal(file.coords(), again.coords())
+        np.testing.assert_allclose(file.read(), again.read(), rtol=1e-6, atol=1e-10)
+    assert first[0].attributes["patch_size_level0"] == second[0].attributes["patch_size_level0"]
+    assert run(tmp_path / "set", "--out", tmp_path / "b", *TINY, "--mpp", 0.5) == 2
+
+
+def test_what_is_done_is_not_done_again_and_other_settings_are_refused(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    common = [small, "--out", out, "--mpp", 0.5, *TINY]
+    assert run(*common) == 0
+    before = {path.name: path.stat().st_mtime_ns for path in (out / "h5").iterdir()}
+    assert FeatureFile.open(out / "h5" / "a.h5").dtype == np.float16
+    (out / "h5" / "b.h5").write_bytes(b"damaged")
+    assert run(*common) == 0
+    assert "2 of them done before" in capsys.readouterr().out
+    after = {path.name: path.stat().st_mtime_ns for path in (out / "h5").iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"b.h5"}
+    assert run(*common, "--overlap", 8) == 2
+    assert "tiling.overlap was 0, is 8" in capsys.readouterr().err
+    assert run(*common, "--encoder-args", "seed=4") == 2
+    assert run(*common, "--overlap", 8, "--overwrite") == 0
+    assert FeatureFile.open(out / "h5" / "a.h5").attributes["overlap"] == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_leaves_whole_files_and_is_resumed(small, done, tmp_path, number):
+    out, armed = tmp_path / "out", tmp_path / "armed"
+    armed.touch()
+    batches = -(-list_features([done])[0].tiles // 8) + 1  # when the first slide is done
+    arguments = [f"armed={armed}", f"batches={batches}", f"number={int(number)}"]
+    common = [
+        *(small, "--out", out, "--mpp", 0.5, "--encoder", "tests.features.tiny.Ending"),
+        *("--device", "cpu", *EXACT, "--batch-size", 8, "--encoder-args", *arguments),
+    ]
+    code, said = ended(started(*common))
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], said
+    assert not armed.exists()
+    left = [FeatureFile.open(path) for path in (out / "h5").glob("[!.]*.h5")]
+    assert 0 < len(left) < 3
+    code, said = ended(started(*common))
+    assert code == 0, said
+    assert f"{len(left)} of them done before" in said
+    check_same(done, out)
+    assert {path.name for path in out.iterdir()} == {
+        ".lock",
+        "h5",
+        "manifest.json",
+        "process_list.csv",
+    }
+    assert not list((out / "h5").glob(".*"))
+
+
+def test_processes_and_ranks_give_the_same_files(small, done, tmp_path):
+    common = [small, "--mpp", 0.5, *TINY, *EXACT]
+    jobs = started(*common, "--out", tmp_path / "jobs", "--jobs", 2)
+    code, said = ended(jobs)
+    assert code == 0, said
+    check_same(done, tmp_path / "jobs")
+    launcher = tuple(mpiexec_command(2))
+    code, said = ended(started(*common, "--out", tmp_path / "ranks", launcher=launcher))
+    assert code == 0, said
+    check_same(done, tmp_path / "ranks")
+    said_once = [line for line in said.splitlines() if "features of each of" in line]
+    assert len(said_once) == 1
+    code, said = ended(
+        started(*common, "--out", tmp_path / "ranks", "--mean", "1,1,1", launcher=launcher)
+    )
+    assert code != 0
+    assert "has features of other settings" in said
+
+
+def test_processes_with_other_random_weights_are_refused(small, tmp_path):
+    words = [small, "--out", tmp_path / "out", "--mpp", 0.5, *TINY, "--encoder-args", "seed=none"]
+    code, said = ended(started(*words, "--jobs", 2))
+    assert code == 2
+    assert "other weights each time it is made" in said
+
+
+def test_bad_slides_are_reported_and_the_others_done(tmp_path, capsys):
+    if not REAL.is_dir():
+        pytest.skip(f"no real slides: {REAL} is missing")
+    slides = [REAL / "osp-unopenable.tiff", REAL / "CMU-1-Small-Region.svs", REAL / "bad"]
+    common = [*slides, "--out", tmp_path, "--mpp", 2, *TINY]
+    assert run(*common) == 1
+    said = capsys.readouterr()
+    for reason in ("the file is empty", "give them with --slide-mpp", "could not be read"):
+        assert reason in said.err
+    assert "labels" not in said.err
+    found = {
+        one["slide"]: one for one in json.loads((tmp_path / "manifest.json").read_text())["slides"]
+    }
+    assert found["all-white"]["status"] == "no tiles"
+    assert found["truncated-half"]["status"] == "failed"
+    assert found["corrupt-some-tiles"]["status"] == "damaged"
+    assert found["CMU-1-Small-Region"]["status"] == "processed"
+    assert {file.slide for file in list_features([tmp_path])} == {
+        *("CMU-1-Small-Region", "corrupt-some-tiles")
+    }
+    assert run(*common, "--skip-errors") == 0
+
+
+def test_features_that_do_not_fit_are_not_stored(small, tmp_path, capsys):
+    words = [small, "--out", tmp_path / "out", "--mpp", 0.5, "--device", "cpu"]
+    words += ["--encoder", "tests.features.tiny.Large"]
+    assert run(*words) == 1
+    assert "not finite in float16; take --dtype float32" in capsys.readouterr().err
+    assert list((tmp_path / "out" / "h5").iterdir()) == []
+    assert run(*words, "--dtype", "float32", "--overwrite") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "say how fine tiles of slides are"),
+        (["--mpp", 0.5, "--split", "train"], "--split train is of a data set"),
+        (["--mpp", 0.5, "--device", "cuda"], "PyTorch sees no cuda here"),
+        (["--mpp", 0.5, "--overlap", 64], "less than a tile"),
+        (["--mpp", 0.5, "--mean", "0.5,0.5,0.5", "--std", "1,0,1"], "expected numbers above 0"),
+    ],
+)
+def test_mistakes_are_found_before_work_begins(small, tmp_path, capsys, words, said):
+    assert run(small, "--out", tmp_path / "out", *TINY[:2], *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_patterns_and_other_folders(small, tmp_path, capsys):
+    words = ["--mpp", 0.5, *TINY]
+    assert run(small / "[ab].tiff", "--out", tmp_path / "out", *words) == 0
+    assert [file.slide for file in list_features([tmp_path / "out"])] == ["a", "b"]
+    assert run(small / "x*.tiff", "--out", tmp_path / "out", *words) == 2
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "notes.txt").touch()
+    assert run(small, "--out", tmp_path / "else", *words) == 2
+    assert "holds something else than features" in capsys.readouterr().err

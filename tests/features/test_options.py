@@ -1,0 +1,44 @@
+"""What the command line stands for."""
+
+from __future__ import annotations
+
+import pytest
+
+from spatialdl.features.options import given_cutting, parsed
+
+COMMON = ["slides", "--out", "out", "--encoder", "package.Net"]
+
+
+def test_arguments_of_encoders_are_values_of_python():
+    words = ["--encoder-args", "a=1e-5", "b=true", "c=None", "d=[1, 2]", "e=gelu", "f=x=y"]
+    arguments = parsed([*COMMON, *words]).wish.arguments
+    assert arguments == {"a": 1e-5, "b": True, "c": None, "d": [1, 2], "e": "gelu", "f": "x=y"}
+    with pytest.raises(ValueError, match="gives a twice"):
+        parsed([*COMMON, "--encoder-args", "a=1", "a=2"])
+
+
+@pytest.mark.parametrize("words", [["--encoder-args", "a"], ["--mean", "1,2"], ["--std", "a,b,c"]])
+def test_values_that_cannot_be_end_the_process(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parsed([*COMMON, *words])
+    assert stop.value.code == 2
+
+
+def test_options_on_cutting_are_told_from_the_defaults():
+    assert given_cutting(parsed(COMMON)) == []
+    assert given_cutting(parsed([*COMMON, "--overlap", "0", "--edge", "pad"])) == ["--edge"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rest"),
+    [
+        ("timm:resnet18", "timm", "resnet18"),
+        ("timm:hf-hub:a/b", "timm", "hf-hub:a/b"),
+        ("transformers:/a:b", "transformers", "/a:b"),
+        ("package.Net", "own", "package.Net"),
+        ("other:x", "own", "other:x"),
+    ],
+)
+def test_names_say_the_kind(name, kind, rest):
+    wish = parsed([*COMMON[:-1], name]).wish
+    assert (wish.kind, wish.rest) == (kind, rest)

@@ -1,0 +1,68 @@
+"""Reading ahead keeps the order, hands errors on, and ends when it is left."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spatialdl.features.reading import Read, ReadAhead
+from spatialdl.features.sources import Bag, Piece
+from spatialdl.slides.batch.record import Part
+from spatialdl.slides.batch.report import Report
+
+
+class Numbers(Bag):
+    """A slide whose tiles are their numbers; tile `bad` cannot be read."""
+
+    def __init__(self, name: str, count: int, bad: int = -1) -> None:
+        super().__init__(name, "", Report(name), {}, 600)
+        self._count, self._bad = count, bad
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def read(self, first: int, last: int) -> Piece:
+        if first <= self._bad < last:
+            raise OSError("bad")
+        return Piece(np.arange(first, last).astype(np.uint8), Part())
+
+    def close(self) -> None: ...
+
+
+def described(one: Any) -> Any:
+    if isinstance(one, Report):
+        return one.slide
+    what = str(one.problem) if one.problem else one.piece and one.piece.tiles.tolist()
+    return one.bag.name, what
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_pieces_come_in_order_and_errors_with_their_slide(threads):
+    opened = iter([Numbers("a", 9), Report("none"), Numbers("b", 20, bad=8), Numbers("c", 0), None])
+    with ReadAhead(lambda: next(opened), threads) as reading:
+        found = [described(one) for one in reading]
+    step = Numbers("a", 9).pieces()[0][1]
+    assert step == 7
+    assert found == [
+        *(("a", [*range(7)]), ("a", [7, 8]), ("a", None), "none"),
+        *(("b", [*range(7)]), ("b", "bad"), ("b", [*range(14, 20)]), ("b", None), ("c", None)),
+    ]
+
+
+def test_it_ends_when_it_is_left_early():
+    before = threading.active_count()
+    with ReadAhead(lambda: Numbers("endless", 1000), 2) as reading:
+        assert isinstance(next(iter(reading)), Read)
+    assert threading.active_count() == before
+
+
+def test_errors_of_opening_are_raised():
+    def broken() -> None:
+        raise RuntimeError("no slides any more")
+
+    with pytest.raises(RuntimeError, match="no slides"), ReadAhead(broken, 1) as reading:
+        list(reading)
