@@ -121,9 +121,9 @@ def _check_same(first: Tensor, second: Tensor, part: range) -> None:
     if not bool(difference <= TOLERANCE * first.abs().max()):
         raise RuntimeError(
             "the second run of the encoder gives other features for tiles "
-            f"{part.start} to {part.stop - 1}, by up to {float(difference):.3g}: the function that "
-            "reads tiles must give the same ones both times (augment by tile number), and the encoder must draw "
-            "random numbers by PyTorch only"
+            f"{part.start} to {part.stop - 1}, by up to {float(difference):.3g}: what reads tiles "
+            "must give the same ones both times (augment by the number of the tile), and the "
+            "encoder must draw random numbers by PyTorch only"
         )
 
 
