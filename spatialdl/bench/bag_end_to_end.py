@@ -22,6 +22,7 @@ from spatialdl.bench.bag_end_to_end_worker import ARMS, TILES
 from spatialdl.bench.results import (
     CPU,
     heading,
+    kept,
     markdown,
     origin,
     parser_of,
@@ -31,7 +32,6 @@ from spatialdl.bench.results import (
     words_of,
 )
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.data.saving import load_json, save_json
 from spatialdl.planning.worker import environment, run_worker
 
 TITLES = {
@@ -81,23 +81,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _train(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     """One run, or what it has found before."""
     words = [f"--{name}={getattr(options, name)}" for name in _OF_A_RUN]
-    path = Path(options.folder) / f"{arm}-{seed}.json"
-    kept = load_json(path)
-    if kept is not None and kept["words"] == words:
-        found: dict[str, Any] = kept["found"]
-        return found
-    found = run_worker(
-        [
-            *([] if options.ranks == 1 else mpiexec_command(options.ranks)),
-            *(sys.executable, "-m", "spatialdl.bench.bag_end_to_end_worker"),
-            *("--arm", arm, "--seed", str(seed), *words),
-        ],
-        environment(threads=1),
-        show=True,
+    command = [
+        *([] if options.ranks == 1 else mpiexec_command(options.ranks)),
+        *(sys.executable, "-m", "spatialdl.bench.bag_end_to_end_worker"),
+        *("--arm", arm, "--seed", str(seed), *words),
+    ]
+    return kept(
+        Path(options.folder) / f"{arm}-{seed}.json",
+        words,
+        lambda: run_worker(command, environment(threads=1), show=True),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_json(path, {"words": words, "found": found})
-    return found
 
 
 _OF_A_RUN = ("slides", "validation", "epochs", "batch", "lr", "mode", "ranks")

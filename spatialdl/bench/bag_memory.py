@@ -2,7 +2,7 @@
 
 An encoder (a ResNet-18 with frozen BatchNorm) and gated attention train two steps on one slide, in
 a process of its own for each number. Memory is the peak resident set of the largest rank, above
-what the imports take.
+what the imports take. What is finished in the folder is not done again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from spatialdl.bags.end_to_end import MODES
 from spatialdl.bench.results import (
     CPU,
     heading,
+    kept,
     markdown,
     origin,
     parser_of,
@@ -61,6 +62,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=64, help=f"of a tile, in pixels {shown}")
     parser.add_argument("--slice", type=int, default=16, help=f"tiles of a slice {shown}")
     parser.add_argument("--width", type=int, default=256, help=f"of the features {shown}")
+    parser.add_argument(
+        "--folder",
+        default="outputs/bench/bag_memory",
+        help=f"where finished runs are kept {shown}",
+    )
     options = parser.parse_args(arguments)
     if min(options.side, options.slice, options.width, *options.tiles, *options.ranks) < 1:
         raise ValueError("tiles, ranks, side, slice and width must be at least 1")
@@ -70,13 +76,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, tiles: int, ranks: int, mode: str) -> dict[str, Any]:
+    words = [
+        *("--mode", mode, "--tiles", str(tiles), "--ranks", str(ranks)),
+        *("--side", str(options.side), "--slice", str(options.slice)),
+        *("--width", str(options.width)),
+    ]
     command = [
         *([] if ranks == 1 else mpiexec_command(ranks)),
-        *(sys.executable, "-m", "spatialdl.bench.bag_memory_worker", "--mode", mode),
-        *("--tiles", str(tiles), "--ranks", str(ranks), "--side", str(options.side)),
-        *("--slice", str(options.slice), "--width", str(options.width)),
+        *(sys.executable, "-m", "spatialdl.bench.bag_memory_worker", *words),
     ]
-    return run_worker(command, environment(threads=1))
+    path = Path(options.folder) / f"{mode}-{tiles}tiles-{ranks}ranks.json"
+    return kept(path, words, lambda: run_worker(command, environment(threads=1)))
 
 
 def table(result: dict[str, Any]) -> str:
