@@ -81,8 +81,8 @@ _FOUND_IN = {
 
 def __getattr__(name: str) -> object:
     """Look a name up when it is first used."""
-    if name == "random":
-        return import_module("spatialdl.random")
+    if name in ("bags", "random"):
+        return import_module(f"spatialdl.{name}")
     if name not in _FOUND_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_FOUND_IN[name]), name)

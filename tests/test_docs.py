@@ -9,6 +9,7 @@ import re
 import pytest
 
 import spatialdl
+import spatialdl.bags
 import spatialdl.data
 import spatialdl.export
 import spatialdl.models
@@ -16,7 +17,7 @@ import spatialdl.random
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (spatialdl, spatialdl.data, spatialdl.models)
+    for module in (spatialdl, spatialdl.bags, spatialdl.data, spatialdl.models)
     for name in module.__all__
     if name != "__version__"
 }

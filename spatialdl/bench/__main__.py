@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from spatialdl.bench import (
     backend,
+    bag_end_to_end,
+    bag_memory,
     channel_scaling,
     halo,
     io,
@@ -25,6 +27,8 @@ from spatialdl.bench import (
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
+    "bag_end_to_end": bag_end_to_end.main,
+    "bag_memory": bag_memory.main,
     "channel_scaling": channel_scaling.main,
     "halo": halo.main,
     "io": io.main,

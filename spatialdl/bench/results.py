@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spatialdl.data.saving import load_json, save_json
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -61,6 +63,17 @@ def publish(
     path.with_name(f"{path.name}.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(result, path.with_name(f"{path.name}.png"))
     print(f"\nwritten: {path}.md, .json and .png")
+
+
+def kept(path: Path, words: Sequence[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` finds, or has found before by the same words; kept in a file of JSON."""
+    before = load_json(path)
+    if before is None or before["words"] != list(words):
+        before = {"words": list(words), "found": work()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_json(path, before)
+    found: dict[str, Any] = before["found"]
+    return found
 
 
 def heading(result: dict[str, Any], *more: str) -> list[str]:

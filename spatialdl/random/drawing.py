@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.nn.functional as F
@@ -99,6 +100,37 @@ class _Again:
 def same_again() -> AbstractContextManager[None]:
     """A context that draws what is drawn from now on, once more; to be entered later."""
     return _Again()
+
+
+class PartsOfSamples:
+    """Samples that go through a network part after part and draw as if all went at once.
+
+    To be made within `keyed`. Each part begins at the call that is next now, any number of times.
+
+    Attributes:
+        drawn: calls of the last part.
+
+    Raises:
+        RuntimeError: outside of `keyed`.
+    """
+
+    def __init__(self) -> None:
+        if thread.stream is None:
+            raise RuntimeError("parts of samples draw random numbers within keyed() only")
+        self._around, self._first = thread.stream, thread.stream.calls
+        self.drawn = 0
+
+    @contextmanager
+    def of(self, own: range) -> Iterator[None]:
+        """Draw for these samples."""
+        stream = Stream(self._around.key, self._first, own)
+        with _Keyed(stream):
+            yield
+        self.drawn = stream.calls - self._first
+
+    def finish(self, drawn: int) -> None:
+        """What is drawn from now on comes after `drawn` calls of all samples."""
+        self._around.calls = self._first + drawn
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

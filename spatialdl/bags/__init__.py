@@ -1,0 +1,5 @@
+"""Slides as bags of tiles: networks that see all tiles of a slide in one step."""
+
+from spatialdl.bags.end_to_end import EndToEnd
+
+__all__ = ["EndToEnd"]

@@ -1,0 +1,66 @@
+"""A rank of the benchmark of memory against tiles: steps on one slide, and what they took.
+
+Rank 0 prints one line of JSON: the peak memory of the largest rank above what the imports take, and
+seconds of the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import partial
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+
+import spatialdl
+from spatialdl import models
+from spatialdl.bags import EndToEnd
+from spatialdl.bench.bag_networks import GatedAttention, noise
+from spatialdl.comm.abort import install_abort_hook
+from spatialdl.training.peak_memory import peak_memory_mb
+
+STEPS = 2
+
+
+def main() -> None:
+    install_abort_hook()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", required=True)
+    for name in ("tiles", "side", "slice", "width", "ranks"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    options = parser.parse_args()
+    import_module("torch._dynamo")  # which PyTorch's optimizers import: no part of training
+    mesh = spatialdl.init_mesh((options.ranks,), check=False)
+    device = torch.device("cpu")
+    baseline = peak_memory_mb(device)
+    torch.manual_seed(0)
+    e2e = EndToEnd(
+        models.resnet18(num_classes=options.width),
+        GatedAttention(options.width),
+        mesh,
+        options.slice,
+        options.mode,
+        frozen_norm=True,
+        progress=False,
+    )
+    optimizer = torch.optim.SGD(e2e.parameters(), lr=0.01, momentum=0.9)
+    seconds = 0.0
+    for _ in range(STEPS):
+        mesh.comm.barrier()
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        tiles = partial(noise, side=options.side)
+        e2e.step(tiles, torch.tensor([1]), F.cross_entropy, count=options.tiles)
+        optimizer.step()
+        seconds = time.perf_counter() - began
+    everybody = mesh.comm.gather((peak_memory_mb(device) - baseline, seconds))
+    if everybody is not None:
+        memory, times = zip(*everybody, strict=True)
+        print(json.dumps({"memory_mb": max(memory), "seconds": max(times)}))
+
+
+if __name__ == "__main__":
+    main()
