@@ -17,6 +17,7 @@ from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.network.building import make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
+from spatialdl.training.own_data import check_same_samples
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
@@ -63,6 +64,8 @@ class Parts:
         self.placement = placed_by_nodes(placement, self.nodes.of)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
+        is_split = self.placement.world_size > self.placement.data
+        check_same_samples(self.sources.train, world, is_split)
         schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)

@@ -24,6 +24,7 @@ from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.image_size import common_size
+from spatialdl.training.own_data import open_own_data
 
 log = logging.getLogger("spatialdl.data")
 
@@ -97,7 +98,8 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     """
     check_workers(data.workers, data.prefetch)
     augmentation = Augmentation.from_config(data.augment)
-    sources = (_synthetic if data.name in SYNTHETIC else _shards)(data, seed, task)
+    opened = {"dataset": _own, **dict.fromkeys(SYNTHETIC, _synthetic)}.get(data.name, _shards)
+    sources = opened(data, seed, task)
     augmentation.check_channels(sources.channels)
     background = _background(data.background)
     normalisation = Normalisation.from_config(data)
@@ -117,7 +119,8 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
 
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
-        raise ValueError(f"data={data.name} is unknown: take shards, {' or '.join(SYNTHETIC)}")
+        known = f"shards, dataset, {' or '.join(SYNTHETIC)}"
+        raise ValueError(f"data={data.name} is unknown: take {known}")
     _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
@@ -156,6 +159,13 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if classes < 1:
         raise ValueError(f"the data set {path} names no classes: set data.num_classes")
     return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
+
+
+def _own(data: DictConfig, seed: int, task: str) -> Sources:
+    own = open_own_data(data, seed, task, _size(data.image_size))
+    return Sources(
+        own.train, own.validation, own.image_size, own.channels, own.num_classes, own.names
+    )
 
 
 def _check_targets(data: DictConfig, task: str) -> None:

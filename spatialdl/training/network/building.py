@@ -32,6 +32,8 @@ def build_model(config: DictConfig, sources: Sources) -> nn.Module:
         config.data.image_size = list(sources.image_size)
         config.data.channels = sources.channels
         config.data.num_classes = sources.num_classes
+        if config.data.name == "dataset":
+            config.data.samples = len(sources.train)
     seed_generators(int(config.seed))
     return instantiate(config)
 
