@@ -344,7 +344,7 @@ def _holds(config: DictConfig, key: str) -> bool:
 def _is_open(config: DictConfig, key: str) -> bool:
     """Whether it makes an object, which may take more arguments than the file names."""
     node = _node(config, key)
-    return isinstance(node, DictConfig) and "_target_" in node
+    return isinstance(node, DictConfig) and "_target_" in node.keys()  # noqa: SIM118 (missing too)
 
 
 def _arguments(target: str) -> list[str] | None:

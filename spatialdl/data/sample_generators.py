@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
@@ -88,6 +89,20 @@ def _inside(one: Any) -> Iterable[object]:
         return (one.__self__,)
     found = getattr(one, "__dict__", None)
     return list(found.values()) if isinstance(found, dict) else ()
+
+
+def _reduced(generator: torch.Generator) -> tuple[Any, ...]:
+    """Its state by value: as a tensor, in shared memory, it is gone before a process opens it."""
+    return _rebuilt, (generator.device.type, generator.get_state().numpy().tobytes())
+
+
+def _rebuilt(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
+
+
+ForkingPickler.register(torch.Generator, _reduced)
 
 
 @contextmanager

@@ -104,12 +104,11 @@ def check_same_samples(train: ImageSource, world: Communicator, split: bool) -> 
         return
     mine = len(train), train.digest(0, 0), train.digest(0, 0)
     everybody = world.allgather(mine)
-    others = [rank for rank, one in enumerate(everybody) if one[0] != mine[0]]
-    if len({one[0] for one in everybody}) > 1:
-        counts = ", ".join(str(one[0]) for one in everybody)
+    others = [rank for rank, one in enumerate(everybody) if one[0] != everybody[0][0]]
+    if others:
         raise ValueError(
-            f"{train.name} has another number of samples on rank {others[0] if others else 0} "
-            f"({counts}): bring the copies of the data set to one state"
+            f"{train.name} has {everybody[others[0]][0]} samples on rank {others[0]}, "
+            f"{everybody[0][0]} on rank 0: bring the copies of the data set to one state"
         )
     changes = (
         f"{train.name} gives another first sample each time it is asked: it draws from a generator "
