@@ -47,7 +47,14 @@ def test_the_plain_network_loads_what_was_trained(run, tmp_path, capsys):
     assert found["step"] == 2
     assert found["config"]["optimizer"]["lr"] == 0.05
     assert found["versions"]["torch"] == torch.__version__
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["model.json", "model.safetensors"]
+    card = json.loads((tmp_path / "model.json").read_text())
+    assert (card["task"], card["step"], card["channels"]) == ("classification", 2, 3)
+    assert card["input"]["mean"] == [0.5] * 3
+    assert (card["input"]["scale"], card["input"]["dtype"]) == (255, "uint8")
+    assert card["model"] == found["config"]["model"]
+    assert len(card["classes"]) == found["config"]["data"]["num_classes"]
 
 
 @pytest.mark.parametrize("average", [True, False])

@@ -258,4 +258,6 @@ def check_map_style(dataset: Any, name: str) -> None:
     if count == 0:
         raise ValueError(f"{name} has no samples (its length is 0)")
     if isinstance(dataset, Mapping) and 0 not in dataset:
-        raise ValueError(f"{name} is a dict of {', '.join(map(str, dataset))}: name one split of it")
+        raise ValueError(
+            f"{name} is a dict of {', '.join(map(str, dataset))}: name one split of it"
+        )

@@ -187,9 +187,7 @@ def _wrapped(dataset: Any) -> Iterator[Any]:
         dataset = getattr(dataset, "dataset", None)  # of a `Subset`
 
 
-def _num_classes(
-    data: DictConfig, train: ImageSource, names: tuple[str, ...], task: str
-) -> int:
+def _num_classes(data: DictConfig, train: ImageSource, names: tuple[str, ...], task: str) -> int:
     given = None if data.num_classes is None else int(data.num_classes)
     if task in ("multilabel", "regression"):
         labels = train.no_labels if isinstance(train, DatasetSource) else train.labels

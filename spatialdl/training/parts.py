@@ -18,7 +18,7 @@ from spatialdl.training.network.building import make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.own_data import check_same_samples
-from spatialdl.training.settings import open_sources
+from spatialdl.training.settings import open_sources, resolve_statistics
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
 
@@ -59,6 +59,7 @@ class Parts:
         self.device = device_of(config.device)
         self.precision = precision_of(settings.precision, self.device)
         self.nodes = nodes or Nodes(world)
+        resolve_statistics(config.data, world)
         self.sources = open_sources(config.data, int(config.seed), config.task.name)
         placement = placement_of(config.parallel, len(self.sources.image_size))
         self.placement = placed_by_nodes(placement, self.nodes.of)

@@ -14,8 +14,10 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.loader import check_workers
-from spatialdl.data.normalisation import Normalisation
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.normalisation import Normalisation, wants_statistics
 from spatialdl.data.shards import ShardDataset
+from spatialdl.data.statistics import statistics_of
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_fractals import SyntheticFractals
 from spatialdl.data.synthetic_masks import SyntheticMasks
@@ -115,6 +117,23 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     if background is not None:
         sources.train_views.check_background()
     return sources
+
+
+def resolve_statistics(data: DictConfig, world: Communicator) -> None:
+    """Put numbers in place of ``data.mean=dataset`` and ``data.std=dataset``; all ranks call it.
+
+    Raises:
+        ValueError: see `data.statistics`.
+        ShardError: the data set is missing or damaged.
+    """
+    if not wants_statistics(data):
+        return
+    source = ShardDataset(Path(data.path).expanduser(), data.split, io=data.io)
+    found = statistics_of(source, data.split, world)
+    white = Normalisation(scale=data.scale).white(source.dtype)
+    source.close()
+    for key, values in (("mean", found.mean), ("std", found.std)):
+        data[key] = [value / white for value in values]
 
 
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:

@@ -89,7 +89,11 @@ def test_masks():
         ("classification", {"image": IMAGE, "y": 1}, "no target under label,"),
         ("classification", [{"image": IMAGE}] * 2, r"list of 2 samples.*num_samples=1"),
         ("classification", ("a.png", 1), "the image is a str, expected a tensor"),
-        ("classification", (torch.zeros(3, 4, dtype=torch.int64), 1), "image has type int64.*uint16"),
+        (
+            "classification",
+            (torch.zeros(3, 4, dtype=torch.int64), 1),
+            "image has type int64.*uint16",
+        ),
         ("classification", (torch.zeros(3, 4, dtype=torch.bfloat16), 1), "type bfloat16"),
         ("classification", (torch.zeros(3), 1), "expected 2 spatial dims"),
         ("classification", (torch.zeros(3, 0, 4), 1), "has shape"),

@@ -199,8 +199,8 @@ def test_pictures_in_folders_with_transforms_of_torchvision(tmp_path):
     words = (
         f"data.dataset.root={tmp_path}",
         "data.dataset.transform._target_=torchvision.transforms.Compose",
-        "data.dataset.transform.transforms=[{_target_: torchvision.transforms.RandomCrop, size: 16},"
-        "{_target_: torchvision.transforms.ToTensor}]",
+        "data.dataset.transform.transforms=[{_target_: torchvision.transforms.RandomCrop, size: "
+        "16},{_target_: torchvision.transforms.ToTensor}]",
     )
     kind = "torchvision.datasets.ImageFolder"
     sources, other = (open_sources(config(kind, *words).data, 3) for _ in range(2))

@@ -20,7 +20,8 @@ from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head
-from spatialdl.training.network.weights import check_alike, load_weights
+from spatialdl.training.network.pretrained_input import warn_of_other_input
+from spatialdl.training.network.weights import check_alike, find_weights, load_weights
 from spatialdl.training.optimization.precision import Precision
 from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.task import Task
@@ -101,7 +102,11 @@ def make_network(config: DictConfig, sources: Sources, world: Communicator) -> n
     """
     model = build_model(config, sources)
     if config.weights is not None:
-        load_weights(model, str(config.weights))
+        name = str(config.weights)
+        load_weights(model, name)
+        if world.rank == 0:
+            file = find_weights(name)
+            warn_of_other_input(name, file, sources.normalisation, sources.channels)
         check_alike(model, world)
     freeze(model, list(config.trainer.freeze))
     return model
