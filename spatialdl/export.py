@@ -6,8 +6,8 @@ network's state dict:
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 
 Its metadata has `mean`, `std` and `scale` of the input, (pixel / scale - mean) / std, and `config`,
-`step` and `versions` of the run, each as JSON. What is needed to use the network is in `model.json`
-beside it, too: the input, its size and channels, the task, the classes, and what builds the network.
+`step` and `versions` of the run, each as JSON. `model.json` beside it has what is needed to use the
+network: the input, its size and channels, the task, the classes, and what builds the network.
 """
 
 from __future__ import annotations

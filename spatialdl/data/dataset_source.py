@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, pairs, whole_box
 from spatialdl.data.sample_forms import Decoded, SampleForm
 from spatialdl.data.sample_generators import Seed, own_generators, seeded
+from spatialdl.data.sample_transforms import SampleTransforms
 
 log = logging.getLogger("spatialdl.data")
 
@@ -36,6 +37,7 @@ class DatasetSource:
         name: of the data set, for messages.
         seed: of what its transforms draw.
         classes: names of the classes.
+        transforms: of its samples, see `SampleTransforms`.
 
     Attributes:
         channels, dtype: of every image.
@@ -54,12 +56,14 @@ class DatasetSource:
         name: str = "the data set",
         seed: int = 0,
         classes: Sequence[str] = (),
+        transforms: Sequence[Callable[..., Any]] = (),
     ) -> None:
         check_map_style(dataset, name)
         self.dataset, self.name, self.classes = dataset, name, list(classes)
         self._num_classes: int | None = None
         self._size: Size | None = None
         self._form, self._seed = form, seed
+        self._transforms = SampleTransforms(transforms, form)
         self._labels: npt.NDArray[Any] | None = None
         self._begin()
         self.channels: int | None = None  # of the first sample anything is taken
@@ -150,9 +154,9 @@ class DatasetSource:
 
     def _decoded(self, epoch: int, sample: int) -> Decoded:
         if self._own is None:
-            self._own = own_generators(self.dataset)
+            self._own = own_generators((self.dataset, self._transforms.transforms))
         with seeded(self._own, self._seed, epoch, sample):
-            given = self.dataset[sample]
+            given = self._transforms(self.dataset[sample])
         try:
             found = self._form.decoded(given)
             if self.channels is not None:

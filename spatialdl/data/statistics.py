@@ -135,8 +135,8 @@ def _combined(parts: Iterable[Moments]) -> Moments | None:
 def _checked(found: Statistics, folder: Path) -> Statistics:
     if not all(map(math.isfinite, (*found.mean, *found.std))):
         raise ValueError(
-            f"data.mean=dataset: the images of {folder} have NaN or infinite pixels: give data.mean "
-            "and data.std as numbers"
+            f"data.mean=dataset: the images of {folder} have NaN or infinite pixels: give "
+            "data.mean and data.std as numbers"
         )
     constant = [number for number, std in enumerate(found.std) if std == 0]
     if constant:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.image_source import ImageSource
-from spatialdl.data.sample_forms import SampleForm
+from spatialdl.data.sample_forms import SampleForm, shown
 
 log = logging.getLogger("spatialdl.data")
 
@@ -48,11 +48,13 @@ def open_own_data(
         ValueError: if they cannot be made, or have no samples of a form that is known.
     """
     form = _form(data, task, image_size)
-    train = _source(data.dataset, "data.dataset", form, seed)
+    transforms = _transforms(data, "transforms")
+    train = _source(data.dataset, "data.dataset", form, seed, transforms)
     settings = validation_settings(data)
     validation = None
     if settings is not None:
-        validation = _source(settings, "data.validation", form, seed)
+        transforms = _transforms(data, "validation_transforms")
+        validation = _source(settings, "data.validation", form, seed, transforms)
         _check_alike(train, validation)
     stored = tuple(train.image_size(0))
     size = stored if image_size is None else image_size
@@ -76,7 +78,7 @@ def open_own_data(
 
 
 def validation_settings(data: DictConfig) -> DictConfig | None:
-    """The data set to validate on: one of its own, or as that to train on but for some arguments."""
+    """The data set to validate on: its own, or that to train on with some other arguments."""
     given = data.validation
     if given is None:
         return None
@@ -149,19 +151,46 @@ def _form(data: DictConfig, task: str, image_size: tuple[int, ...] | None) -> Sa
     return SampleForm(task, keys, channel_dim, dims)
 
 
-def _source(settings: DictConfig, key: str, form: SampleForm, seed: int) -> ImageSource:
-    target = settings.get("_target_")
-    name = f"{key} ({target})"
+def _transforms(data: DictConfig, key: str) -> list[Callable[..., Any]]:
+    given = data[key]
+    if given is None:
+        return []
+    if not isinstance(given, ListConfig):
+        raise ValueError(f"data.{key}={given} must be a list: [{{_target_: package.Transform}}]")
+    found = [_made(one, f"data.{key}[{number}]") for number, one in enumerate(given)]
+    for number, one in enumerate(found):
+        if not callable(one):
+            raise ValueError(f"data.{key}[{number}] gives {shown(one)}, which cannot be called")
+    return found
+
+
+def _made(settings: Any, key: str) -> Any:
+    target = settings.get("_target_") if isinstance(settings, DictConfig) else None
+    if target is None:
+        raise ValueError(f"{key}={settings} has no _target_: name a class, {{_target_: package.X}}")
     try:
-        made = hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
+        return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(f"{key}._target_={target} cannot be made: {said}") from error
-    if all(hasattr(made, word) for word in _SOURCE):
+
+
+def _source(
+    settings: DictConfig,
+    key: str,
+    form: SampleForm,
+    seed: int,
+    transforms: Sequence[Callable[..., Any]],
+) -> ImageSource:
+    made = _made(settings, key)
+    name = f"{key} ({settings['_target_']})"
+    # what reads by boxes cannot have transforms of whole images
+    if not transforms and all(hasattr(made, word) for word in _SOURCE):
         if form.task == "segmentation" and not made.has_masks:
             raise ValueError(f"{name} has no masks, which task=segmentation learns")
         return made  # type: ignore[no-any-return]
-    return DatasetSource(made, form, name=name, seed=seed, classes=_class_names(made, form))
+    classes = _class_names(made, form)
+    return DatasetSource(made, form, name=name, seed=seed, classes=classes, transforms=transforms)
 
 
 def _class_names(dataset: Any, form: SampleForm) -> list[str]:

@@ -111,3 +111,10 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter([(torch.zeros(3, 8, 8), 0)])
+
+
+class Inverted:
+    """A transform of arrays."""
+
+    def __call__(self, image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return 255 - image

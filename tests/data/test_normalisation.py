@@ -35,7 +35,10 @@ def test_numbers_lists_and_names():
         ({"mean": [0.1, "a"]}, r"data\.mean=\[0\.1,a\] must be a finite number"),
         ({"mean": [[0.1]]}, r"data\.mean=.* must be a finite number"),
         ({"mean": {"r": 1}}, r"data\.mean=.* must be a finite number"),
-        ({"mean": "cifar", "std": "cifar"}, r"data\.mean=cifar is unknown: take imagenet, openai_clip, dataset, a num"),
+        (
+            {"mean": "cifar", "std": "cifar"},
+            r"data\.mean=cifar is unknown: take imagenet, openai_clip, dataset, a num",
+        ),
         ({"mean": "imagenet"}, r"data\.mean=imagenet with data\.std=0\.25: set data\.std=imagenet"),
         ({"std": "imagenet"}, r"data\.std=imagenet with data\.mean=0\.5: set data\.mean=imagenet"),
         *(
@@ -55,7 +58,9 @@ def test_clip_has_a_name_too():
 
 def test_those_of_the_images_are_for_shards():
     of(name="shards", mean="dataset", std="dataset")
-    with pytest.raises(ValueError, match=r"data\.mean=dataset with data\.std=0\.1: set data\.std=d"):
+    with pytest.raises(
+        ValueError, match=r"data\.mean=dataset with data\.std=0\.1: set data\.std=d"
+    ):
         of(name="shards", mean="dataset", std=0.1)
     with pytest.raises(ValueError, match="is computed for data=shards, not for data=synthetic"):
         of(name="synthetic", mean="dataset", std="dataset")

@@ -210,3 +210,35 @@ def test_pictures_in_folders_with_transforms_of_torchvision(tmp_path):
     assert 0 <= first.min() < first.max() <= 1
     assert not np.array_equal(first, second)
     assert np.array_equal(sources.train_views.read(1, 2, (3, 9, 2, 16)), second[3:9, 2:])
+
+
+def test_transforms_are_named_by_the_configuration():
+    noise = "data.transforms=[{_target_: torch.nn.Hardtanh, min_val: 0.0, max_val: 0.5}]"
+    sources = opened("Noise", noise, "data.validation.split=val")
+    assert (sources.train.read(0).min(), sources.train.read(0).max()) == (0, 0.5)
+    assert sources.validation.read(0).max() > 0.5
+    for wrong, sentence in (
+        ("5", "data.transforms=5 must be a list"),
+        ("[relu]", r"data.transforms\[0\]=relu has no _target_"),
+        ("[{_target_: torch.nn.Missing}]", r"data.transforms\[0\]._target_=.* cannot be made"),
+        ("[{_target_: pathlib.Path}]", "gives a PosixPath, which cannot be called"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            opened("Noise", f"data.transforms={wrong}")
+    with pytest.raises(
+        ValueError, match="data.transforms is a key of data=dataset, but data=shards"
+    ):
+        check_overrides(["data=shards", "data.path=x", "data.transforms=[]"])
+
+
+def test_shards_are_a_data_set_too_where_transforms_want_whole_images(tmp_path):
+    with ShardWriter(tmp_path / "set", ["a", "b"]) as writer:
+        for number in range(3):
+            writer.add(np.full((4, 5, 3), number, np.uint8), number % 2, "train")
+    words = f"data.dataset.path={tmp_path / 'set'}", "data.transforms=[{_target_: numpy.negative}]"
+    with pytest.raises(ValueError, match=r"data.transforms\[0\]"):
+        open_sources(config("spatialdl.data.ShardDataset", *words).data, 0)
+    words = words[0], f"data.transforms=[{{_target_: {HERE}.Inverted}}]"
+    sources = open_sources(config("spatialdl.data.ShardDataset", *words).data, 0)
+    assert sources.train.read(2).max() == 253
+    assert (sources.names, sources.train.labels.tolist()) == (("a", "b"), [0, 1, 0])
