@@ -158,8 +158,8 @@ def _numbers(key: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, str):
         if value not in NAMED:
             raise ValueError(
-                f"data.{key}={value} is unknown: take {', '.join(NAMED)}, dataset, a number, or a list of "
-                "one for each channel"
+                f"data.{key}={value} is unknown: take {', '.join(NAMED)}, dataset, a number, or a "
+                "list of one for each channel"
             )
         return NAMED[value][key]
     is_list = isinstance(value, Sequence)

@@ -238,8 +238,8 @@ def _numbers(target: Any, *, binary: bool) -> npt.NDArray[np.float64]:
         wrong = numbers[~(np.isnan(numbers) | np.isin(numbers, (0, 1)))]
         if len(wrong):
             raise ValueError(
-                f"the target has the value {wrong[0]:g}, task=multilabel takes 1 or 0 (is the class "
-                "there?), or NaN where it is unknown"
+                f"the target has the value {wrong[0]:g}, task=multilabel takes 1 or 0 (is the "
+                "class there?), or NaN where it is unknown"
             )
     if np.isinf(numbers).any():
         raise ValueError("the target is infinite: mark unknown numbers by NaN")

@@ -1,8 +1,9 @@
 """Random numbers of a user's data set that follow from (seed, epoch, sample) alone.
 
 Transforms draw from the generators of PyTorch, NumPy and Python, or from some of their own, as
-those of MONAI and albumentations do. All of them are seeded before a sample is made, so that it does not
-depend on the rank, the process or the samples before it; the common ones are restored afterwards.
+those of MONAI and albumentations do. All of them are seeded before a sample is made, so that it
+does not depend on the rank, the process or the samples before it; the common ones are restored
+afterwards.
 """
 
 from __future__ import annotations

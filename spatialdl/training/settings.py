@@ -11,10 +11,10 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.loader import check_workers
-from spatialdl.comm.communicator import Communicator
 from spatialdl.data.normalisation import Normalisation, wants_statistics
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.statistics import statistics_of

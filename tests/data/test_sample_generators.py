@@ -33,9 +33,14 @@ def test_common_generators_go_on_as_if_nothing_had_been():
     np.random.seed(5)
     random.seed(5)
     found = [draws()]
-    with pytest.raises(KeyError), seeded([], 1, 2, 3):
-        draws()
-        raise KeyError
+
+    def failing() -> None:
+        with seeded([], 1, 2, 3):
+            draws()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
     assert [*found, draws()] == expected
 
 

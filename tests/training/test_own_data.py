@@ -49,13 +49,13 @@ def test_a_data_set_says_what_its_images_are_like():
 
 def test_a_validation_set_of_another_kind():
     other = f"data.validation._target_={HERE}.Pictures"
-    with pytest.raises(ValueError, match="data.validation have dtype uint8, .*dataset float64"):
+    with pytest.raises(ValueError, match=r"data.validation have dtype uint8, .*dataset float64"):
         opened("Noise", other)
     assert opened("Noise").validation is None
 
 
 def test_pictures_without_names_of_classes_need_their_number():
-    with pytest.raises(ValueError, match="names no classes.*set data.num_classes"):
+    with pytest.raises(ValueError, match=r"names no classes.*set data.num_classes"):
         opened("Pictures")
     sources = opened("Pictures", "data.num_classes=2", "data.validation.train=false")
     assert (sources.image_size, sources.train.dtype) == ((9, 11), np.uint8)
@@ -63,7 +63,7 @@ def test_pictures_without_names_of_classes_need_their_number():
     read = sources.train_views.read(0, 2, (1, 4, 2, 5))
     assert np.array_equal(read, np.asarray(sources.train.dataset[2][0])[1:4, 2:5])
     mixed = opened("Pictures", "data.num_classes=2", "data.dataset.modes=[RGB,L]")
-    with pytest.raises(ValueError, match="sample 1 of data.dataset .*has 1 channels, that of"):
+    with pytest.raises(ValueError, match=r"sample 1 of data.dataset .*has 1 channels, that of"):
         mixed.train.read(1)
 
 
@@ -93,14 +93,13 @@ def test_images_are_cropped_and_padded():
 )
 def test_what_cannot_be_is_refused(kind, words, sentence):
     with pytest.raises(ValueError, match=sentence):
-        sources = opened(kind, *words)
-        sources.train.read(1)
+        opened(kind, *words).train.read(1)
 
 
 def test_numbers_are_targets():
     sources = opened("Numbers", task="regression")
     assert sources.num_classes == 2
-    with pytest.raises(ValueError, match="data.num_classes=3, but the targets .* have 2 numbers"):
+    with pytest.raises(ValueError, match=r"data.num_classes=3, but the targets .* have 2 numbers"):
         opened("Numbers", "data.num_classes=3", task="regression")
 
 
@@ -129,7 +128,7 @@ def test_a_source_that_reads_by_boxes_is_taken_as_it_is(tmp_path):
     sources = open_sources(data, 0)
     assert isinstance(sources.train, ShardDataset)
     assert (sources.num_classes, sources.image_size) == (2, (4, 5))
-    with pytest.raises(ValueError, match="has no masks, which task=segmentation learns"):
+    with pytest.raises(ValueError, match=r"has no masks, which task=segmentation learns"):
         open_sources(data, 0, "segmentation")
 
 
@@ -145,9 +144,9 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_samples(tmp_path):
     losses(tmp_path / "part", steps=4)  # in the second epoch
     again = losses(tmp_path / "again", f"ckpt_path={tmp_path / 'part'}", steps=6)
     assert again[-2:] == whole[-2:]
-    with pytest.raises(ValueError, match="data.samples=8, this run has data.samples=9"):
-        more = "data.dataset.count=9"
-        losses(tmp_path / "other", f"ckpt_path={tmp_path / 'part'}", more, steps=6)
+    more = f"ckpt_path={tmp_path / 'part'}", "data.dataset.count=9"
+    with pytest.raises(ValueError, match=r"data.samples=8, this run has data.samples=9"):
+        losses(tmp_path / "other", *more, steps=6)
 
 
 def test_dicts_and_random_crops_of_monai(monkeypatch):
@@ -226,7 +225,7 @@ def test_transforms_are_named_by_the_configuration():
         with pytest.raises(ValueError, match=sentence):
             opened("Noise", f"data.transforms={wrong}")
     with pytest.raises(
-        ValueError, match="data.transforms is a key of data=dataset, but data=shards"
+        ValueError, match=r"data.transforms is a key of data=dataset, but data=shards"
     ):
         check_overrides(["data=shards", "data.path=x", "data.transforms=[]"])
 
