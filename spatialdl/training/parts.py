@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
@@ -65,7 +67,7 @@ class Parts:
         self.placement = placed_by_nodes(placement, self.nodes.of)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
-        is_split = self.placement.world_size > self.placement.data
+        is_split = any(prod(grid) > 1 for grid in self.placement.grids)
         check_same_samples(self.sources.train, world, is_split)
         schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
         self.microbatches = schedule.microbatches
