@@ -66,7 +66,7 @@ class DatasetSource:
         self._transforms = SampleTransforms(transforms, form)
         self._labels: npt.NDArray[Any] | None = None
         self._begin()
-        self.channels: int | None = None  # of the first sample anything is taken
+        self.channels = 0  # until the first sample is known
         first = self._decoded(0, 0)
         self._form = form.with_dims(first.pixels)
         self.channels, self.dtype = first.pixels.shape[-1], first.pixels.dtype
@@ -159,7 +159,7 @@ class DatasetSource:
             given = self._transforms(self.dataset[sample])
         try:
             found = self._form.decoded(given)
-            if self.channels is not None:
+            if self.channels:
                 self._check_alike(found)
         except ValueError as error:
             raise ValueError(f"sample {sample} of {self.name}: {error}") from None
