@@ -6,7 +6,8 @@ network's state dict:
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 
 Its metadata has `mean`, `std` and `scale` of the input, (pixel / scale - mean) / std, and `config`,
-`step` and `versions` of the run, each as JSON.
+`step` and `versions` of the run, each as JSON. `model.json` beside it has what is needed to use the
+network: the input, its size and channels, the task, the classes, and what builds the network.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
         CheckpointError: if there is no checkpoint, or it is damaged.
     """
     from spatialdl.comm.alone import Alone
-    from spatialdl.data.saving import unfinished
+    from spatialdl.data.saving import save_json, unfinished
     from spatialdl.training.checkpoints.content import AVERAGE, NUMBER, STATE
     from spatialdl.training.checkpoints.folder import LATEST, candidates
     from spatialdl.training.checkpoints.reading import Checkpoint, damages
@@ -83,7 +84,28 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
     metadata = {key: json.dumps(value) for key, value in recorded.items()}
     with unfinished(out) as temporary:
         save(temporary, tensors, {"format": "pt", **metadata})
+    save_json(card_of(out), _card(content))
     return path, out, int(content["step"]), bool(averages)
+
+
+def card_of(out: Path) -> Path:
+    """The file beside exported weights that says how to use them."""
+    return out.with_suffix(".json")
+
+
+def _card(content: Mapping[str, Any]) -> dict[str, Any]:
+    config, known = content["config"], content.get("data") or {}
+    data = config["data"]
+    return {
+        "task": config["task"]["name"],
+        "classes": list(known.get("classes") or range(int(data["num_classes"]))),
+        "image_size": list(data["image_size"]),
+        "channels": data["channels"],
+        "input": _input(content) | {"dtype": (known.get("input") or {}).get("dtype")},
+        "model": config["model"],
+        "step": content["step"],
+        "versions": content["versions"],
+    }
 
 
 def _input(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +132,8 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, str]:
     if given.get("average", "true") not in ("true", "false"):
         raise ValueError(f"average={given['average']} must be true or false")
     unknown = [key for key in given if key not in KEYS]
+    if given.get("out", "").endswith(".json"):
+        raise ValueError(f"out={given['out']} is the name of what is written beside the weights")
     if unknown or not given.get("ckpt_path"):
         what = f"there is no key {unknown[0]}" if unknown else "ckpt_path has no value"
         raise ValueError(f"{what}: python -m spatialdl.export ckpt_path=RUN out=model.safetensors")

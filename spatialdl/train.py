@@ -116,6 +116,10 @@ def _check_data_and_network(
     from spatialdl.training.image_size import check_stored_size
 
     check_stored_size(config.data, placement)
+    if config.data.name == "dataset" and not is_own_network(config.model["_target_"]):
+        from spatialdl.training.settings import open_sources
+
+        open_sources(config.data, int(config.seed), config.task.name)
     check_own_network(config, overrides)
 
 

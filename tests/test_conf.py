@@ -36,6 +36,7 @@ from spatialdl.training.optimization.optimizers import make_optimizer, make_sche
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
+from tests.data import own_datasets
 from tests.fitting import fit
 
 CONF = Path(str(files("spatialdl.conf")))
@@ -66,7 +67,7 @@ def test_the_groups_have_the_promised_options():
     models += ["vit", "wide_view"]
     assert options("model") == models
     assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
-    assert options("data") == ["fractals", "shards", "synthetic"]
+    assert options("data") == ["dataset", "fractals", "shards", "synthetic"]
     assert options("logger") == ["csv", "mlflow", "tensorboard", "wandb"]
     assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
     rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
@@ -118,6 +119,10 @@ def make_data(name: str, folder: Path) -> None:
     shape: tuple[int, ...] = (40, 36, 3)
     if name == "fractals":
         given, shape = ["task=segmentation", "data.image_size=[20,18,16]"], (20, 18, 16, 1)
+    if name == "dataset":
+        given = [f"data.dataset._target_={own_datasets.__name__}.Noise", "data.num_classes=2"]
+        given += ["++data.validation.split=val"]
+        shape = (21, 18, 3)
     cfg = config(f"data={name}", *given)
     assert not OmegaConf.missing_keys(cfg)
     sources = open_sources(cfg.data, 0, cfg.task.name)

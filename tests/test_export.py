@@ -47,7 +47,14 @@ def test_the_plain_network_loads_what_was_trained(run, tmp_path, capsys):
     assert found["step"] == 2
     assert found["config"]["optimizer"]["lr"] == 0.05
     assert found["versions"]["torch"] == torch.__version__
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["model.json", "model.safetensors"]
+    card = json.loads((tmp_path / "model.json").read_text())
+    assert (card["task"], card["step"], card["channels"]) == ("classification", 2, 3)
+    assert card["input"]["mean"] == [0.5] * 3
+    assert (card["input"]["scale"], card["input"]["dtype"]) == (255, "uint8")
+    assert card["model"] == found["config"]["model"]
+    assert len(card["classes"]) == found["config"]["data"]["num_classes"]
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -105,16 +112,27 @@ def twelve_bits(folder: Path, samples: int = 6) -> np.ndarray:
     return images
 
 
-def test_others_normalise_as_the_metadata_says(tmp_path):
+NUMBERS = ["data.mean=[0.4,0.5,0.6]", "data.std=[0.2,0.3,0.25]"]
+
+
+@pytest.mark.parametrize("numbers", [NUMBERS, ["data.mean=dataset", "data.std=dataset"]])
+def test_others_normalise_as_the_metadata_says(numbers, tmp_path):
     images = twelve_bits(tmp_path / "set")
     data = [f"data.path={tmp_path / 'set'}", "data.batch_size=2", "data.image_size=[32,32]"]
-    numbers = ["data.mean=[0.4,0.5,0.6]", "data.std=[0.2,0.3,0.25]", "data.scale=4095"]
+    numbers = [*numbers, "data.scale=4095"]
     run = runs.train(tmp_path / "run", *runs.NETWORK, data=["data=shards", *data, *numbers])
     out = tmp_path / "model.safetensors"
     export.main([f"ckpt_path={run}", f"out={out}"])
     with safe_open(out, "np") as file:
         mean, std, scale = (json.loads(file.metadata()[key]) for key in ("mean", "std", "scale"))
-    assert (mean, std, scale) == ([0.4, 0.5, 0.6], [0.2, 0.3, 0.25], 4095)
+    wanted = [[0.4, 0.5, 0.6], [0.2, 0.3, 0.25]]
+    if NUMBERS[0] not in numbers:
+        wanted = [(images / 4095).mean((0, 1, 2)), (images / 4095).std((0, 1, 2))]
+    assert np.allclose([mean, std], wanted, rtol=1e-12, atol=0)
+    assert scale == 4095
+    card = json.loads(out.with_suffix(".json").read_text())
+    assert card["classes"] == ["a", "b", "c"]
+    assert card["input"] == {"mean": mean, "std": std, "scale": scale, "dtype": "uint16"}
     plain = small(3, 3).double().eval()
     plain.load_state_dict(load_file(out))
     x = torch.from_numpy((images / scale - mean) / std).permute(0, 3, 1, 2)

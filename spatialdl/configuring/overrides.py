@@ -47,8 +47,11 @@ ELSEWHERE = {
 }
 """What other programs call it, where no key of ours looks like that."""
 
-OWN = ("task.loss",)
+OWN = ("task.loss", "data.validation")
 """Holds a name or nothing, until a user names something of theirs by ``_target_``."""
+
+_AS = {"data.validation": "data.dataset"}
+"""What has the ``_target_`` of another, unless it names one."""
 
 _OF_FILES = (YAMLError, AttributeError, TypeError, KeyError, AssertionError, RecursionError)
 """What PyYAML, and Hydra itself, raise at files of others that are no configurations."""
@@ -220,7 +223,10 @@ class _Check:
         Networks of the user's own take whatever the user hands them.
         """
         node = OmegaConf.select(config, path, throw_on_missing=False)
-        target = self._target(path) or (node._target_ if _is_open(config, path) else None)
+        named_here = _is_open(config, path) and not OmegaConf.is_missing(node, "_target_")
+        target = self._target(path) or (node._target_ if named_here else None)
+        if target is None and path in _AS:
+            target = self._target(_AS[path])
         if target is None:
             raise ValueError(
                 f"{one.key_or_group} is an argument of what is named by {path}._target_: name it, "
@@ -338,7 +344,7 @@ def _holds(config: DictConfig, key: str) -> bool:
 def _is_open(config: DictConfig, key: str) -> bool:
     """Whether it makes an object, which may take more arguments than the file names."""
     node = _node(config, key)
-    return isinstance(node, DictConfig) and "_target_" in node
+    return isinstance(node, DictConfig) and "_target_" in node.keys()  # noqa: SIM118 (missing too)
 
 
 def _arguments(target: str) -> list[str] | None:

@@ -42,7 +42,7 @@ def is_own_network(target: str) -> bool:
 
 def rewritten(argument: str) -> str:
     """Let what is the user's own have keys that the group's file does not know; short forms."""
-    if re.match(r"(model|task\.loss)\.[\w.]+=", argument):
+    if re.match(r"(model|task\.loss|data\.dataset|data\.validation)\.[\w.]+=", argument):
         return f"++{argument}"
     return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
 

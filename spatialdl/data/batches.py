@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spatialdl.data.image_source import Box, Pixels
+from spatialdl.data.image_source import Box
 from spatialdl.data.views import Views
 from spatialdl.parallel.layout import even_bounds
 
@@ -59,6 +59,8 @@ class Batching:
         boxes: for each micro-batch of a batch this rank's box of an image; None where it needs no
             images.
         mask_boxes: the same of masks.
+        labels: for each micro-batch whether this rank needs labels, of which data sets of a user's
+            make the whole sample; None: of all.
     """
 
     size: int
@@ -66,6 +68,7 @@ class Batching:
     replica: int
     boxes: Sequence[Box | None]
     mask_boxes: Sequence[Box | None]
+    labels: Sequence[bool] | None = None
 
     def own(self, samples: int) -> list[slice]:
         """Which of so many samples of a batch are this replica's, for each micro-batch."""
@@ -97,36 +100,56 @@ class BatchReader:
             Exception: what the source raises, with a note that names the sample.
         """
         cut, slices = self.batching, []
-        parts = zip(cut.own(len(batch.samples)), cut.boxes, cut.mask_boxes, strict=True)
-        for part, box, mask_box in parts:
+        wanted = cut.labels or [True] * len(cut.boxes)
+        parts = zip(cut.own(len(batch.samples)), cut.boxes, cut.mask_boxes, wanted, strict=True)
+        for part, *what in parts:
             own = batch.samples[part]
-            slices.append(
-                Slice(
-                    torch.from_numpy(self.views.labels[own]),
-                    len(own) / len(batch.samples),
-                    _stack(self.views.read, batch.epoch, own, box),
-                    _stack(self.views.read_mask, batch.epoch, own, mask_box),
-                )
-            )
+            share = len(own) / len(batch.samples)
+            slices.append(self._slice(batch.epoch, own.tolist(), share, *what))
         return slices
 
+    def _slice(
+        self,
+        epoch: int,
+        samples: list[int],
+        share: float,
+        box: Box | None,
+        mask_box: Box | None,
+        labels: bool,
+    ) -> Slice:
+        """Sample by sample: a data set of a user's makes its image, mask and label together."""
+        empty = self.views.no_labels
+        found = _Stack(len(samples)), _Stack(len(samples)), _Stack(len(samples))
+        for number, sample in enumerate(samples):
+            try:
+                if labels:
+                    found[0].put(number, self.views.label(epoch, sample))
+                if box is not None:
+                    found[1].put(number, self.views.read(epoch, sample, box))
+                if mask_box is not None:
+                    found[2].put(number, self.views.read_mask(epoch, sample, mask_box))
+            except Exception as error:
+                error.add_note(f"(sample {sample}, epoch {epoch})")
+                raise
+        own, tiles, masks = (one.tensor() for one in found)
+        if own is None:
+            own = torch.from_numpy(np.zeros((len(samples), *empty.shape[1:]), empty.dtype))
+        return Slice(own, share, tiles, masks)
 
-def _stack(
-    read: Callable[[int, int, Box], Pixels],
-    epoch: int,
-    samples: npt.NDArray[np.int64],
-    box: Box | None,
-) -> Tensor | None:
-    if box is None or not len(samples):
-        return None
-    stacked: Pixels | None = None
-    for number, sample in enumerate(samples.tolist()):
-        try:
-            pixels = read(epoch, sample, box)
-        except Exception as error:
-            error.add_note(f"(sample {sample}, epoch {epoch})")
-            raise
-        if stacked is None:
-            stacked = np.empty((len(samples), *pixels.shape), pixels.dtype)
-        stacked[number] = pixels
-    return torch.from_numpy(stacked)
+
+class _Stack:
+    """Equal arrays of so many samples as one."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._stacked: npt.NDArray[Any] | None = None
+
+    def put(self, number: int, one: npt.NDArray[Any]) -> None:
+        """Have it at a place; the first says of which shape and type all are."""
+        if self._stacked is None:
+            self._stacked = np.empty((self._count, *one.shape), one.dtype)
+        self._stacked[number] = one
+
+    def tensor(self) -> Tensor | None:
+        """None if there was nothing."""
+        return None if self._stacked is None else torch.from_numpy(self._stacked)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.data.batches import Batch, Batching, BatchReader, Slice
+from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.data.workers import Workers
@@ -34,7 +35,8 @@ class Loader:
         views: the images.
         batching: how batches are cut, and which part is this rank's.
         seed: of the order; None takes samples as they come.
-        workers: processes that read; 0 reads in a thread of this one.
+        workers: processes that read; 0 reads in a thread of this one, or, where a data set of a
+            user's draws random numbers of the process, between the steps.
         prefetch: batches that each process reads ahead; the thread is one ahead.
         device: where batches go.
         one_batch: whether every epoch is the first batch of the first one.
@@ -89,6 +91,11 @@ class Loader:
         if not wanted:
             return
         found = self._workers.batches(wanted) if self._workers else map(self._reader.read, wanted)
+        if not self._workers and isinstance(self.views.source, DatasetSource):
+            # its generators are those of this thread, too, which shall draw what it would have
+            for batch in found:
+                yield self._copy.begin(batch)()
+            return
 
         def following() -> Arrived | None:
             batch = next(found, None)

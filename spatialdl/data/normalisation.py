@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # commands that only check a configuration start without NumPy
     import numpy as np
 
-NAMED = {"imagenet": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}}
+NAMED = {
+    "imagenet": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+    "openai_clip": {
+        "mean": (0.48145466, 0.4578275, 0.40821073),
+        "std": (0.26862954, 0.26130258, 0.27577711),
+    },
+}
 """Statistics that have a name, of red, green and blue."""
+
+DATASET = "dataset"
+"""Those of the training images, put in its place in a run's configuration as soon as known."""
 
 DEFAULTS: Mapping[str, Any] = {"mean": 0.5, "std": 0.25, "scale": None}
 """Of configurations, and of checkpoints that were written before they had the keys."""
@@ -39,6 +48,8 @@ class Normalisation:
             ValueError: a value is no number, not finite, out of range, or an unknown name.
         """
         mean, std, scale = (data.get(key, default) for key, default in DEFAULTS.items())
+        if wants_statistics(data):  # so far it is not known
+            mean, std = DEFAULTS["mean"], DEFAULTS["std"]
         for key, value, other in (("mean", mean, std), ("std", std, mean)):
             if isinstance(value, str) and value in NAMED and other != value:
                 given, missing = f"data.{key}={value}", "std" if key == "mean" else "mean"
@@ -78,6 +89,7 @@ class Normalisation:
         """
         if dtype.kind not in "iu":
             return
+        signed = dtype.kind == "i"  # such as CT, whose air is at -1000
         most, scale = _largest(dtype), self.white(dtype)
         if not float(scale).is_integer() or scale > most:
             raise ValueError(
@@ -85,7 +97,7 @@ class Normalisation:
                 f"1 to {most}, or null for {most}"
             )
         for key, values in (("mean", self.mean), ("std", self.std)):
-            if min(values) < 0 or max(values) > 1:
+            if not signed and (min(values) < 0 or max(values) > 1):
                 raise ValueError(
                     f"data.{key}={_shown(values)} must lie between 0 and 1 for {dtype} images: it "
                     f"holds after division by data.scale ({scale:g}), so divide it by that"
@@ -121,12 +133,33 @@ class Normalisation:
         return f"input: {dtype} pixels / {self.white(dtype):g}, then (x - {mean}) / {std}"
 
 
+def wants_statistics(data: Mapping[str, Any]) -> bool:
+    """Whether mean and std are to be those of the training images.
+
+    Raises:
+        ValueError: only one of them is, or the data are no shards.
+    """
+    wanted = [key for key in ("mean", "std") if data.get(key) == DATASET]
+    if len(wanted) == 1:
+        other = "std" if wanted[0] == "mean" else "mean"
+        raise ValueError(
+            f"data.{wanted[0]}={DATASET} with data.{other}={data.get(other)}: set data.{other}="
+            f"{DATASET} too, or give both as numbers"
+        )
+    if wanted and data.get("name") != "shards":
+        raise ValueError(
+            f"data.mean={DATASET} is computed for data=shards, not for data={data.get('name')}: "
+            "give data.mean and data.std as numbers"
+        )
+    return bool(wanted)
+
+
 def _numbers(key: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, str):
         if value not in NAMED:
             raise ValueError(
-                f"data.{key}={value} is unknown: take {', '.join(NAMED)}, a number, or a list of "
-                "one for each channel"
+                f"data.{key}={value} is unknown: take {', '.join(NAMED)}, dataset, a number, or a "
+                "list of one for each channel"
             )
         return NAMED[value][key]
     is_list = isinstance(value, Sequence)

@@ -14,6 +14,7 @@ from spatialdl.data.augmentation.color import recolour, value_range
 from spatialdl.data.augmentation.drawing import Draw, draw
 from spatialdl.data.augmentation.geometry import clipped, read_padded, window_of
 from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, check_box, extents
 
@@ -57,6 +58,18 @@ class Views:
         return self.source.labels
 
     @property
+    def no_labels(self) -> npt.NDArray[Any]:
+        """Labels of no samples, of their type and shape."""
+        known = getattr(self.source, "no_labels", None)  # of a `DatasetSource`
+        return self.source.labels[:0] if known is None else np.asarray(known)
+
+    def label(self, epoch: int, sample: int) -> npt.NDArray[Any]:
+        """The class, int64 (), or numbers, float64 (targets,), of a sample."""
+        if isinstance(self.source, DatasetSource):
+            return self.source.target(epoch, sample)
+        return np.asarray(self.source.labels[sample])
+
+    @property
     def moves(self) -> bool:
         """Whether a box of a view lies elsewhere in the stored image another epoch."""
         return self.augmentation is not None and self.augmentation.moves
@@ -70,9 +83,9 @@ class Views:
         self._check(box)
         drawn = self._draw(epoch, sample)
         if not self._is_image:
-            return self._place(drawn, sample, box, masks=False)
+            return self._place(drawn, epoch, sample, box, masks=False)
         wanted = with_margin(box, self.size, drawn.sigma)
-        pixels = self._place(drawn, sample, wanted, masks=False)
+        pixels = self._place(drawn, epoch, sample, wanted, masks=False)
         changed = recolour(pixels, drawn, self.white)
         return blur(changed, box, self.size, drawn.sigma, self.white)
 
@@ -84,7 +97,7 @@ class Views:
         """
         self._check(box)
         drawn = self._draw(epoch, sample)
-        return self._place(drawn, sample, box, masks=True)
+        return self._place(drawn, epoch, sample, box, masks=True)
 
     def stored_box(self, epoch: int, sample: int, box: Box) -> Box:
         """The part of the stored image that lies under a box of a view; may be empty."""
@@ -104,11 +117,14 @@ class Views:
             return Draw()
         return draw(self.augmentation, self.seed, epoch, sample)
 
-    def _place(self, drawn: Draw, sample: int, box: Box, masks: bool) -> Pixels:
-        stored = self.source.image_size(sample)
+    def _place(self, drawn: Draw, epoch: int, sample: int, box: Box, masks: bool) -> Pixels:
+        source: ImageSource = self.source
+        if isinstance(source, DatasetSource):
+            source = source.at(epoch)
+        stored = source.image_size(sample)
         window = window_of(drawn, stored, self.size)
         under = window.source_box(box)
-        read = partial(self.source.read_mask if masks else self.source.read, sample)
+        read = partial(source.read_mask if masks else source.read, sample)
         pixels = read_padded(read, stored, under, partial(self._empty, under, masks))
         return np.ascontiguousarray(window.arrange(pixels))
 

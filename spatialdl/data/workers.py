@@ -30,6 +30,7 @@ from spatialdl.data.batches import Batch, BatchReader, Slice
 SHARED = "/dev/shm"
 PRELOADED = (
     "spatialdl.data.fork_server",
+    "spatialdl.data.dataset_source",
     "spatialdl.data.shards",
     "spatialdl.data.synthetic_masks",
     "spatialdl.data.workers",

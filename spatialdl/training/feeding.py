@@ -70,6 +70,7 @@ class Feed:
                 replica=pipeline.replica,
                 boxes=[mesh.box(views.size) if mesh else None for mesh in first],
                 mask_boxes=[mesh.box(views.size) if mesh and masks else None for mesh in last],
+                labels=[mesh is not None and not masks for mesh in last],
             ),
             seed,
             workers=data.workers,

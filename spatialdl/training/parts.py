@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
@@ -17,7 +19,8 @@ from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.network.building import make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
-from spatialdl.training.settings import open_sources
+from spatialdl.training.own_data import check_same_samples
+from spatialdl.training.settings import open_sources, resolve_statistics
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
 
@@ -58,11 +61,14 @@ class Parts:
         self.device = device_of(config.device)
         self.precision = precision_of(settings.precision, self.device)
         self.nodes = nodes or Nodes(world)
+        resolve_statistics(config.data, world)
         self.sources = open_sources(config.data, int(config.seed), config.task.name)
         placement = placement_of(config.parallel, len(self.sources.image_size))
         self.placement = placed_by_nodes(placement, self.nodes.of)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         check_image(self.sources.image_size, self.placement)
+        is_split = any(prod(grid) > 1 for grid in self.placement.grids)
+        check_same_samples(self.sources.train, world, is_split)
         schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)

@@ -11,11 +11,13 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.loader import check_workers
-from spatialdl.data.normalisation import Normalisation
+from spatialdl.data.normalisation import Normalisation, wants_statistics
 from spatialdl.data.shards import ShardDataset
+from spatialdl.data.statistics import statistics_of
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_fractals import SyntheticFractals
 from spatialdl.data.synthetic_masks import SyntheticMasks
@@ -24,6 +26,7 @@ from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.image_size import common_size
+from spatialdl.training.own_data import open_own_data
 
 log = logging.getLogger("spatialdl.data")
 
@@ -97,7 +100,8 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     """
     check_workers(data.workers, data.prefetch)
     augmentation = Augmentation.from_config(data.augment)
-    sources = (_synthetic if data.name in SYNTHETIC else _shards)(data, seed, task)
+    opened = {"dataset": _own, **dict.fromkeys(SYNTHETIC, _synthetic)}.get(data.name, _shards)
+    sources = opened(data, seed, task)
     augmentation.check_channels(sources.channels)
     background = _background(data.background)
     normalisation = Normalisation.from_config(data)
@@ -115,9 +119,27 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     return sources
 
 
+def resolve_statistics(data: DictConfig, world: Communicator) -> None:
+    """Put numbers in place of ``data.mean=dataset`` and ``data.std=dataset``; all ranks call it.
+
+    Raises:
+        ValueError: see `data.statistics`.
+        ShardError: the data set is missing or damaged.
+    """
+    if not wants_statistics(data):
+        return
+    source = ShardDataset(Path(data.path).expanduser(), data.split, io=data.io)
+    found = statistics_of(source, data.split, world)
+    white = Normalisation(scale=data.scale).white(source.dtype)
+    source.close()
+    for key, values in (("mean", found.mean), ("std", found.std)):
+        data[key] = [value / white for value in values]
+
+
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
-        raise ValueError(f"data={data.name} is unknown: take shards, {' or '.join(SYNTHETIC)}")
+        known = f"shards, dataset, {' or '.join(SYNTHETIC)}"
+        raise ValueError(f"data={data.name} is unknown: take {known}")
     _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
@@ -156,6 +178,13 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if classes < 1:
         raise ValueError(f"the data set {path} names no classes: set data.num_classes")
     return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
+
+
+def _own(data: DictConfig, seed: int, task: str) -> Sources:
+    own = open_own_data(data, seed, task, _size(data.image_size))
+    return Sources(
+        own.train, own.validation, own.image_size, own.channels, own.num_classes, own.names
+    )
 
 
 def _check_targets(data: DictConfig, task: str) -> None:

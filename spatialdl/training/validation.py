@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh
+from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
 from spatialdl.pipeline.placed import Microbatch
@@ -30,8 +31,8 @@ from spatialdl.training.tasks.task import SampleTask, Task
 log = logging.getLogger("spatialdl.trainer")
 
 
-Own = Tensor | list[tuple[range, Tensor]]
-"""Sums over maps, or samples and their outputs."""
+Own = Tensor | list[tuple[range, Tensor, Tensor]]
+"""Sums over maps, or samples, their outputs and their targets."""
 
 
 class Evaluated(NamedTuple):
@@ -159,8 +160,8 @@ class Validation:
 
     def _own_outputs(
         self, task: SampleTask, batches: Iterable[Sequence[Microbatch]]
-    ) -> Iterator[tuple[range, Tensor]]:
-        """Samples, and their outputs in float64, that count on this rank."""
+    ) -> Iterator[tuple[range, Tensor, Tensor]]:
+        """Samples, their outputs in float64 and their targets, that count on this rank."""
         for one in evaluated(self._pipeline, self._feed, batches):
             task.loss(one.output, one.target)  # refuses outputs that do not fit
             output = one.output.double().cpu()
@@ -168,17 +169,19 @@ class Validation:
                 errors = errors_of(task, task.predictions(output), one.target.cpu())
                 self._heat_maps.note(one.samples, one.output, errors, one.mesh)
             if one.counts:
-                yield one.samples, output
+                yield one.samples, output, one.target.cpu()
 
-    def _score(self, pieces: Sequence[tuple[range, Tensor]]) -> Scores:
+    def _score(self, pieces: Sequence[tuple[range, Tensor, Tensor]]) -> Scores:
         assert not isinstance(self._task, Segmentation)
         source, names = self._source, self._names
-        order = torch.tensor([sample for samples, _ in pieces for sample in samples])
+        order = torch.tensor([sample for samples, *_ in pieces for sample in samples])
         if not torch.equal(order.sort().values, torch.arange(len(source))):
             raise RuntimeError(
                 f"validation met {len(order)} outputs for {len(source)} samples: this is a bug"
             )
-        outputs = torch.cat([output for _, output in pieces])[order.argsort()]
+        outputs = torch.cat([output for _, output, _ in pieces])[order.argsort()]
+        if isinstance(source, DatasetSource):  # which would have to make all samples again
+            source.labels = torch.cat([target for *_, target in pieces])[order.argsort()].numpy()
         if isinstance(source, ShardDataset) and self._numbers is None:
             self._numbers = sample_numbers(source)
         self._predictions = Predictions(self._task, outputs, source, names, self._numbers)

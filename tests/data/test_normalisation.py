@@ -35,7 +35,10 @@ def test_numbers_lists_and_names():
         ({"mean": [0.1, "a"]}, r"data\.mean=\[0\.1,a\] must be a finite number"),
         ({"mean": [[0.1]]}, r"data\.mean=.* must be a finite number"),
         ({"mean": {"r": 1}}, r"data\.mean=.* must be a finite number"),
-        ({"mean": "cifar", "std": "cifar"}, r"data\.mean=cifar is unknown: take imagenet, a num"),
+        (
+            {"mean": "cifar", "std": "cifar"},
+            r"data\.mean=cifar is unknown: take imagenet, openai_clip, dataset, a num",
+        ),
         ({"mean": "imagenet"}, r"data\.mean=imagenet with data\.std=0\.25: set data\.std=imagenet"),
         ({"std": "imagenet"}, r"data\.std=imagenet with data\.mean=0\.5: set data\.mean=imagenet"),
         *(
@@ -47,6 +50,24 @@ def test_numbers_lists_and_names():
 def test_values_that_make_no_sense_are_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         of(**given)
+
+
+def test_clip_has_a_name_too():
+    assert of(mean="openai_clip", std="openai_clip").mean[0] == 0.48145466
+
+
+def test_those_of_the_images_are_for_shards():
+    of(name="shards", mean="dataset", std="dataset")
+    with pytest.raises(
+        ValueError, match=r"data\.mean=dataset with data\.std=0\.1: set data\.std=d"
+    ):
+        of(name="shards", mean="dataset", std=0.1)
+    with pytest.raises(ValueError, match="is computed for data=shards, not for data=synthetic"):
+        of(name="synthetic", mean="dataset", std="dataset")
+
+
+def test_signed_pixels_may_have_a_mean_below_0():
+    of(mean=-0.3, std=1.4, scale=1000).check_pixels(np.dtype("int16"))
 
 
 def test_there_is_a_number_for_every_channel():

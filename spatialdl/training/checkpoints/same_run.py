@@ -43,6 +43,8 @@ def identity(config: DictConfig) -> dict[str, Any]:
         "data": str(data.name),
         "optimizer._target_": str(config.optimizer["_target_"]),
     }
+    if data.name == "dataset":
+        found["data.dataset._target_"] = str(data.dataset["_target_"])
     if data.name != "shards":
         return {**found, "data.samples": int(data.samples)}
     folder = Path(data.path).expanduser()

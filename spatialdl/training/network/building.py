@@ -20,7 +20,8 @@ from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head
-from spatialdl.training.network.weights import check_alike, load_weights
+from spatialdl.training.network.pretrained_input import warn_of_other_input
+from spatialdl.training.network.weights import check_alike, find_weights, load_weights
 from spatialdl.training.optimization.precision import Precision
 from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.task import Task
@@ -32,6 +33,8 @@ def build_model(config: DictConfig, sources: Sources) -> nn.Module:
         config.data.image_size = list(sources.image_size)
         config.data.channels = sources.channels
         config.data.num_classes = sources.num_classes
+        if config.data.name == "dataset":
+            config.data.samples = len(sources.train)
     seed_generators(int(config.seed))
     return instantiate(config)
 
@@ -99,7 +102,11 @@ def make_network(config: DictConfig, sources: Sources, world: Communicator) -> n
     """
     model = build_model(config, sources)
     if config.weights is not None:
-        load_weights(model, str(config.weights))
+        name = str(config.weights)
+        load_weights(model, name)
+        if world.rank == 0:
+            file = find_weights(name)
+            warn_of_other_input(name, file, sources.normalisation, sources.channels)
         check_alike(model, world)
     freeze(model, list(config.trainer.freeze))
     return model

@@ -1,0 +1,158 @@
+"""Transforms of whole samples, called as their libraries call them.
+
+=====================================  =============================================
+dictionary transforms of MONAI         `transform({"image": image, "label": target})`
+albumentations                         `transform(image=image, mask=mask)`
+torchvision.transforms.v2, and those   `transform(image, target)`, which gives both
+that take two arguments
+any other                              `transform(image)`
+=====================================  =============================================
+
+A dict that the data set gives keeps its keys; what is not asked for stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from spatialdl.data.sample_forms import SampleForm, shown
+
+Convention = Literal["dict", "keywords", "pair", "image"]
+
+_MOST = 8
+"""Transforms inside of each other that are looked into."""
+
+
+@dataclass(frozen=True)
+class SampleTransforms:
+    """Called with a sample, they give it changed.
+
+    Attributes:
+        transforms: one after the other.
+        form: of the samples.
+    """
+
+    transforms: Sequence[Callable[..., Any]]
+    form: SampleForm
+
+    def __call__(self, sample: Any) -> Any:
+        """The sample after all transforms.
+
+        Raises:
+            ValueError: it has no form that is known, or what a transform gives has none.
+            Exception: what a transform raises, with a note that names it.
+        """
+        for number, transform in enumerate(self.transforms):
+            try:
+                sample = self._changed(sample, transform)
+            except Exception as error:
+                name = type(transform).__name__
+                error.add_note(f"(transform {number} of data.transforms, {name})")
+                raise
+        return sample
+
+    def _changed(self, sample: Any, transform: Callable[..., Any]) -> Any:
+        convention = convention_of(transform)
+        given = sample[0] if _is_crop(sample) else sample
+        image, target = self.form.parts(given)
+        keys = self.form.names(given) if isinstance(given, Mapping) else None
+        if convention == "dict":
+            whole = given if keys is not None else {"image": image, "label": target}
+            return transform(dict(whole))
+        if convention == "keywords":
+            image, target = self._by_keywords(transform, image, target)
+        elif convention == "pair":
+            image, target = _two(transform(*self._wrapped(transform, image, target)))
+        else:
+            image = _same_dims(image, transform(image))
+        if keys is None:
+            return image, target
+        return {**given, keys[0]: image, keys[1]: target}
+
+    def _by_keywords(self, transform: Any, image: Any, target: Any) -> tuple[Any, Any]:
+        if isinstance(image, torch.Tensor):
+            raise ValueError(
+                "albumentations takes arrays (rows, columns, channels), the image is a tensor: "
+                "leave out what makes it one, ToTensorV2 at the end does"
+            )
+        if self.form.task != "segmentation":
+            return transform(image=np.asarray(image))["image"], target
+        found = transform(image=np.asarray(image), mask=np.asarray(target))
+        return found["image"], found["mask"]
+
+    def _wrapped(self, transform: Any, image: Any, target: Any) -> tuple[Any, Any]:
+        """torchvision moves masks along with images where it knows that they are masks."""
+        if self.form.task != "segmentation" or not _is_from(transform, "torchvision"):
+            return image, target
+        from torchvision import tv_tensors  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+        mask = target if isinstance(target, torch.Tensor) else torch.from_numpy(np.array(target))
+        if isinstance(image, torch.Tensor):
+            image = tv_tensors.Image(image)
+        return image, tv_tensors.Mask(mask)
+
+
+def convention_of(transform: Any) -> Convention:
+    """How a transform is called, see the module."""
+    if _is_from(transform, "albumentations"):
+        return "keywords"
+    if _is_from(transform, "monai"):
+        return "dict" if _has_keys(transform) else "image"
+    if _is_from(transform, "torchvision.transforms.v2"):
+        return "pair"
+    called = transform.forward if isinstance(transform, nn.Module) else transform
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # of C
+        return "image"
+    needed = [
+        one
+        for one in parameters
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    return "pair" if len(needed) == 2 else "image"
+
+
+def _has_keys(transform: Any) -> bool:
+    """Whether a transform of MONAI is of dicts; several together are what the first one is."""
+    for _ in range(_MOST):
+        if hasattr(transform, "keys"):
+            return True
+        inner = getattr(transform, "transforms", None)
+        if not isinstance(inner, list | tuple) or not inner:
+            return False
+        transform = inner[0]
+    return False
+
+
+def _is_from(transform: Any, package: str) -> bool:
+    kinds = type(transform).__mro__
+    return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in kinds)
+
+
+def _is_crop(sample: Any) -> bool:
+    """MONAI's random crops give a list, here of one."""
+    return isinstance(sample, list) and len(sample) == 1 and isinstance(sample[0], Mapping)
+
+
+def _two(found: Any) -> tuple[Any, Any]:
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise ValueError(f"it was called with image and target, and gave {shown(found)}")
+    return found[0], found[1]
+
+
+def _same_dims(before: Any, after: Any) -> Any:
+    both = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    if both and before.ndim != after.ndim:
+        raise ValueError(
+            f"it gives a tensor of shape {tuple(after.shape)} for one of {tuple(before.shape)}: "
+            "samples have no batch dim (keepdim=True of kornia)"
+        )
+    return after

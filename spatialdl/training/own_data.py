@@ -1,0 +1,250 @@
+"""A data set of the user's, named by ``data.dataset._target_``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra.utils
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.dataset_source import DatasetSource
+from spatialdl.data.image_source import ImageSource
+from spatialdl.data.sample_forms import SampleForm, shown
+
+log = logging.getLogger("spatialdl.data")
+
+_SOURCE = ("read", "image_size", "labels", "channels", "has_masks", "classes", "__len__")
+"""What `ImageSource` asks for."""
+
+_MOST_WRAPPERS = 8
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """The training and validation samples of a user's data set, and what they are like."""
+
+    train: ImageSource
+    validation: ImageSource | None
+    image_size: tuple[int, ...]
+    channels: int
+    num_classes: int
+    names: tuple[str, ...]
+
+
+def open_own_data(
+    data: DictConfig, seed: int, task: str, image_size: tuple[int, ...] | None
+) -> OwnData:
+    """Make the data sets that a configuration names, and look at their first samples.
+
+    Args:
+        data: the group ``data``.
+        image_size: of the configuration, if it has one.
+
+    Raises:
+        ValueError: if they cannot be made, or have no samples of a form that is known.
+    """
+    form = _form(data, task, image_size)
+    transforms = _transforms(data, "transforms")
+    train = _source(data.dataset, "data.dataset", form, seed, transforms)
+    settings = validation_settings(data)
+    validation = None
+    if settings is not None:
+        transforms = _transforms(data, "validation_transforms")
+        validation = _source(settings, "data.validation", form, seed, transforms)
+        _check_alike(train, validation)
+    stored = tuple(train.image_size(0))
+    size = stored if image_size is None else image_size
+    if len(size) != len(stored):
+        raise ValueError(
+            f"data.image_size={list(size)} has {len(size)} numbers, but the images of data.dataset "
+            f"have {len(stored)} dims, such as {' x '.join(map(str, stored))}: give one for each"
+        )
+    channels = int(train.channels)
+    if data.channels is not None and data.channels != channels:
+        raise ValueError(
+            f"data.channels={data.channels}, but the images of data.dataset have {channels}: leave "
+            "it out, or set data.channel_dim"
+        )
+    names = tuple(map(str, train.classes))
+    classes = _num_classes(data, train, names, task)
+    for source in (train, validation):
+        if isinstance(source, DatasetSource):
+            source.expect(classes, size if image_size is None else None)
+    return OwnData(train, validation, size, channels, classes, names)
+
+
+def validation_settings(data: DictConfig) -> DictConfig | None:
+    """The data set to validate on: its own, or that to train on with some other arguments."""
+    given = data.validation
+    if given is None:
+        return None
+    if not isinstance(given, DictConfig):
+        raise ValueError(
+            f"data.validation={given} is no data set: name one by data.validation._target_, or "
+            "arguments that differ from those of data.dataset, such as data.validation.split=val"
+        )
+    if given.get("_target_") not in (None, data.dataset["_target_"]):
+        return given
+    plain: list[Any] = [OmegaConf.to_container(one, resolve=True) for one in (data.dataset, given)]
+    return OmegaConf.create({**plain[0], **plain[1]})
+
+
+def check_same_samples(train: ImageSource, world: Communicator, split: bool) -> None:
+    """Refuse a data set that is another one on other ranks, or gives other samples each time.
+
+    Args:
+        split: whether several ranks read one image.
+
+    Raises:
+        ValueError: on all ranks, if it does.
+    """
+    if not isinstance(train, DatasetSource):
+        return
+    mine = len(train), train.digest(0, 0), train.digest(0, 0)
+    everybody = world.allgather(mine)
+    others = [rank for rank, one in enumerate(everybody) if one[0] != everybody[0][0]]
+    if others:
+        raise ValueError(
+            f"{train.name} has {everybody[others[0]][0]} samples on rank {others[0]}, "
+            f"{everybody[0][0]} on rank 0: bring the copies of the data set to one state"
+        )
+    changes = (
+        f"{train.name} gives another first sample each time it is asked: it draws from a generator "
+        "that cannot be seeded; let it draw from torch, numpy.random or random, or keep its "
+        "generator in an attribute"
+    )
+    if len({digest for one in everybody for digest in one[1:]}) > 1:
+        if any(one[1] != one[2] for one in everybody):
+            if world.size > 1:
+                raise ValueError(changes)
+            log.warning("%s; this run cannot be repeated", changes)
+            return
+        raise ValueError(
+            f"{train.name} gives different ranks different first samples for the same seed, epoch "
+            "and number: bring the copies of the data set to one state"
+        )
+    if split and world.rank == 0:
+        log.info(
+            "%s: each rank of a grid makes whole samples, and keeps its part; spatialdl-import or "
+            "spatialdl.data.ShardWriter write data sets that are read by parts",
+            train.name,
+        )
+
+
+def _form(data: DictConfig, task: str, image_size: tuple[int, ...] | None) -> SampleForm:
+    keys, channel_dim = data["keys"], data.channel_dim  # `keys` is a method, too
+    if keys is not None:
+        given = list(keys) if isinstance(keys, ListConfig) else []
+        kinds = {type(key) for key in given}
+        if len(given) != 2 or kinds not in ({str}, {int}) or (kinds == {int} and min(given) < 0):
+            raise ValueError(
+                f"data.keys={keys} must be two: [image,target], keys of a dict or places in a tuple"
+            )
+        keys = given[0], given[1]
+    if channel_dim not in (None, "first", "last"):
+        raise ValueError(f"data.channel_dim={channel_dim} must be first, last or null")
+    dims = None if image_size is None else len(image_size)
+    return SampleForm(task, keys, channel_dim, dims)
+
+
+def _transforms(data: DictConfig, key: str) -> list[Callable[..., Any]]:
+    given = data[key]
+    if given is None:
+        return []
+    if not isinstance(given, ListConfig):
+        raise ValueError(f"data.{key}={given} must be a list: [{{_target_: package.Transform}}]")
+    found = [_made(one, f"data.{key}[{number}]") for number, one in enumerate(given)]
+    for number, one in enumerate(found):
+        if not callable(one):
+            raise ValueError(f"data.{key}[{number}] gives {shown(one)}, which cannot be called")
+    return found
+
+
+def _made(settings: Any, key: str) -> Any:
+    target = settings.get("_target_") if isinstance(settings, DictConfig) else None
+    if target is None:
+        raise ValueError(f"{key}={settings} has no _target_: name a class, {{_target_: package.X}}")
+    try:
+        return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{key}._target_={target} cannot be made: {said}") from error
+
+
+def _source(
+    settings: DictConfig,
+    key: str,
+    form: SampleForm,
+    seed: int,
+    transforms: Sequence[Callable[..., Any]],
+) -> ImageSource:
+    made = _made(settings, key)
+    name = f"{key} ({settings['_target_']})"
+    # what reads by boxes cannot have transforms of whole images
+    if not transforms and all(hasattr(made, word) for word in _SOURCE):
+        if form.task == "segmentation" and not made.has_masks:
+            raise ValueError(f"{name} has no masks, which task=segmentation learns")
+        return made  # type: ignore[no-any-return]
+    classes = _class_names(made, form)
+    return DatasetSource(made, form, name=name, seed=seed, classes=classes, transforms=transforms)
+
+
+def _class_names(dataset: Any, form: SampleForm) -> list[str]:
+    """As torchvision's and Hugging Face's data sets have them, also inside of wrappers."""
+    for one in _wrapped(dataset):
+        names = getattr(one, "classes", None)
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            return list(names)
+        features = getattr(one, "features", None)
+        if isinstance(features, Mapping):
+            key = form.keys[1] if form.keys else "label"
+            names = getattr(features.get(key), "names", None)
+            if isinstance(names, list | tuple):
+                return list(map(str, names))
+    return []
+
+
+def _wrapped(dataset: Any) -> Iterator[Any]:
+    for _ in range(_MOST_WRAPPERS):
+        if dataset is None:
+            return
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)  # of a `Subset`
+
+
+def _num_classes(data: DictConfig, train: ImageSource, names: tuple[str, ...], task: str) -> int:
+    given = None if data.num_classes is None else int(data.num_classes)
+    if task in ("multilabel", "regression"):
+        labels = train.no_labels if isinstance(train, DatasetSource) else train.labels
+        if labels.ndim != 2:
+            raise ValueError(f"task={task} needs labels (samples, targets), got {labels.shape}")
+        if given not in (None, labels.shape[1]):
+            raise ValueError(
+                f"data.num_classes={given}, but the targets of data.dataset have {labels.shape[1]} "
+                "numbers: leave it out"
+            )
+        return int(labels.shape[1])
+    if given is None and not names:
+        raise ValueError(
+            "data.dataset names no classes (it has no attribute classes): set data.num_classes"
+        )
+    if given is not None and given < max(1, len(names)):
+        of_names = f", but data.dataset has {len(names)} classes ({', '.join(names[:8])})"
+        raise ValueError(
+            f"data.num_classes={given}{of_names if names else ' must be at least 1'}: leave it out"
+        )
+    return len(names) if given is None else given
+
+
+def _check_alike(train: ImageSource, validation: ImageSource) -> None:
+    for what in ("channels", "dtype"):
+        here, there = getattr(train, what, None), getattr(validation, what, None)
+        if here != there:
+            raise ValueError(
+                f"the images of data.validation have {what} {there}, those of data.dataset {here}: "
+                "let both have the same"
+            )

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from spatialdl.comm.alone import Alone
+from spatialdl.configuring.overrides import check_overrides
+from spatialdl.configuring.own_keys import rewritten
+from spatialdl.data import ShardWriter
+from spatialdl.data.shards import ShardDataset
+from spatialdl.training.own_data import check_same_samples
+from spatialdl.training.settings import open_sources
+from spatialdl.training.trainer import Trainer
+from tests.data import own_datasets
+from tests.fitting import fit
+from tests.vision import need_timm
+
+HERE = own_datasets.__name__
+
+
+def config(kind: str, *more: str) -> DictConfig:
+    words = ["data=dataset", f"data.dataset._target_={kind}", *more]
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [rewritten(word) for word in words])
+
+
+def opened(kind: str, *more: str, task: str = "classification", seed: int = 3):
+    return open_sources(config(f"{HERE}.{kind}", *more).data, seed, task)
+
+
+def test_a_data_set_says_what_its_images_are_like():
+    sources = opened("Noise", "data.validation.split=val", "data.validation.count=4")
+    assert (len(sources.train), len(sources.validation)) == (7, 4)
+    assert (sources.image_size, sources.channels, sources.num_classes) == ((21, 18), 3, 2)
+    assert sources.names == tuple(own_datasets.CLASSES)
+    assert sources.train.dataset.split == "train"
+    assert sources.validation.dataset.split == "val"
+    assert sources.described()["input"] == {
+        **{"mean": [0.0] * 3, "std": [1.0] * 3, "scale": 1, "dtype": "float64"}
+    }
+
+
+def test_a_validation_set_of_another_kind():
+    other = f"data.validation._target_={HERE}.Pictures"
+    with pytest.raises(ValueError, match=r"data.validation have dtype uint8, .*dataset float64"):
+        opened("Noise", other)
+    assert opened("Noise").validation is None
+
+
+def test_pictures_without_names_of_classes_need_their_number():
+    with pytest.raises(ValueError, match=r"names no classes.*set data.num_classes"):
+        opened("Pictures")
+    sources = opened("Pictures", "data.num_classes=2", "data.validation.train=false")
+    assert (sources.image_size, sources.train.dtype) == ((9, 11), np.uint8)
+    assert not sources.validation.dataset.train
+    read = sources.train_views.read(0, 2, (1, 4, 2, 5))
+    assert np.array_equal(read, np.asarray(sources.train.dataset[2][0])[1:4, 2:5])
+    mixed = opened("Pictures", "data.num_classes=2", "data.dataset.modes=[RGB,L]")
+    with pytest.raises(ValueError, match=r"sample 1 of data.dataset .*has 1 channels, that of"):
+        mixed.train.read(1)
+
+
+def test_images_are_cropped_and_padded():
+    sources = opened("Pictures", "data.num_classes=2", "data.image_size=[5,15]")
+    image = sources.train_views.read(0, 0, (0, 5, 0, 15))
+    assert (image[:, :2] == 255).all()
+    assert np.array_equal(image[:, 2:13], np.asarray(sources.train.dataset[0][0])[2:7])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "sentence"),
+    [
+        ("Stream", (), "data.dataset .*Stream.* is an iterable data set"),
+        ("Given", (), r"has no samples \(its length is 0\)"),
+        ("Missing", (), "data.dataset._target_=.*Missing cannot be made"),
+        ("Noise", ("data.dataset.size=x", "data.dataset.count=[]"), "sample|length|has no"),
+        ("Noise", ("data.num_classes=1",), r"num_classes=1, but data.dataset has 2 classes \(sq"),
+        ("Pictures", ("data.num_classes=1",), "the class is 1, there are 1"),
+        ("Noise", ("data.channels=1",), "data.channels=1, but the images .* have 3"),
+        ("Noise", ("data.image_size=[4]",), "expected channels and 1 spatial dims"),
+        ("Noise", ("data.keys=[a]",), r"data.keys=\['a'\] must be two"),
+        ("Noise", ("data.keys=[0,5]",), "has 2 parts, but data.keys"),
+        ("Noise", ("data.channel_dim=middle",), "must be first, last or null"),
+        ("Noise", ("data.validation=val",), "data.validation=val is no data set"),
+    ],
+)
+def test_what_cannot_be_is_refused(kind, words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        opened(kind, *words).train.read(1)
+
+
+def test_numbers_are_targets():
+    sources = opened("Numbers", task="regression")
+    assert sources.num_classes == 2
+    with pytest.raises(ValueError, match=r"data.num_classes=3, but the targets .* have 2 numbers"):
+        opened("Numbers", "data.num_classes=3", task="regression")
+
+
+def test_words_of_the_command_line():
+    known = ["data=dataset", f"data.dataset._target_={HERE}.Noise", "data.dataset.count=3"]
+    check_overrides([rewritten(word) for word in [*known, "data.validation.split=val"]])
+    for wrong in ("data.dataset.counts=3", "data.validation.splits=val"):
+        with pytest.raises(ValueError, match=f"{wrong.partition('=')[0]} is unknown to .*Noise"):
+            check_overrides([rewritten(word) for word in [*known, wrong]])
+    with pytest.raises(ValueError, match=r"name it, data\.dataset\._target_=package\.Class"):
+        check_overrides([rewritten(word) for word in ("data=dataset", "data.dataset.count=3")])
+
+
+def test_what_cannot_be_repeated_is_told(caplog):
+    check_same_samples(opened("Noise").train, Alone(), split=False)
+    assert not caplog.text
+    check_same_samples(opened("Unrepeatable").train, Alone(), split=False)
+    assert "cannot be seeded" in caplog.text
+
+
+def test_a_source_that_reads_by_boxes_is_taken_as_it_is(tmp_path):
+    with ShardWriter(tmp_path / "set", ["a", "b"]) as writer:
+        for number in range(3):
+            writer.add(np.full((4, 5, 3), number, np.uint8), number % 2, "train")
+    data = config("spatialdl.data.ShardDataset", f"data.dataset.path={tmp_path / 'set'}").data
+    sources = open_sources(data, 0)
+    assert isinstance(sources.train, ShardDataset)
+    assert (sources.num_classes, sources.image_size) == (2, (4, 5))
+    with pytest.raises(ValueError, match=r"has no masks, which task=segmentation learns"):
+        open_sources(data, 0, "segmentation")
+
+
+def losses(folder: Path, *more: str, steps: int) -> list[float]:
+    words = ["data.batch_size=3", f"trainer.max_steps={steps}", "data.dataset.count=8", *more]
+    words += ["model.width=2", "data.validation.split=val"]
+    fit(Trainer(config(f"{HERE}.OwnGenerator", *words), Alone()), folder)
+    return json.loads((folder / "summary.json").read_text())["loss"]
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_samples(tmp_path):
+    whole = losses(tmp_path / "whole", steps=6)
+    losses(tmp_path / "part", steps=4)  # in the second epoch
+    again = losses(tmp_path / "again", f"ckpt_path={tmp_path / 'part'}", steps=6)
+    assert again[-2:] == whole[-2:]
+    more = f"ckpt_path={tmp_path / 'part'}", "data.dataset.count=9"
+    with pytest.raises(ValueError, match=r"data.samples=8, this run has data.samples=9"):
+        losses(tmp_path / "other", *more, steps=6)
+
+
+def test_dicts_and_random_crops_of_monai(monkeypatch):
+    monai = pytest.importorskip("monai.transforms")
+    data = pytest.importorskip("monai.data")
+
+    def volumes() -> object:
+        samples = [
+            {"image": np.random.default_rng(n).random((1, 12, 13, 14), np.float32), "label": n % 2}
+            for n in range(4)
+        ]
+        for sample in samples:
+            sample["label"] = (sample["image"] > 0.5).astype(np.float32)
+        keys = ["image", "label"]
+        crop = monai.RandCropByPosNegLabeld(keys, "label", (8, 9, 10), num_samples=1)
+        flip = monai.RandFlipd(keys, prob=0.5, spatial_axis=0)
+        noise = monai.RandGaussianNoised(["image"], prob=1.0)
+        tensors = monai.EnsureTyped(keys)
+        return data.Dataset(samples, monai.Compose([tensors, crop, flip, noise]))
+
+    module = ModuleType("own_monai")
+    module.volumes = volumes  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_monai", module)
+    words = ("data.num_classes=2", "data.image_size=[8,9,10]")
+    sources, other = (
+        open_sources(config("own_monai.volumes", *words).data, 3, "segmentation") for _ in range(2)
+    )
+    assert (sources.image_size, sources.channels) == ((8, 9, 10), 1)
+    box = (2, 7, 0, 9, 3, 10)
+    wholes = []
+    for epoch, sample in ((0, 1), (1, 1), (0, 3)):
+        whole = other.train.at(epoch).read(sample)
+        wholes.append(whole)
+        assert np.array_equal(sources.train_views.read(epoch, sample, box), whole[2:7, :, 3:])
+        mask = sources.train_views.read_mask(epoch, sample, box)
+        assert np.array_equal(mask, other.train.at(epoch).read_mask(sample)[2:7, :, 3:])
+    assert not np.array_equal(wholes[0], wholes[1])
+
+
+def test_pictures_in_folders_with_transforms_of_torchvision(tmp_path):
+    need_timm()
+    from PIL import Image
+
+    for number in range(4):
+        folder = tmp_path / "ab"[number % 2]
+        folder.mkdir(exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    words = (
+        f"data.dataset.root={tmp_path}",
+        "data.dataset.transform._target_=torchvision.transforms.Compose",
+        "data.dataset.transform.transforms=[{_target_: torchvision.transforms.RandomCrop, size: "
+        "16},{_target_: torchvision.transforms.ToTensor}]",
+    )
+    kind = "torchvision.datasets.ImageFolder"
+    sources, other = (open_sources(config(kind, *words).data, 3) for _ in range(2))
+    assert (sources.image_size, sources.names) == ((16, 16), ("a", "b"))
+    first, second = (other.train.at(epoch).read(2) for epoch in (0, 1))
+    assert first.dtype == np.float32
+    assert 0 <= first.min() < first.max() <= 1
+    assert not np.array_equal(first, second)
+    assert np.array_equal(sources.train_views.read(1, 2, (3, 9, 2, 16)), second[3:9, 2:])
+
+
+def test_transforms_are_named_by_the_configuration():
+    noise = "data.transforms=[{_target_: torch.nn.Hardtanh, min_val: 0.0, max_val: 0.5}]"
+    sources = opened("Noise", noise, "data.validation.split=val")
+    assert (sources.train.read(0).min(), sources.train.read(0).max()) == (0, 0.5)
+    assert sources.validation.read(0).max() > 0.5
+    for wrong, sentence in (
+        ("5", "data.transforms=5 must be a list"),
+        ("[relu]", r"data.transforms\[0\]=relu has no _target_"),
+        ("[{_target_: torch.nn.Missing}]", r"data.transforms\[0\]._target_=.* cannot be made"),
+        ("[{_target_: pathlib.Path}]", "gives a PosixPath, which cannot be called"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            opened("Noise", f"data.transforms={wrong}")
+    with pytest.raises(
+        ValueError, match=r"data.transforms is a key of data=dataset, but data=shards"
+    ):
+        check_overrides(["data=shards", "data.path=x", "data.transforms=[]"])
+
+
+def test_shards_are_a_data_set_too_where_transforms_want_whole_images(tmp_path):
+    with ShardWriter(tmp_path / "set", ["a", "b"]) as writer:
+        for number in range(3):
+            writer.add(np.full((4, 5, 3), number, np.uint8), number % 2, "train")
+    words = f"data.dataset.path={tmp_path / 'set'}", "data.transforms=[{_target_: numpy.negative}]"
+    with pytest.raises(ValueError, match=r"data.transforms\[0\]"):
+        open_sources(config("spatialdl.data.ShardDataset", *words).data, 0)
+    words = words[0], f"data.transforms=[{{_target_: {HERE}.Inverted}}]"
+    sources = open_sources(config("spatialdl.data.ShardDataset", *words).data, 0)
+    assert sources.train.read(2).max() == 253
+    assert (sources.names, sources.train.labels.tolist()) == (("a", "b"), [0, 1, 0])
