@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,12 +65,18 @@ class Cohort:
     def width(self) -> int:
         return self.files[0].width
 
-    def rows(self, files: Sequence[FeatureFile] | None = None, show: bool = True) -> FileRows:
-        """This rank's share of the rows of these files, of all if None."""
-        parts = share(self.files if files is None else files, self.ranks.rank, self.ranks.size)
-        if not show or self.ranks.rank:
-            return FileRows(parts, self.width)
-        return _ShownRows(parts, self.width)
+    @contextmanager
+    def rows(self, files: Sequence[FeatureFile] | None = None) -> Iterator[FileRows]:
+        """This rank's share of the rows of these files, of all if None; rank 0 shows a bar."""
+        parts = self.parts(self.files if files is None else files)
+        with tqdm(
+            desc="rank 0 reads",
+            unit=" tiles",
+            unit_scale=True,
+            mininterval=0.5,
+            disable=self.ranks.rank != 0,
+        ) as bar:  # how often a method reads them is not known before
+            yield FileRows(parts, self.width, progress=bar.update)
 
     def parts(self, files: Sequence[FeatureFile]) -> list[FilePart]:
         """Where the rows of `rows` come from."""
@@ -156,22 +163,6 @@ class Cohort:
         [total] = self.ranks.total([(len(files), self.width)], work, cpu)
         counts = np.array([file.tiles for file in files])[:, None]
         return np.asarray(total.numpy() / np.maximum(counts, 1))
-
-
-class _ShownRows(FileRows):
-    """Rows with a bar of how many are read; how often a method reads them is not known before."""
-
-    def __init__(self, parts: Sequence[FilePart], width: int) -> None:
-        super().__init__(parts, width)
-        self._bar = tqdm(desc="rank 0 reads", unit=" tiles", unit_scale=True, mininterval=0.5)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        found = super().read(start, stop)
-        self._bar.update(stop - start)
-        return found
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 def _thinned(every: Sampled, first: int, step: int) -> Sampled:

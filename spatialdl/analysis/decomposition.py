@@ -137,7 +137,8 @@ class PCA(_Projection):
             data, mean, int(wanted) if wanted >= 1 else most, randomized, self.iterated_power
         )
         variance = singular.square() / (data.total - 1)
-        whole = float(moments.square_sum(data, mean).sum()) / (data.total - 1)
+        squares = moments.square_sum(data, mean) if randomized else singular.square()
+        whole = float(squares.sum()) / (data.total - 1)
         ratio = variance / whole if whole else torch.zeros_like(variance)
         count = int(wanted) if wanted >= 1 else _count_of(ratio, wanted)
         self.components_, self.singular_values_ = numpy(vectors[:count]), numpy(singular[:count])

@@ -42,11 +42,8 @@ def learned(
             )
         return model
     model = make()
-    rows = cohort.rows()
-    try:
+    with cohort.rows() as rows:
         model.fit(rows)
-    finally:
-        rows.close()
     ranks.together(lambda: ranks.rank == 0 and save_model(options.out / MODEL, model))
     return model
 
@@ -211,12 +208,9 @@ def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
     slides = ranks.together(lambda: SlidePictures(options.slides))
     wanted = options.neighbours
     queries = ranks.together(lambda: _queried(options, cohort) if ranks.rank == 0 else [])
-    rows = cohort.rows()
-    try:
-        model = NearestNeighbors(metric=options.metric, comm=ranks.comm, device=options.device)
+    model = NearestNeighbors(metric=options.metric, comm=ranks.comm, device=options.device)
+    with cohort.rows() as rows:
         model.fit(rows)
-    finally:
-        rows.close()
     distances, indices = model.kneighbors(queries, min(wanted + 1, cohort.tiles))
 
     def write() -> None:
@@ -237,7 +231,10 @@ def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
         head = ("query", "neighbour", "slide", "row", "x", "y", "distance")
         save_table(options.out / "neighbours.csv", head, lines)
         if slides:
-            tiles = [[_shown(cohort, slides, *one) for one in line] for line in shown]
+            tiles = [
+                [_shown(cohort, slides, *one, is_query=not k) for k, one in enumerate(line)]
+                for line in shown
+            ]
             pictures.draw_tiles(options.out / "neighbours.png", tiles)
 
     ranks.together(lambda: ranks.rank == 0 and write())
@@ -277,11 +274,12 @@ def _place(cohort: Cohort, slide: str, row: int) -> tuple[Any, Any]:
 
 
 def _shown(
-    cohort: Cohort, slides: SlidePictures, slide: str, row: int, distance: float
+    cohort: Cohort, slides: SlidePictures, slide: str, row: int, distance: float, is_query: bool
 ) -> tuple[str, npt.NDArray[np.uint8] | None]:
     file = _file(cohort, slide)
     name = slide if len(slide) <= 20 else f"{slide[:9]}…{slide[-10:]}"
-    caption = f"{name}\nrow {row}, {distance:.3g}"
+    how = "query" if is_query else f"distance {distance:.2g}"
+    caption = f"{name}\nrow {row}, {how}"
     if not file.has_coords:
         return caption, None
     coords = file.coords()

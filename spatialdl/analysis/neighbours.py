@@ -22,7 +22,7 @@ from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.plan import plan_for
 from spatialdl.parallel.layout import Box
 
-_QUERIES, _ROWS = 512, 4096  # of a block of distances
+_QUERIES, _ROWS = 256, 1024  # of a block of distances
 _GATHERED = 2**22  # numbers of candidates whose distances are computed exactly at once
 _NOISE = 1e-13  # of a distance by products, relative to the squared lengths
 
@@ -199,6 +199,16 @@ _METRICS: dict[str, type[_Euclidean] | type[_Cosine]] = {
 }
 
 
+def _padded(chosen: Tensor) -> Tensor:
+    """(rows, most): the columns that are chosen in each row, -1 behind the last."""
+    counts = chosen.sum(1)
+    rows, columns = chosen.nonzero(as_tuple=True)
+    firsts = counts.cumsum(0) - counts
+    found = chosen.new_full((len(chosen), int(counts.max())), -1, dtype=torch.int64)
+    found[rows, torch.arange(len(rows), device=rows.device) - firsts[rows]] = columns
+    return found
+
+
 class _Search:
     """The nearest rows so far of a rank's queries.
 
@@ -241,14 +251,17 @@ class _Search:
             itself = own + torch.arange(len(queries), device=block.device) - first
             inside = (itself >= 0) & (itself < len(block))
             quick[inside.nonzero()[:, 0], itself[inside]] = torch.inf
-        # all that may be among the nearest, whatever rounding did to them
-        wanted = min(self._wanted, len(block))
-        edge = quick.topk(wanted, dim=1, largest=False).values[:, -1:]
-        most = int((quick <= edge + 2 * noise).sum(1).max())
-        columns = quick.topk(most, dim=1, largest=False).indices.sort(1).values
-        exact = self._exact(queries, block, columns)
-        exact.masked_fill_(quick.gather(1, columns) == torch.inf, torch.inf)
         distances, indices = self._best[number]
+        limit = distances[:, -1:]
+        if distances.shape[1] < self._wanted or torch.isinf(limit).any():
+            wanted = min(self._wanted, len(block))
+            limit = quick.topk(wanted, dim=1, largest=False).values[:, -1:]
+        # all that may be among the nearest, whatever rounding did to them
+        columns = _padded(quick <= limit + 2 * noise)
+        there = columns >= 0
+        columns = columns.clamp(min=0)
+        exact = self._exact(queries, block, columns)
+        exact[~there | (quick.gather(1, columns) == torch.inf)] = torch.inf
         distances = torch.cat([distances, exact], 1)
         indices = torch.cat([indices, columns + first], 1)
         by_index = indices.argsort(1)

@@ -102,7 +102,7 @@ def draw_projection(
     figure = _figure(7.5, 5.5)
     panel = figure.subplots()
     order = np.random.RandomState(0).permutation(len(points))  # none lies above all others
-    size = float(np.clip(4000 / max(1, len(points)), 1.5, 14))
+    size = float(np.clip(15_000 / max(1, len(points)), 2, 16))
     x, y = points[order].T
     if numbers is not None:
         values = numbers[order]
@@ -164,9 +164,12 @@ def draw_tiles(
     figure = _figure(1.7 * columns, 2.15 * len(rows))
     panels = figure.subplots(len(rows), columns, squeeze=False)
     for line, row in zip(panels, rows, strict=True):
-        for panel in line:
+        for panel in line[len(row) :]:
             panel.axis("off")
         for panel, (caption, tile) in zip(line, row, strict=False):
+            panel.set_xticks([])
+            panel.set_yticks([])
+            panel.spines[:].set_color("#c0c0c0")  # or a white tile could not be seen
             panel.set_title(caption, fontsize=7)
             if tile is not None:
                 panel.imshow(tile)

@@ -37,17 +37,14 @@ def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
     ranks = cohort.ranks
     labels = ranks.together(lambda: _labels(options, cohort))
     filled = [file for file in cohort.files if file.tiles]
-    rows = cohort.rows(filled)
-    try:
+    with cohort.rows(filled) as rows:
         means = cohort.slide_means(rows, filled)
-        held_out: dict[str, float] = {}
-        if options.apply is not None:
-            model = ranks.together(lambda: _loaded(options, cohort))
-            summary: dict[str, Any] = {}
-        else:
-            model, held_out, summary = _learned(options, cohort, filled, means, labels)
-    finally:
-        rows.close()
+    held_out: dict[str, float] = {}
+    if options.apply is not None:
+        model = ranks.together(lambda: _loaded(options, cohort))
+        summary: dict[str, Any] = {}
+    else:
+        model, held_out, summary = _learned(options, cohort, filled, means, labels)
 
     def columns(of_slide: FileRows) -> Columns:
         return {"predicted": model.predict(of_slide)}
@@ -59,7 +56,7 @@ def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
     both = [(labels.target[name], seen[name]) for name in seen if name in labels.target]
     if len(both) > 1:
         summary["r2_of_slides"] = _r2(*np.array(both).T)
-    return {"slides_with_target": len(labels.target), **summary}
+    return {"slides_compared": len(both), **summary}
 
 
 def _labels(options: argparse.Namespace, cohort: Cohort) -> _Labels:
@@ -111,11 +108,8 @@ def _learned(
         model.fit(values, _of(labels.target, own), np.array(_of(labels.group, own), str))
     else:
         own = [part.file.slide for part in cohort.parts(files) for _ in range(part.count)]
-        rows = cohort.rows(files)
-        try:
+        with cohort.rows(files) as rows:
             model.fit(rows, _of(labels.target, own), np.array(_of(labels.group, own), str))
-        finally:
-            rows.close()
     every = [
         one
         for of in ranks.comm.allgather(dict(zip(own, model.folds_.tolist(), strict=True)))

@@ -15,7 +15,8 @@ from torch import Tensor
 from spatialdl.analysis.ranks import Comm, Ranks
 from spatialdl.data.feature_file import FeatureFile
 
-_BLOCK, _LONGEST = 2**21, 2**15  # numbers of a block, 16 MB in float64, and rows
+_READ, _LONGEST = 2**21, 2**15  # numbers read at once, 16 MB in float64, and rows
+_IN_CACHE = 2**17  # numbers of a block on a CPU, which reads it several times
 KEPT = 2**31
 """Bytes of feature files that a rank keeps in memory between passes."""
 
@@ -42,8 +43,8 @@ class Rows(ABC):
         """A row's name in messages."""
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """First row and end of each block."""
-        step = min(max(1, _BLOCK // max(1, self.width)), _LONGEST)
+        """First row and end of what is read at once."""
+        step = min(max(1, _READ // max(1, self.width)), _LONGEST)
         for start in range(0, self.count, step):
             yield start, min(start + step, self.count)
 
@@ -53,7 +54,19 @@ class Rows(ABC):
         Raises:
             ValueError: there is a NaN or infinity, or a file is damaged.
         """
-        block = self.read(start, stop).to(device, torch.float64)
+        return self._checked(self.read(start, stop), start, device)
+
+    def blocks(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+        """All rows in float64, a block at a time, each with its place; see `block`."""
+        step = _LONGEST if device.type != "cpu" else max(16, _IN_CACHE // max(1, self.width))
+        for start, stop in self.spans():
+            at = start
+            for some in self.read(start, stop).split(step):
+                yield slice(at, at + len(some)), self._checked(some, at, device)
+                at += len(some)
+
+    def _checked(self, rows: Tensor, start: int, device: torch.device) -> Tensor:
+        block = rows.to(device, torch.float64)
         if not torch.isfinite(block.sum()):  # a sum is quicker than looking at all
             bad = (~torch.isfinite(block)).nonzero()
             if len(bad):
@@ -63,11 +76,6 @@ class Rows(ABC):
                     "features must be finite"
                 )
         return block
-
-    def blocks(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-        """All rows in float64, a block at a time, each with its place; see `block`."""
-        for start, stop in self.spans():
-            yield slice(start, stop), self.block(start, stop, device)
 
 
 class ArrayRows(Rows):
@@ -108,11 +116,19 @@ class FileRows(Rows):
         parts: the rows, in their order.
         width: numbers of a row.
         keep: bytes that stay in memory for the next pass.
+        progress: is called with the number of rows that were read.
     """
 
-    def __init__(self, parts: Sequence[FilePart], width: int, keep: int = KEPT) -> None:
+    def __init__(
+        self,
+        parts: Sequence[FilePart],
+        width: int,
+        keep: int = KEPT,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
         self._parts = [part for part in parts if part.count]
         self._ends = list(accumulate((part.count for part in self._parts), initial=0))
+        self._progress = progress
         self._free, self._kept = keep, dict[tuple[int, int], Tensor]()
         self.count, self.width = self._ends[-1], width
         types = [torch.from_numpy(np.empty(0, part.file.dtype)).dtype for part in self._parts]
@@ -122,6 +138,8 @@ class FileRows(Rows):
         return bisect_right(self._ends, row) - 1
 
     def read(self, start: int, stop: int) -> Tensor:
+        if self._progress is not None:
+            self._progress(stop - start)
         if (start, stop) in self._kept:
             return self._kept[start, stop]
         pieces, at = [], start

@@ -56,6 +56,10 @@ def load_model(path: Path, **params: Any) -> Any:
     Raises:
         ValueError: the file is missing, damaged, or no model.
     """
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no model: expected a file model.npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from spatialdl.bench import (
+    analysis,
     backend,
     channel_scaling,
     halo,
@@ -24,6 +25,7 @@ from spatialdl.bench import (
 )
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
+    "analysis": analysis.main,
     "backend": backend.main,
     "channel_scaling": channel_scaling.main,
     "halo": halo.main,
