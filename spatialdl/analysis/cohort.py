@@ -151,7 +151,7 @@ class Cohort:
         """(files, width): the mean of each file's rows, of which this rank has `rows`."""
         places = np.repeat(
             [files.index(part.file) for part in self.parts(files)],
-            [part.count for part in self.parts(files)],
+            [part.tiles for part in self.parts(files)],
         )
         numbers = torch.from_numpy(places.astype(np.int64))
         cpu = torch.device("cpu")

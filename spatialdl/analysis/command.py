@@ -90,10 +90,10 @@ def _analyze(options: argparse.Namespace, world: Communicator) -> None:
     from spatialdl.data.saving import save_json
 
     ranks, began = Ranks(world), time.monotonic()
-    ranks.together(lambda: world.rank or given.check(options))
+    ranks.on_first(lambda: given.check(options))
     options.device = ranks.together(lambda: _device(options.device))
     cohort = Cohort(options.features, world)
-    ranks.together(lambda: world.rank or options.out.mkdir(parents=True, exist_ok=True))
+    ranks.on_first(lambda: options.out.mkdir(parents=True, exist_ok=True))
     run = {
         given.KMEANS: methods.cluster,
         given.PCA: methods.project,
@@ -111,7 +111,7 @@ def _analyze(options: argparse.Namespace, world: Communicator) -> None:
         "seconds": round(time.monotonic() - began, 3),
         **found,
     }
-    ranks.together(lambda: world.rank or save_json(options.out / "summary.json", _plain(summary)))
+    ranks.on_first(lambda: save_json(options.out / "summary.json", _plain(summary)))
     if world.rank == 0:
         print_lines(_told(options, summary, found))
 

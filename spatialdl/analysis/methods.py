@@ -44,7 +44,7 @@ def learned(
     model = make()
     with cohort.rows() as rows:
         model.fit(rows)
-    ranks.together(lambda: ranks.rank == 0 and save_model(options.out / MODEL, model))
+    ranks.on_first(lambda: save_model(options.out / MODEL, model))
     return model
 
 
@@ -87,7 +87,7 @@ def cluster(options: argparse.Namespace, cohort: Cohort) -> Summary:
         options.out / TABLES, columns, whole=shown, also=outline if options.geojson else None
     )
     every = sum(ranks.comm.allgather(totals))
-    ranks.together(lambda: ranks.rank == 0 and _draw_maps(options, cohort, found, slides, count))
+    ranks.on_first(lambda: _draw_maps(options, cohort, found, slides, count))
     learned_now = {} if options.apply else {"inertia": model.inertia_, "iterations": model.n_iter_}
     return {"tiles_of_clusters": every.tolist(), **learned_now, **_unreadable(slides)}
 
@@ -183,7 +183,7 @@ def project(options: argparse.Namespace, cohort: Cohort) -> Summary:
             options.column or "slide",
         )
 
-    ranks.together(lambda: ranks.rank == 0 and draw())
+    ranks.on_first(draw)
     return {"explained_variance_ratio": ratios.tolist(), "components": len(ratios)}
 
 
@@ -207,7 +207,7 @@ def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
     ranks = cohort.ranks
     slides = ranks.together(lambda: SlidePictures(options.slides))
     wanted = options.neighbours
-    queries = ranks.together(lambda: _queried(options, cohort) if ranks.rank == 0 else [])
+    queries: Any = ranks.together(lambda: [] if ranks.rank else _queried(options, cohort))
     model = NearestNeighbors(metric=options.metric, comm=ranks.comm, device=options.device)
     with cohort.rows() as rows:
         model.fit(rows)
@@ -237,7 +237,7 @@ def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
             ]
             pictures.draw_tiles(options.out / "neighbours.png", tiles)
 
-    ranks.together(lambda: ranks.rank == 0 and write())
+    ranks.on_first(write)
     return {"neighbours": wanted, "metric": options.metric, **_unreadable(slides)}
 
 

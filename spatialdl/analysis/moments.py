@@ -85,11 +85,13 @@ def _factor(data: Divided, centre: Tensor | None, basis: Tensor) -> Tensor:
         return factor
 
     factors = data.ranks.comm.all_gather(data.ranks.together(own).cpu().contiguous())
-    return torch.linalg.qr(factors.reshape(-1, size), mode="r").R.to(data.device)
+    whole: Tensor = torch.linalg.qr(factors.reshape(-1, size), mode="r").R
+    return whole.to(data.device)
 
 
 def signed(vectors: Tensor) -> Tensor:
     """Vectors whose entry of largest absolute value is positive, as scikit-learn turns them."""
     largest = vectors.abs().argmax(1, keepdim=True)
     signs = vectors.gather(1, largest).sign()
-    return vectors * torch.where(signs == 0, 1.0, signs)
+    turned: Tensor = vectors * torch.where(signs == 0, 1.0, signs)
+    return turned

@@ -23,7 +23,7 @@ from spatialdl.comm.plan import plan_for
 from spatialdl.parallel.layout import Box
 
 _QUERIES, _ROWS = 256, 1024  # of a block of distances
-_GATHERED = 2**22  # numbers of candidates whose distances are computed exactly at once
+_GATHERED = 2**18  # numbers of candidates whose distances are computed exactly at once
 _NOISE = 1e-13  # of a distance by products, relative to the squared lengths
 
 
@@ -165,7 +165,7 @@ class _Euclidean(NamedTuple):
 
     @staticmethod
     def exactly(queries: Tensor, candidates: Tensor) -> Tensor:
-        return (queries[:, None] - candidates).square().sum(2)
+        return (queries - candidates).square().sum(1)
 
     @staticmethod
     def shown(distances: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class _Cosine(NamedTuple):
 
     @staticmethod
     def exactly(queries: Tensor, candidates: Tensor) -> Tensor:
-        return (1 - (queries[:, None] * candidates).sum(2)).clamp(0, 2)
+        return (1 - (queries * candidates).sum(1)).clamp(0, 2)
 
     @staticmethod
     def shown(distances: Tensor) -> Tensor:
@@ -199,14 +199,14 @@ _METRICS: dict[str, type[_Euclidean] | type[_Cosine]] = {
 }
 
 
-def _padded(chosen: Tensor) -> Tensor:
-    """(rows, most): the columns that are chosen in each row, -1 behind the last."""
-    counts = chosen.sum(1)
-    rows, columns = chosen.nonzero(as_tuple=True)
-    firsts = counts.cumsum(0) - counts
-    found = chosen.new_full((len(chosen), int(counts.max())), -1, dtype=torch.int64)
-    found[rows, torch.arange(len(rows), device=rows.device) - firsts[rows]] = columns
-    return found
+def _padded(rows: Tensor, count: int, values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """(count, most): values and columns of each row beside each other, infinity behind the last."""
+    counts = torch.bincount(rows, minlength=count)
+    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    shape = count, int(counts.max())
+    distances, found = values.new_full(shape, torch.inf), columns.new_zeros(shape)
+    distances[rows, place], found[rows, place] = values, columns
+    return distances, found
 
 
 class _Search:
@@ -227,7 +227,9 @@ class _Search:
         own: int | None,
     ) -> None:
         self._metric, self._wanted, self._own = metric, wanted, own
-        self._queries = [metric.prepared(part) for one in queries for part in one.split(_QUERIES)]
+        self._queries = [
+            metric.prepared(part) for one in queries for part in torch.split(one, _QUERIES)
+        ]
         self._best = [
             (one.new_empty(len(one), 0), torch.empty(len(one), 0, dtype=torch.int64).to(one.device))
             for one in self._queries
@@ -257,11 +259,10 @@ class _Search:
             wanted = min(self._wanted, len(block))
             limit = quick.topk(wanted, dim=1, largest=False).values[:, -1:]
         # all that may be among the nearest, whatever rounding did to them
-        columns = _padded(quick <= limit + 2 * noise)
-        there = columns >= 0
-        columns = columns.clamp(min=0)
-        exact = self._exact(queries, block, columns)
-        exact[~there | (quick.gather(1, columns) == torch.inf)] = torch.inf
+        rows, chosen = (quick <= limit + 2 * noise).nonzero(as_tuple=True)
+        values = self._exact(queries, block, rows, chosen)
+        values[quick[rows, chosen] == torch.inf] = torch.inf
+        exact, columns = _padded(rows, len(queries), values, chosen)
         distances = torch.cat([distances, exact], 1)
         indices = torch.cat([indices, columns + first], 1)
         by_index = indices.argsort(1)
@@ -269,11 +270,14 @@ class _Search:
         order = distances.argsort(dim=1, stable=True)[:, : self._wanted]
         return distances.gather(1, order), indices.gather(1, order)
 
-    def _exact(self, queries: Tensor, block: Tensor, columns: Tensor) -> Tensor:
-        step = max(1, _GATHERED // max(1, columns.shape[1] * block.shape[1]))
+    def _exact(self, queries: Tensor, block: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Distances of pairs."""
+        step = max(1, _GATHERED // block.shape[1])
         parts = [
-            self._metric.exactly(some, block[chosen])
-            for some, chosen in zip(queries.split(step), columns.split(step), strict=True)
+            self._metric.exactly(queries[some], block[chosen])
+            for some, chosen in zip(
+                torch.split(rows, step), torch.split(columns, step), strict=True
+            )
         ]
         return torch.cat(parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class Sums(NamedTuple):
     With a leading dim they are those of several folds.
 
     Attributes:
-        count: of rows, ().
+        rows: how many, ().
         x: (width,).
         y: (targets,).
         xx: (width, width).
@@ -24,7 +24,7 @@ class Sums(NamedTuple):
         yy: (targets,), of squares.
     """
 
-    count: Tensor
+    rows: Tensor
     x: Tensor
     y: Tensor
     xx: Tensor
@@ -74,10 +74,10 @@ def collect(
 
     def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
         rows, wanted, numbers = block - centres[0], targets[place] - centres[1], folds[place]
-        for fold in numbers.unique().tolist():
+        for fold in torch.unique(numbers).tolist():
             chosen = numbers == fold
             x, y = rows[chosen], wanted[chosen]
-            parts = len(x), x.sum(0), y.sum(0), x.T @ x, x.T @ y, y.square().sum(0)
+            parts: list[Any] = [len(x), x.sum(0), y.sum(0), x.T @ x, x.T @ y, y.square().sum(0)]
             for total, part in zip(sums, parts, strict=True):
                 total[fold] += part
 
@@ -92,7 +92,7 @@ def solve(sums: Sums, alphas: Tensor, intercept: bool) -> Fit:
     Args:
         alphas: (strengths, targets or 1), at least 0; with 0 the solution of least length.
     """
-    x, y = (sums.x / sums.count, sums.y / sums.count) if intercept else (sums.x * 0, sums.y * 0)
+    x, y = (sums.x / sums.rows, sums.y / sums.rows) if intercept else (sums.x * 0, sums.y * 0)
     xx, xy = sums.xx, sums.xy
     if intercept:
         xx, xy = xx - torch.outer(sums.x, x), xy - torch.outer(sums.x, y)
@@ -106,7 +106,7 @@ def solve(sums: Sums, alphas: Tensor, intercept: bool) -> Fit:
 
 def squared_errors(sums: Sums, fit: Fit) -> Tensor:
     """(strengths, targets): of a fit on the rows of the sums, without reading them again."""
-    count, dx, dy = sums.count, sums.x - sums.count * fit.x, sums.y - sums.count * fit.y
+    count, dx, dy = sums.rows, sums.x - sums.rows * fit.x, sums.y - sums.rows * fit.y
     yy = sums.yy - 2 * fit.y * sums.y + count * fit.y.square()
     xy = sums.xy - torch.outer(fit.x, dy) - torch.outer(sums.x, fit.y)
     xx = sums.xx - torch.outer(fit.x, dx) - torch.outer(sums.x, fit.x)
@@ -117,4 +117,4 @@ def squared_errors(sums: Sums, fit: Fit) -> Tensor:
 
 def spread(sums: Sums) -> Tensor:
     """(targets,): squared distances of the targets from their mean."""
-    return (sums.yy - sums.y.square() / sums.count.clamp(min=1)).clamp(min=0)
+    return (sums.yy - sums.y.square() / sums.rows.clamp(min=1)).clamp(min=0)

@@ -62,7 +62,7 @@ def draw_maps(path: Path, maps: Sequence[SlideMap], clusters: int) -> None:
             panel.imshow(one.picture)
         opaque = 1.0 if one.picture is None else 0.55
         boxes = PolyCollection(
-            corners.reshape(-1, 4, 2), facecolors=colours, alpha=opaque, linewidths=0
+            list(corners.reshape(-1, 4, 2)), facecolors=colours, alpha=opaque, linewidths=0
         )
         panel.add_collection(boxes)
         if one.picture is None and len(one.coords):

@@ -48,6 +48,10 @@ class Ranks:
         self._check(error)
         return result  # type: ignore[return-value]
 
+    def on_first(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0; all ranks must call it, and its error is raised on all."""
+        self.together(work if self.rank == 0 else lambda: None)
+
     def total(
         self,
         shapes: Sequence[tuple[int, ...]],
@@ -65,7 +69,7 @@ class Ranks:
         """
         sizes = [math.prod(shape) for shape in shapes]
         flat = torch.zeros(sum(sizes) + 1, dtype=torch.float64, device=device)
-        parts = flat[:-1].split(sizes)
+        parts = torch.split(flat[:-1], sizes)
         sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         _, error = _tried(lambda: work(sums))
         if error is not None:

@@ -51,7 +51,7 @@ def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
 
     predicted = {f.slide: float(p) for f, p in zip(filled, model.predict(means), strict=True)}
     cohort.write_tables(options.out / "tiles", columns)
-    ranks.together(lambda: ranks.rank == 0 and _write(options, cohort, labels, predicted, held_out))
+    ranks.on_first(lambda: _write(options, cohort, labels, predicted, held_out))
     seen = held_out or predicted
     both = [(labels.target[name], seen[name]) for name in seen if name in labels.target]
     if len(both) > 1:
@@ -107,7 +107,7 @@ def _learned(
         own, values = names[first:last], of_slides[first:last]
         model.fit(values, _of(labels.target, own), np.array(_of(labels.group, own), str))
     else:
-        own = [part.file.slide for part in cohort.parts(files) for _ in range(part.count)]
+        own = [part.file.slide for part in cohort.parts(files) for _ in range(part.tiles)]
         with cohort.rows(files) as rows:
             model.fit(rows, _of(labels.target, own), np.array(_of(labels.group, own), str))
     every = [
@@ -120,7 +120,7 @@ def _learned(
         name: float((model.fold_coef_[folds[name]] @ mean + model.fold_intercept_[folds[name]])[0])
         for name, mean in zip(names, of_slides, strict=True)
     }
-    ranks.together(lambda: ranks.rank == 0 and save_model(options.out / "model.npz", model))
+    ranks.on_first(lambda: save_model(options.out / "model.npz", model))
     return model, predicted, {"alpha": model.alpha_, "folds": options.folds}
 
 

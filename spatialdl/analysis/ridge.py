@@ -35,7 +35,7 @@ class _Linear(Estimator):
         weights = self._put(np.atleast_2d(self.coef_)).T
         found = [numpy(block @ weights) for _, block in self._blocks(rows)]
         several = np.concatenate([np.empty((0, weights.shape[1])), *found])
-        return (several if self.coef_.ndim == 2 else several[:, 0]) + self.intercept_
+        return np.asarray((several if self.coef_.ndim == 2 else several[:, 0]) + self.intercept_)
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
         """R2 over the rows of all ranks, the mean over targets; all ranks must call it."""
@@ -193,7 +193,7 @@ class RidgeCV(_Linear):
         """(alphas,): mean over targets."""
         wrong = normal_equations.squared_errors(sums, fit)
         if self.scoring == MSE:
-            return -(wrong / sums.count).mean(1)
+            return -(wrong / sums.rows).mean(1)
         return _r2(wrong, normal_equations.spread(sums)).mean(1)
 
     def _take_folds(self, fits: list[Fit], best: int, centres: tuple[Tensor, Tensor]) -> None:
@@ -223,7 +223,8 @@ class RidgeCV(_Linear):
 def _r2(wrong: Tensor, whole: Tensor) -> Tensor:
     """1 minus the ratio; of constant targets 1 if they are right and else 0, as scikit-learn."""
     constant = (wrong > 0).logical_not().to(wrong.dtype)
-    return torch.where(whole > 0, 1 - wrong / torch.where(whole > 0, whole, 1.0), constant)
+    found: Tensor = torch.where(whole > 0, 1 - wrong / torch.where(whole > 0, whole, 1.0), constant)
+    return found
 
 
 def _mean(data: Divided, targets: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Rows(ABC):
         step = _LONGEST if device.type != "cpu" else max(16, _IN_CACHE // max(1, self.width))
         for start, stop in self.spans():
             at = start
-            for some in self.read(start, stop).split(step):
+            for some in torch.split(self.read(start, stop), step):
                 yield slice(at, at + len(some)), self._checked(some, at, device)
                 at += len(some)
 
@@ -105,7 +105,7 @@ class FilePart(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def tiles(self) -> int:
         return self.stop - self.start
 
 
@@ -126,8 +126,8 @@ class FileRows(Rows):
         keep: int = KEPT,
         progress: Callable[[int], object] | None = None,
     ) -> None:
-        self._parts = [part for part in parts if part.count]
-        self._ends = list(accumulate((part.count for part in self._parts), initial=0))
+        self._parts = [part for part in parts if part.tiles]
+        self._ends = list(accumulate((part.tiles for part in self._parts), initial=0))
         self._progress = progress
         self._free, self._kept = keep, dict[tuple[int, int], Tensor]()
         self.count, self.width = self._ends[-1], width
@@ -252,7 +252,9 @@ class Divided:
         self._mean: Tensor | None = None
 
     def sums(
-        self, shapes: Sequence[tuple[int, ...]], add: Callable[[list[Tensor], slice, Tensor], None]
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        add: Callable[[list[Tensor], slice, Tensor], object],
     ) -> list[Tensor]:
         """Sums over the rows of all ranks.
 
