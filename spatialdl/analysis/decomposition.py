@@ -229,7 +229,8 @@ class TruncatedSVD(_Projection):
             sums[0].add_(((block - mean) @ vectors.T).square().sum(0))
 
         [total] = data.sums([(len(vectors),)], add)
-        return total / data.total
+        spread: Tensor = total / data.total
+        return spread
 
 
 def _wanted(components: int | float | None, most: int, randomized: bool) -> float:

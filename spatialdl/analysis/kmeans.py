@@ -188,7 +188,8 @@ class _Run:
         [squares] = data.sums(
             [()], lambda sums, _, block: sums[0].add_((block - mean).square().sum())
         )
-        return float(squares) / (data.total * data.width)
+        found: float = squares.item() / (data.total * data.width)
+        return found
 
     # --- k-means++
 

@@ -230,7 +230,8 @@ def _r2(wrong: Tensor, whole: Tensor) -> Tensor:
 def _mean(data: Divided, targets: Tensor) -> Tensor:
     own = targets.sum(0)
     [total] = data.ranks.total([tuple(own.shape)], lambda sums: sums[0].add_(own), data.device)
-    return total / data.total
+    mean: Tensor = total / data.total
+    return mean
 
 
 def _alphas(values: Any) -> Tensor:
