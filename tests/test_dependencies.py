@@ -19,7 +19,11 @@ NEEDED = PROJECT["dependencies"] + [
 ]
 # through their own programs, libraries, or other packages
 NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
+<<<<<<< HEAD
 IF_THERE = {"huggingface_hub", "torchvision"}
+=======
+IF_THERE = {"huggingface_hub", "sklearn"}  # the latter is what a benchmark compares with
+>>>>>>> analysis
 NAMED_OTHERWISE = {
     "hydra": "hydra-core",
     "mlflow": "mlflow-skinny",

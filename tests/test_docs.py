@@ -9,7 +9,11 @@ import re
 import pytest
 
 import spatialdl
+<<<<<<< HEAD
 import spatialdl.bags
+=======
+import spatialdl.analysis
+>>>>>>> analysis
 import spatialdl.data
 import spatialdl.export
 import spatialdl.models
@@ -23,6 +27,8 @@ PUBLIC = {
 }
 PUBLIC["spatialdl.export.export"] = spatialdl.export.export
 PUBLIC["spatialdl.random.keyed"] = spatialdl.random.keyed
+ESTIMATORS = ("KMeans", "NearestNeighbors", "PCA", "Ridge", "RidgeCV", "TruncatedSVD")
+PUBLIC |= {f"spatialdl.analysis.{name}": getattr(spatialdl.analysis, name) for name in ESTIMATORS}
 MADE_BY_OTHERS = ("SpatialTensor", "ResNet", "ResNetV2")  # users call what returns them
 CLASSES = {name: one for name, one in PUBLIC.items() if inspect.isclass(one)}
 

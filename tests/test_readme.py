@@ -16,6 +16,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from spatialdl import check, export
+from spatialdl.analysis import options as analysis_options
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.configuring.keys import file_of, groups, keys_of
 from spatialdl.configuring.overrides import check_overrides
@@ -119,6 +120,7 @@ TAKES = {
     "spatialdl.check": check._options,
     "spatialdl.export": export._parse,
     "spatialdl.plan": lambda words: check_overrides(words, "plan"),
+    "spatialdl-analyze": lambda words: analysis_options.parser().parse_args(words),
     "spatialdl-features": features.parsed,
     "spatialdl-import": lambda words: importing._parser().parse_args(words),
     "spatialdl-stage": lambda words: staging._parser().parse_args(words),

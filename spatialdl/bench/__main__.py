@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from spatialdl.bench import (
+    analysis,
     backend,
     bag_end_to_end,
     bag_memory,
@@ -26,6 +27,7 @@ from spatialdl.bench import (
 )
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
+    "analysis": analysis.main,
     "backend": backend.main,
     "bag_end_to_end": bag_end_to_end.main,
     "bag_memory": bag_memory.main,

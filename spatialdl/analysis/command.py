@@ -1,0 +1,169 @@
+"""The command that learns from features: `spatialdl-analyze METHOD FEATURES... --out DIR`.
+
+It runs in one process, on ranks that mpiexec or srun has started, or on ranks it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spatialdl.analysis import options as given
+from spatialdl.comm.abort import describe_error
+from spatialdl.comm.launch import launched, start_ranks
+from spatialdl.comm.world import start_world
+from spatialdl.starting import as_rank
+from spatialdl.text import counted, print_lines
+
+if TYPE_CHECKING:
+    from spatialdl.comm.communicator import Communicator
+
+_OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Learn from features of tiles, or apply what was learned.
+
+    Args:
+        argv: arguments of the command; those of the process if None.
+
+    Returns:
+        The exit code: 0, or 1 when something cannot be read or done, 2 for a mistake in the
+        arguments, 130 when it was interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if launched() is not None:
+            as_rank(lambda: sys.exit(_run(start_world(), words)))
+            return _OK
+        options = given.parser().parse_args(words)
+        if options.ranks is not None:
+            given.check(options)
+            return start_ranks(options.ranks, "spatialdl.analysis.command", words)
+        return _run(start_world(), words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except (ValueError, OSError) as error:
+        print(f"error: {describe_error(error)}", file=sys.stderr)
+        return _FAILED
+
+
+def _run(world: Communicator, words: Sequence[str]) -> int:
+    """What every rank does: errors are raised on all of them, and rank 0 prints them."""
+    parsed = world.bcast(_parsed(words) if world.rank == 0 else None)
+    if isinstance(parsed, int):
+        return parsed
+    code = _OK
+    try:
+        _analyze(parsed, world)
+    except (ValueError, OSError) as error:
+        if world.rank == 0:
+            print(f"error: {describe_error(error)}", file=sys.stderr, flush=True)
+        code = _FAILED
+    world.barrier()  # no rank ends the others before rank 0 has printed
+    return code
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace | int:
+    """The options, or the exit code of a mistake or of --help, which is printed."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return given.parser().parse_args(words)
+    except SystemExit as stop:
+        print(shown.getvalue(), end="", file=sys.stderr, flush=True)
+        return stop.code if isinstance(stop.code, int) else _MISUSED
+
+
+def _analyze(options: argparse.Namespace, world: Communicator) -> None:
+    from spatialdl.analysis import methods
+    from spatialdl.analysis.cohort import Cohort
+    from spatialdl.analysis.ranks import Ranks
+    from spatialdl.analysis.regressing import regress
+    from spatialdl.data.saving import save_json
+
+    ranks, began = Ranks(world), time.monotonic()
+    ranks.on_first(lambda: given.check(options))
+    options.device = ranks.together(lambda: _device(options.device))
+    cohort = Cohort(options.features, world)
+    ranks.on_first(lambda: options.out.mkdir(parents=True, exist_ok=True))
+    run = {
+        given.KMEANS: methods.cluster,
+        given.PCA: methods.project,
+        given.TSVD: methods.project,
+        given.RIDGE: regress,
+        given.NEIGHBOURS: methods.search,
+    }[options.method]
+    found = run(options, cohort)
+    summary = {
+        "method": options.method,
+        "slides": len(cohort.files),
+        "tiles": cohort.tiles,
+        "width": cohort.width,
+        "ranks": world.size,
+        "seconds": round(time.monotonic() - began, 3),
+        **found,
+    }
+    ranks.on_first(lambda: save_json(options.out / "summary.json", _plain(summary)))
+    if world.rank == 0:
+        print_lines(_told(options, summary, found))
+
+
+def _plain(summary: dict[str, Any]) -> dict[str, Any]:
+    """Without what JSON does not know."""
+    nan = [key for key, value in summary.items() if isinstance(value, float) and math.isnan(value)]
+    return {key: None if key in nan else value for key, value in summary.items()}
+
+
+def _told(options: argparse.Namespace, summary: dict[str, Any], found: dict[str, Any]) -> str:
+    lines = [
+        f"{options.method}: {counted(summary['tiles'], 'tile')} of "
+        f"{counted(summary['slides'], 'slide')}, {summary['width']} numbers each, on "
+        f"{counted(summary['ranks'], 'rank')} in {summary['seconds']:.1f} s"
+    ]
+    for key, value in found.items():
+        if key == "slides_not_shown":
+            lines += [f"not shown: {text}" for text in value.values()]
+            continue
+        texts = [_short(one) for one in (value if isinstance(value, list) else [value])]
+        more = " ..." if len(texts) > 12 else ""
+        lines.append(f"{key.replace('_', ' ')}: {', '.join(texts[:12])}{more}")
+    return "\n".join([*lines, f"written: {options.out}"])
+
+
+def _short(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _device(name: str) -> str:
+    """The device of this rank: ranks of a machine take its accelerators in turn.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name == "cpu":
+        return name
+    import torch
+
+    info = launched()
+    try:
+        device = torch.device(name)
+        if device.index is None and torch.accelerator.is_available():
+            number = 0 if info is None else info.local_rank
+            device = torch.device(device.type, number % torch.accelerator.device_count())
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot compute in float64 here: {reason}") from error
+    return str(device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

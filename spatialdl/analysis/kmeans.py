@@ -1,0 +1,309 @@
+"""k-means over rows divided among ranks.
+
+Centres begin as in Arthur and Vassilvitskii, "k-means++: The Advantages of Careful Seeding", 2007
+(section 2.2; the greedy variant of section 7 with 2 + log k trials), and are improved by Lloyd's
+iterations. Draws depend on the seed and the order of all rows, not on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_left
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
+from spatialdl.analysis.ranks import Comm
+from spatialdl.analysis.rows import Divided
+
+_NOISE = 1e-13  # of a squared distance, relative to the squared lengths: rounding
+
+
+class KMeans(Estimator):
+    """Clusters of rows.
+
+    Args:
+        n_clusters: of clusters.
+        init: `k-means++`, or the centres to begin with.
+        n_init: times it begins anew; the best counts.
+        max_iter: iterations at most.
+        tol: of the movement of centres that ends it, relative to the variance of the features.
+        random_state: seed, the same on all ranks.
+        comm: mpi4py's communicator or this package's; None is a single process.
+        device: where to compute.
+
+    Attributes:
+        cluster_centers_: (clusters, width).
+        labels_: of this rank's rows.
+        inertia_: sum of squared distances to the nearest centre, over all ranks.
+        n_iter_: iterations of the best run.
+    """
+
+    cluster_centers_: Array
+    labels_: Array
+    inertia_: float
+    n_iter_: int
+
+    def __init__(
+        self,
+        n_clusters: int = 8,
+        *,
+        init: Any = "k-means++",
+        n_init: int | str = "auto",
+        max_iter: int = 300,
+        tol: float = 1e-4,
+        random_state: int | None = 0,
+        comm: Comm = None,
+        device: str = "cpu",
+    ) -> None:
+        self.n_clusters, self.init, self.n_init = n_clusters, init, n_init
+        self.max_iter, self.tol, self.random_state = max_iter, tol, random_state
+        self.comm, self.device = comm, device
+
+    def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
+        """Find the clusters; all ranks must call it with their own rows.
+
+        Raises:
+            ValueError: on all ranks: there are fewer rows than clusters, or some cannot be used.
+        """
+        count = positive("n_clusters", self.n_clusters)
+        positive("max_iter", self.max_iter)
+        begins = isinstance(self.init, str)
+        if begins and self.init != "k-means++":
+            raise ValueError(f"init={self.init!r} must be 'k-means++' or an array of centres")
+        times = 1 if self.n_init == "auto" or not begins else positive("n_init", self.n_init)
+        data = Divided(X, self.comm, self.device)
+        if data.total < count:
+            raise ValueError(f"n_clusters={count} is more than the {data.total} rows on all ranks")
+        run = _Run(data, count)
+        rng = data.ranks.generator(self.random_state)
+        threshold = self.tol * run.variance()
+        best: tuple[_Step, Tensor, int] | None = None
+        for _ in range(times):
+            centres = run.seeded(rng) if begins else self._given(data, count) - data.mean()
+            found = run.lloyd(centres, self.max_iter, threshold)
+            if best is None or found[0].inertia < best[0].inertia:
+                best = found
+        assert best is not None  # n_init is at least 1
+        self._take(data, *best)
+        return self
+
+    def _given(self, data: Divided, count: int) -> Tensor:
+        centres = torch.as_tensor(np.asarray(self.init), dtype=torch.float64).to(data.device)
+        if tuple(centres.shape) != (count, data.width):
+            raise ValueError(
+                f"init has shape {tuple(centres.shape)}, expected ({count}, {data.width})"
+            )
+        return centres
+
+    def _take(self, data: Divided, step: _Step, centres: Tensor, iterations: int) -> None:
+        self.cluster_centers_ = numpy(centres + data.mean())
+        self.labels_ = numpy(step.labels)
+        self.inertia_, self.n_iter_ = step.inertia, iterations
+        self.n_features_in_ = data.width
+        filled = int((step.counts > 0).sum())
+        if filled < len(centres) and data.ranks.rank == 0:
+            warnings.warn(
+                f"only {filled} of {len(centres)} clusters have rows: there are fewer distinct "
+                "rows than clusters, or it has not converged",
+                stacklevel=3,
+            )
+
+    def fit_predict(self, X: Any, y: object = None) -> Array:  # noqa: N803
+        """Find the clusters, and return those of this rank's rows."""
+        return self.fit(X).labels_
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """(rows,): the nearest centre of each row; needs no other rank."""
+        return np.asarray(self._distances(X).argmin(1), dtype=np.int64)
+
+    def transform(self, X: Any) -> Array:  # noqa: N803
+        """(rows, clusters): distance of each row to each centre; needs no other rank."""
+        return np.asarray(np.sqrt(self._distances(X)))
+
+    def fit_transform(self, X: Any, y: object = None) -> Array:  # noqa: N803
+        """Find the clusters, and return the distances of this rank's rows."""
+        return self.fit(X).transform(X)
+
+    def score(self, X: Any, y: object = None) -> float:  # noqa: N803
+        """Minus the sum of squared distances to the nearest centre; all ranks must call it."""
+        data = Divided(X, self.comm, self.device)
+        data.check_width(self.n_features_in_)
+        own = data.ranks.together(lambda: float(self._distances(X).min(1).sum()))
+        return -float(sum(data.ranks.comm.allgather(own)))
+
+    def _distances(self, values: Any) -> Array:
+        """(rows, clusters): squared distances."""
+        rows = self._fitted_rows(values)
+        centre = self._put(self.cluster_centers_)
+        middle = centre.mean(0)
+        found = [
+            numpy(squared_distances(block - middle, centre - middle))
+            for _, block in self._blocks(rows)
+        ]
+        return np.concatenate([np.empty((0, len(centre))), *found])
+
+
+def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
+    """(rows, others): squared euclidean distances; 0 where they are nothing but rounding."""
+    lengths = rows.square().sum(1, keepdim=True) + others.square().sum(1)
+    found = torch.addmm(lengths, rows, others.T, alpha=-2)
+    return found.masked_fill_(found <= _NOISE * lengths, 0)
+
+
+class _Step(NamedTuple):
+    """What a pass over the rows found.
+
+    Attributes:
+        labels: of this rank's rows.
+        distances: of this rank's rows to their centre, squared.
+        sums: (clusters, width), of the rows of each cluster on all ranks.
+        counts: (clusters,), of rows on all ranks.
+        inertia: on all ranks.
+        changed: labels that are other than before, on all ranks.
+    """
+
+    labels: Tensor
+    distances: Tensor
+    sums: Tensor
+    counts: Tensor
+    inertia: float
+    changed: int
+
+
+class _Run:
+    """Runs on the same rows, from which their mean is subtracted."""
+
+    def __init__(self, data: Divided, clusters: int) -> None:
+        self._data, self._clusters = data, clusters
+
+    def variance(self) -> float:
+        """Mean variance of the features."""
+        data, mean = self._data, self._data.mean()
+        [squares] = data.sums(
+            [()], lambda sums, _, block: sums[0].add_((block - mean).square().sum())
+        )
+        found: float = squares.item() / (data.total * data.width)
+        return found
+
+    # --- k-means++
+
+    def seeded(self, rng: np.random.RandomState) -> Tensor:
+        """Centres drawn among the rows."""
+        data, trials = self._data, 2 + int(math.log(self._clusters))
+        first = min(int(rng.random_sample() * data.total), data.total - 1)
+        own = first - data.first
+        mine = own if 0 <= own < data.rows.count else None
+        chosen = [data.fetch([mine])[0] - data.mean()]
+        closest = torch.full((data.rows.count,), torch.inf, dtype=torch.float64).to(data.device)
+        closest, _ = self._closer(closest, chosen[0][None])
+        closest = closest[0]
+        for _ in range(1, self._clusters):
+            local = self._draw(closest, rng.uniform(size=trials))
+            candidates = data.fetch(local) - data.mean()
+            closer, potentials = self._closer(closest, candidates)
+            best = int(potentials.argmin())
+            closest = closer[best]
+            chosen.append(candidates[best])
+        return torch.stack(chosen)
+
+    def _closer(self, closest: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared distances (candidates, own rows) if each became a centre; their global sums."""
+        data, mean = self._data, self._data.mean()
+        closer = closest.repeat(len(candidates), 1)
+
+        def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
+            found = squared_distances(block - mean, candidates).T
+            closer[:, place] = torch.minimum(closer[:, place], found)
+            sums[0].add_(closer[:, place].sum(1))
+
+        [potentials] = data.sums([(len(candidates),)], add)
+        return closer, potentials
+
+    def _draw(self, closest: Tensor, uniform: Array) -> list[int | None]:
+        """Own indices of rows drawn by their squared distances, None of those of other ranks."""
+        comm = self._data.ranks.comm
+        running = closest.cumsum(0)
+        own = float(running[-1]) if len(running) else 0.0
+        ends = list(accumulate(comm.allgather(own)))
+        last = max(rank for rank, count in enumerate(self._data.counts) if count)
+        found: list[int | None] = []
+        for value in uniform * ends[-1]:
+            owner = min(bisect_left(ends, value), last)
+            while not self._data.counts[owner]:
+                owner += 1
+            before = ends[owner - 1] if owner else 0.0
+            at = int(torch.searchsorted(running, float(value) - before)) if len(running) else 0
+            found.append(min(at, len(running) - 1) if owner == comm.rank else None)
+        return found
+
+    # --- Lloyd's iterations
+
+    def lloyd(self, centres: Tensor, most: int, tol: float) -> tuple[_Step, Tensor, int]:
+        """Move centres to the means of their rows until they stay.
+
+        Returns:
+            What a last pass found, the centres, and the number of iterations.
+        """
+        labels = torch.full((self._data.rows.count,), -1).to(self._data.device)
+        iterations = 0
+        while iterations < most:
+            iterations += 1
+            step = self._assign(centres, labels)
+            moved = self._moved(step, centres)
+            shift = float((moved - centres).square().sum())
+            centres, labels = moved, step.labels
+            if not step.changed or shift <= tol:
+                break
+        return self._assign(centres, labels), centres, iterations
+
+    def _assign(self, centres: Tensor, before: Tensor) -> _Step:
+        data, mean = self._data, self._data.mean()
+        labels, distances = torch.empty_like(before), torch.empty(len(before), dtype=torch.float64)
+        distances = distances.to(data.device)
+        numbers = torch.arange(len(centres), device=data.device)
+
+        def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
+            rows = block - mean
+            found = squared_distances(rows, centres)
+            labels[place] = nearest = found.argmin(1)
+            distances[place] = found.gather(1, nearest[:, None])[:, 0]
+            # a product with 0 and 1 adds rows in the same order each time, on GPUs too
+            member = (nearest == numbers[:, None]).double()
+            sums[0].addmm_(member, rows)
+            sums[1].add_(member.sum(1))
+            sums[2].add_(distances[place].sum())
+            sums[3].add_((nearest != before[place]).sum())
+
+        shapes = [tuple(centres.shape), (len(centres),), (), ()]
+        total, counts, inertia, changed = data.sums(shapes, add)
+        return _Step(labels, distances, total, counts, float(inertia), int(changed))
+
+    def _moved(self, step: _Step, centres: Tensor) -> Tensor:
+        """The means of clusters; one without rows takes the row that is farthest from its own."""
+        sums, counts = step.sums.clone(), step.counts.clone()
+        empty = (counts == 0).nonzero()[:, 0].tolist()
+        if empty:
+            for number, (row, old) in zip(empty, self._farthest(step, len(empty)), strict=False):
+                sums[old] -= row
+                counts[old] -= 1
+                sums[number], counts[number] = row, 1
+        return torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centres)
+
+    def _farthest(self, step: _Step, most: int) -> list[tuple[Tensor, int]]:
+        """The rows of all ranks farthest from their centres, each with its cluster."""
+        data = self._data
+        own = step.distances.argsort(dim=0, descending=True, stable=True)[:most].tolist()
+        mine = [
+            (-float(step.distances[row]), data.first + row, int(step.labels[row])) for row in own
+        ]
+        every = [one for found in data.ranks.comm.allgather(mine) for one in found]
+        chosen = [one for one in sorted(every)[:most] if one[0] < 0]
+        local = [row - data.first for _, row, _ in chosen]
+        rows = data.fetch([at if 0 <= at < data.rows.count else None for at in local])
+        return [(row - data.mean(), old) for row, (_, _, old) in zip(rows, chosen, strict=True)]

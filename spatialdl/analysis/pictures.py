@@ -1,0 +1,205 @@
+"""Pictures of clusters, projections, regressions and neighbours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.saving import unfinished
+from spatialdl.predicting.geojson import colour_of
+from spatialdl.text import fitted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LISTED = 12  # groups that a legend names
+_NAME = 28  # letters of a name above a panel
+_SIDE = 3.2  # inches of a panel
+_MISSING = (0.75, 0.75, 0.75)
+
+
+class SlideMap(NamedTuple):
+    """Clusters of the tiles of a slide.
+
+    Attributes:
+        name: of the slide.
+        coords: (tiles, 2), level-0 x and y.
+        clusters: (tiles,).
+        span: level-0 pixels along a tile.
+        picture: (rows, cols, 3) of the whole slide; None where there is none.
+        scale: level-0 pixels per pixel of the picture.
+    """
+
+    name: str
+    coords: npt.NDArray[np.int64]
+    clusters: npt.NDArray[Any]
+    span: float
+    picture: npt.NDArray[np.uint8] | None = None
+    scale: float = 1.0
+
+
+def draw_maps(path: Path, maps: Sequence[SlideMap], clusters: int) -> None:
+    """Where in each slide the tiles of each cluster lie, on the slide if there is a picture."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
+
+    figure, panels = _grid(len(maps))
+    for panel, one in zip(panels, maps, strict=True):
+        panel.set_title(fitted(one.name, _NAME), fontsize=9)
+        panel.set_aspect("equal")
+        panel.axis("off")
+        x, y = (one.coords / one.scale).T
+        side = one.span / one.scale
+        corners = np.stack([x, y, x + side, y, x + side, y + side, x, y + side], 1)
+        colours = _colours(one.clusters)
+        if one.picture is not None:
+            panel.imshow(one.picture)
+        opaque = 1.0 if one.picture is None else 0.55
+        boxes = PolyCollection(
+            list(corners.reshape(-1, 4, 2)), facecolors=colours, alpha=opaque, linewidths=0
+        )
+        panel.add_collection(boxes)
+        if one.picture is None and len(one.coords):
+            panel.set_xlim(x.min(), x.max() + side)
+            panel.set_ylim(y.max() + side, y.min())
+    shown = range(min(clusters, 2 * _LISTED))
+    handles = [Patch(color=_colours([k])[0], label=str(k)) for k in shown]
+    more = f", the first {len(shown)} of {clusters}" if clusters > len(shown) else ""
+    figure.legend(
+        handles=handles,
+        title=f"cluster{more}",
+        loc="outside lower center",
+        ncols=min(12, len(shown)),
+        frameon=False,
+        fontsize=8,
+    )
+    _save(figure, path)
+
+
+def draw_projection(
+    path: Path,
+    points: npt.NDArray[np.float64],
+    groups: Sequence[str],
+    numbers: npt.NDArray[np.float64] | None,
+    titles: tuple[str, str],
+    legend: str,
+) -> None:
+    """The first two components of tiles.
+
+    Args:
+        points: (tiles, 2).
+        groups: of each tile, which have a colour each; an empty one is grey.
+        numbers: of each tile instead, NaN is grey.
+        titles: of the axes.
+        legend: what colours stand for.
+    """
+    figure = _figure(7.5, 5.5)
+    panel = figure.subplots()
+    order = np.random.RandomState(0).permutation(len(points))  # none lies above all others
+    size = float(np.clip(15_000 / max(1, len(points)), 2, 16))
+    x, y = points[order].T
+    if numbers is not None:
+        values = numbers[order]
+        panel.scatter(x, y, s=size, color=_MISSING, linewidths=0)
+        seen = np.isfinite(values)
+        marks = panel.scatter(x[seen], y[seen], s=size, c=values[seen], cmap="viridis", lw=0)
+        figure.colorbar(marks, ax=panel, label=legend)
+    else:
+        names = sorted({name for name in groups if name})
+        at = {name: number for number, name in enumerate(names)}
+        colours = np.array([_colours([at[g]])[0] if g else _MISSING for g in groups]).reshape(-1, 3)
+        panel.scatter(x, y, s=size, c=colours[order], linewidths=0)
+        _name_groups(panel, names, legend)
+    panel.set_xlabel(titles[0])
+    panel.set_ylabel(titles[1])
+    panel.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def _name_groups(panel: Axes, names: Sequence[str], legend: str) -> None:
+    """Beside the panel, as many as there is room for."""
+    for number, name in enumerate(names[:_LISTED]):
+        colour = _colours([number])
+        panel.scatter([], [], s=25, c=colour, label=fitted(name, _NAME))
+    rest = len(names) - _LISTED
+    if rest > 0:
+        panel.scatter([], [], s=0, label=f"and {rest} more")
+    panel.legend(
+        title=legend, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8
+    )
+
+
+def draw_regression(
+    path: Path,
+    true: npt.NDArray[np.float64],
+    predicted: npt.NDArray[np.float64],
+    target: str,
+    title: str,
+) -> None:
+    """Predicted over true values of slides."""
+    figure = _figure(5, 5)
+    panel = figure.subplots()
+    ends = [float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))]
+    panel.plot(ends, ends, color="#b0b0b0", lw=1, zorder=0)
+    panel.scatter(true, predicted, s=22, color="#1f5fa8", alpha=0.75, linewidths=0)
+    panel.set_xlabel(f"{target}, true")
+    panel.set_ylabel(f"{target}, predicted")
+    panel.set_title(title, fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def draw_tiles(
+    path: Path,
+    rows: Sequence[Sequence[tuple[str, npt.NDArray[np.uint8] | None]]],
+) -> None:
+    """Tiles below their captions, a query and its neighbours in each row."""
+    columns = max(map(len, rows))
+    figure = _figure(1.7 * columns, 2.15 * len(rows))
+    panels = figure.subplots(len(rows), columns, squeeze=False)
+    for line, row in zip(panels, rows, strict=True):
+        for panel in line[len(row) :]:
+            panel.axis("off")
+        for panel, (caption, tile) in zip(line, row, strict=False):
+            panel.set_xticks([])
+            panel.set_yticks([])
+            panel.spines[:].set_color("#c0c0c0")  # or a white tile could not be seen
+            panel.set_title(caption, fontsize=7)
+            if tile is not None:
+                panel.imshow(tile)
+            else:
+                panel.text(0.5, 0.5, "no picture", ha="center", va="center", fontsize=8)
+    _save(figure, path)
+
+
+def _colours(numbers: Any) -> npt.NDArray[np.float64]:
+    """(n, 3) between 0 and 1: those that a GeoJSON has."""
+    known = {int(k): np.array(colour_of(int(k))) / 255 for k in np.unique(numbers)}
+    return np.array([known[int(k)] for k in numbers]).reshape(-1, 3)
+
+
+def _grid(count: int) -> tuple[Figure, list[Axes]]:
+    columns = min(count, math.ceil(math.sqrt(count)) + 1)
+    rows = math.ceil(count / columns)
+    figure = _figure(max(5.0, _SIDE * columns), _SIDE * rows + 0.8)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for panel in panels[count:]:
+        panel.axis("off")
+    return figure, panels[:count]
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with unfinished(path) as temporary:
+        figure.savefig(temporary, format="png")
