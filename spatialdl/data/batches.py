@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spatialdl.data.image_source import Box, Pixels
+from spatialdl.data.image_source import Box, Pixels, Size
 from spatialdl.data.views import Views
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.parallel.layout import Layout, even_bounds
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,14 @@ class Slice:
         tiles: (N, [d,] h, w, C), of the images' type, this rank's box of each; None where no images
             are wanted.
         masks: uint8 (N, [d,] h, w), this rank's box of each mask; None where no masks are wanted.
+        size: of the whole images, where these differ in size.
     """
 
     labels: Tensor
     share: float
     tiles: Tensor | None
     masks: Tensor | None = None
+    size: Size | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Slice:
         """The same with every tensor as `function` gives it."""
@@ -49,6 +51,24 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class PartBox:
+    """A rank's box of images that differ in size: a part of a grid, whatever they are.
+
+    Attributes:
+        grid: over which images are split.
+        part: of it, row-major.
+    """
+
+    grid: tuple[int, ...]
+    part: int
+
+    def of(self, size: Size) -> Box:
+        """The box of an image of a size; may be empty."""
+        box = Layout.even(1, size, self.grid).boxes[self.part]
+        return tuple(bound for interval in box.spatial for bound in interval)
+
+
+@dataclass(frozen=True)
 class Batching:
     """How batches are cut, and which part is this rank's.
 
@@ -57,14 +77,14 @@ class Batching:
         replicas: data replicas, into which a micro-batch is cut.
         replica: this rank's.
         boxes: for each micro-batch of a batch this rank's box of an image; None where it needs no
-            images.
+            images. Where images differ in size, a `PartBox`, and a slice is one image or none.
         mask_boxes: the same of masks.
     """
 
     size: int
     replicas: int
     replica: int
-    boxes: Sequence[Box | None]
+    boxes: Sequence[Box | PartBox | None]
     mask_boxes: Sequence[Box | None]
 
     def own(self, samples: int) -> list[slice]:
@@ -100,15 +120,29 @@ class BatchReader:
         parts = zip(cut.own(len(batch.samples)), cut.boxes, cut.mask_boxes, strict=True)
         for part, box, mask_box in parts:
             own = batch.samples[part]
+            size = None
+            if isinstance(box, PartBox):
+                size, box = self._own_box(own, box)
             slices.append(
                 Slice(
                     torch.from_numpy(self.views.labels[own]),
                     len(own) / len(batch.samples),
-                    _stack(self.views.read, batch.epoch, own, box),
+                    _stack(self.views.read, batch.epoch, own, box, copied=size is None),
                     _stack(self.views.read_mask, batch.epoch, own, mask_box),
+                    size,
                 )
             )
         return slices
+
+    def _own_box(
+        self, samples: npt.NDArray[np.int64], part: PartBox
+    ) -> tuple[Size | None, Box | None]:
+        """The size of the only image of a slice, and this rank's box of it; None of none."""
+        if not len(samples):
+            return None, None
+        [sample] = samples.tolist()
+        size = self.views.size_of(sample)
+        return size, part.of(size)
 
 
 def _stack(
@@ -116,6 +150,8 @@ def _stack(
     epoch: int,
     samples: npt.NDArray[np.int64],
     box: Box | None,
+    *,
+    copied: bool = True,
 ) -> Tensor | None:
     if box is None or not len(samples):
         return None
@@ -126,6 +162,8 @@ def _stack(
         except Exception as error:
             error.add_note(f"(sample {sample}, epoch {epoch})")
             raise
+        if not copied:  # the only one, and nobody else's
+            return torch.from_numpy(pixels[None])
         if stacked is None:
             stacked = np.empty((len(samples), *pixels.shape), pixels.dtype)
         stacked[number] = pixels

@@ -57,6 +57,15 @@ class Views:
         return self.source.labels
 
     @property
+    def varies(self) -> bool:
+        """Whether views differ in size."""
+        return False
+
+    def size_of(self, sample: int) -> Size:
+        """The size of the view of an image."""
+        return self.size
+
+    @property
     def moves(self) -> bool:
         """Whether a box of a view lies elsewhere in the stored image another epoch."""
         return self.augmentation is not None and self.augmentation.moves

@@ -36,12 +36,15 @@ class Microbatch:
         share: of the whole batch's samples that these are; their mean loss counts so much.
         tile: (N, C, *own), this rank's box of the images; on the first stage only.
         target: (N,), on the last stage only.
+        size: of the spatial dims of these images, where it differs from that of the pipeline; of
+            networks of one stage only.
     """
 
     samples: int
     share: float
     tile: Tensor | None = None
     target: Tensor | None = None
+    size: tuple[int, ...] | None = None
 
 
 @dataclass

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from spatialdl.comm import waiting
 from spatialdl.comm.mesh import Mesh
-from spatialdl.data.batches import Batching, Slice
+from spatialdl.data.batches import Batching, PartBox, Slice
 from spatialdl.data.loader import Loader, to_input
+from spatialdl.data.image_source import Box
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.spatial.constants import on
 from spatialdl.spatial.split import from_local
 from spatialdl.training.tasks.losses import check_pixels
 
@@ -58,6 +60,8 @@ class Feed:
         self._pipeline, self._size = pipeline, views.size
         self._dtype, self._device = dtype, pipeline.device
         self._normalisation, self._classes = normalisation, classes
+        by_channel = normalisation.by_channel(views.source.channels)
+        self._moments = [torch.tensor(one).view(-1, 1) for one in by_channel]
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         numbers = range(pipeline.schedule.microbatches)
         first = [pipeline.first(number) for number in numbers]
@@ -68,7 +72,7 @@ class Feed:
                 size=batch_size,
                 replicas=pipeline.placement.data,
                 replica=pipeline.replica,
-                boxes=[mesh.box(views.size) if mesh else None for mesh in first],
+                boxes=[_own_box(views, mesh) if mesh else None for mesh in first],
                 mask_boxes=[mesh.box(views.size) if mesh and masks else None for mesh in last],
             ),
             seed,
@@ -105,16 +109,27 @@ class Feed:
             samples, mesh = len(part.labels), self._pipeline.last(number)
             tile = target = None
             if part.tiles is not None:
-                tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
-                tile = tile.contiguous(memory_format=self._format)
+                tile = self._input(part)
             if mesh is not None and samples:
                 target = self._target(part, mesh)
-            microbatches.append(Microbatch(samples, part.share, tile, target))
+            microbatches.append(Microbatch(samples, part.share, tile, target, part.size))
         return microbatches
 
     def close(self) -> None:
         """End the processes that read."""
         self.loader.close()
+
+    def _input(self, part: Slice) -> Tensor:
+        assert part.tiles is not None
+        if part.size is None:
+            tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
+            return tile.contiguous(memory_format=self._format)
+        # a bag stays tile by tile in memory, as it is read and as linear layers take it
+        tile = part.tiles.to(self._device, self._dtype).movedim(-1, 1)
+        if not self._normalisation.changes_floats:
+            return tile
+        mean, std = (on(one, self._device).to(self._dtype) for one in self._moments)
+        return (tile - mean) / std
 
     def _target(self, part: Slice, mesh: Mesh) -> Tensor:
         """Labels (N,) or (N, targets); or masks (N, H, W), each rank of the grid holds its box."""
@@ -124,3 +139,7 @@ class Feed:
             check_pixels(part.masks, self._classes)  # here, where no device is waited for
         mask = part.masks.to(self._device, torch.int64)
         return mask if mesh.parts == 1 else from_local(mask, mesh, self._size)
+
+
+def _own_box(views: Views, mesh: Mesh) -> Box | PartBox:
+    return PartBox(mesh.grid, mesh.part) if views.varies else mesh.box(views.size)

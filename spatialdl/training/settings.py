@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.bags import BagSource, BagViews
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.loader import check_workers
 from spatialdl.data.normalisation import Normalisation
@@ -23,12 +24,16 @@ from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
+from spatialdl.training.bag_sources import open_bags
 from spatialdl.training.image_size import common_size
 
 log = logging.getLogger("spatialdl.data")
 
 TARGETED = ("multilabel", "regression")
 """Tasks whose labels are columns of numbers."""
+
+SURVIVAL_BINS = 4
+"""Intervals of time of task=survival, where `data.num_classes` leaves them open."""
 
 SYNTHETIC = ("synthetic", "fractals")
 """Values of `data=` that no folder belongs to."""
@@ -44,6 +49,7 @@ class Sources:
         background: what lies beyond a stored image; None is white.
         seed: of the augmentation.
         normalisation: of the network's input.
+        max_tiles: of a bag that the network sees while it trains; None: all.
     """
 
     train: ImageSource
@@ -56,11 +62,14 @@ class Sources:
     background: float | None = None
     seed: int = 0
     normalisation: Normalisation = field(default_factory=Normalisation)
+    max_tiles: int | None = None
 
     @property
     def train_views(self) -> Views:
         """Training images as the network sees them, augmented."""
         size, background, white = self.image_size, self.background, self.normalisation.scale
+        if isinstance(self.train, BagSource):
+            return BagViews(self.train, size, seed=self.seed, max_tiles=self.max_tiles)
         return Views(self.train, size, background, self.augmentation, self.seed, white)
 
     @property
@@ -68,6 +77,8 @@ class Sources:
         """The centres of validation images, as they are."""
         if self.validation is None:
             return None
+        if isinstance(self.validation, BagSource):
+            return BagViews(self.validation, self.image_size)
         white = self.normalisation.scale
         return Views(self.validation, self.image_size, self.background, white=white)
 
@@ -96,6 +107,8 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
         ShardError: if a data set is missing or damaged.
     """
     check_workers(data.workers, data.prefetch)
+    if data.name == "bags":
+        return _bags(data, seed, task)
     augmentation = Augmentation.from_config(data.augment)
     sources = (_synthetic if data.name in SYNTHETIC else _shards)(data, seed, task)
     augmentation.check_channels(sources.channels)
@@ -117,7 +130,9 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
 
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
-        raise ValueError(f"data={data.name} is unknown: take shards, {' or '.join(SYNTHETIC)}")
+        raise ValueError(
+            f"data={data.name} is unknown: take shards, bags, {' or '.join(SYNTHETIC)}"
+        )
     _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
@@ -156,6 +171,31 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if classes < 1:
         raise ValueError(f"the data set {path} names no classes: set data.num_classes")
     return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
+
+
+def _bags(data: DictConfig, seed: int, task: str) -> Sources:
+    train, validation, names = open_bags(data, seed, task)
+    both = [one for one in (train, validation) if one is not None]
+    longest = max(file.tiles for one in both for file in one.files)
+    classes = SURVIVAL_BINS if task == "survival" else len(names)
+    if data.num_classes is not None:
+        classes = int(data.num_classes)
+    if classes != len(names) and task != "survival":
+        raise ValueError(
+            f"data.num_classes={classes}, but {data.labels} has {len(names)} classes or targets "
+            f"({', '.join(names)}): leave it out"
+        )
+    most = data.max_tiles
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError(f"data.max_tiles={most} must be a whole number of at least 1, or null")
+    normalisation = Normalisation.from_config(data)
+    normalisation.check_channels(train.channels)
+    return Sources(
+        *(train, validation, (longest,), train.channels, classes, names),
+        seed=seed,
+        normalisation=normalisation,
+        max_tiles=most,
+    )
 
 
 def _check_targets(data: DictConfig, task: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.saving import save_table
 from spatialdl.training.tasks.aggregation import SlidePredictions, to_slides
@@ -56,8 +57,8 @@ class Predictions:
 
     @cached_property
     def slides(self) -> SlidePredictions | None:
-        """Of all slides, if the samples name any."""
-        if not self._where:
+        """Of all slides, if the samples name any, and are not whole slides themselves."""
+        if not self._where or isinstance(self.source, BagSource):
             return None
         names = [one.slide for one in self._where]
         return to_slides(self.values, self.labels, names) if all(names) else None
