@@ -31,7 +31,8 @@ class Slice:
         tiles: (N, [d,] h, w, C), of the images' type, this rank's box of each; None where no images
             are wanted.
         masks: uint8 (N, [d,] h, w), this rank's box of each mask; None where no masks are wanted.
-        size: of the whole images, where these differ in size.
+        size: of the whole image, where images differ in size, and a slice has one or none.
+        place: of that image in its batch.
     """
 
     labels: Tensor
@@ -39,6 +40,7 @@ class Slice:
     tiles: Tensor | None
     masks: Tensor | None = None
     size: Size | None = None
+    place: int = 0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Slice:
         """The same with every tensor as `function` gives it."""
@@ -130,6 +132,7 @@ class BatchReader:
                     _stack(self.views.read, batch.epoch, own, box, copied=size is None),
                     _stack(self.views.read_mask, batch.epoch, own, mask_box),
                     size,
+                    part.start,
                 )
             )
         return slices

@@ -112,7 +112,9 @@ class Feed:
                 tile = self._input(part)
             if mesh is not None and samples:
                 target = self._target(part, mesh)
-            microbatches.append(Microbatch(samples, part.share, tile, target, part.size))
+            microbatches.append(
+                Microbatch(samples, part.share, tile, target, part.size, part.place)
+            )
         return microbatches
 
     def close(self) -> None:

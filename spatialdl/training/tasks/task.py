@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 from torch import Tensor
 
+from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.training.tasks.losses import (
     as_columns,
@@ -103,7 +104,7 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
         return Regression(settings.loss, delta, mixup)
     balanced = lambda: balanced_classes(train, classes)  # noqa: E731
     weight = given_weights(settings.class_weights, "class_weights", classes, balanced)
-    return Classification(weight, smoothing, mixup, classes)
+    return Classification(weight, smoothing, mixup, classes, isinstance(train, BagSource))
 
 
 def _number(settings: DictConfig, key: str) -> float:
@@ -121,7 +122,11 @@ def _share(settings: DictConfig, key: str) -> float:
 
 
 class Classification:
-    """Cross entropy; one label a sample."""
+    """Cross entropy; one label a sample.
+
+    Args:
+        over_samples: whether weighted losses are divided by the samples, see `classification_loss`.
+    """
 
     name = "classification"
 
@@ -131,18 +136,24 @@ class Classification:
         label_smoothing: float = 0.0,
         mixup: float = 0.0,
         classes: int | None = None,
+        over_samples: bool = False,
     ) -> None:
         self.weight, self.label_smoothing, self.mixup = weight, label_smoothing, mixup
-        self.classes = classes
+        self.classes, self.over_samples = classes, over_samples
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return classification_loss(output, target, self.weight, self.label_smoothing, self.classes)
+        return classification_loss(
+            *(output, target, self.weight, self.label_smoothing, self.classes),
+            over_samples=self.over_samples,
+        )
 
     def check_output(self, output: Tensor, target: Tensor) -> None:
         check_classes(output, target, self.weight, self.classes)
 
     def weights(self, target: Tensor) -> Tensor | None:
-        return None if self.weight is None else classification_weights(target, self.weight)
+        if self.weight is None or self.over_samples:
+            return None
+        return classification_weights(target, self.weight)
 
     def predictions(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(1)
