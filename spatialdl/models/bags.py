@@ -3,7 +3,8 @@
 D is the width of a tile's features, and tiles are the positions of the signal. All tiles of a slide
 are one bag with one label: multiple instance learning.
 
-``attention`` of each network gives what its tiles count, (N, maps, tiles): a heat map of the slide.
+``attention`` of each network gives what its tiles count, (N, 1, tiles), or for each class, (N,
+num_classes, tiles): a heat map of the slide.
 """
 
 from __future__ import annotations
@@ -200,13 +201,13 @@ class BagTransformer(nn.Module):
         return torch.cat([self.cls_token.expand(len(x), -1, -1), tiles], 1)
 
     def attention(self, x: Tensor) -> Tensor:
-        """(N, heads, tiles): what the class token takes of each tile in the last block."""
+        """(N, 1, tiles): what the class token takes of each tile in the last block, over heads."""
         tokens = self.blocks[:-1](self._tokens(x))
         last = self.blocks[-1]
         heads, tokens = last.attn.heads, last.norm1(tokens)
         q, k, _ = (y.unflatten(-1, (heads, -1)) for y in last.attn.qkv(tokens).chunk(3, -1))
         scores = torch.einsum("nhc,nthc->nht", q[:, 0], k) / q.shape[-1] ** 0.5
-        return scores.softmax(2)[:, :, 1:]
+        return scores.softmax(2)[:, :, 1:].mean(1, keepdim=True)
 
 
 bag_pooling = BagPooling

@@ -11,13 +11,12 @@ from torch import Tensor
 from spatialdl.comm import waiting
 from spatialdl.comm.mesh import Mesh
 from spatialdl.data.batches import Batching, PartBox, Slice
-from spatialdl.data.loader import Loader, to_input
+from spatialdl.data.loader import Loader, bag_to_input, to_input
 from spatialdl.data.image_source import Box
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
-from spatialdl.spatial.constants import on
 from spatialdl.spatial.split import from_local
 from spatialdl.training.tasks.losses import check_pixels
 
@@ -60,8 +59,6 @@ class Feed:
         self._pipeline, self._size = pipeline, views.size
         self._dtype, self._device = dtype, pipeline.device
         self._normalisation, self._classes = normalisation, classes
-        by_channel = normalisation.by_channel(views.source.channels)
-        self._moments = [torch.tensor(one).view(-1, 1) for one in by_channel]
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         numbers = range(pipeline.schedule.microbatches)
         first = [pipeline.first(number) for number in numbers]
@@ -126,12 +123,7 @@ class Feed:
         if part.size is None:
             tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
             return tile.contiguous(memory_format=self._format)
-        # a bag stays tile by tile in memory, as it is read and as linear layers take it
-        tile = part.tiles.to(self._device, self._dtype).movedim(-1, 1)
-        if not self._normalisation.changes_floats:
-            return tile
-        mean, std = (on(one, self._device).to(self._dtype) for one in self._moments)
-        return (tile - mean) / std
+        return bag_to_input(part.tiles, self._dtype, self._device, self._normalisation)
 
     def _target(self, part: Slice, mesh: Mesh) -> Tensor:
         """Labels (N,) or (N, targets); or masks (N, H, W), each rank of the grid holds its box."""
