@@ -137,11 +137,17 @@ def _labels(
     """Labels of all slides, and the names of classes or targets."""
     if task == "classification":
         texts = [row.cells[0] for row in rows.values()]
-        classes = sorted(set(texts), key=lambda one: (not one.isdecimal(), one.zfill(9), one))
+        classes = sorted(set(texts), key=_in_order)
         numbers = {name: number for number, name in enumerate(classes)}
         return np.array([numbers[one] for one in texts], np.int64), classes
     targets = [_row(row, table.columns, task) for row in rows.values()]
     return np.array(targets, np.float64), list(table.columns)
+
+
+def _in_order(name: str) -> tuple[bool, int, str]:
+    """Numbers as numbers, before other names."""
+    is_number = name.isascii() and name.isdecimal()
+    return not is_number, int(name) if is_number else 0, name
 
 
 def _row(row: SlideRow, columns: Sequence[str], task: str) -> list[float]:
