@@ -38,7 +38,13 @@ def bag_config(folder: Path, *words: str) -> DictConfig:
         return compose(
             "train",
             [
-                *("data=bags", "model=abmil", "optimizer=adamw", f"data.features={folder}", f"data.labels={folder / 'labels.csv'}"),
+                *(
+                    "data=bags",
+                    "model=abmil",
+                    "optimizer=adamw",
+                    f"data.features={folder}",
+                    f"data.labels={folder / 'labels.csv'}",
+                ),
                 *("trainer.precision=float64", "trainer.max_epochs=3", *words),
             ],
         )
@@ -46,6 +52,7 @@ def bag_config(folder: Path, *words: str) -> DictConfig:
 
 SMALL = {
     "abmil": ("model=abmil", "model.width=8", "model.hidden=4"),
+    "clam": ("model=clam", "model.width=8", "model.hidden=4", "model.instances=3"),
     "mean": ("model=bag_pooling", "model.width=8", "model.dropout=0.5"),
     "max": ("model=bag_pooling", "model.width=8", "model.pool=max"),
     "transformer": ("model=bag_transformer", "model.width=12", "model.heads=3"),

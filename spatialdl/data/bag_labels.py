@@ -98,13 +98,13 @@ def read_slide_table(path: Path, columns: Sequence[str] | None) -> SlideTable:
     slide, split, patient = (_place(head, names) for names in (SLIDE, SPLIT, PATIENT))
     places = _label_places(path, head, columns)
     rows: dict[str, SlideRow] = {}
-    for number, cells in enumerate(lines[1:], start=2):
-        if not any(cell.strip() for cell in cells):
+    for number, line in enumerate(lines[1:], start=2):
+        cells = [cell.strip() for cell in line]
+        if not any(cells):
             continue
         where = f"{path} line {number}"
         if len(cells) != len(head):
             raise ValueError(f"{where} has {len(cells)} cells, but the first line {len(head)}")
-        cells = [cell.strip() for cell in cells]
         for place in (slide, split):
             if place is not None and not cells[place]:
                 raise ValueError(f"{where}: {head[place]} is empty")

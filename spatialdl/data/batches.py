@@ -120,11 +120,9 @@ class BatchReader:
         """
         cut, slices = self.batching, []
         parts = zip(cut.own(len(batch.samples)), cut.boxes, cut.mask_boxes, strict=True)
-        for part, box, mask_box in parts:
+        for part, given, mask_box in parts:
             own = batch.samples[part]
-            size = None
-            if isinstance(box, PartBox):
-                size, box = self._own_box(own, box)
+            size, box = self._own_box(own, given)
             slices.append(
                 Slice(
                     torch.from_numpy(self.views.labels[own]),
@@ -138,14 +136,16 @@ class BatchReader:
         return slices
 
     def _own_box(
-        self, samples: npt.NDArray[np.int64], part: PartBox
+        self, samples: npt.NDArray[np.int64], given: Box | PartBox | None
     ) -> tuple[Size | None, Box | None]:
-        """The size of the only image of a slice, and this rank's box of it; None of none."""
+        """This rank's box of the images of a slice; before it their size, where images differ."""
+        if not isinstance(given, PartBox):
+            return None, given
         if not len(samples):
             return None, None
         [sample] = samples.tolist()
         size = self.views.size_of(sample)
-        return size, part.of(size)
+        return size, given.of(size)
 
 
 def _stack(

@@ -11,6 +11,7 @@ from spatialdl.models.bags import (
     bag_pooling,
     bag_transformer,
 )
+from spatialdl.models.clam import CLAM, clam
 from spatialdl.models.resnet import ResNet, resnet18, resnet50
 from spatialdl.models.resnet_v2 import ResNetV2, resnet110_v2, resnet_v2
 from spatialdl.models.unet import UNet, unet, unet3d
@@ -18,6 +19,7 @@ from spatialdl.models.vit import VisionTransformer, vit
 from spatialdl.models.wide_view import wide_view
 
 __all__ = [
+    "CLAM",
     "AttentionMIL",
     "BagPooling",
     "BagTransformer",
@@ -29,6 +31,7 @@ __all__ = [
     "amoebanet_d",
     "bag_pooling",
     "bag_transformer",
+    "clam",
     "resnet18",
     "resnet50",
     "resnet110_v2",

@@ -33,6 +33,7 @@ from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.text import counted
 from spatialdl.training.bag_sources import feature_paths
+from spatialdl.training.tasks.survival import survival_columns, survival_of
 
 log = logging.getLogger("spatialdl.predict")
 
@@ -180,8 +181,8 @@ class BagPredictor:
     ) -> list[str]:
         assert attention is not None
         number, what = 0, "attention"
-        if len(attention) > 1:
-            number = int(values.argmax())
+        if len(attention) > 1:  # a map a class, or an interval of time
+            number = int(values[-len(attention) :].argmax())
             what = f"attention for {self._trained.classes[number]}"
         path = self._slides.get(file.slide)
         if path is None:
@@ -204,6 +205,8 @@ def values_of(output: Tensor, task: str) -> Tensor:
         return output.softmax(1)
     if task == "multilabel":
         return output.sigmoid()
+    if task == "survival":
+        return survival_of(output)
     return output if output.dim() > 1 else output.unsqueeze(1)
 
 
@@ -211,7 +214,12 @@ def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind:
     """The table of slides, as a file and on the console."""
     good = [one for one in outcomes if one.values is not None]
     values = np.stack([one.values for one in good]) if good else np.empty((0, 0))  # type: ignore[misc]
-    columns = predicted_columns(values, trained.classes, trained.task) if good else {}
+    columns = {}
+    if good and trained.task == "survival":
+        names = survival_columns(values.shape[1] - 1)
+        columns = dict(zip(names, values.T.tolist(), strict=True))
+    elif good:
+        columns = predicted_columns(values, trained.classes, trained.task)
     place = {one.name: number for number, one in enumerate(good)}
     told: dict[str, list[Any]] = {
         "slide": [one.name for one in outcomes],
@@ -230,6 +238,8 @@ def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind:
 def _report(one: BagOutcome, trained: Trained) -> Report:
     if one.values is None:
         return Report(one.name, one.tiles, problem=one.problem, failed=True)
+    if trained.task == "survival":
+        return Report(one.name, one.tiles, "risk", float(one.values[0]), one.remark)
     best = int(one.values.argmax())
     name = trained.classes[best] if best < len(trained.classes) else str(best)
     return Report(one.name, one.tiles, name, float(one.values[best]), one.remark)

@@ -37,7 +37,7 @@ def open_bags(
     table = read_slide_table(Path(data.labels).expanduser(), _columns(data, task))
     rows = _matched(table, files, bool(data.skip_missing))
     rows = _known(rows, task)
-    kept = _with_tiles({slide: row for slide, row in rows.items()}, files)
+    kept = _with_tiles(rows, files)
     labels, names = _labels(kept, table, task)
     where = _splits(data, table, kept, seed, labels if task == "classification" else None)
 
@@ -186,7 +186,9 @@ def _splits(
     label_of = dict(zip(rows, [0] * len(rows) if classes is None else classes, strict=True))
     strata: dict[int, list[str]] = {}
     for patient in sorted(groups):
-        strata.setdefault(int(max(label_of[slide] for slide in groups[patient])), []).append(patient)
+        strata.setdefault(int(max(label_of[slide] for slide in groups[patient])), []).append(
+            patient
+        )
     rng = np.random.default_rng([seed, len(groups)])
     held: set[str] = set()
     for _, patients in sorted(strata.items()):

@@ -11,8 +11,8 @@ from torch import Tensor
 from spatialdl.comm import waiting
 from spatialdl.comm.mesh import Mesh
 from spatialdl.data.batches import Batching, PartBox, Slice
-from spatialdl.data.loader import Loader, bag_to_input, to_input
 from spatialdl.data.image_source import Box
+from spatialdl.data.loader import Loader, bag_to_input, to_input
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch

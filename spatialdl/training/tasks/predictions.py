@@ -21,6 +21,7 @@ from spatialdl.data.image_source import ImageSource
 from spatialdl.data.saving import save_table
 from spatialdl.training.tasks.aggregation import SlidePredictions, to_slides
 from spatialdl.training.tasks.metrics import Scores
+from spatialdl.training.tasks.survival import survival_columns
 from spatialdl.training.tasks.task import SampleTask
 
 SHOWN = 4
@@ -104,6 +105,8 @@ class Predictions:
         """The columns of labels and predictions."""
         if self.task.name == "classification":
             return ["label", "predicted", *self._columns("probability_")]
+        if self.task.name == "survival":
+            return [*self.names, *survival_columns(self.values.shape[1] - 1)]
         what = "probability_" if self.task.name == "multilabel" else "predicted_"
         return [*self._columns("label_"), *self._columns(what)]
 

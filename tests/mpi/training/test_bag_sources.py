@@ -28,6 +28,7 @@ CASES = [
     ("abmil", ("data.batch_size=5", "data.max_tiles=9", "trainer.accumulate=2")),
     ("mean", ("data.batch_size=4", "task=multilabel", "data.columns=[er,pr]")),
     ("max", ("data.batch_size=4", "task.class_weights=[1,2,0.5]", "data.workers=1")),
+    ("clam", ("data.batch_size=4", "model.branches=multi", "model.exclusive=true")),
     ("transformer", ("data.batch_size=4", "task.label_smoothing=0.1")),
 ]
 
