@@ -55,5 +55,6 @@ SMALL = {
     "clam": ("model=clam", "model.width=8", "model.hidden=4", "model.instances=3"),
     "mean": ("model=bag_pooling", "model.width=8", "model.dropout=0.5"),
     "max": ("model=bag_pooling", "model.width=8", "model.pool=max"),
+    "transmil": ("model=transmil", "model.width=8", "model.heads=2", "model.landmarks=4"),
     "transformer": ("model=bag_transformer", "model.width=12", "model.heads=3"),
 }

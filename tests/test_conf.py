@@ -64,7 +64,8 @@ def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
     assert options("cluster") == ["h100", "infiniband", "mi300x", "nvlink_node", "this_machine"]
     models = ["abmil", "amoebanet_d", "bag_pooling", "bag_transformer", "clam"]
-    models += ["resnet110_v2", "resnet18", "resnet50", "unet", "unet3d", "vit", "wide_view"]
+    models += ["resnet110_v2", "resnet18", "resnet50", "transmil", "unet", "unet3d", "vit"]
+    models += ["wide_view"]
     assert options("model") == models
     tasks = ["bag", "classification", "multilabel", "regression", "segmentation", "survival"]
     assert options("task") == tasks
@@ -81,7 +82,7 @@ SMALL = {
     "unet3d": ["model.width=2", "model.depth=2"],
     "vit": ["model.width=12", "model.depth=2", "model.heads=3", "model.patch=4"],
 }
-BAGS = ("abmil", "bag_pooling", "bag_transformer", "clam")
+BAGS = ("abmil", "bag_pooling", "bag_transformer", "clam", "transmil")
 TINY = [
     *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
     *("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu"),

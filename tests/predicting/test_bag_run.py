@@ -81,7 +81,7 @@ def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
     folder, _ = trained
     write_features(tmp_path / "a.h5", np.zeros((2, WIDTH + 1)), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
-    with pytest.raises(ValueError, match="has 7 features a tile, but the network .* on 6"):
+    with pytest.raises(ValueError, match=r"has 7 features a tile, but the network .* on 6"):
         run(given, tmp_path, Alone())
     slide = tmp_path / "other.tif"
     slide.touch()

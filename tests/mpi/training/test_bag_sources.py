@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, bag_config, write_bags
 from tests.fitting import fit
@@ -54,6 +55,20 @@ def trained(run_dir: Path, folder: Path, comm, *words: str):
 
 def _numbers(cells: list[str]) -> list[float]:
     return [float(one) for one in cells if one.replace(".", "").isdecimal()]
+
+
+@pytest.mark.world(2)
+def test_transmil_is_refused_on_split_bags_and_trains_on_replicas(tmp_path, folder) -> None:
+    """Its square cannot be split."""
+    words = (*SMALL["transmil"], "data.batch_size=4", "trainer.max_epochs=1")
+    world = MpiCommunicator(WORLD)
+    with pytest.raises(UnsupportedSpatialOp):
+        trained(tmp_path / "split", folder, world, *words, "parallel=sp", "parallel.grid=[2]")
+    dealt = ("parallel=dp", "parallel.data=2")
+    ours, _ = trained(tmp_path / "ours", folder, world, *words, *dealt)
+    if WORLD.rank == 0:
+        plain, _ = trained(tmp_path / "plain", folder, Alone(), *words)
+        assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.get(WORLD.size, []))
