@@ -36,6 +36,7 @@ from spatialdl.training.optimization.optimizers import make_optimizer, make_sche
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
+from tests.bags import WIDTH, write_bags
 from tests.data import own_datasets
 from tests.fitting import fit
 
@@ -63,11 +64,13 @@ def options(group: str) -> list[str]:
 def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
     assert options("cluster") == ["h100", "infiniband", "mi300x", "nvlink_node", "this_machine"]
-    models = ["amoebanet_d", "resnet110_v2", "resnet18", "resnet50", "unet", "unet3d"]
-    models += ["vit", "wide_view"]
+    models = ["abmil", "amoebanet_d", "bag_pooling", "bag_transformer", "clam"]
+    models += ["resnet110_v2", "resnet18", "resnet50", "transmil", "unet", "unet3d", "vit"]
+    models += ["wide_view"]
     assert options("model") == models
-    assert options("task") == ["classification", "multilabel", "regression", "segmentation"]
-    assert options("data") == ["dataset", "fractals", "shards", "synthetic"]
+    tasks = ["bag", "classification", "multilabel", "regression", "segmentation", "survival"]
+    assert options("task") == tasks
+    assert options("data") == ["bags", "dataset", "fractals", "shards", "synthetic"]
     assert options("logger") == ["csv", "mlflow", "tensorboard", "wandb"]
     assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
     rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
@@ -80,6 +83,7 @@ SMALL = {
     "unet3d": ["model.width=2", "model.depth=2"],
     "vit": ["model.width=12", "model.depth=2", "model.heads=3", "model.patch=4"],
 }
+BAGS = ("abmil", "bag_pooling", "bag_transformer", "clam", "transmil")
 TINY = [
     *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
     *("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu"),
@@ -100,7 +104,17 @@ def folder(tmp_path: Path) -> Path:
 # --- every file, group by group
 
 
+def make_bag_model(name: str) -> None:
+    network = instantiate(
+        config("task=bag", f"model={name}", "data.num_classes=4", "data.channels=5").model
+    ).eval()
+    assert network(torch.zeros(1, 5, 7)).shape == (1, 4)
+
+
 def make_model(name: str, folder: Path) -> None:
+    if name in BAGS:
+        make_bag_model(name)
+        return
     cfg = config(
         f"model={name}",
         "data.num_classes=4",
@@ -115,6 +129,12 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def make_data(name: str, folder: Path) -> None:
+    if name == "bags":
+        bags = write_bags(folder.parent / "bags")
+        given = [f"data.features={bags}", f"data.labels={bags / 'labels.csv'}"]
+        sources = open_sources(config("data=bags", *given).data, 0)
+        assert (sources.channels, sources.num_classes) == (WIDTH, 3)
+        return
     given = [f"data.path={folder}"] if name == "shards" else ["data.image_size=[40,36]"]
     shape: tuple[int, ...] = (40, 36, 3)
     if name == "fractals":
@@ -132,8 +152,14 @@ def make_data(name: str, folder: Path) -> None:
 
 
 def make_task(name: str, folder: Path) -> None:
-    settings = config(f"task={name}").task
-    made = task_of(settings, 3, SyntheticDataset(3, (8, 8), 3))
+    cfg = config(f"task={name}")
+    settings, train = cfg.task, SyntheticDataset(3, (8, 8), 3)
+    if name == "bag":
+        assert (cfg.data.name, cfg.model["_target_"]) == ("bags", "spatialdl.models.abmil")
+        name = "classification"
+    if name == "survival":
+        train.labels = np.array([[time, 1.0] for time in range(6)])
+    made = task_of(settings, 3, train)
     assert made.name == settings.name == name
     assert made.mixup == settings.get("label_smoothing", 0) == settings.get("dice", 0) == 0
     assert settings.get("class_weights") is settings.get("pos_weight") is None

@@ -19,11 +19,7 @@ NEEDED = PROJECT["dependencies"] + [
 ]
 # through their own programs, libraries, or other packages
 NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
-<<<<<<< HEAD
-IF_THERE = {"huggingface_hub", "torchvision"}
-=======
-IF_THERE = {"huggingface_hub", "sklearn"}  # the latter is what a benchmark compares with
->>>>>>> analysis
+IF_THERE = {"huggingface_hub", "torchvision", "sklearn"}  # a benchmark compares with the last
 NAMED_OTHERWISE = {
     "hydra": "hydra-core",
     "mlflow": "mlflow-skinny",

@@ -9,11 +9,8 @@ import re
 import pytest
 
 import spatialdl
-<<<<<<< HEAD
-import spatialdl.bags
-=======
 import spatialdl.analysis
->>>>>>> analysis
+import spatialdl.bags
 import spatialdl.data
 import spatialdl.export
 import spatialdl.models

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spatialdl.data.image_source import Box
+from spatialdl.data.image_source import Box, Size
 from spatialdl.data.views import Views
-from spatialdl.parallel.layout import even_bounds
+from spatialdl.parallel.layout import Layout, even_bounds
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,16 @@ class Slice:
         tiles: (N, [d,] h, w, C), of the images' type, this rank's box of each; None where no images
             are wanted.
         masks: uint8 (N, [d,] h, w), this rank's box of each mask; None where no masks are wanted.
+        size: of the whole image, where images differ in size, and a slice has one or none.
+        place: of that image in its batch.
     """
 
     labels: Tensor
     share: float
     tiles: Tensor | None
     masks: Tensor | None = None
+    size: Size | None = None
+    place: int = 0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Slice:
         """The same with every tensor as `function` gives it."""
@@ -49,6 +53,24 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class PartBox:
+    """A rank's box of images that differ in size: a part of a grid, whatever they are.
+
+    Attributes:
+        grid: over which images are split.
+        part: of it, row-major.
+    """
+
+    grid: tuple[int, ...]
+    part: int
+
+    def of(self, size: Size) -> Box:
+        """The box of an image of a size; may be empty."""
+        box = Layout.even(1, size, self.grid).boxes[self.part]
+        return tuple(bound for interval in box.spatial for bound in interval)
+
+
+@dataclass(frozen=True)
 class Batching:
     """How batches are cut, and which part is this rank's.
 
@@ -57,7 +79,7 @@ class Batching:
         replicas: data replicas, into which a micro-batch is cut.
         replica: this rank's.
         boxes: for each micro-batch of a batch this rank's box of an image; None where it needs no
-            images.
+            images. Where images differ in size, a `PartBox`, and a slice is one image or none.
         mask_boxes: the same of masks.
         labels: for each micro-batch whether this rank needs labels, of which data sets of a user's
             make the whole sample; None: of all.
@@ -66,7 +88,7 @@ class Batching:
     size: int
     replicas: int
     replica: int
-    boxes: Sequence[Box | None]
+    boxes: Sequence[Box | PartBox | None]
     mask_boxes: Sequence[Box | None]
     labels: Sequence[bool] | None = None
 
@@ -102,24 +124,42 @@ class BatchReader:
         cut, slices = self.batching, []
         wanted = cut.labels or [True] * len(cut.boxes)
         parts = zip(cut.own(len(batch.samples)), cut.boxes, cut.mask_boxes, wanted, strict=True)
-        for part, *what in parts:
-            own = batch.samples[part]
+        for part, given, mask_box, labels in parts:
+            own = batch.samples[part].tolist()
+            size, box = self._own_box(own, given)
+            # a bag is large, and read for this slice alone
+            copied = size is None
+            found = self._read(batch.epoch, own, box, mask_box, labels=labels, copied=copied)
             share = len(own) / len(batch.samples)
-            slices.append(self._slice(batch.epoch, own.tolist(), share, *what))
+            slices.append(Slice(found[0], share, *found[1:], size, part.start))
         return slices
 
-    def _slice(
+    def _own_box(
+        self, samples: Sequence[int], given: Box | PartBox | None
+    ) -> tuple[Size | None, Box | None]:
+        """This rank's box of the images of a slice; before it their size, where images differ."""
+        if not isinstance(given, PartBox):
+            return None, given
+        if not samples:
+            return None, None
+        [sample] = samples
+        size = self.views.size_of(sample)
+        return size, given.of(size)
+
+    def _read(
         self,
         epoch: int,
-        samples: list[int],
-        share: float,
+        samples: Sequence[int],
         box: Box | None,
         mask_box: Box | None,
+        *,
         labels: bool,
-    ) -> Slice:
-        """Sample by sample: a data set of a user's makes its image, mask and label together."""
+        copied: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Labels, tiles and masks, sample by sample: a data set of a user's makes them together."""
         empty = self.views.no_labels
-        found = _Stack(len(samples)), _Stack(len(samples)), _Stack(len(samples))
+        count = len(samples)
+        found = _Stack(count), _Stack(count, copied), _Stack(count)
         for number, sample in enumerate(samples):
             try:
                 if labels:
@@ -134,18 +174,21 @@ class BatchReader:
         own, tiles, masks = (one.tensor() for one in found)
         if own is None:
             own = torch.from_numpy(np.zeros((len(samples), *empty.shape[1:]), empty.dtype))
-        return Slice(own, share, tiles, masks)
+        return own, tiles, masks
 
 
 class _Stack:
-    """Equal arrays of so many samples as one."""
+    """Equal arrays of so many samples as one; the only one need not be copied."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, copied: bool = True) -> None:
+        self._count, self._copied = count, copied
         self._stacked: npt.NDArray[Any] | None = None
 
     def put(self, number: int, one: npt.NDArray[Any]) -> None:
         """Have it at a place; the first says of which shape and type all are."""
+        if not self._copied:
+            self._stacked = one[None]
+            return
         if self._stacked is None:
             self._stacked = np.empty((self._count, *one.shape), one.dtype)
         self._stacked[number] = one

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.data.workers import Workers
+from spatialdl.spatial.constants import on
 
 Arrived = Callable[[], list[Slice]]
 
@@ -149,6 +151,28 @@ def to_input(
     for channel, plane in enumerate(pixels.unbind(1)):
         plane.sub_(mean[channel]).div_(std[channel])
     return pixels
+
+
+def bag_to_input(
+    tiles: Tensor, dtype: torch.dtype, device: torch.device, normalisation: Normalisation
+) -> Tensor:
+    """(N, tiles, C) of features as a normalised (N, C, tiles) of `dtype`.
+
+    In memory it stays tile by tile, as it is read and as linear layers take it.
+    """
+    features = tiles.to(device, dtype)
+    if normalisation.changes_floats:
+        mean, std = (
+            on(_row(values), device).to(dtype) for values in (normalisation.mean, normalisation.std)
+        )
+        features = (features - mean) / std
+    return features.movedim(-1, 1)
+
+
+@cache
+def _row(values: tuple[float, ...]) -> Tensor:
+    """The same tensor each time, so that it is copied to a device once."""
+    return torch.tensor(values, dtype=torch.float64)
 
 
 class DeviceCopy:

@@ -103,6 +103,11 @@ class Normalisation:
                     f"holds after division by data.scale ({scale:g}), so divide it by that"
                 )
 
+    @property
+    def changes_floats(self) -> bool:
+        """Whether floats do not stay as they are; `scale` apart."""
+        return any(self.mean) or any(one != 1 for one in self.std)
+
     def white(self, dtype: np.dtype[Any]) -> float:
         """The pixel value that becomes 1."""
         if self.scale is not None:

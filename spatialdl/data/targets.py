@@ -66,13 +66,18 @@ def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str,
         if key in found:
             raise ValueError(f"{where}: {head[0]} {key} was named before; keep one line")
         found[key] = [
-            _number(cell.strip(), f"{where}, {name}", binary)
+            target_of(cell.strip(), f"{where}, {name}", binary)
             for cell, name in zip(row[1:], names, strict=True)
         ]
     return head[0], names, found
 
 
-def _number(cell: str, where: str, binary: bool) -> float:
+def target_of(cell: str, where: str, binary: bool) -> float:
+    """The target that a cell names, NaN where it is unknown.
+
+    Raises:
+        ValueError: it is no number, or of a binary target none of 0, 1 and -1; begins with `where`.
+    """
     if cell.lower() in _UNKNOWN:
         return math.nan
     try:

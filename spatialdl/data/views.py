@@ -69,6 +69,14 @@ class Views:
             return self.source.target(epoch, sample)
         return np.asarray(self.source.labels[sample])
 
+    def varies(self) -> bool:
+        """Whether views differ in size."""
+        return False
+
+    def size_of(self, sample: int) -> Size:
+        """The size of the view of an image."""
+        return self.size
+
     @property
     def moves(self) -> bool:
         """Whether a box of a view lies elsewhere in the stored image another epoch."""

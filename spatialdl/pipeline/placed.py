@@ -36,12 +36,17 @@ class Microbatch:
         share: of the whole batch's samples that these are; their mean loss counts so much.
         tile: (N, C, *own), this rank's box of the images; on the first stage only.
         target: (N,), on the last stage only.
+        size: of the spatial dims of this image, where images differ in size, of which a micro-batch
+            then has one on a replica; of networks of one stage only.
+        place: of that image in its batch, by which random numbers are drawn.
     """
 
     samples: int
     share: float
     tile: Tensor | None = None
     target: Tensor | None = None
+    size: tuple[int, ...] | None = None
+    place: int = 0
 
 
 @dataclass

@@ -430,9 +430,8 @@ class Pipeline:
 
     def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor:
         shapes = self._shapes.of(microbatch.samples)
-        output: Tensor = placed.forward(
-            number, microbatch, shapes, self.image_size[1:], self.device
-        )
+        size = microbatch.size or self.image_size[1:]
+        output: Tensor = placed.forward(number, microbatch, shapes, size, self.device)
         return output
 
     def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor | float:

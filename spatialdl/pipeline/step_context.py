@@ -44,6 +44,8 @@ class StepContext:
     def forward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Iterator[None]:
         """Around the forward of a stage on a micro-batch."""
         piece = number * self._data + self._replica
+        if microbatch.size is not None:  # replicas have none or one, in whatever micro-batch
+            piece = microbatch.place
         own = placed.own(microbatch.samples)
         some = own if len(own) < microbatch.samples else None
         with (

@@ -95,6 +95,11 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
     """
     dtype = planned_type(config)
     sources = open_sources(config.data, int(config.seed), config.task.name)
+    if sources.train_views.varies:
+        raise ValueError(
+            f"data={config.data.name} has bags of several lengths, and costs are counted of images "
+            "of one size: name the layout, parallel=none, dp, sp or dp+sp"
+        )
     model = build_model(config, sources).to(dtype)
     gather_before(model, config.parallel.gather_before)
     batch = int(config.data.batch_size)

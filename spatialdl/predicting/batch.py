@@ -85,6 +85,11 @@ class _Batch:
     def __init__(self, config: DictConfig, run_dir: Path, world: Communicator) -> None:
         self._config, self._run_dir, self._world = config, run_dir, world
         self._trained = trained = find_trained(str(config.ckpt_path), world)
+        if trained.takes_bags:
+            raise ValueError(
+                f"the network of {trained.path} was trained on features of tiles (data=bags): give "
+                "features=DIR, which the same encoder has made of these slides"
+            )
         _check_drawn(config, trained)
         self._shown = _shown(config, trained)
         todo, whole = self._todo()

@@ -29,6 +29,11 @@ from spatialdl.training.layouts import placement_of, schedule_of
 TABLES = ("csv", "parquet")
 GEOJSON = {"plain": ".geojson", "gzip": ".geojson.gz"}
 """Endings of the files of tiles and regions."""
+CUTTING = (
+    *("tile_size", "mpp", "level", "overlap", "min_tissue", "slide_mpp", "whole"),
+    *("edge", "stain_reference"),
+)
+"""Keys that say how slides are cut."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": (None, *PRECISIONS),
     "table": TABLES,
@@ -63,10 +68,16 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("parallel=auto is for training: name the layout, such as parallel=dp")
     if config.parallel.shard_state:
         raise ValueError("parallel.shard_state=true is for training: leave it out")
-    placement = placement_of(config.parallel, None if config.volumes is None else 3)
+    dims = 1 if config.features is not None else None if config.volumes is None else 3
+    placement = placement_of(config.parallel, dims)
+    if config.features is not None and placement.world_size > placement.data:
+        raise ValueError(
+            f"parallel={config.parallel.name} divides networks or images, but bags of features "
+            "are dealt out to ranks whole: take parallel=none or parallel=dp"
+        )
     schedule = schedule_of(config.parallel, placement)
     least = schedule.microbatches * placement.data * placement.most_batch_parts
-    alone = config.whole or config.volumes is not None
+    alone = config.whole or config.volumes is not None or config.features is not None
     if config.batch_size < least and not alone:
         raise ValueError(
             f"batch_size={config.batch_size} leaves ranks without tiles: {placement.describe()}, "
@@ -109,17 +120,20 @@ def need_pyarrow() -> Any:
 
 
 def _check_input(config: DictConfig) -> None:
+    if config.features is not None:
+        _check_bags(config)
+        return
     given = [key for key in ("slides", "volumes", "shards") if config[key] is not None]
     if len(given) != 1:
         what = f"{' and '.join(given)} are" if given else "none is"
         raise ValueError(
-            f"slides=..., volumes=... or shards=... says what to predict, and {what} given"
+            "slides=..., volumes=..., shards=... or features=... says what to predict, and "
+            f"{what} given"
         )
     if given == ["shards"] and not Path(config.shards).expanduser().is_dir():
         raise ValueError(f"shards={config.shards} is no folder")
     if given != ["slides"]:
-        cutting = ("tile_size", "mpp", "level", "overlap", "min_tissue", "slide_mpp", "whole")
-        for key in (*cutting, "edge", "stain_reference"):
+        for key in CUTTING:
             if config[key] is not None:
                 raise ValueError(
                     f"{key} says how to cut slides, but {given[0]} are not cut: leave it out"
@@ -128,6 +142,16 @@ def _check_input(config: DictConfig) -> None:
         raise ValueError(
             f"split={config.split} is of shards=..., {given[0]} have none: leave it out"
         )
+
+
+def _check_bags(config: DictConfig) -> None:
+    """Slides may stand beside features: they are what heat maps are drawn over."""
+    for key in ("volumes", "shards", "split", *CUTTING, "activation"):
+        if config[key] not in (None, False):
+            raise ValueError(
+                f"{key}={config[key]} is for images, and features=... are of tiles that were cut "
+                "before: leave it out"
+            )
 
 
 def _check_numbers(config: DictConfig) -> None:

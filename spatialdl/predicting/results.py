@@ -51,7 +51,8 @@ log = logging.getLogger("spatialdl.predict")
 
 Bands = Iterator[npt.NDArray[Any]]
 _ROWS = 2 * TILE  # of a band
-_PICTURE = 1600  # pixels of the longer side of a slide's picture
+PICTURE = 1600
+"""Pixels of the longer side of a slide's picture."""
 LONGEST = 1600
 """Pixels of its longer side, at most."""
 
@@ -212,7 +213,7 @@ class Maps:
             said = {"class": name, "what": what, "value_at_1": limits[0], "value_at_255": limits[1]}
             write_pyramid(
                 self._named(f"-{class_files(self._trained.classes)[number]}{ending}.tif"),
-                (_as_bytes(band, limits) for band in overview.seen(bands)),
+                (as_bytes(band, limits) for band in overview.seen(bands)),
                 found.size,
                 mpp,
                 grey=True,
@@ -282,7 +283,7 @@ def _scale(found: ClassMap, scale: float) -> float:
     return scale * Overview(found.size).factor
 
 
-def _as_bytes(band: npt.NDArray[Any], limits: tuple[float, float]) -> npt.NDArray[np.uint8]:
+def as_bytes(band: npt.NDArray[Any], limits: tuple[float, float]) -> npt.NDArray[np.uint8]:
     """1 to 255 between the limits; 0 where there is nothing."""
     shares = (np.nan_to_num(band, nan=limits[0]) - limits[0]) / (limits[1] - limits[0])
     levels = 1 + np.rint(254 * shares.clip(0, 1))
@@ -295,7 +296,7 @@ def _thumbnail(given: Input) -> Thumbnail:
     source: Any = given.source
     with Slide(given.slide, source.mpp) as slide:
         slide.background = source.background
-        found = slide.thumbnail(max(1.0, max(slide.size) / _PICTURE))
+        found = slide.thumbnail(max(1.0, max(slide.size) / PICTURE))
         return found._replace(image=find_tissue(found).shown(found.image))
 
 

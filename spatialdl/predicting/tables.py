@@ -50,13 +50,23 @@ def save_tables(
         tables = {"volumes": {"volume": whole["slide"]} | rest}
     paths = []
     for name, columns in tables.items():
-        paths.append(folder / f"{name}.{kind}")
-        if kind == "csv":
-            rows = zip(*columns.values(), strict=True)
-            save_table(paths[-1], columns, rows, errors="backslashreplace")
-        else:
-            _save_parquet(paths[-1], columns)
+        paths.append(save_columns(folder, name, columns, kind))
     return paths
+
+
+def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
+    """Write NAME.KIND, whole or not at all.
+
+    Args:
+        kind: "csv" or "parquet".
+    """
+    path = folder / f"{name}.{kind}"
+    if kind == "csv":
+        rows = zip(*columns.values(), strict=True)
+        save_table(path, columns, rows, errors="backslashreplace")
+    else:
+        _save_parquet(path, columns)
+    return path
 
 
 def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -> Columns:
@@ -73,7 +83,7 @@ def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -
             "height": [height] * count,
         }
         found = {key: [*found[key], *rows[key]] for key in found}
-    return found | _told(_stacked(records, len(classes)), classes, task)
+    return found | predicted_columns(_stacked(records, len(classes)), classes, task)
 
 
 def slide_columns(
@@ -99,19 +109,20 @@ def _predicted_columns(records: Sequence[Record], classes: Sequence[str], task: 
     names = [record.name for record in records for _ in record.values]
     vote: Columns = {"vote": []} if task in ONE_CLASS else {}
     if not names:
-        return {"slide": [], "tiles": []} | vote | _told(values.numpy(), classes, task)
+        return {"slide": [], "tiles": []} | vote | predicted_columns(values.numpy(), classes, task)
     slides = to_slides(values, torch.zeros(len(names)), names)
     found: Columns = {"slide": slides.slides, "tiles": slides.tiles.tolist()}
     if vote:
         found["vote"] = [classes[number] for number in slides.votes.tolist()]
-    return found | _told(slides.means.numpy(), classes, task)
+    return found | predicted_columns(slides.means.numpy(), classes, task)
 
 
 ONE_CLASS = ("classification", "segmentation")
 """Tasks with one class for everything."""
 
 
-def _told(values: Any, classes: Sequence[str], task: str) -> Columns:
+def predicted_columns(values: Any, classes: Sequence[str], task: str) -> Columns:
+    """Of (N, columns) probabilities or values: the class with the largest, and all of them."""
     found: Columns = {}
     if task in ONE_CLASS:
         found["predicted"] = [classes[number] for number in values.argmax(1).tolist()]

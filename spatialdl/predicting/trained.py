@@ -21,6 +21,9 @@ from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.training.checkpoints.folder import CONTENT, candidates
 from spatialdl.training.checkpoints.reading import Checkpoint, first_whole, sha256
 
+BAGS = "bags"
+"""Value of `data=` of networks that take features of tiles."""
+
 _MOST = 2**20  # channels or classes
 _UNREADABLE = (KeyError, TypeError, AttributeError, ValueError)
 
@@ -64,6 +67,11 @@ class Trained:
     def takes_volumes(self) -> bool:
         """Whether it has seen volumes."""
         return len(self.image_size) == 3
+
+    @property
+    def takes_bags(self) -> bool:
+        """Whether it has seen slides as bags of features."""
+        return bool(self.config.data.name == BAGS)
 
     @property
     def channels(self) -> int:
@@ -165,10 +173,10 @@ def _check_types(config: DictConfig) -> None:
             raise ValueError(f"data.{key} is {data[key]}")
     for side in tuple(data["image_size"]):
         fields.whole({"data.image_size": side}, "data.image_size", 1)
-    if len(data["image_size"]) not in (2, 3):
+    if len(data["image_size"]) not in ((1,) if data["name"] == BAGS else (2, 3)):
         raise ValueError(f"data.image_size is {data['image_size']}")
     Normalisation.from_config(data).check_channels(data["channels"])
-    background = data["background"]
+    background = None if data["name"] == BAGS else data["background"]
     if background is not None and type(background) not in (int, float):
         raise ValueError(f"data.background is {fields.shown(background)}")
     fields.text(trainer, "precision")

@@ -135,8 +135,9 @@ def training_files(config: DictConfig) -> Subject:
     files = {}
     if data.name == "shards":
         files["manifest.json of data.path"] = Path(data.path).expanduser() / MANIFEST
-    if data.get("targets") is not None:
-        files["data.targets"] = Path(data.targets).expanduser()
+    for key in ("targets", "labels"):
+        if data.get(key) is not None:
+            files[f"data.{key}"] = Path(data[key]).expanduser()
     return _files(files, "bring the copies of the data set to one state")
 
 

@@ -18,6 +18,7 @@ METRICS = {
     "multilabel": ("accuracy", "balanced_accuracy", "auroc", "f1"),
     "regression": ("mae", "rmse", "r2"),
     "segmentation": ("accuracy", "mean_dice", "mean_iou", "balanced_accuracy"),
+    "survival": ("c_index",),
 }
 """Numbers that a validation tells beside the loss, by the task."""
 

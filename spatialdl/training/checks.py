@@ -21,7 +21,7 @@ from spatialdl.training.loggers.choosing import check_loggers
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICE_PATHS = ("auto", "nccl", "mpi", "host")
-TASKS = ("classification", "multilabel", "regression", "segmentation")
+TASKS = ("classification", "multilabel", "regression", "segmentation", "survival")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
@@ -47,6 +47,7 @@ def check_config(config: DictConfig) -> Placement:
         check_image,
         check_task,
         placement_of,
+        repeats,
         schedule_of,
     )
 
@@ -56,21 +57,25 @@ def check_config(config: DictConfig) -> Placement:
     check_choices(config, CHOICES)
     check_device(config.device)
     check_timeout(config.comm.timeout)
-    size = config.data.image_size
-    placement = placement_of(config.parallel, len(size) if isinstance(size, ListConfig) else None)
+    size, is_bags = config.data.image_size, config.data.name == "bags"
+    dims = len(size) if isinstance(size, ListConfig) else 1 if is_bags else None
+    placement = placement_of(config.parallel, dims)
     accumulate = _check_trainer(config)
+    if is_bags:
+        accumulate = repeats(config, placement)
     _check_metrics(config)
     _check_input(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
     microbatches = schedule.microbatches // accumulate  # of one batch, as the user counts them
-    check_batch(config.data.batch_size, microbatches, placement)
+    if not is_bags:
+        check_batch(config.data.batch_size, microbatches, placement)
     check_task(config.task, placement)
     if config.trainer.compile:
         parallel = config.parallel
         check_compilable(placement, schedule, parallel.recompute, parallel.shard_state)
         check_compiling(config.comm.timeout, bool(config.trainer.deterministic))
     check_loggers(config.get("logger") or {})
-    if isinstance(size, ListConfig):
+    if isinstance(size, ListConfig) and not is_bags:
         check_image(tuple(size), placement)
     _check_files(config)
     check_values(config)
@@ -127,6 +132,10 @@ def _check_files(config: DictConfig) -> None:
             f"data.path={config.data.path} is no folder: write one of slides by spatialdl-tile, of "
             "images, volumes or patches by spatialdl-import"
         )
+    if config.data.name == "bags" and not Path(config.data.labels).expanduser().is_file():
+        raise ValueError(f"data.labels={config.data.labels} is no file")
+    if config.task.name == "survival" and config.data.name != "bags":
+        raise ValueError(f"task=survival is for data=bags, got data={config.data.name}")
     if config.ckpt_path not in (None, LATEST):
         candidates(str(config.ckpt_path), Path())
     if config.weights is not None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from spatialdl.comm import waiting
 from spatialdl.comm.mesh import Mesh
-from spatialdl.data.batches import Batching, Slice
-from spatialdl.data.loader import Loader, to_input
+from spatialdl.data.batches import Batching, PartBox, Slice
+from spatialdl.data.image_source import Box
+from spatialdl.data.loader import Loader, bag_to_input, to_input
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
@@ -68,7 +69,7 @@ class Feed:
                 size=batch_size,
                 replicas=pipeline.placement.data,
                 replica=pipeline.replica,
-                boxes=[mesh.box(views.size) if mesh else None for mesh in first],
+                boxes=[_own_box(views, mesh) if mesh else None for mesh in first],
                 mask_boxes=[mesh.box(views.size) if mesh and masks else None for mesh in last],
                 labels=[mesh is not None and not masks for mesh in last],
             ),
@@ -106,16 +107,24 @@ class Feed:
             samples, mesh = len(part.labels), self._pipeline.last(number)
             tile = target = None
             if part.tiles is not None:
-                tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
-                tile = tile.contiguous(memory_format=self._format)
+                tile = self._input(part)
             if mesh is not None and samples:
                 target = self._target(part, mesh)
-            microbatches.append(Microbatch(samples, part.share, tile, target))
+            microbatches.append(
+                Microbatch(samples, part.share, tile, target, part.size, part.place)
+            )
         return microbatches
 
     def close(self) -> None:
         """End the processes that read."""
         self.loader.close()
+
+    def _input(self, part: Slice) -> Tensor:
+        assert part.tiles is not None
+        if part.size is None:
+            tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
+            return tile.contiguous(memory_format=self._format)
+        return bag_to_input(part.tiles, self._dtype, self._device, self._normalisation)
 
     def _target(self, part: Slice, mesh: Mesh) -> Tensor:
         """Labels (N,) or (N, targets); or masks (N, H, W), each rank of the grid holds its box."""
@@ -125,3 +134,7 @@ class Feed:
             check_pixels(part.masks, self._classes)  # here, where no device is waited for
         mask = part.masks.to(self._device, torch.int64)
         return mask if mesh.parts == 1 else from_local(mask, mesh, self._size)
+
+
+def _own_box(views: Views, mesh: Mesh) -> Box | PartBox:
+    return PartBox(mesh.grid, mesh.part) if views.varies else mesh.box(views.size)

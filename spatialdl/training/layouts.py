@@ -248,6 +248,48 @@ def check_batch(batch_size: int, microbatches: int, placement: Placement) -> Non
         )
 
 
+def repeats(config: DictConfig, placement: Placement) -> int:
+    """How many times a step runs the schedule: once a batch that is accumulated, of bags each.
+
+    Bags differ in length, so that each is a micro-batch of its own on a replica.
+
+    Raises:
+        ValueError: the layout is none for bags.
+    """
+    accumulate = int(config.trainer.accumulate)
+    if config.data.name != "bags":
+        return accumulate
+    _check_bags(config, placement)
+    return -(-int(config.data.batch_size) * accumulate // placement.data)
+
+
+def _check_bags(config: DictConfig, placement: Placement) -> None:
+    """Refuse what takes images of one size."""
+    parallel, batch_size, data = config.parallel, config.data.batch_size, placement.data
+    refused = {
+        "parallel=auto": parallel.name == "auto",
+        f"parallel.stages={placement.stages}": placement.stages > 1,
+        f"parallel.tensor={placement.most_tensor_parts}": placement.most_tensor_parts > 1,
+        f"parallel.microbatches={parallel.microbatches}": parallel.microbatches > 1,
+        "parallel.gems": parallel.gems.variant != "none",
+        "parallel.shard_state=true": parallel.shard_state,
+        "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
+        "trainer.compile=true": config.trainer.compile,
+        f"task.mixup={config.task.get('mixup')}": config.task.get("mixup"),
+    }
+    for what, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"{what} takes images of one size, and the bags of data=bags have as many tiles as "
+                "slides have: leave it out, and take parallel=none, dp, sp or dp+sp"
+            )
+    if type(batch_size) is not int or batch_size < data:
+        raise ValueError(
+            f"data.batch_size={batch_size} leaves some of parallel.data={data} replicas without a "
+            f"bag: take at least {data}"
+        )
+
+
 def check_task(task: DictConfig, placement: Placement) -> None:
     """Refuse a task whose loss ranks that divide the samples cannot put together."""
     local = placement.most_batch_parts

@@ -14,7 +14,13 @@ from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training.course import total_steps
 from spatialdl.training.feeding import Feed
-from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.layouts import (
+    check_batch,
+    check_image,
+    placement_of,
+    repeats,
+    schedule_of,
+)
 from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.network.building import make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
@@ -66,13 +72,14 @@ class Parts:
         placement = placement_of(config.parallel, len(self.sources.image_size))
         self.placement = placed_by_nodes(placement, self.nodes.of)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
-        check_image(self.sources.image_size, self.placement)
         is_split = any(prod(grid) > 1 for grid in self.placement.grids)
         check_same_samples(self.sources.train, world, is_split)
-        schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
+        schedule = schedule_of(config.parallel, self.placement, repeats(config, self.placement))
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
-        check_batch(self.batch_size, self.microbatches, self.placement)
+        if not self.sources.train_views.varies:
+            check_image(self.sources.image_size, self.placement)
+            check_batch(self.batch_size, self.microbatches, self.placement)
         self.pipeline = make_pipeline(
             config,
             *(self.sources, self.task, self.placement, schedule),
@@ -114,7 +121,8 @@ class Parts:
         feed = self._feed(views, None)
         pictures = wants_images(self.config.get("logger") or {}) or self.config.trainer.report
         return feed, Validation(
-            *(self.pipeline, self.task, self.sources, feed, self.world), pictures=bool(pictures)
+            *(self.pipeline, self.task, self.sources, feed, self.world),
+            pictures=bool(pictures) and not views.varies,
         )
 
     def _feed(self, views: Views, seed: int | None) -> Feed:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.bags import BagSource, BagViews
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.loader import check_workers
 from spatialdl.data.normalisation import Normalisation, wants_statistics
@@ -25,6 +26,7 @@ from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
+from spatialdl.training.bag_sources import open_bags
 from spatialdl.training.image_size import common_size
 from spatialdl.training.own_data import open_own_data
 
@@ -32,6 +34,9 @@ log = logging.getLogger("spatialdl.data")
 
 TARGETED = ("multilabel", "regression")
 """Tasks whose labels are columns of numbers."""
+
+SURVIVAL_BINS = 4
+"""Intervals of time of task=survival, where `data.num_classes` leaves them open."""
 
 SYNTHETIC = ("synthetic", "fractals")
 """Values of `data=` that no folder belongs to."""
@@ -47,6 +52,7 @@ class Sources:
         background: what lies beyond a stored image; None is white.
         seed: of the augmentation.
         normalisation: of the network's input.
+        max_tiles: of a bag that the network sees while it trains; None: all.
     """
 
     train: ImageSource
@@ -59,11 +65,14 @@ class Sources:
     background: float | None = None
     seed: int = 0
     normalisation: Normalisation = field(default_factory=Normalisation)
+    max_tiles: int | None = None
 
     @property
     def train_views(self) -> Views:
         """Training images as the network sees them, augmented."""
         size, background, white = self.image_size, self.background, self.normalisation.scale
+        if isinstance(self.train, BagSource):
+            return BagViews(self.train, size, seed=self.seed, max_tiles=self.max_tiles)
         return Views(self.train, size, background, self.augmentation, self.seed, white)
 
     @property
@@ -71,6 +80,8 @@ class Sources:
         """The centres of validation images, as they are."""
         if self.validation is None:
             return None
+        if isinstance(self.validation, BagSource):
+            return BagViews(self.validation, self.image_size)
         white = self.normalisation.scale
         return Views(self.validation, self.image_size, self.background, white=white)
 
@@ -99,6 +110,8 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
         ShardError: if a data set is missing or damaged.
     """
     check_workers(data.workers, data.prefetch)
+    if data.name == "bags":
+        return _bags(data, seed, task)
     augmentation = Augmentation.from_config(data.augment)
     opened = {"dataset": _own, **dict.fromkeys(SYNTHETIC, _synthetic)}.get(data.name, _shards)
     sources = opened(data, seed, task)
@@ -138,7 +151,7 @@ def resolve_statistics(data: DictConfig, world: Communicator) -> None:
 
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
-        known = f"shards, dataset, {' or '.join(SYNTHETIC)}"
+        known = f"shards, bags, dataset, {' or '.join(SYNTHETIC)}"
         raise ValueError(f"data={data.name} is unknown: take {known}")
     _check_targets(data, task)
     path = Path(data.path).expanduser()
@@ -184,6 +197,31 @@ def _own(data: DictConfig, seed: int, task: str) -> Sources:
     own = open_own_data(data, seed, task, _size(data.image_size))
     return Sources(
         own.train, own.validation, own.image_size, own.channels, own.num_classes, own.names
+    )
+
+
+def _bags(data: DictConfig, seed: int, task: str) -> Sources:
+    train, validation, names = open_bags(data, seed, task)
+    both = [one for one in (train, validation) if one is not None]
+    longest = max(file.tiles for one in both for file in one.files)
+    classes = SURVIVAL_BINS if task == "survival" else len(names)
+    if data.num_classes is not None:
+        classes = int(data.num_classes)
+    if classes != len(names) and task != "survival":
+        raise ValueError(
+            f"data.num_classes={classes}, but {data.labels} has {len(names)} classes or targets "
+            f"({', '.join(names)}): leave it out"
+        )
+    most = data.max_tiles
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError(f"data.max_tiles={most} must be a whole number of at least 1, or null")
+    normalisation = Normalisation.from_config(data)
+    normalisation.check_channels(train.channels)
+    return Sources(
+        *(train, validation, (longest,), train.channels, classes, names),
+        seed=seed,
+        normalisation=normalisation,
+        max_tiles=most,
     )
 
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from spatialdl.planning.calibrate import cache_file
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.setup import cluster_named, job_of, planned_type
+from tests.bags import bag_config, write_bags
 from tests.planning.conftest import FIGURES
 
 SMALL = ["model.width=4", "data.image_size=[40,24]", "data.batch_size=6"]
@@ -69,3 +70,8 @@ def test_reading_a_box_takes_memory_for_each_of_its_pixels(figures):
     assert volumes.image == (1, 40, 50, 60)
     assert 1 < volumes.read_bytes < 300
     assert large == pytest.approx(small, rel=0.2)
+
+
+def test_bags_of_several_lengths_are_not_planned(figures, tmp_path):
+    with pytest.raises(ValueError, match="bags of several lengths.*name the layout"):
+        job_of(bag_config(write_bags(tmp_path)), cluster_of(figures))

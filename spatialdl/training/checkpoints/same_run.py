@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.normalisation import DEFAULTS, Normalisation
@@ -18,7 +18,7 @@ from spatialdl.training.checkpoints.reading import sha256
 log = logging.getLogger("spatialdl.checkpoints")
 
 _NOT_SAID = (
-    *("ckpt_path", "weights", "data.path", "data.targets"),
+    *("ckpt_path", "weights", "data.path", "data.targets", "data.features", "data.labels"),
     *("trainer.max_", "trainer.checkpoint", "trainer.trace", "trainer.report"),
 )
 
@@ -45,6 +45,8 @@ def identity(config: DictConfig) -> dict[str, Any]:
     }
     if data.name == "dataset":
         found["data.dataset._target_"] = str(data.dataset["_target_"])
+    if data.name == "bags":
+        return {**found, **_bags(data)}
     if data.name != "shards":
         return {**found, "data.samples": int(data.samples)}
     folder = Path(data.path).expanduser()
@@ -52,6 +54,17 @@ def identity(config: DictConfig) -> dict[str, Any]:
     if data.targets is not None:
         found["the file data.targets"] = sha256(Path(data.targets).expanduser())
     return found
+
+
+def _bags(data: DictConfig) -> dict[str, Any]:
+    """What decides on labels and on the tiles seen; features may lie elsewhere by now."""
+    columns = data.columns
+    return {
+        "data.split": str(data.split),
+        "data.max_tiles": data.max_tiles,
+        "data.columns": list(columns) if isinstance(columns, ListConfig) else columns,
+        "the file data.labels": sha256(Path(data.labels).expanduser()),
+    }
 
 
 def _input(data: Mapping[str, Any], channels: int) -> dict[str, Any]:

@@ -28,6 +28,8 @@ def classification_loss(
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     classes: int | None = None,
+    *,
+    over_samples: bool = False,
 ) -> Tensor:
     """Cross entropy, the mean over the samples by the weights of their classes.
 
@@ -37,6 +39,8 @@ def classification_loss(
         weight: (classes,), at least 0.
         label_smoothing: share of every label that is spread over all classes.
         classes: of the data; None takes any number that the labels do not exceed.
+        over_samples: divide by the samples, not by their weights, which one sample alone would
+            cancel out.
 
     Raises:
         ValueError: if the network gives anything else, or another number of classes.
@@ -52,7 +56,7 @@ def classification_loss(
         reduction="sum",
         label_smoothing=label_smoothing,
     )
-    if weight is None:
+    if weight is None or over_samples:
         return total / len(target)
     return _over(total, classification_weights(target, weight).sum())
 

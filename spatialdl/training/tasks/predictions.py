@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.saving import save_table
 from spatialdl.training.tasks.aggregation import SlidePredictions, to_slides
 from spatialdl.training.tasks.metrics import Scores
+from spatialdl.training.tasks.survival import survival_columns
 from spatialdl.training.tasks.task import SampleTask
 
 SHOWN = 4
@@ -56,8 +58,8 @@ class Predictions:
 
     @cached_property
     def slides(self) -> SlidePredictions | None:
-        """Of all slides, if the samples name any."""
-        if not self._where:
+        """Of all slides, if the samples name any, and are not whole slides themselves."""
+        if not self._where or isinstance(self.source, BagSource):
             return None
         names = [one.slide for one in self._where]
         return to_slides(self.values, self.labels, names) if all(names) else None
@@ -103,6 +105,8 @@ class Predictions:
         """The columns of labels and predictions."""
         if self.task.name == "classification":
             return ["label", "predicted", *self._columns("probability_")]
+        if self.task.name == "survival":
+            return [*self.names, *survival_columns(self.values.shape[1] - 1)]
         what = "probability_" if self.task.name == "multilabel" else "predicted_"
         return [*self._columns("label_"), *self._columns(what)]
 

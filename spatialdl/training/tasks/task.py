@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
 
+from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.training.tasks.losses import (
     as_columns,
@@ -26,6 +28,7 @@ from spatialdl.training.tasks.metrics import (
 )
 from spatialdl.training.tasks.own_loss import OwnLoss, own_loss_of
 from spatialdl.training.tasks.segmentation import Segmentation
+from spatialdl.training.tasks.survival import Survival, survival_edges
 from spatialdl.training.tasks.weighting import balanced_classes, balanced_labels, given_weights
 
 
@@ -76,6 +79,8 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
         ValueError: if a setting makes no sense.
     """
     name, own = settings.name, own_loss_of(settings)
+    if name == "survival":
+        return _survival(own, classes, train)
     if own is not None and name != "segmentation":
         plain = settings.copy()
         plain.loss = "mse" if name == "regression" else None
@@ -103,7 +108,15 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
         return Regression(settings.loss, delta, mixup)
     balanced = lambda: balanced_classes(train, classes)  # noqa: E731
     weight = given_weights(settings.class_weights, "class_weights", classes, balanced)
-    return Classification(weight, smoothing, mixup, classes)
+    of_bags = isinstance(train, BagSource)
+    kind = BagClassification if of_bags else Classification
+    return kind(weight, smoothing, mixup, classes, over_samples=of_bags)
+
+
+def _survival(own: OwnLoss | None, bins: int, train: ImageSource) -> Survival:
+    if own is not None:
+        raise ValueError("task=survival has a loss of its own: leave task.loss out")
+    return Survival(survival_edges(train, bins))
 
 
 def _number(settings: DictConfig, key: str) -> float:
@@ -121,7 +134,11 @@ def _share(settings: DictConfig, key: str) -> float:
 
 
 class Classification:
-    """Cross entropy; one label a sample."""
+    """Cross entropy; one label a sample.
+
+    Args:
+        over_samples: whether weighted losses are divided by the samples, see `classification_loss`.
+    """
 
     name = "classification"
 
@@ -131,24 +148,56 @@ class Classification:
         label_smoothing: float = 0.0,
         mixup: float = 0.0,
         classes: int | None = None,
+        over_samples: bool = False,
     ) -> None:
         self.weight, self.label_smoothing, self.mixup = weight, label_smoothing, mixup
-        self.classes = classes
+        self.classes, self.over_samples = classes, over_samples
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return classification_loss(output, target, self.weight, self.label_smoothing, self.classes)
+        return classification_loss(
+            *(output, target, self.weight, self.label_smoothing, self.classes),
+            over_samples=self.over_samples,
+        )
 
     def check_output(self, output: Tensor, target: Tensor) -> None:
         check_classes(output, target, self.weight, self.classes)
 
     def weights(self, target: Tensor) -> Tensor | None:
-        return None if self.weight is None else classification_weights(target, self.weight)
+        if self.weight is None or self.over_samples:
+            return None
+        return classification_weights(target, self.weight)
 
     def predictions(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(1)
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
         return classification_scores(predictions, labels)
+
+
+class BagClassification(Classification):
+    """Cross entropy of bags, and what networks add to it while they train.
+
+    Such a network gives (N, 3 * classes): logits, then what is added for each class if the bag is
+    of this class, then if it is of another one; see `models.clam`.
+    """
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if not self._has_more(output):
+            return super().loss(output, target)
+        assert self.classes is not None
+        logits, own, other = output.split(self.classes, 1)
+        is_own = F.one_hot(target, self.classes).to(output.dtype)
+        more = own * is_own + other * (1 - is_own)
+        return super().loss(logits, target) + more.sum(1).mean()
+
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        more = self._has_more(output)
+        super().check_output(output[:, : self.classes] if more else output, target)
+
+    def _has_more(self, output: Tensor) -> bool:
+        if not isinstance(output, Tensor) or output.dim() != 2 or self.classes is None:
+            return False
+        return output.shape[1] == 3 * self.classes
 
 
 class MultiLabel:

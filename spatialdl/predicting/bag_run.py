@@ -1,0 +1,245 @@
+"""Slides as bags of features: predicted, their attention drawn, or reported as failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from spatialdl.comm import check
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.communicator import Communicator
+from spatialdl.data.bags import BagSource
+from spatialdl.data.feature_file import FeatureFile, list_features
+from spatialdl.data.loader import bag_to_input
+from spatialdl.errors import SlideError
+from spatialdl.pipeline.autocast import autocast
+from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps
+from spatialdl.predicting.given import given_slides
+from spatialdl.predicting.network import Network
+from spatialdl.predicting.progress import bar
+from spatialdl.predicting.tables import Report, predicted_columns, save_columns, table
+from spatialdl.predicting.trained import Trained, find_trained
+from spatialdl.slides.batch.finding_slides import slide_names
+from spatialdl.slides.reading.reader import Slide
+from spatialdl.text import counted
+from spatialdl.training.bag_sources import feature_paths
+from spatialdl.training.tasks.survival import survival_columns, survival_of
+
+log = logging.getLogger("spatialdl.predict")
+
+
+@dataclass(frozen=True)
+class BagOutcome:
+    """What came out of a slide.
+
+    Attributes:
+        values: float64 (columns,), probabilities or values; None where it failed.
+        remark: why there is no heat map.
+        problem: why it failed.
+    """
+
+    name: str
+    tiles: int
+    values: npt.NDArray[np.float64] | None = None
+    remark: str = ""
+    problem: str = ""
+    files: Sequence[str] = field(default_factory=tuple)
+
+
+def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
+    """Predict all bags, which are dealt out to the ranks; every rank of the world calls it.
+
+    Returns:
+        Whether there are predictions for all of them.
+
+    Raises:
+        ValueError: the configuration does not fit the checkpoint or the features.
+    """
+    check.enable(bool(config.comm.check))
+    run_dir = world.bcast(run_dir)
+    trained = find_trained(str(config.ckpt_path), world)
+    if not trained.takes_bags:
+        raise ValueError(
+            f"features={config.features} are for networks of data=bags, but the one of "
+            f"{trained.path} was trained on data={trained.config.data.name}: give it images"
+        )
+    files = list_features(feature_paths(config.features))
+    if files[0].width != trained.channels:
+        raise ValueError(
+            f"{files[0].path} has {files[0].width} features a tile, but the network of "
+            f"{trained.path} was trained on {trained.channels}: take features of the same encoder"
+        )
+    slides = slides_of(config, files)
+    predictor = BagPredictor(trained, config, run_dir, slides)
+    own = files[world.rank :: world.size]
+    found = []
+    progress = bar("bags", "predicted", len(own), "slide") if world.rank == 0 else nullcontext()
+    with progress as shown:
+        for file in own:
+            found.append(predictor.predict(file))
+            if shown is not None:
+                shown.update()
+    everybody = world.gather(found)
+    succeeded = True
+    if everybody is not None:
+        outcomes = sorted((one for rank in everybody for one in rank), key=lambda one: one.name)
+        _tell(outcomes, trained, run_dir, str(config.table))
+        succeeded = not any(one.problem for one in outcomes)
+    return bool(world.bcast(succeeded))
+
+
+def slides_of(config: DictConfig, files: Sequence[FeatureFile]) -> dict[str, Path]:
+    """The slides that were given, by the names of features.
+
+    Raises:
+        ValueError: none of them has features.
+    """
+    if config.slides is None:
+        return {}
+    paths = {name: path for path, name in slide_names(given_slides(config.slides)).items()}
+    known = {file.slide for file in files}
+    found = {name: path for name, path in paths.items() if name in known}
+    if not found:
+        raise ValueError(
+            f"slides={config.slides} has no slide of the features: these are of "
+            f"{', '.join(sorted(known)[:3])}, slides are {', '.join(sorted(paths)[:3])}"
+        )
+    return found
+
+
+class BagPredictor:
+    """The network of a checkpoint on this rank, for one bag after the other.
+
+    Args:
+        config: of the command.
+        slides: by name, to draw heat maps over.
+    """
+
+    def __init__(
+        self, trained: Trained, config: DictConfig, run_dir: Path, slides: Mapping[str, Path]
+    ) -> None:
+        self._trained, self._run_dir, self._slides = trained, run_dir, slides
+        self._draws = bool(config.maps)
+        alone = config.copy()
+        alone.parallel.data = 1
+        network = Network(trained, alone, Alone())
+        self._precision = network.precision
+        pipeline = network.pipeline(trained.image_size)
+        self._device = pipeline.device
+        [self._model] = pipeline.stages.values()
+        self._model.eval()
+        if self._draws and attention_of(self._model) is None:
+            log.info("%s has no method attention: no heat maps", type(self._model).__name__)
+            self._draws = False
+
+    def predict(self, file: FeatureFile) -> BagOutcome:
+        """Predict a slide, and draw its heat map."""
+        if not file.tiles:
+            return BagOutcome(file.slide, 0, problem="it has no tiles")
+        try:
+            source = BagSource([file], np.zeros(1, np.int64), ())
+            features = source.read(0)
+        except ValueError as error:
+            return BagOutcome(file.slide, file.tiles, problem=str(error))
+        values, attention = self._run(features)
+        if not np.isfinite(values).all():
+            return BagOutcome(file.slide, file.tiles, problem="the network gives NaN or Inf")
+        remark, files = "", []
+        if self._draws:
+            try:
+                files = self._draw(file, values, attention)
+            except (ValueError, SlideError) as error:
+                remark = f"no heat map: {error}"
+        return BagOutcome(file.slide, file.tiles, values, remark, files=files)
+
+    @torch.no_grad()
+    def _run(self, features: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
+        """Probabilities or values (columns,), and attention (maps, tiles)."""
+        tiles, dtype = torch.from_numpy(features[None]), self._precision.dtype
+        bag = bag_to_input(tiles, dtype, self._device, self._trained.normalisation)
+        attention = None
+        with autocast(self._device, self._precision.mixed):
+            output = self._model(bag)
+            if self._draws:
+                attention = attention_of(self._model)(bag)[0]  # type: ignore[misc]
+        values = values_of(output.double().cpu(), self._trained.task)[0]
+        found = None if attention is None else attention.double().cpu().numpy()
+        return values.numpy(), found
+
+    def _draw(
+        self, file: FeatureFile, values: npt.NDArray[Any], attention: npt.NDArray[Any] | None
+    ) -> list[str]:
+        assert attention is not None
+        number, what = 0, "attention"
+        if len(attention) > 1:  # a map a class, or an interval of time
+            number = int(values[-len(attention) :].argmax())
+            what = f"attention for {self._trained.classes[number]}"
+        path = self._slides.get(file.slide)
+        if path is None:
+            places = BagPlaces.of(file, None)
+            return save_bag_maps(self._run_dir, file.slide, attention[number], places, None, what)
+        with Slide(path) as slide:
+            places = BagPlaces.of(file, slide.size)
+            return save_bag_maps(self._run_dir, file.slide, attention[number], places, slide, what)
+
+
+def attention_of(model: nn.Module) -> Any:
+    """The method that gives (N, maps, tiles); None if there is none."""
+    found = getattr(model, "attention", None)
+    return found if callable(found) and not isinstance(found, nn.Module) else None
+
+
+def values_of(output: Tensor, task: str) -> Tensor:
+    """Probabilities or values (N, columns) of what a network gives."""
+    if task == "classification":
+        return output.softmax(1)
+    if task == "multilabel":
+        return output.sigmoid()
+    if task == "survival":
+        return survival_of(output)
+    return output if output.dim() > 1 else output.unsqueeze(1)
+
+
+def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind: str) -> None:
+    """The table of slides, as a file and on the console."""
+    good = [one for one in outcomes if one.values is not None]
+    values = np.stack([one.values for one in good]) if good else np.empty((0, 0))  # type: ignore[misc]
+    columns = {}
+    if good and trained.task == "survival":
+        names = survival_columns(values.shape[1] - 1)
+        columns = dict(zip(names, values.T.tolist(), strict=True))
+    elif good:
+        columns = predicted_columns(values, trained.classes, trained.task)
+    place = {one.name: number for number, one in enumerate(good)}
+    told: dict[str, list[Any]] = {
+        "slide": [one.name for one in outcomes],
+        "tiles": [one.tiles for one in outcomes],
+    }
+    for head, cells in columns.items():
+        told[head] = [cells[place[one.name]] if one.name in place else None for one in outcomes]
+    told["status"] = ["failed" if one.problem else "processed" for one in outcomes]
+    told["reason"] = [one.problem or one.remark for one in outcomes]
+    path = save_columns(run_dir, "slides", told, kind)
+    print(table([_report(one, trained) for one in outcomes]))
+    maps = counted(sum(bool(one.files) for one in outcomes), "heat map")
+    log.info("written: %s, %s in %s", path, maps, run_dir)
+
+
+def _report(one: BagOutcome, trained: Trained) -> Report:
+    if one.values is None:
+        return Report(one.name, one.tiles, problem=one.problem, failed=True)
+    if trained.task == "survival":
+        return Report(one.name, one.tiles, "risk", float(one.values[0]), one.remark)
+    best = int(one.values.argmax())
+    name = trained.classes[best] if best < len(trained.classes) else str(best)
+    return Report(one.name, one.tiles, name, float(one.values[best]), one.remark)

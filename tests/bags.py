@@ -1,0 +1,60 @@
+"""Small data sets of bags, of lengths that no number of ranks divides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from spatialdl.data.feature_file import write_features
+
+LENGTHS = (5, 1, 17, 2, 8, 3, 31, 4, 11)
+WIDTH = 6
+TABLE = "slide_id,label,split,er,pr,time,event"
+
+
+def write_bags(folder: Path, lengths: Sequence[int] = LENGTHS, val: int = 3) -> Path:
+    """Features of slides s0, s1 ... and `labels.csv`; the last ones are to validate on."""
+    rng = np.random.default_rng(0)
+    rows = [TABLE]
+    for number, tiles in enumerate(lengths):
+        features = rng.normal(size=(tiles, WIDTH)) + (number % 3)
+        places = np.stack([np.arange(tiles) % 4, np.arange(tiles) // 4], 1) * 256
+        write_features(folder / f"s{number}.h5", features, places, {"patch_size": 256})
+        split = "val" if number >= len(lengths) - val else "train"
+        unknown = "" if number % 4 == 1 else number % 2
+        time = f"{1 + number % 5 + number / 10},{int(number % 3 > 0)}"
+        rows.append(f"s{number}.svs,{'abc'[number % 3]},{split},{number % 2},{unknown},{time}")
+    (folder / "labels.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def bag_config(folder: Path, *words: str) -> DictConfig:
+    """A training run on such bags."""
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose(
+            "train",
+            [
+                *(
+                    "data=bags",
+                    "model=abmil",
+                    "optimizer=adamw",
+                    f"data.features={folder}",
+                    f"data.labels={folder / 'labels.csv'}",
+                ),
+                *("trainer.precision=float64", "trainer.max_epochs=3", *words),
+            ],
+        )
+
+
+SMALL = {
+    "abmil": ("model=abmil", "model.width=8", "model.hidden=4"),
+    "clam": ("model=clam", "model.width=8", "model.hidden=4", "model.instances=3"),
+    "mean": ("model=bag_pooling", "model.width=8", "model.dropout=0.5"),
+    "max": ("model=bag_pooling", "model.width=8", "model.pool=max"),
+    "transmil": ("model=transmil", "model.width=8", "model.heads=2", "model.landmarks=4"),
+    "transformer": ("model=bag_transformer", "model.width=12", "model.heads=3"),
+}

@@ -1,0 +1,91 @@
+"""Bags of several lengths, split or dealt out to replicas: losses, weights and metrics of one
+process. Some have fewer tiles than there are ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.training.trainer import Trainer
+from tests.bags import SMALL, bag_config, write_bags
+from tests.fitting import fit
+from tests.mpi.device import device_key
+
+WORLD = MPI.COMM_WORLD
+LAYOUTS = {
+    2: ["parallel=sp parallel.grid=[2]", "parallel=dp parallel.data=2"],
+    3: ["parallel=sp parallel.grid=[3]", "parallel=dp parallel.data=3"],
+    4: ["parallel=dp+sp parallel.grid=[2] parallel.data=2", "parallel=sp parallel.grid=[4]"],
+}
+CASES = [
+    ("abmil", ("data.batch_size=4",)),
+    ("abmil", ("data.batch_size=5", "data.max_tiles=9", "trainer.accumulate=2")),
+    ("mean", ("data.batch_size=4", "task=multilabel", "data.columns=[er,pr]")),
+    ("max", ("data.batch_size=4", "task.class_weights=[1,2,0.5]", "data.workers=1")),
+    ("clam", ("data.batch_size=4", "model.branches=multi", "model.exclusive=true")),
+    ("transformer", ("data.batch_size=4", "task.label_smoothing=0.1")),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    found = WORLD.bcast(tmp_path_factory.mktemp("bags") if WORLD.rank == 0 else None)
+    if WORLD.rank == 0:
+        write_bags(found)
+    WORLD.Barrier()
+    return found
+
+
+def trained(run_dir: Path, folder: Path, comm, *words: str):
+    config = bag_config(folder, device_key(comm), "comm.check=true", *words)
+    trainer = Trainer(config, comm)
+    fit(trainer, run_dir)
+    weights = trainer.parts.pipeline.state_dict()
+    if comm.rank != 0:
+        return None, weights
+    return json.loads((run_dir / "summary.json").read_text()), weights
+
+
+def _numbers(cells: list[str]) -> list[float]:
+    return [float(one) for one in cells if one.replace(".", "").isdecimal()]
+
+
+@pytest.mark.world(2)
+def test_transmil_is_refused_on_split_bags_and_trains_on_replicas(tmp_path, folder) -> None:
+    """Its square cannot be split."""
+    words = (*SMALL["transmil"], "data.batch_size=4", "trainer.max_epochs=1")
+    world = MpiCommunicator(WORLD)
+    with pytest.raises(UnsupportedSpatialOp):
+        trained(tmp_path / "split", folder, world, *words, "parallel=sp", "parallel.grid=[2]")
+    dealt = ("parallel=dp", "parallel.data=2")
+    ours, _ = trained(tmp_path / "ours", folder, world, *words, *dealt)
+    if WORLD.rank == 0:
+        plain, _ = trained(tmp_path / "plain", folder, Alone(), *words)
+        assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.get(WORLD.size, []))
+@pytest.mark.parametrize(("model", "words"), CASES, ids=lambda one: str(one)[:40])
+def test_bags_train_as_in_one_process(tmp_path, folder, model, words, layout) -> None:
+    words = (*SMALL[model], *words)
+    ours, weights = trained(
+        tmp_path / "ours", folder, MpiCommunicator(WORLD), *words, *layout.split()
+    )
+    if WORLD.rank == 0:
+        plain, expected = trained(tmp_path / "plain", folder, Alone(), *words)
+        assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
+        assert len(plain["loss"]) >= 3
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10)
+        tables = [tmp_path / name / "predictions.csv" for name in ("ours", "plain")]
+        rows = [[line.split(",") for line in table.read_text().splitlines()] for table in tables]
+        for cells, wanted in zip(*rows, strict=True):
+            assert cells[:5] == wanted[:5]
+            assert _numbers(cells) == pytest.approx(_numbers(wanted), abs=1e-10)

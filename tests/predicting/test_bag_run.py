@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from spatialdl.comm.alone import Alone
+from spatialdl.data.feature_file import write_features
+from spatialdl.predicting.bag_run import run
+from spatialdl.predicting.checks import check_config
+from spatialdl.training.trainer import Trainer
+from tests.bags import SMALL, WIDTH, bag_config, write_bags
+from tests.fitting import fit
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    write_bags(folder / "bags")
+    words = (*SMALL["clam"], "model.branches=multi", "trainer.max_epochs=1", "data.mean=0.2")
+    trainer = Trainer(bag_config(folder / "bags", *words), Alone())
+    fit(trainer, folder / "run")
+    return folder, trainer.parts.pipeline.stages[0]
+
+
+def config(*words):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("predict", list(words))
+
+
+def rows(folder):
+    with (folder / "slides.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_bags_are_predicted_and_their_attention_is_drawn(tmp_path, trained) -> None:
+    folder, network = trained
+    for number in (0, 2):
+        (tmp_path / f"s{number}.h5").write_bytes((folder / "bags" / f"s{number}.h5").read_bytes())
+    given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
+    assert run(given, tmp_path, Alone())
+    found = rows(tmp_path)
+    assert [row["slide"] for row in found] == ["s0", "s2"]
+    network.eval()
+    for row in found:
+        features = open_features(tmp_path / f"{row['slide']}.h5")
+        expected = network((features - 0.2).T[None]).softmax(1)[0].tolist()
+        told = [float(row[f"probability_{name}"]) for name in "abc"]
+        assert told == pytest.approx(expected, abs=1e-12)
+        assert row["predicted"] == "abc"[int(np.argmax(expected))]
+        assert (tmp_path / f"{row['slide']}-attention.png").is_file()
+
+
+def open_features(path):
+    import h5py
+
+    with h5py.File(path) as file:
+        return torch.from_numpy(file["features"][:])
+
+
+def test_what_fails_is_told_and_the_others_are_predicted(tmp_path, trained) -> None:
+    folder, _ = trained
+    draw = np.random.default_rng(0)
+    write_features(tmp_path / "empty.h5", np.zeros((0, WIDTH)), None)
+    write_features(tmp_path / "good.h5", draw.random((4, WIDTH)), None)  # without positions
+    write_features(tmp_path / "nan.h5", np.full((2, WIDTH), np.nan), None)
+    given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
+    assert not run(given, tmp_path, Alone())
+    told = {row["slide"]: (row["status"], row["reason"]) for row in rows(tmp_path)}
+    assert told["empty"] == ("failed", "it has no tiles")
+    assert told["nan"][0] == "failed"
+    assert "NaN or Inf" in told["nan"][1]
+    assert told["good"][0] == "processed"
+    assert "no heat map" in told["good"][1]
+
+
+def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
+    folder, _ = trained
+    write_features(tmp_path / "a.h5", np.zeros((2, WIDTH + 1)), None)
+    given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
+    with pytest.raises(ValueError, match=r"has 7 features a tile, but the network .* on 6"):
+        run(given, tmp_path, Alone())
+    slide = tmp_path / "other.tif"
+    slide.touch()
+    words = (f"features={folder / 'bags'}", f"slides={slide}")
+    with pytest.raises(ValueError, match="has no slide of the features: these are of s0, s1"):
+        run(config(f"ckpt_path={folder / 'run'}", *words), tmp_path, Alone())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("features=x parallel=sp", "bags of features are dealt out to ranks whole"),
+        ("features=x tile_size=256", "tile_size=256 is for images"),
+        ("features=x shards=y", "shards=y is for images"),
+    ],
+)
+def test_keys_of_images_are_refused(trained, words, message) -> None:
+    folder, _ = trained
+    with pytest.raises(ValueError, match=message):
+        check_config(config(f"ckpt_path={folder / 'run'}", *words.split()))
