@@ -17,6 +17,7 @@ from spatialdl.pipeline.compilable import check_run as check_compiling
 from spatialdl.training.best import check_metric
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers
+from spatialdl.training.tasks.metric_names import own_metric_plugins
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
@@ -138,9 +139,11 @@ def _check_files(config: DictConfig) -> None:
 
 def _check_metrics(config: DictConfig) -> None:
     """Of what decides on the best checkpoint, and when a run stops."""
+    own = [one.name for one in own_metric_plugins(config.task)]
     for key in ("checkpoint.best", "early_stopping.metric"):
         metric = OmegaConf.select(config.trainer, key)
-        check_metric(metric, f"trainer.{key}", config.task.name, config.data.name == "shards")
+        slides = config.data.name == "shards"
+        check_metric(metric, f"trainer.{key}", config.task.name, slides, own)
 
 
 def _check_input(config: DictConfig) -> None:

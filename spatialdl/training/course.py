@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from signal import Signals
 from typing import Any
 
@@ -21,6 +21,8 @@ class Course:
         trainer: the configuration's.
         steps: of the whole run.
         batches: in an epoch.
+        smaller: whether a metric of the user's, which a key of the configuration names, is the
+            better the smaller it is; None if it is none of those.
 
     Attributes:
         steps: optimizer steps of the whole run.
@@ -30,14 +32,22 @@ class Course:
         stopped: the signal for which the run stops after this step.
     """
 
-    def __init__(self, trainer: DictConfig, steps: int, batches: int) -> None:
+    def __init__(
+        self,
+        trainer: DictConfig,
+        steps: int,
+        batches: int,
+        smaller: Callable[[str | None, str], bool | None] = lambda _metric, _key: None,
+    ) -> None:
         self._settings, self.steps, self._batches = trainer, steps, batches
         self.step = self.epoch = self.batch = 0
         self.stopped: Signals | None = None
         self._validated: int | None = None
-        self._best = Best(trainer.checkpoint.best, "trainer.checkpoint.best")
-        early = trainer.early_stopping
-        self._early = Best(early.metric, "trainer.early_stopping.metric", float(early.min_delta))
+        best, key = trainer.checkpoint.best, "trainer.checkpoint.best"
+        self._best = Best(best, key, smaller=smaller(best, key))
+        early, key = trainer.early_stopping, "trainer.early_stopping.metric"
+        is_smaller = smaller(early.metric, key)
+        self._early = Best(early.metric, key, float(early.min_delta), is_smaller)
 
     def step_done(self) -> None:
         self.step += 1

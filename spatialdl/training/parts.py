@@ -14,10 +14,11 @@ from spatialdl.training.course import total_steps
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
 from spatialdl.training.loggers.choosing import wants_images
-from spatialdl.training.network.building import make_pipeline
+from spatialdl.training.network.building import describe_data, make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.settings import open_sources
+from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
 
@@ -34,6 +35,7 @@ class Parts:
         sources: the data sets.
         placement: which ranks hold what.
         task: losses and metrics.
+        metrics: of the user's own.
         microbatches: of a step.
         batch_size: samples of a step, over all replicas.
         pipeline: this rank's stages, and how they talk to the others.
@@ -62,6 +64,8 @@ class Parts:
         placement = placement_of(config.parallel, len(self.sources.image_size))
         self.placement = placed_by_nodes(placement, self.nodes.of)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
+        describe_data(config, self.sources)
+        self.metrics = OwnMetrics(config.task)
         check_image(self.sources.image_size, self.placement)
         schedule = schedule_of(config.parallel, self.placement, int(settings.accumulate))
         self.microbatches = schedule.microbatches
@@ -71,6 +75,7 @@ class Parts:
             config,
             *(self.sources, self.task, self.placement, schedule),
             *(self.precision, self.device, world, self.nodes),
+            metrics=self.metrics,
         )
         self.train_feed = self._feed(self.sources.train_views, int(config.seed))
         self.validation_feed: Feed | None
@@ -108,7 +113,9 @@ class Parts:
         feed = self._feed(views, None)
         pictures = wants_images(self.config.get("logger") or {}) or self.config.trainer.report
         return feed, Validation(
-            *(self.pipeline, self.task, self.sources, feed, self.world), pictures=bool(pictures)
+            *(self.pipeline, self.task, self.sources, feed, self.world),
+            pictures=bool(pictures),
+            metrics=self.metrics,
         )
 
     def _feed(self, views: Views, seed: int | None) -> Feed:

@@ -75,7 +75,8 @@ class Trainer:
             *(config, parts.pipeline, parts.update),
             *(parts.task.mixup, parts.sources.num_classes, world),
         )
-        self.course = Course(config.trainer, parts.steps, len(parts.train_feed))
+        smaller = parts.metrics.is_smaller_better
+        self.course = Course(config.trainer, parts.steps, len(parts.train_feed), smaller)
         self._timeline: Timeline | None = None
         self._split = TimeSplit()
 
