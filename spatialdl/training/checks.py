@@ -15,6 +15,7 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.compilable import check_compilable
 from spatialdl.pipeline.compilable import check_run as check_compiling
 from spatialdl.training.best import check_metric
+from spatialdl.training.callbacks import callback_plugins
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers
 from spatialdl.training.tasks.metric_names import own_metric_plugins
@@ -61,6 +62,7 @@ def check_config(config: DictConfig) -> Placement:
     placement = placement_of(config.parallel, len(size) if isinstance(size, ListConfig) else None)
     accumulate = _check_trainer(config)
     _check_metrics(config)
+    callback_plugins(config.trainer)
     _check_input(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
     microbatches = schedule.microbatches // accumulate  # of one batch, as the user counts them

@@ -128,9 +128,7 @@ class OwnMetrics:
         columns, classes = max(columns, 1), max(classes, 1)
         sizes = (_TRIED_SIDE,) * dims if maps else ()
         samples = 2 if maps else _TRIED
-        predictions = torch.randn(
-            *(samples, columns, *sizes), generator=draw, dtype=torch.float64
-        )
+        predictions = torch.randn(*(samples, columns, *sizes), generator=draw, dtype=torch.float64)
         if not maps:
             labels = _random_labels(self._task, samples, min(classes, columns), draw)
             if self._task != "regression":
@@ -279,14 +277,9 @@ def _naming(name: str, predictions: Tensor, target: Tensor) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        unknown = ""
-        for number, what in ((UNKNOWN, "labels that are not known"), (UNLABELLED, "pixels of no")):
-            if not target.is_floating_point() and bool((target == number).any()):
-                what += " class" * (number == UNLABELLED)
-                unknown = f"; {what} are {number}: give it ignore_index: {number}"
         raise ValueError(
             f"task.metrics: {name} refuses predictions {_kind(predictions)} and targets "
-            f"{_kind(target)}: {' '.join(str(error).split())}{unknown}"
+            f"{_kind(target)}: {' '.join(str(error).split())}{_unknown(target)}"
         ) from error
 
 
@@ -297,6 +290,15 @@ def _computing(name: str) -> Iterator[None]:
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(f"task.metrics: {name} cannot compute its value: {said}") from error
+
+
+def _unknown(target: Tensor) -> str:
+    """What the numbers of targets without a class are, if there are any."""
+    names = {UNKNOWN: "labels that are not known", UNLABELLED: "pixels of no class"}
+    for number, what in names.items():
+        if not target.is_floating_point() and bool((target == number).any()):
+            return f"; {what} are {number}: give it ignore_index: {number}"
+    return ""
 
 
 def _kind(x: Tensor) -> str:
@@ -310,7 +312,10 @@ def _numbers(name: str, value: Any) -> Scores:
         ValueError: if it is anything else.
     """
     if isinstance(value, Mapping):
-        return {k: v for key, one in value.items() for k, v in _numbers(f"{name}_{key}", one).items()}
+        found: Scores = {}
+        for key, one in value.items():
+            found |= _numbers(f"{name}_{key}", one)
+        return found
     if isinstance(value, Tensor) and value.dim() == 1 and value.numel() != 1:
         return {name: [_number(one) for one in value.tolist()]}
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -319,8 +324,8 @@ def _numbers(name: str, value: Any) -> Scores:
         return {name: _number(value)}
     what = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
-        f"task.metrics: {name} gives {what}: take one that gives a number, a number for each class, "
-        "or a dict of these"
+        f"task.metrics: {name} gives {what}: take one that gives a number, a number for each "
+        "class, or a dict of these"
     )
 
 

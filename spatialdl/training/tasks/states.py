@@ -39,7 +39,7 @@ def state_of(metric: Metric) -> list[State]:
 
 
 def irreducible(metric: Metric) -> str | None:
-    """The first state that cannot be put together from several ranks: a tensor with no reduction."""
+    """The first state that ranks cannot put together: a tensor without a reduction."""
     for one in _with_inner(metric):
         for key, value in one.metric_state.items():
             if one._reductions[key] is None and isinstance(value, Tensor):

@@ -8,7 +8,7 @@ from torchmetrics import Metric
 
 
 class MeanBrightness(Metric):
-    """The mean predicted probability of class 0, its largest and smallest one, by all reductions."""
+    """The mean probability of class 0, its largest and smallest one, by all reductions."""
 
     higher_is_better = False
 

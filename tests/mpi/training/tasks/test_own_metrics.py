@@ -55,7 +55,10 @@ ROWS = {
         ("parallel=sp parallel.gather_before=head", "maps"),
         ("parallel=pp parallel.microbatches=2", "classes"),
     ],
-    3: [("parallel=dp parallel.data=3", "classes whole_maps"), ("parallel=sp parallel.grid=[3,1]", "maps")],
+    3: [
+        ("parallel=dp parallel.data=3", "classes whole_maps"),
+        ("parallel=sp parallel.grid=[3,1]", "maps"),
+    ],
     4: [
         ("parallel=sp parallel.grid=[2,2]", "maps classes"),
         ("parallel=sp parallel.data=2", "maps multilabel"),
@@ -74,7 +77,12 @@ def validated(task: str, layout: str, comm: Any) -> dict[str, Any]:
             "train",
             [
                 *("data.image_size=[37,45]", "data.num_classes=3", "data.samples=6"),
-                *("data.validation_samples=5", "data.batch_size=4", "trainer.max_steps=1", "trainer.precision=float64"),
+                *(
+                    "data.validation_samples=5",
+                    "data.batch_size=4",
+                    "trainer.max_steps=1",
+                    "trainer.precision=float64",
+                ),
                 *(f"task.metrics=[{','.join(metrics)}]", "comm.check=true", device_key(comm)),
                 *(*words.split(), *layout.split()),
             ],
