@@ -51,6 +51,7 @@ def merge(metric: Metric, ranks: Sequence[list[State]]) -> None:
     """Give a metric the states of several ranks; those without updates count for nothing."""
     for number, one in enumerate(_with_inner(metric)):
         there = [states[number] for states in ranks if states[number].updates]
+        one._update_count = sum(state.updates for state in there)
         for key in one.metric_state if there else ():
             values = [state.values[key] for state in there]
             updates = [state.updates for state in there]

@@ -27,7 +27,7 @@ def test_all_ranks_are_called_alike_and_the_last_one_stops_them(layout, tmp_path
         config = compose(
             "train",
             [
-                *("model.width=2", "data.image_size=[20,18]", "data.samples=4", "seed=1"),
+                *("model.width=2", "data.image_size=[40,36]", "data.samples=4", "seed=1"),
                 *("data.validation_samples=3", "data.batch_size=2", "trainer.max_steps=8"),
                 *("trainer.report=false", "comm.check=true", "trainer.validate_every=2"),
                 f"trainer.callbacks=[{{_target_: tests.training.own_callbacks.Recorder, {last}}}]",
