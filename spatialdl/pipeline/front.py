@@ -59,7 +59,7 @@ class Pipeline:
         criterion: the mean loss of outputs and targets.
         schedule: "gpipe", "1f1b", "zero_bubble", "interleaved" (ranks hold several stages each),
             "gems" or "mast", or "basic" (a second copy of the network in inverse order).
-        microbatches: into which a batch is cut.
+        microbatches: into which a batch is cut; with GEMS an even number.
         grid: into how many parts each spatial dim is cut in stages that cut images.
         stages: into which the network is cut.
         spatial_stages: so many of the first stages cut images; by default one, with "interleaved"

@@ -20,8 +20,9 @@ SIZE, BATCH, STEPS = (3, 13, 11), 7, 3
 PP = {"stages": 2, "microbatches": 3}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
-        *({**PP, "schedule": name} for name in ("gpipe", "1f1b", "zero_bubble", "gems")),
-        {**PP, "schedule": "basic", "clip": 0.05},
+        *({**PP, "schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")),
+        {"stages": 2, "microbatches": 2, "schedule": "gems"},
+        {"stages": 2, "microbatches": 4, "schedule": "basic", "clip": 0.05},
         {"stages": 4, "microbatches": 4, "schedule": "interleaved", "clip": 0.05},
         {"grid": (2, 1), "microbatches": 2},
         {"grid": (1, 2), "tiles": True},

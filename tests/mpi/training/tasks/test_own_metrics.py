@@ -111,4 +111,5 @@ def test_own_metrics_equal_one_process(layout: str, task: str) -> None:
     assert len(ours) > len(TASKS[task][1])
     assert ours.pop("confusion_matrix", None) == plain.pop("confusion_matrix", None)
     for name, value in plain.items():
-        assert ours[name] == pytest.approx(value, abs=1e-10), name
+        near = 1e-6 if name == "DiceScore" else 1e-10  # which computes in float32 itself
+        assert ours[name] == pytest.approx(value, abs=near), name
