@@ -38,14 +38,18 @@ if TYPE_CHECKING:
         full_state_dict,
     )
     from spatialdl.comm.mesh import Mesh, init_mesh
+    from spatialdl.pipeline.front import Pipeline
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.gather import gather_before
     from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, shard
+    from spatialdl.training.callbacks import Callback
 
 __all__ = [
+    "Callback",
     "CommMismatch",
     "Mesh",
+    "Pipeline",
     "ShardError",
     "SlideError",
     "SpatialParallel",
@@ -64,7 +68,9 @@ __all__ = [
 ]
 
 _FOUND_IN = {
+    "Callback": "spatialdl.training.callbacks",
     "Mesh": "spatialdl.comm.mesh",
+    "Pipeline": "spatialdl.pipeline.front",
     "SpatialParallel": "spatialdl.channels.parallel",
     "SpatialTensor": "spatialdl.spatial",
     "average_gradients": "spatialdl.channels.parallel",

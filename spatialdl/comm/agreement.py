@@ -6,6 +6,7 @@ of its own: most steps pay nothing, and wait for no device.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -23,6 +24,17 @@ OF_WEIGHTS = 2**16
 """Elements of a parameter that are looked at."""
 
 HOW_TO_SWITCH_OFF = "init_mesh(check=False) compares nothing"
+
+
+def _who_deals_out() -> str:
+    """The usual reasons for which ranks of a grid have images of their own."""
+    sampler = "DistributedSampler(num_replicas=mesh.data, rank=mesh.replica)"
+    if "accelerate" in sys.modules:
+        return (
+            "; accelerator.prepare gives each process samples of its own: leave the DataLoader out "
+            f"of it, and give it {sampler}"
+        )
+    return f"; samples are dealt out to replicas, not to ranks, by {sampler}"
 
 
 def is_due(number: int) -> bool:
@@ -80,7 +92,8 @@ class Agreement:
             self._compare(
                 {"image": image},
                 "shard takes each rank's box of the image that it has: load, draw and augment the "
-                "same one on all ranks of a grid, or give from_local each rank's own tile",
+                "same one on all ranks of a grid, or give from_local each rank's own tile"
+                f"{_who_deals_out()}",
             )
 
     def tiles(self, tile: Tensor, size: Sequence[int]) -> None:

@@ -183,19 +183,11 @@ def init_mesh(
         )
     axes = Axes(data, spatial=tuple(grid), tensor=tensor)
     placement = Placement(data, (axes.spatial,), tensor=(axes.tensor,))
-    if comm is None:
-        limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
-    world = all_ranks() if comm is None else as_communicator(comm)
-    if comm is None:
-        check_mpi_world(world.size)
-    placement.check_world(world.size, "the mesh", "data")
     arguments = {"grid": axes.spatial, "data": data, "timeout": timeout, "check": check}
     arguments["tensor"] = tensor
-    check_same_arguments(world, "init_mesh", arguments)
-    protect(world, timeout, check)
-    choose_device_path(world, current_device())
-    if comm is None:
-        placement = placed_by_nodes(placement, Nodes(world).of)
+    world, placement = start_placement(
+        placement, comm, timeout, check, "the mesh", "init_mesh", arguments
+    )
     mesh = stage_mesh(placement, placement.positions(world.rank)[0], world)
     if axes.size > 1 and check is not False:
         alike = mesh.grid_comm
@@ -204,6 +196,45 @@ def init_mesh(
         agreement = Agreement(mesh.comm, alike, mesh.tensor_comm, mesh.grid_comm)
         mesh = replace(mesh, agreement=agreement)
     return mesh
+
+
+def start_placement(
+    placement: Placement,
+    comm: Communicator | MPI.Intracomm | None,
+    timeout: Timeout,
+    check: bool | None,
+    what: str,
+    function: str,
+    arguments: dict[str, object],
+) -> tuple[Communicator, Placement]:
+    """The ranks of a placement in a program of the user's own, protected; all must call it.
+
+    Args:
+        comm: as of `init_mesh`, as are
+        timeout: and
+        check: are.
+        what: needs the placement, for messages.
+        function: that the user calls.
+        arguments: of it, which all ranks must have alike.
+
+    Returns:
+        The ranks, and the placement arranged by nodes.
+
+    Raises:
+        ValueError: if the world has another size, or ranks have different arguments.
+    """
+    if comm is None:
+        limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
+    world = all_ranks() if comm is None else as_communicator(comm)
+    if comm is None:
+        check_mpi_world(world.size)
+    placement.check_world(world.size, what, "data")
+    check_same_arguments(world, function, arguments)
+    protect(world, timeout, check)
+    choose_device_path(world, current_device())
+    if comm is None:
+        placement = placed_by_nodes(placement, Nodes(world).of)
+    return world, placement
 
 
 def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> Mesh:

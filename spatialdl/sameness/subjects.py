@@ -57,9 +57,18 @@ def code(config: DictConfig) -> Subject:
         for path in package.rglob("*.py")
     }
     for key, value in _leaves(OmegaConf.to_container(config)):
-        if key.rpartition(".")[2] == "_target_" and isinstance(value, str):
-            items |= _named_by(value)
+        for target in _targets(key, value):
+            items |= _named_by(target)
     return Subject(items, "install one version for all machines", str(package))
+
+
+def _targets(key: str, value: Any) -> Iterator[str]:
+    """What ``_target_`` names, also in lists, such as those of metrics and callbacks."""
+    if key.rpartition(".")[2] == "_target_" and isinstance(value, str):
+        yield value
+    for one in value if isinstance(value, list) else ():
+        for inner, found in _leaves(one):
+            yield from _targets(inner, found)
 
 
 def _named_by(target: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from spatialdl.data import fields
@@ -23,22 +23,27 @@ METRICS = {
 """Numbers that a validation tells beside the loss, by the task."""
 
 
-def check_metric(metric: str | None, key: str, task: str, slides: bool) -> None:
+def check_metric(
+    metric: str | None, key: str, task: str, slides: bool, own: Collection[str] = ()
+) -> None:
     """Refuse a metric that no validation of a task tells, before anything is trained.
 
     Args:
         key: of the configuration, for messages.
         task: its name.
         slides: whether samples may be tiles of slides.
+        own: names of metrics of the user's; those that give several values, by names that begin so.
 
     Raises:
         ValueError: naming those that there are.
     """
-    known = ["loss", *METRICS[task]]
+    known = ["loss", *METRICS[task], *own]
+    begins = [f"{name}_" for name in own]
     if slides and task != "segmentation":
-        known += [f"slide_{name}" for name in METRICS[task]]
+        known += [f"slide_{name}" for name in (*METRICS[task], *own)]
+        begins += [f"slide_{name}" for name in begins]
         known += ["slide_vote_accuracy"] if task == "classification" else []
-    if metric is not None and metric not in known:
+    if metric is not None and metric not in known and not metric.startswith(tuple(begins)):
         raise ValueError(f"{key}={metric} is no metric here: take one of {', '.join(known)}")
 
 
@@ -50,14 +55,20 @@ class Best:
             losses and errors (see `SMALLER`), the largest of others. None watches nothing.
         key: of the configuration, for messages.
         min_delta: by how much a value must be better to count.
+        smaller: whether the smallest value is the best; None goes by the name.
 
     Attributes:
         value: the best one, None before the first.
         worse: validations since then.
     """
 
-    def __init__(self, metric: str | None, key: str, min_delta: float = 0.0) -> None:
+    def __init__(
+        self, metric: str | None, key: str, min_delta: float = 0.0, smaller: bool | None = None
+    ) -> None:
         self.metric, self._key, self._min_delta = metric, key, min_delta
+        self._smaller = smaller
+        if smaller is None:
+            self._smaller = any(word in str(metric) for word in SMALLER)
         self.value: float | None = None
         self.worse = 0
 
@@ -84,8 +95,7 @@ class Best:
         """NaN never is."""
         if self.value is None:
             return not math.isnan(value)
-        is_smaller_better = any(word in str(self.metric) for word in SMALLER)
-        gain = self.value - value if is_smaller_better else value - self.value
+        gain = self.value - value if self._smaller else value - self.value
         return gain > self._min_delta
 
     def state(self) -> dict[str, Any]:

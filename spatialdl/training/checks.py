@@ -15,8 +15,10 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.compilable import check_compilable
 from spatialdl.pipeline.compilable import check_run as check_compiling
 from spatialdl.training.best import check_metric
+from spatialdl.training.callbacks import callback_plugins
 from spatialdl.training.checkpoints.folder import LATEST, candidates
 from spatialdl.training.loggers.choosing import check_loggers
+from spatialdl.training.tasks.metric_names import own_metric_plugins
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
 OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
@@ -64,6 +66,7 @@ def check_config(config: DictConfig) -> Placement:
     if is_bags:
         accumulate = repeats(config, placement)
     _check_metrics(config)
+    callback_plugins(config.trainer)
     _check_input(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
     microbatches = schedule.microbatches // accumulate  # of one batch, as the user counts them
@@ -147,9 +150,11 @@ def _check_files(config: DictConfig) -> None:
 
 def _check_metrics(config: DictConfig) -> None:
     """Of what decides on the best checkpoint, and when a run stops."""
+    own = [one.name for one in own_metric_plugins(config.task)]
     for key in ("checkpoint.best", "early_stopping.metric"):
         metric = OmegaConf.select(config.trainer, key)
-        check_metric(metric, f"trainer.{key}", config.task.name, config.data.name == "shards")
+        slides = config.data.name == "shards"
+        check_metric(metric, f"trainer.{key}", config.task.name, slides, own)
 
 
 def _check_input(config: DictConfig) -> None:

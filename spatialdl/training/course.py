@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from signal import Signals
 from typing import Any
 
@@ -21,6 +21,8 @@ class Course:
         trainer: the configuration's.
         steps: of the whole run.
         batches: in an epoch.
+        smaller: whether a metric of the user's, which a key of the configuration names, is the
+            better the smaller it is; None if it is none of those.
 
     Attributes:
         steps: optimizer steps of the whole run.
@@ -28,16 +30,26 @@ class Course:
         epoch: whole passes over the samples made.
         batch: batches of the next one made.
         stopped: the signal for which the run stops after this step.
+        ended: why a callback ends the run after this step; None if none does.
     """
 
-    def __init__(self, trainer: DictConfig, steps: int, batches: int) -> None:
+    def __init__(
+        self,
+        trainer: DictConfig,
+        steps: int,
+        batches: int,
+        smaller: Callable[[str | None, str], bool | None] = lambda _metric, _key: None,
+    ) -> None:
         self._settings, self.steps, self._batches = trainer, steps, batches
         self.step = self.epoch = self.batch = 0
         self.stopped: Signals | None = None
+        self.ended: str | None = None
         self._validated: int | None = None
-        self._best = Best(trainer.checkpoint.best, "trainer.checkpoint.best")
-        early = trainer.early_stopping
-        self._early = Best(early.metric, "trainer.early_stopping.metric", float(early.min_delta))
+        best, key = trainer.checkpoint.best, "trainer.checkpoint.best"
+        self._best = Best(best, key, smaller=smaller(best, key))
+        early, key = trainer.early_stopping, "trainer.early_stopping.metric"
+        is_smaller = smaller(early.metric, key)
+        self._early = Best(early.metric, key, float(early.min_delta), is_smaller)
 
     def step_done(self) -> None:
         self.step += 1
@@ -46,14 +58,20 @@ class Course:
             self.epoch, self.batch = self.epoch + 1, 0
 
     def is_over(self) -> bool:
-        return self.stopped is not None or self.step >= self.steps or self._is_stale()
+        asked = self.stopped is not None or self.ended is not None
+        return asked or self.step >= self.steps or self._is_stale()
 
     def _is_stale(self) -> bool:
         return self._early.worse >= int(self._settings.early_stopping.patience)
 
     def stopped_early(self) -> str:
-        """Why the run ends before its last step, where a metric gets no better; else nothing."""
-        if self.stopped is not None or self.step >= self.steps or not self._is_stale():
+        """Why the run ends before its last step: a callback, or a metric that gets no better."""
+        if self.stopped is not None or self.step >= self.steps:
+            return ""
+        if self.ended is not None:
+            why = f": {self.ended}" if self.ended else ""
+            return f"Stopped by a callback after step {self.step} of {self.steps}{why}."
+        if not self._is_stale():
             return ""
         best = "none" if self._early.value is None else f"{self._early.value:.4g}"
         return (

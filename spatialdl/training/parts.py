@@ -22,11 +22,12 @@ from spatialdl.training.layouts import (
     schedule_of,
 )
 from spatialdl.training.loggers.choosing import wants_images
-from spatialdl.training.network.building import make_pipeline
+from spatialdl.training.network.building import describe_data, make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.own_data import check_same_samples
 from spatialdl.training.settings import open_sources, resolve_statistics
+from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
 
@@ -43,6 +44,7 @@ class Parts:
         sources: the data sets.
         placement: which ranks hold what.
         task: losses and metrics.
+        metrics: of the user's own.
         microbatches: of a step.
         batch_size: samples of a step, over all replicas.
         pipeline: this rank's stages, and how they talk to the others.
@@ -74,6 +76,8 @@ class Parts:
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
         is_split = any(prod(grid) > 1 for grid in self.placement.grids)
         check_same_samples(self.sources.train, world, is_split)
+        describe_data(config, self.sources)
+        self.metrics = OwnMetrics(config.task)
         schedule = schedule_of(config.parallel, self.placement, repeats(config, self.placement))
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
@@ -84,6 +88,7 @@ class Parts:
             config,
             *(self.sources, self.task, self.placement, schedule),
             *(self.precision, self.device, world, self.nodes),
+            metrics=self.metrics,
         )
         self.train_feed = self._feed(self.sources.train_views, int(config.seed))
         self.validation_feed: Feed | None
@@ -123,6 +128,7 @@ class Parts:
         return feed, Validation(
             *(self.pipeline, self.task, self.sources, feed, self.world),
             pictures=bool(pictures) and not views.varies,
+            metrics=self.metrics,
         )
 
     def _feed(self, views: Views, seed: int | None) -> Feed:

@@ -169,6 +169,7 @@ class Reporter:
 def _overrides(run_dir: Path) -> list[str]:
     """Of the command line that made the run directory."""
     try:
-        return [str(word) for word in OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")]
+        words = OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")
+        return [str(word) for word in OmegaConf.to_container(words, resolve=False)]
     except OSError:
         return []

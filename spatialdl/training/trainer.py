@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig
@@ -18,6 +19,7 @@ from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.placed import Microbatch
+from spatialdl.training.callbacks import Callbacks, RunState, callback_plugins
 from spatialdl.training.checkpoints.keeping import Checkpoints, Resumed
 from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.console.run_log import tell_warnings
@@ -75,13 +77,17 @@ class Trainer:
             *(config, parts.pipeline, parts.update),
             *(parts.task.mixup, parts.sources.num_classes, world),
         )
-        self.course = Course(config.trainer, parts.steps, len(parts.train_feed))
+        smaller = parts.metrics.is_smaller_better
+        self.course = Course(config.trainer, parts.steps, len(parts.train_feed), smaller)
+        self._callbacks = Callbacks(callback_plugins(config.trainer))
+        self._loss: float | None = None
+        self._metrics: Scores = {}
         self._timeline: Timeline | None = None
         self._split = TimeSplit()
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
-        run_dir = self.world.bcast(run_dir)
+        self._run_dir = run_dir = self.world.bcast(run_dir)
         parts, sources = self.parts, self.parts.sources
         images = sources.normalisation.text(sources.train_views.dtype)
         table = start_table(parts.pipeline, self.world, self.config, parts.batch_size, images)
@@ -99,7 +105,9 @@ class Trainer:
             )
             stack.callback(parts.close_feeds)
             writer = self.checkpoints.writer
-            self._meeting = Meeting(self.world, writer, staging, self.course, self._split)
+            self._meeting = Meeting(
+                *(self.world, writer, staging, self.course, self._split, self._callbacks)
+            )
             if self.config.trainer.trace:
                 self._timeline = Timeline(
                     *(self.world, parts.device, parts.placement),
@@ -107,11 +115,13 @@ class Trainer:
                 )
             trace.count()
             stack.callback(trace.stop_counting)
+            self._start_callbacks(resumed)
             try:
                 self._train(reporter, is_resumed=resumed is not None)
             except NotFinite as error:  # on all ranks
                 self._give_up(reporter, error)
                 raise
+            self._call("on_fit_end")
             waiting.at(f"end of the run, after step {self.course.step}")
             writer.wait()
             tell_warnings(self.world)
@@ -132,6 +142,39 @@ class Trainer:
         if resumed is not None:
             self.course.restore(resumed[1])
         return resumed
+
+    def _start_callbacks(self, resumed: Resumed | None) -> None:
+        if resumed is not None:
+            content = resumed[1]
+            self._callbacks.restore(content)
+            self._metrics = dict(next(reversed(content["validations"]), {}))
+        self._call("on_fit_start")
+        self._callbacks.state()  # which refuses what no checkpoint could keep
+
+    def _call(self, method: str) -> None:
+        self._callbacks.call(method, self._run_state)
+
+    def _run_state(self) -> RunState:
+        course, parts = self.course, self.parts
+        return RunState(
+            step=course.step,
+            epoch=course.epoch,
+            steps=course.steps,
+            loss=self._loss,
+            learning_rate=parts.update.learning_rate,
+            metrics=MappingProxyType(self._metrics),
+            run_dir=self._run_dir,
+            stages=MappingProxyType(parts.pipeline.stages),
+            rank=self.world.rank,
+            world_size=self.world.size,
+            _stop=self._callbacks.stop,
+        )
+
+    def _call_and_agree(self, method: str) -> None:
+        """One rank's wish to end the run is that of all."""
+        if self._callbacks:
+            self._call(method)
+            self._meeting.between()
 
     def _reporter(self, run_dir: Path, table: str, resumed: Resumed | None) -> Reporter:
         return Reporter(
@@ -218,6 +261,8 @@ class Trainer:
                     **self.parts.update.told,
                     **{part: self._split.last[part] for part in COLUMNS},
                 )
+            self._loss = loss
+            self._call_and_agree("on_step_end")
             self._between_steps(reporter)
             if self.course.is_over():
                 break
@@ -231,15 +276,27 @@ class Trainer:
             waiting.at(f"validation after step {self.course.step}")
             found = self.validate(reporter)
             is_best = found is not None and self.course.validated(found)
+            if found is not None:
+                self._metrics = found
+                self._call_and_agree("on_validation_end")
             saves = self.course.checkpoint_is_due()
         if is_best or saves:
             self._step.check_weights(self.course.step)
             waiting.at(f"checkpoint after step {self.course.step}")
-            validations = reporter.validations if reporter is not None else []
-            self.checkpoints.save({**self.course.state(), "validations": validations}, is_best)
+            self._save(reporter, is_best)
         if validates or is_best or saves:
             waiting.at(f"step {self.course.step + 1}")
             self._split.restart()
+
+    def _save(self, reporter: Reporter | None, is_best: bool) -> None:
+        if not self.checkpoints.writes(self.course.step, is_best):
+            return
+        self._call("on_checkpoint")
+        content = {
+            "validations": reporter.validations if reporter is not None else [],
+            "callbacks": self._callbacks.state(),
+        }
+        self.checkpoints.save({**self.course.state(), **content}, is_best)
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""

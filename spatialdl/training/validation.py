@@ -24,6 +24,7 @@ from spatialdl.training.pictures.gallery import Example, Gallery
 from spatialdl.training.pictures.heat_maps import HeatMaps
 from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.metrics import Scores, undefined
+from spatialdl.training.tasks.own_metrics import MapMetrics, OwnMetrics
 from spatialdl.training.tasks.predictions import Predictions, errors_of
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import SampleTask, Task
@@ -86,6 +87,7 @@ class Validation:
         feed: of the validation samples, in their order.
         world: all ranks.
         pictures: whether anybody will ask for examples.
+        metrics: of the user's own.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Validation:
         world: Communicator,
         *,
         pictures: bool = True,
+        metrics: OwnMetrics | None = None,
     ) -> None:
         assert sources.validation is not None
         self._pipeline, self._task, self._source = pipeline, task, sources.validation
@@ -104,6 +107,7 @@ class Validation:
         self._predictions: Predictions | None = None
         self._numbers: list[int] | None = None
         self._warned = False
+        self._own_metrics, self._map_metrics = metrics, MapMetrics({})
         views = sources.validation_views
         assert views is not None
         self._gallery = self._heat_maps = None
@@ -125,6 +129,7 @@ class Validation:
         """Metrics of all that `own` gave; every rank must call it, and gets them."""
         if isinstance(own, Tensor) and isinstance(self._task, Segmentation):
             found = self._task.metrics(self._world.all_reduce(own).tolist())
+            found |= self._map_metrics.scores(self._world)
         else:
             everybody = self._world.gather(own)
             found = {} if everybody is None else self._score([p for one in everybody for p in one])
@@ -148,12 +153,15 @@ class Validation:
 
     def _own_tally(self, task: Segmentation, batches: Iterable[Sequence[Microbatch]]) -> Tensor:
         sums = torch.zeros(task.tallied, dtype=torch.float64)
+        if self._own_metrics is not None:
+            self._map_metrics = self._own_metrics.of_maps(self._pipeline.device)
         for batch, parts in enumerate(batches):
             slices = self._feed.own(batch)
             for number, output in self._pipeline.evaluate(parts).items():
                 target, mesh = parts[number].target, self._pipeline.last(number)
                 if target is not None and mesh is not None and mesh.channels == 0:
                     sums += task.tally(output, target, mesh.part)
+                    self._map_metrics.update(output, target, mesh.part)
                     if self._gallery is not None:
                         self._gallery.note(slices[number], output, target, mesh)
         return sums
@@ -185,7 +193,8 @@ class Validation:
         if isinstance(source, ShardDataset) and self._numbers is None:
             self._numbers = sample_numbers(source)
         self._predictions = Predictions(self._task, outputs, source, names, self._numbers)
-        found = self._predictions.scores()
+        own = None if self._own_metrics is None else self._own_metrics.of_samples
+        found = self._predictions.scores(own)
         self._tell_missing(found, names)
         return found
 

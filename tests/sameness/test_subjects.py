@@ -108,3 +108,9 @@ def test_a_prediction_has_the_checkpoint_and_the_manifest(tmp_path):
 def test_a_sum_tells_items_apart(other):
     assert sum_of_items({"a": "1"}) != sum_of_items(other)
     assert sum_of_items({"a": "1", "b": "2"}) == sum_of_items({"b": "2", "a": "1"})
+
+
+def test_code_that_lists_name_is_compared_too():
+    listed = "tests.training.own_callbacks.Recorder"
+    config = without_hydra(composed(f"trainer.callbacks=[{{_target_: {listed}}}]"))
+    assert f"{listed} in own_callbacks.py" in code(config).items

@@ -77,13 +77,17 @@ class Checkpoints:
         # now, while the data set is there: it may be read from copies when this is saved
         self._identity = identity(config) if world.rank == 0 else {}
 
+    def writes(self, step: int, is_best: bool = False) -> bool:
+        """Whether `save` writes a checkpoint after a step."""
+        return self.keep > 0 and (step != self.last or is_best)
+
     def save(self, progress: dict[str, Any], is_best: bool = False) -> None:
         """Copy what there is to save; it is written while training goes on.
 
         Args:
             progress: of the run, with its `step`; `resume` gives it back.
         """
-        if self.keep == 0 or (progress["step"] == self.last and not is_best):
+        if not self.writes(progress["step"], is_best):
             return
         self.writer.wait()
         started = time.perf_counter()

@@ -78,20 +78,30 @@ def told_value(name: str, value: float | None) -> str:
 def class_rows(found: Mapping[str, Any], names: Sequence[str]) -> list[list[str]]:
     """A row a class or target below a head; nothing if no metric is told by class."""
     columns = {name: found[name] for name in _OF_CLASSES if found.get(name)}
+    columns |= {name: values for name, values in found.items() if _is_own(name, values)}
     if not columns:
         return []
-    rows = [["", *(_OF_CLASSES[name] for name in columns)]]
+    rows = [["", *(_OF_CLASSES.get(name, name) for name in columns)]]
     count = max(map(len, columns.values()))
     for number in range(min(count, _MOST_CLASSES)):
-        cells = [_cell(name, values[number]) for name, values in columns.items()]
+        cells = [
+            _cell(name, values[number] if number < len(values) else None)
+            for name, values in columns.items()
+        ]
         rows.append([_class(number, names), *cells])
     if count > _MOST_CLASSES:
         rows.append([f"... {count - _MOST_CLASSES} more", *([""] * len(columns))])
     return rows
 
 
+def _is_own(name: str, values: Any) -> bool:
+    """Whether it is a metric of the user's that has several values, such as one a class."""
+    is_known = name in _OF_CLASSES or name in ("confusion_matrix", "step")
+    return not is_known and isinstance(values, list) and bool(values)
+
+
 def _cell(name: str, value: float | None) -> str:
-    share = not name.endswith("_per_target")
+    share = name in _OF_CLASSES and not name.endswith("_per_target")
     return "-" if value is None else f"{100 * value:.1f} %" if share else f"{value:.4g}"
 
 

@@ -24,19 +24,25 @@ from spatialdl.training.network.pretrained_input import warn_of_other_input
 from spatialdl.training.network.weights import check_alike, find_weights, load_weights
 from spatialdl.training.optimization.precision import Precision
 from spatialdl.training.settings import Sources
+from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import Task
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:
     """The network of a configuration, its weights drawn from the seed alike on every rank."""
+    describe_data(config, sources)
+    seed_generators(int(config.seed))
+    return instantiate(config)
+
+
+def describe_data(config: DictConfig, sources: Sources) -> None:
+    """Fill in what a configuration leaves to the data, and its interpolations refer to."""
     with open_dict(config):
         config.data.image_size = list(sources.image_size)
         config.data.channels = sources.channels
         config.data.num_classes = sources.num_classes
         if config.data.name == "dataset":
             config.data.samples = len(sources.train)
-    seed_generators(int(config.seed))
-    return instantiate(config)
 
 
 def seed_generators(seed: int) -> None:
@@ -122,14 +128,22 @@ def make_pipeline(
     device: torch.device,
     world: Communicator,
     nodes: Nodes,
+    metrics: OwnMetrics | None = None,
 ) -> Pipeline:
     """The network to train, spread over all ranks; see `Pipeline`.
+
+    Args:
+        metrics: of the user's, to be tried on what the network gives.
 
     Raises:
         ValueError: if network, weights and layout do not fit together.
     """
     model = make_network(config, sources, world).to(precision.dtype)
-    check_head(model, task, sources)
+    columns = check_head(model, task, sources)
+    if metrics is not None:
+        parts = placement.axes(placement.stages - 1).parts
+        copies = placement.network_copies * parts
+        metrics.try_out(columns, sources.num_classes, placement.dims, copies, parts)
     parallel = config.parallel
     if config.trainer.channels_last and not parallel.shard_state:  # FSDP2 refuses these
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -14,13 +14,16 @@ _CPU = torch.device("cpu")
 _SAMPLES = 2  # one may be refused by normalisation over samples
 
 
-def check_head(model: nn.Module, task: Task, sources: Sources) -> None:
+def check_head(model: nn.Module, task: Task, sources: Sources) -> int | None:
     """Run a network without memory on images of the data and check the shape of its output.
 
     A network that cannot run so is checked by its first loss.
 
     Args:
         model: stays as it is.
+
+    Returns:
+        Its columns, or classes of a pixel; None if it cannot run so.
 
     Raises:
         ValueError: the output has another number of classes, or another shape, than the task.
@@ -32,10 +35,11 @@ def check_head(model: nn.Module, task: Task, sources: Sources) -> None:
         with torch.no_grad(), torch.device("meta"):
             output = meta_copy(model)(torch.empty(_SAMPLES, *size, dtype=dtype))
     except Exception:
-        return
+        return None
     finally:  # a forward may draw
         restore_random(states, _CPU)
     task.check_output(output, _target(task, sources))
+    return int(output.shape[1]) if isinstance(output, Tensor) and output.dim() > 1 else None
 
 
 def _target(task: Task, sources: Sources) -> Tensor:

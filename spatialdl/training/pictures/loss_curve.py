@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spatialdl.training.best import COUNTS, METRICS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -15,6 +17,7 @@ _SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
 _POINTS_UP_TO = 40  # so few steps are drawn as points, too
 _LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
 BLUE, ORANGE, GREY, GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
+_COLOURS = ORANGE, BLUE, GREY, GREEN, "#8b4fa3", "#a8842c", "#3b9bb3", "#b0405c"
 _LABELS = {
     "accuracy": "accuracy",
     "mean_dice": "Dice",
@@ -27,6 +30,7 @@ _LABELS = {
 }
 _ERRORS = ("rmse", "mae")
 _SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
+_COME_ALONG = {"step", "loss", *COUNTS, *(name for names in METRICS.values() for name in names)}
 
 
 def draw(
@@ -87,18 +91,36 @@ def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
     """Shares from 0 to 100 %; errors where the task has no shares; nothing of what has no value."""
     shares = [name for name in _SHARES if name in validations[0]]
     names = shares or [name for name in _ERRORS if name in validations[0]]
+    names += _own_shares(validations) if shares else []
     names = [name for name in names if any(row[name] is not None for row in validations)]
     steps = [row["step"] for row in validations]
-    for name, colour in zip(names, (ORANGE, BLUE, GREY, GREEN), strict=False):
+    for name, colour in zip(names, _COLOURS, strict=False):
         scale = 100 if shares else 1
         values = [np.nan if row[name] is None else scale * row[name] for row in validations]
-        panel.plot(steps, values, color=colour, marker="o", markersize=4, label=_LABELS[name])
+        label = _LABELS.get(name, name)
+        panel.plot(steps, values, color=colour, marker="o", markersize=4, label=label)
+    names = names[: len(_COLOURS)]
     if shares:
         panel.set_ylim(0, 100)
     panel.set_ylabel("validation, %" if shares else "validation")
     if names:
         columns = len(names) if len(names) <= 3 else 2  # wider ones push the panel together
         panel.legend(frameon=False, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1))
+
+
+def _own_shares(validations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Metrics of the user's own whose values all lie between 0 and 1."""
+    return [
+        name
+        for name in validations[0]
+        if name.removeprefix("slide_") not in _COME_ALONG
+        and name != "slide_vote_accuracy"
+        and all(_is_share(row.get(name)) for row in validations)
+    ]
+
+
+def _is_share(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and 0 <= value <= 1)
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

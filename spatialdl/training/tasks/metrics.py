@@ -22,7 +22,7 @@ Scores = dict[str, Any]
 
 
 @contextmanager
-def _in_float64() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     """Quotients of integers are float64 in here; torchmetrics' warnings are told in our words."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -129,7 +129,7 @@ def _auroc(told: Tensor, wanted: Tensor) -> float | None:
 
     if not wanted.any() or wanted.all():
         return None
-    with _in_float64():
+    with in_float64():
         return float(binary_auroc(told, wanted.long()))
 
 
@@ -149,7 +149,7 @@ def regression_scores(values: Tensor, targets: Tensor) -> Scores:
     for number, column in enumerate(known.T):
         told, wanted = values[column, number], targets[column, number].double()
         some, varies = len(wanted) > 0, len(wanted) > 1 and bool((wanted != wanted[0]).any())
-        with _in_float64():
+        with in_float64():
             absolute.append(float(mean_absolute_error(told, wanted)) if some else None)
             root.append(float(mean_squared_error(told, wanted, squared=False)) if some else None)
             determined.append(float(r2_score(told, wanted)) if varies else None)

@@ -7,7 +7,7 @@ slides.csv        a row a slide: the same of all its tiles together
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,19 +70,23 @@ class Predictions:
         sample = getattr(self.source, "sample", None)
         return [] if sample is None else [sample(number) for number in range(len(self.source))]
 
-    def scores(self) -> Scores:
-        """The loss and all metrics, of the samples, and of slides whose tiles have one label."""
+    def scores(self, own: Callable[[Tensor, Tensor], Scores] | None = None) -> Scores:
+        """The loss and all metrics, of the samples, and of slides whose tiles have one label.
+
+        Args:
+            own: further metrics, of predictions and labels.
+        """
         found: Scores = {
             "loss": float(self.task.loss(self.outputs, self.labels)),
             "samples": len(self.labels),
-            **self.task.scores(self.values, self.labels),
+            **self._metrics(self.values, self.labels, own),
         }
         slides = self.slides
         if slides is None:
             return found
         agree = slides.agree
         found["slides"] = int(agree.sum())
-        of_slides = self.task.scores(slides.means[agree], slides.labels[agree])
+        of_slides = self._metrics(slides.means[agree], slides.labels[agree], own)
         for name, value in of_slides.items():
             if not isinstance(value, list):
                 found[f"slide_{name}"] = value
@@ -90,6 +94,12 @@ class Predictions:
             right = (slides.votes == slides.labels)[agree]
             found["slide_vote_accuracy"] = float(right.double().mean()) if len(right) else None
         return found
+
+    def _metrics(
+        self, values: Tensor, labels: Tensor, own: Callable[[Tensor, Tensor], Scores] | None
+    ) -> Scores:
+        found = self.task.scores(values, labels)
+        return found if own is None else {**found, **own(values, labels)}
 
     def write(self, folder: Path) -> None:
         """Both tables, each whole or not at all; slides only if the samples name any."""

@@ -1,0 +1,86 @@
+"""States of torchmetrics of several ranks put together.
+
+As torchmetrics' own synchronisation does it, but over any communicator, with ranks that have seen
+nothing, and with means weighted by updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+@dataclass(frozen=True)
+class State:
+    """What a metric has gathered on one rank.
+
+    Attributes:
+        updates: how many it has seen.
+        values: by name a tensor or a list of tensors, on the CPU.
+    """
+
+    updates: int
+    values: dict[str, Any]
+
+
+def state_of(metric: Metric) -> list[State]:
+    """Of a metric, and of those inside of it, such as what a wrapper wraps."""
+    return [
+        State(one.update_count, {key: _on_cpu(value) for key, value in one.metric_state.items()})
+        for one in _with_inner(metric)
+    ]
+
+
+def irreducible(metric: Metric) -> str | None:
+    """The first state that ranks cannot put together: a tensor without a reduction."""
+    for one in _with_inner(metric):
+        for key, value in one.metric_state.items():
+            if one._reductions[key] is None and isinstance(value, Tensor):
+                return key
+    return None
+
+
+def merge(metric: Metric, ranks: Sequence[list[State]]) -> None:
+    """Give a metric the states of several ranks; those without updates count for nothing."""
+    for number, one in enumerate(_with_inner(metric)):
+        there = [states[number] for states in ranks if states[number].updates]
+        one._update_count = sum(state.updates for state in there)
+        for key in one.metric_state if there else ():
+            values = [state.values[key] for state in there]
+            updates = [state.updates for state in there]
+            setattr(one, key, _merged(one._reductions[key], values, updates))
+
+
+def _merged(reduction: Any, values: list[Any], updates: list[int]) -> Any:
+    from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+
+    if isinstance(values[0], list):
+        return [one for value in values for one in value]
+    if len(values) == 1:
+        return values[0]
+    if reduction is dim_zero_cat:
+        return torch.cat([value.reshape(-1) if value.dim() == 0 else value for value in values])
+    stacked = torch.stack(values)
+    if reduction is dim_zero_mean:
+        shares = torch.tensor(updates, dtype=torch.float64) / sum(updates)
+        return (stacked * shares.view(-1, *(1,) * (stacked.dim() - 1))).sum(0)
+    return reduction(stacked)
+
+
+def _with_inner(metric: Metric) -> list[Metric]:
+    from torchmetrics import Metric
+
+    return [one for one in metric.modules() if isinstance(one, Metric)]
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_on_cpu(one) for one in value]
+    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,115 @@
+"""Metrics of the user's own in every layout as in one process, each sample counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from mpi4py import MPI
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.training.parts import Parts
+from tests.mpi.device import device_key
+
+TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
+SMALL = "++model._target_=tests.mpi.training.small.small ~model.width"
+IMAGES = [
+    f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: macro}}",
+    f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: none, name: f1s}}",
+    f"{{_target_: {TM}.MulticlassAUROC, num_classes: 3}}",
+    f"{{_target_: {OWN}.MeanBrightness, name: own}}",
+]
+LABELS = [f"{{_target_: {TM}.MultilabelAveragePrecision, num_labels: 3, ignore_index: -1}}"]
+NUMBERS = [
+    "{_target_: torchmetrics.regression.MeanAbsolutePercentageError}",
+    "{_target_: torchmetrics.regression.SpearmanCorrCoef, num_outputs: 3}",
+]
+MAPS = [
+    f"{{_target_: {TM}.MulticlassJaccardIndex, num_classes: 3, ignore_index: 255}}",
+    f"{{_target_: {TM}.MulticlassAUROC, num_classes: 3, thresholds: 7}}",
+    f"{{_target_: {OWN}.MeanBrightness, name: own}}",
+    "{_target_: torchmetrics.ClasswiseWrapper, name: each, metric: "
+    f"{{_target_: {TM}.MulticlassRecall, num_classes: 3, average: none}}}}",
+]
+RUNNING = [
+    f"{{_target_: {OWN}.RunningMean}}",
+    "{_target_: torchmetrics.segmentation.DiceScore, num_classes: 3, input_format: mixed}",
+]
+TASKS = {
+    "classes": (f"{SMALL}", IMAGES),
+    "multilabel": (f"{SMALL} task=multilabel", LABELS),
+    "regression": (f"{SMALL} task=regression", NUMBERS),
+    "maps": ("model=unet ++model.depth=1 ++model.width=2 task=segmentation", MAPS),
+    "whole_maps": (
+        "model=unet ++model.depth=1 ++model.width=2 task=segmentation",
+        [*MAPS, *RUNNING],
+    ),
+}
+ROWS = {
+    2: [
+        ("parallel=sp parallel.grid=[1,2]", "classes maps"),
+        ("parallel=dp", "regression multilabel whole_maps"),
+        ("parallel=gems parallel.microbatches=2", "whole_maps"),
+        ("parallel=sp parallel.gather_before=head", "maps"),
+        ("parallel=pp parallel.microbatches=2", "classes"),
+    ],
+    3: [
+        ("parallel=dp parallel.data=3", "classes whole_maps"),
+        ("parallel=sp parallel.grid=[3,1]", "maps"),
+    ],
+    4: [
+        ("parallel=sp parallel.grid=[2,2]", "maps classes"),
+        ("parallel=sp parallel.data=2", "maps multilabel"),
+        ("parallel=sp+pp parallel.grid=[3,1] parallel.microbatches=2", "classes"),
+    ],
+}
+CASES = [
+    (layout, task) for layout, tasks in ROWS.get(MPI.COMM_WORLD.size, []) for task in tasks.split()
+]
+
+
+def validated(task: str, layout: str, comm: Any) -> dict[str, Any]:
+    words, metrics = TASKS[task]
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose(
+            "train",
+            [
+                *("data.image_size=[37,45]", "data.num_classes=3", "data.samples=6"),
+                *(
+                    "data.validation_samples=5",
+                    "data.batch_size=4",
+                    "trainer.max_steps=1",
+                    "trainer.precision=float64",
+                ),
+                *(f"task.metrics=[{','.join(metrics)}]", "comm.check=true", device_key(comm)),
+                *(*words.split(), *layout.split()),
+            ],
+        )
+    parts = Parts(config, comm)
+    feed, validation = parts.validation_feed, parts.validation
+    assert feed is not None
+    assert validation is not None
+    found = {}
+    for _ in range(2):  # of which the second must not go on from the first
+        found = validation.scores(validation.own(map(feed.microbatches, feed.batches())))
+    parts.close_feeds()
+    return found
+
+
+@pytest.mark.parametrize(("layout", "task"), CASES)
+def test_own_metrics_equal_one_process(layout: str, task: str) -> None:
+    world = MpiCommunicator(MPI.COMM_WORLD)
+    ours = validated(task, layout, world)
+    assert all(world.bcast(ours) == one for one in world.allgather(ours)), "all ranks get them"
+    if world.rank:
+        return
+    plain = validated(task, "parallel=none", Alone())
+    assert ours.keys() == plain.keys()
+    assert ours["samples"] == 5
+    assert len(ours) > len(TASKS[task][1])
+    assert ours.pop("confusion_matrix", None) == plain.pop("confusion_matrix", None)
+    for name, value in plain.items():
+        near = 1e-6 if name == "DiceScore" else 1e-10  # which computes in float32 itself
+        assert ours[name] == pytest.approx(value, abs=near), name

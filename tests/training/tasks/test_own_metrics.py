@@ -1,0 +1,173 @@
+"""Metrics of the user's own: what is refused, before training, and how they are told."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.best import Best
+from spatialdl.training.checks import check_config
+from spatialdl.training.parts import Parts
+from spatialdl.training.tasks.own_metrics import OwnMetrics
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
+
+TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
+F1 = f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: macro}}"
+SMALL = (
+    *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=6"),
+    *("data.validation_samples=6", "data.batch_size=3", "device=cpu", "trainer.max_steps=2"),
+)
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [*SMALL, *overrides])
+
+
+def own(task: str, *metrics: dict) -> OwnMetrics:
+    return OwnMetrics(OmegaConf.create({"name": task, "metrics": list(metrics)}))
+
+
+def tried(metrics: OwnMetrics, columns: int | None = 3, copies: int = 1, parts: int = 1) -> None:
+    metrics.try_out(columns, 3, 2, copies, parts)
+
+
+def test_they_are_in_tables_and_decide_on_the_end(tmp_path):
+    words = (
+        f"task.metrics=[{F1},{{_target_: {TM}.MulticlassRecall, num_classes: 3, average: null}}]"
+    )
+    early = ("trainer.early_stopping.metric=MulticlassF1Score", "trainer.validate_every=1")
+    best = ("trainer.checkpoint.best=MulticlassF1Score",)
+    fit(Trainer(config(words, *early, *best), Alone()), tmp_path)
+    with (tmp_path / "validation.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 2
+    for row in rows:  # the built-in one is the same
+        assert float(row["MulticlassF1Score"]) == pytest.approx(float(row["f1"]), abs=1e-12)
+    found = json.loads((tmp_path / "summary.json").read_text())["validation"]
+    assert found[0]["MulticlassRecall"] == pytest.approx(found[0]["recall_per_class"])
+    assert "MulticlassF1Score" in (tmp_path / "report.html").read_text()
+
+
+def test_what_they_get_of_each_task():
+    mape = {"_target_": "torchmetrics.regression.MeanAbsoluteError"}
+    values, labels = torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([[2.0], [torch.nan], [7.0]])
+    found = own("regression", mape).of_samples(values.double(), labels)
+    assert found == {"MeanAbsoluteError": 1.5}, "what is not known does not count"
+    exact = {"_target_": f"{TM}.MultilabelAccuracy", "num_labels": 2, "average": "micro"}
+    shares = torch.tensor([[0.9, 0.2], [0.1, 0.6]]).double()
+    known = torch.tensor([[1.0, torch.nan], [0.0, 0.0]])
+    assert own("multilabel", {**exact, "ignore_index": -1}).of_samples(shares, known) == {
+        "MultilabelAccuracy": pytest.approx(2 / 3)
+    }
+    with pytest.raises(ValueError, match="labels that are not known are -1: give it ignore_index"):
+        own("multilabel", exact).of_samples(shares, known)
+
+
+def test_of_nothing_and_of_nan_they_have_no_value():
+    metrics = own("classification", {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3})
+    none = {"MulticlassF1Score": None}
+    assert metrics.of_samples(torch.zeros(0, 3), torch.zeros(0).long()) == none
+    assert metrics.of_samples(torch.full((2, 3), torch.nan), torch.zeros(2).long()) == none
+
+
+def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_training():
+    words = f"task.metrics=[{{_target_: {TM}.MulticlassF1Score, num_classes: 4}}]"
+    said = r"MulticlassF1Score refuses predictions float64 \(24, 3\) and targets int64 \(24,\)"
+    with pytest.raises(ValueError, match=said):
+        Parts(config(words), Alone())
+    maps = ("model=unet", "++model.depth=1", "task=segmentation")
+    said = r"refuses predictions float64 \(1, 3, 12, 12\) and targets int64 \(1, 12, 12\)"
+    with pytest.raises(ValueError, match=said):
+        Parts(config(*maps, words), Alone())
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ({"_target_": f"{TM}.NoSuchScore"}, "NoSuchScore cannot be made"),
+        ({"_target_": f"{TM}.MulticlassF1Score"}, "cannot be made: .*num_classes"),
+        ({"_target_": "torch.nn.ReLU"}, "torch.nn.ReLU gives a ReLU, no torchmetrics.Metric"),
+        ({"_target_": f"{OWN}.Pairs"}, "Pairs gives a tuple: take one that gives a number"),
+        (
+            {"_target_": f"{TM}.MulticlassConfusionMatrix", "num_classes": 3},
+            r"MulticlassConfusionMatrix gives \(3, 3\): take one",
+        ),
+    ],
+)
+def test_what_is_no_metric_is_refused(metric, said):
+    with pytest.raises(ValueError, match=said):
+        tried(own("classification", metric))
+
+
+def test_what_cannot_be_put_together_from_ranks_is_refused():
+    loose = own("segmentation", {"_target_": f"{OWN}.NoReduction"})
+    tried(loose)
+    with pytest.raises(
+        ValueError, match=r"NoReduction cannot be put together from 2 ranks.*'last'"
+    ):
+        tried(loose, copies=2)
+    edges = own("segmentation", {"_target_": f"{OWN}.Edges"})
+    tried(edges, copies=2)  # of replicas, which have whole maps
+    with pytest.raises(ValueError, match="Edges needs whole maps, but this layout cuts them"):
+        tried(edges, copies=2, parts=2)
+    dice = {"_target_": "torchmetrics.segmentation.DiceScore", "num_classes": 3}
+    with pytest.raises(ValueError, match="DiceScore needs whole maps"):
+        tried(own("segmentation", {**dice, "input_format": "mixed"}), copies=2, parts=2)
+    jaccard = {"_target_": f"{TM}.MulticlassJaccardIndex", "num_classes": 3}
+    tried(own("segmentation", jaccard, {"_target_": f"{OWN}.MeanBrightness"}), copies=2, parts=2)
+
+
+def test_pixels_of_no_class_need_ignore_index():
+    target = torch.full((1, 4, 4), 255)
+    metrics = own("segmentation", {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3})
+    with pytest.raises(ValueError, match="pixels of no class are 255: give it ignore_index: 255"):
+        metrics.of_maps(torch.device("cpu")).update_own(torch.zeros(1, 3, 4, 4), target)
+
+
+def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
+    metrics = own(
+        "regression",
+        {"_target_": "torchmetrics.regression.MeanAbsolutePercentageError", "name": "off"},
+        {"_target_": "torchmetrics.regression.PearsonCorrCoef"},
+        {"_target_": f"{OWN}.Edges"},
+    )
+    assert metrics.is_smaller_better("off", "key") is True
+    assert metrics.is_smaller_better("slide_off", "key") is True
+    assert metrics.is_smaller_better("PearsonCorrCoef", "key") is False
+    assert metrics.is_smaller_better("rmse", "key") is None
+    assert metrics.is_smaller_better(None, "key") is None
+    with pytest.raises(ValueError, match="key=Edges: whether larger or smaller values are better"):
+        metrics.is_smaller_better("Edges", "key")
+    best = Best("off", "key", smaller=True)
+    assert [best.update({"off": value}) for value in (2.0, 1.0, 3.0)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("task.metrics=3", "task.metrics=3 must be a list"),
+        ("task.metrics=[f1]", "task.metrics: f1 names no class: write it as"),
+        ("task.metrics=[{num_classes: 3}]", "names no class"),
+        (f"task.metrics=[{F1},{F1}]", "there are two called MulticlassF1Score: give one another"),
+        ("task.metrics=[{_target_: a.B, name: accuracy}]", "there are two called accuracy"),
+        ("task.metrics=[{_target_: a.B, name: slide_x}]", "name=slide_x stands for metrics that"),
+        ("task.metrics=[{_target_: a.B, name: a-b}]", "name=a-b must have letters"),
+        ("trainer.checkpoint.best=MulticlassF1Score", "is no metric here"),
+    ],
+)
+def test_lists_that_name_no_metrics_are_refused_before_ranks_start(words, said):
+    with pytest.raises(ValueError, match=said):
+        check_config(config(words))
+
+
+def test_names_of_own_metrics_are_known_before_ranks_start():
+    for name in ("MulticlassF1Score", "MulticlassF1Score_0"):
+        check_config(config(f"task.metrics=[{F1}]", f"trainer.checkpoint.best={name}"))

@@ -1,0 +1,126 @@
+"""Callbacks of the user's own: when they are called, what they keep, and how they end a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from spatialdl.comm.alone import Alone
+from spatialdl.training.callbacks import Callback, Callbacks, callback_plugins
+from spatialdl.training.checks import check_config
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
+
+OWN = "tests.training.own_callbacks"
+SMALL = (
+    *("model.width=2", "data.image_size=[20,18]", "data.num_classes=3", "data.samples=8"),
+    *("data.validation_samples=2", "data.batch_size=2", "device=cpu", "trainer.report=false"),
+)
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", [*SMALL, *overrides])
+
+
+def trained(run_dir, *overrides: str) -> Trainer:
+    trainer = Trainer(config(*overrides), Alone())
+    fit(trainer, run_dir)
+    return trainer
+
+
+def recorded(run_dir) -> dict:
+    return json.loads((run_dir / "calls-0.json").read_text())
+
+
+def test_the_order_of_calls_and_what_they_get(tmp_path):
+    words = f"trainer.callbacks=[{{_target_: {OWN}.Recorder}}]"
+    trained(tmp_path, words, "trainer.max_steps=5", "trainer.validate_every=2")
+    calls = recorded(tmp_path)["calls"]
+    assert [(name, step) for name, step, *_ in calls] == [
+        *(("fit_start", 0), ("step_end", 1)),
+        *(("step_end", 2), ("validation_end", 2), ("checkpoint", 2)),  # the best so far
+        ("step_end", 3),
+        *(("step_end", 4), ("validation_end", 4), ("checkpoint", 4)),
+        *(("step_end", 5), ("validation_end", 5), ("checkpoint", 5), ("fit_end", 5)),
+    ]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [loss for name, _, loss, _ in calls if name == "step_end"] == summary["loss"]
+    found = [loss for name, _, _, loss in calls if name == "validation_end"]
+    assert found == [one["loss"] for one in summary["validation"]]
+
+
+def test_one_that_stops_ends_the_run_after_its_step(tmp_path, caplog):
+    words = f"trainer.callbacks=[{{_target_: {OWN}.Recorder, stop_at: 3}}]"
+    with caplog.at_level("INFO"):
+        trainer = trained(tmp_path, words, "trainer.max_steps=8")
+    assert trainer.course.step == 3
+    assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
+    assert "Stopped by a callback after step 3 of 8: as was asked for." in caplog.text
+
+
+def test_state_goes_with_checkpoints(tmp_path, caplog):
+    words = f"trainer.callbacks=[{{_target_: {OWN}.Recorder}}]"
+    trained(tmp_path / "whole", words, "trainer.max_steps=6")
+    trained(tmp_path / "parts", words, "trainer.max_steps=3")
+    trained(tmp_path / "parts", words, "trainer.max_steps=6", "ckpt_path=latest")
+    again, whole = recorded(tmp_path / "parts"), recorded(tmp_path / "whole")
+    assert again["average"] == whole["average"]
+    assert again["calls"][0][:2] == ["fit_start", 3]
+    with caplog.at_level("INFO"):
+        other = words.replace("Recorder}", "Recorder, name: other}")
+        trained(tmp_path / "parts", other, "trainer.max_steps=7", "ckpt_path=latest")
+    assert "the checkpoint has no state of other" in caplog.text
+    assert "has state of Recorder, which is left out" in caplog.text
+
+
+def test_an_exception_names_the_callback(tmp_path):
+    words = f"trainer.callbacks=[{{_target_: {OWN}.Failing}}]"
+    with pytest.raises(OSError, match="no room") as raised:
+        trained(tmp_path, words, "trainer.max_steps=3")
+    assert "(in on_step_end of the callback Failing, after step 1)" in raised.value.__notes__
+
+
+def test_a_state_that_no_checkpoint_can_keep_is_refused_before_the_first_step(tmp_path):
+    words = f"trainer.callbacks=[{{_target_: {OWN}.KeepsTensors}}]"
+    with pytest.raises(ValueError, match="state_dict of KeepsTensors cannot be kept in a checkp"):
+        trained(tmp_path, words, "trainer.max_steps=3")
+    assert (tmp_path / "metrics.csv").read_text().count("\n") == 1
+
+
+class Odd(Callback):
+    def __init__(self, state: object) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict:
+        return self._state
+
+
+@pytest.mark.parametrize("state", [[1], {1: 2}, {"a": (1, 2)}, {"a": float("nan")}])
+def test_states_that_would_come_back_otherwise_are_refused(state):
+    callbacks = Callbacks([])
+    callbacks._named = [("odd", Odd(state))]
+    with pytest.raises(ValueError, match="state_dict of odd"):
+        callbacks.state()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trainer.callbacks=yes", "trainer.callbacks=.* must be a list"),
+        ("trainer.callbacks=[{a: 1}]", "names no class: write it as {_target_: package.Class}"),
+        ("trainer.callbacks=[{_target_: a.B},{_target_: c.B}]", "there are two called B"),
+    ],
+)
+def test_lists_that_name_no_callbacks_are_refused_before_ranks_start(words, said):
+    with pytest.raises(ValueError, match=said):
+        check_config(config(words))
+
+
+def test_what_is_no_callback_is_refused():
+    given = config("trainer.callbacks=[{_target_: torch.nn.ReLU}]")
+    with pytest.raises(ValueError, match=r"gives a ReLU: derive it from spatialdl\.Callback"):
+        Callbacks(callback_plugins(given.trainer))
