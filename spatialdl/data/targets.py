@@ -25,7 +25,8 @@ from spatialdl.data.shards import ShardDataset
 Targets = npt.NDArray[np.float64]
 
 _KEYS = ("sample", "slide")
-_UNKNOWN = ("", "nan", "na", "none")
+UNKNOWN_TARGETS = ("", "nan", "na", "none")
+"""Cells of targets that nobody knows, in lower case."""
 
 
 def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str, list[float]]]:
@@ -73,7 +74,7 @@ def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str,
 
 
 def _number(cell: str, where: str, binary: bool) -> float:
-    if cell.lower() in _UNKNOWN:
+    if cell.lower() in UNKNOWN_TARGETS:
         return math.nan
     try:
         value = float(cell)
