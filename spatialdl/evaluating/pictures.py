@@ -91,9 +91,7 @@ def _save(
 # --- curves
 
 
-def _draw_roc(
-    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
-) -> bool:
+def _draw_roc(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
     panel.plot([0, 1], [0, 1], color="0.75", lw=1, ls="--")
     any_drawn = False
     for colour, name, ranking, _ in _rankings(level, classes):
@@ -161,9 +159,7 @@ def _finish(panel: Any, x: str, y: str, place: str, labelled: bool) -> None:
 # --- calibration
 
 
-def _draw_bins(
-    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
-) -> bool:
+def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
     """How often what is predicted with some confidence is right, and how often that confidence is."""
     if level.task == "classification":
         confidence = level.values.max(1)
@@ -181,7 +177,9 @@ def _draw_bins(
     panel.plot([0, 1], [0, 1], color="0.75", lw=1, ls="--")
     edges = np.linspace(0, 1, BINS + 1)
     bars = counts / counts.sum() * 0.25  # along the bottom, a quarter of the height at most
-    panel.bar(edges[:-1], bars, 1 / BINS, align="edge", color="#c9d6e6", label="share of samples / 4")
+    panel.bar(
+        edges[:-1], bars, 1 / BINS, align="edge", color="#c9d6e6", label="share of samples / 4"
+    )
     error = next((shown_value(o) for o in found if o.metric == "calibration_error"), None)
     label = "shares in bins" if error is None else f"calibration error {error}"
     panel.plot(means, shares, "o-", color=_COLOURS[0], lw=1.4, ms=4, label=label)
@@ -218,9 +216,7 @@ def _short(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def _draw_dice(
-    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
-) -> bool:
+def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
     """A point an image; a line the mean, beside the interval of it."""
     scores = level.scores()
     assert isinstance(scores, PixelScores)
