@@ -115,8 +115,8 @@ def _evaluate(world: Communicator, composed: DictConfig, config: DictConfig) -> 
     if not succeeded:
         if world.rank == 0:  # below what launchers say of ranks that end with an error
             say_last(
-                "error: not all was predicted, so the metrics are those of the rest; see status and "
-                f"reason in the tables of {run_dir}"
+                "error: not all was predicted, so the metrics are those of the rest; see status "
+                f"and reason in the tables of {run_dir}"
             )
         sys.stdout.flush()
         world.barrier()  # no rank is ended before it has printed all

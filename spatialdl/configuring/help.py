@@ -41,7 +41,7 @@ _EXAMPLES = {
     ),
     "evaluate": (
         ("ckpt_path=RUN shards=tiles split=test", "a split of a data set with labels"),
-        ("ckpt_path=RUN slides='/data/*.svs' labels=labels.csv", "slides that a table has labels of"),
+        ("ckpt_path=RUN slides='/data/*.svs' labels=labels.csv", "slides with labels in a table"),
         ("predictions=predicted labels=labels.csv subgroups=[scanner]", "predicts nothing again"),
     ),
 }

@@ -49,8 +49,8 @@ def _check_predictions(config: DictConfig) -> Placement:
     for key in ("ckpt_path", "slides", "volumes", "shards"):
         if not OmegaConf.is_missing(config, key) and config[key] is not None:
             raise ValueError(
-                f"predictions={config.predictions} and {key}={config[key]} are both given: what was "
-                "predicted is evaluated as it is, leave one of them out"
+                f"predictions={config.predictions} and {key}={config[key]} are both given: what "
+                "was predicted is evaluated as it is, leave one of them out"
             )
     folder = Path(config.predictions).expanduser()
     if not any(predicted_table(folder, name) for name in TABLES):

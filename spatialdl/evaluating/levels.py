@@ -84,7 +84,7 @@ class Levels:
 
 
 def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
-    """Put tiles together to slides, and slides to patients; each slide of a patient counts alike."""
+    """Put tiles together to slides, and slides to patients, of whom each slide counts alike."""
     if predicted.task == "segmentation":
         return _of_images(predicted, truth)
     remarks = []
@@ -103,9 +103,7 @@ def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
     unit = "patient" if truth.patients else "slide"
     if unit == "slide" and len(set(slides)) == 1 and several:
         unit = "tile"
-        remarks.append(
-            "one slide only: tiles are resampled, so intervals hold for this slide alone"
-        )
+        remarks.append("one slide only: tiles are resampled, intervals hold for this slide alone")
     values, labels = predicted.values[finite], truth.labels[finite]
     units = [truth.patients.get(name, name) for name in slides]
     if unit == "tile":
@@ -146,9 +144,7 @@ def _of_images(predicted: Predicted, truth: Truth) -> Levels:
     known = predicted.pixels.sum((1, 2)) > 0
     remarks = []
     if not known.all():
-        remarks.append(
-            f"{counted(int((~known).sum()), 'image')} without a labelled pixel, left out"
-        )
+        remarks.append(f"{counted(int((~known).sum()), 'image')} without labelled pixels")
     level = Level(
         *("image", "segmentation", names, predicted.pixels, truth.labels, units),
         *([[name] for name in names], np.arange(len(names))),

@@ -64,16 +64,14 @@ def read_predictions(folder: Path) -> Predicted:
 
 def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str]) -> Predicted:
     heads = list(columns)
-    for what, task in (("probability_", "multilabel"), ("predicted_", "regression")):
-        classes = [head.removeprefix(what) for head in heads if head.startswith(what)]
-        if classes:
-            break
-    else:
+    kinds = {"probability_": "multilabel", "predicted_": "regression"}
+    what = next((w for w in kinds if any(head.startswith(w) for head in heads)), None)
+    if what is None:
         raise ValueError(f"{path} has no columns probability_CLASS or predicted_TARGET")
     if key not in columns:
         raise ValueError(f"{path} has no column {key}; it has {', '.join(heads)}")
-    if "predicted" in columns:
-        task = "classification"
+    classes = [head.removeprefix(what) for head in heads if head.startswith(what)]
+    kind = "classification" if "predicted" in columns else kinds[what]
     values = np.stack([_numbers(path, columns, f"{what}{name}") for name in classes], 1)
     there = [n for n, name in enumerate(columns[key]) if name not in failed or _has(values[n])]
     places = [
@@ -81,11 +79,11 @@ def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str
         for name in ("x", "y", "width", "height")
     ]
     targets = None
-    if task != "classification" and all(f"label_{name}" in columns for name in classes):
+    if kind != "classification" and all(f"label_{name}" in columns for name in classes):
         targets = np.stack([_numbers(path, columns, f"label_{name}") for name in classes], 1)[there]
-    labels = columns.get("label", ()) if task == "classification" else ()
+    labels = columns.get("label", ()) if kind == "classification" else ()
     return Predicted(
-        task,
+        kind,
         classes,
         [columns[key][n] for n in there],
         np.stack(places, 1)[there],

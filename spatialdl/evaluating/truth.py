@@ -95,8 +95,8 @@ def match_slides(
             unknown.append(given)
         elif name in found:
             raise ValueError(
-                f"{file}: {found[name][table.key]!r} and {given!r} may both be slide {name!r} of the "
-                "predictions; keep one, or write the name as the predictions have it"
+                f"{file}: {found[name][table.key]!r} and {given!r} may both be slide {name!r} of "
+                "the predictions; keep one, or write the name as the predictions have it"
             )
         else:
             found[name] = row

@@ -81,7 +81,7 @@ class Record:
             with np.load(_path(run_dir, name)) as found:
                 told = fields.table({"told": fields.parse(str(found["told"]))}, "told")
                 places, values = found["places"], found["values"]
-                confusion = found["confusion"] if "confusion" in found else None
+                confusion = found.get("confusion")
             files, left_out = fields.texts(told, "files"), fields.whole(told, "left_out")
             labels = fields.texts(told, "labels")
             span = None if told["span"] is None else _span(told["span"])
