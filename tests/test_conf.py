@@ -320,10 +320,20 @@ def test_every_file_can_be_made_into_what_it_stands_for(file, folder):
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("train", ["+world=2"]), ("plan", ["world=2"]), ("predict", ["ckpt_path=run"])],
+    [
+        ("train", ["+world=2"]),
+        ("plan", ["world=2"]),
+        ("predict", ["ckpt_path=run"]),
+        ("evaluate", ["ckpt_path=run"]),
+    ],
 )
 def test_every_command_has_a_configuration(command, words):
-    assert sorted(file.stem for file in CONF.glob("*.yaml")) == ["plan", "predict", "train"]
+    assert sorted(file.stem for file in CONF.glob("*.yaml")) == [
+        "evaluate",
+        "plan",
+        "predict",
+        "train",
+    ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         cfg = compose(command, words)
     assert not OmegaConf.missing_keys(cfg)

@@ -15,6 +15,7 @@ _WHAT = {
     "train": "Train a network on images that are split over ranks. Starts the ranks itself.",
     "plan": "List the layouts that fit a number of ranks, the fastest first. Runs nothing.",
     "predict": "Predict slides, volumes or shards by a trained network. Starts the ranks itself.",
+    "evaluate": "Compare predictions with labels: metrics, intervals, pictures, a report.",
 }
 _EXAMPLES = {
     "train": (
@@ -38,7 +39,13 @@ _EXAMPLES = {
         ("ckpt_path=RUN volumes=scans parallel=sp parallel.grid=[2,1,1]", "NIfTI, over two ranks"),
         ("ckpt_path=RUN shards=tiles split=test maps=false", "tables only"),
     ),
+    "evaluate": (
+        ("ckpt_path=RUN shards=tiles split=test", "a split of a data set with labels"),
+        ("ckpt_path=RUN slides='/data/*.svs' labels=labels.csv", "slides with labels in a table"),
+        ("predictions=predicted labels=labels.csv subgroups=[scanner]", "predicts nothing again"),
+    ),
 }
+_EXTENDED = {"plan": "train", "evaluate": "predict"}  # commands that take the keys of others
 _FLAGS = (
     ("--multirun, -m", "run once for each of the values that are separated by commas"),
     ("--config-dir DIR", "a folder with groups of your own, such as DIR/model/mine.yaml"),
@@ -71,7 +78,7 @@ def help_lines(command: str) -> Iterator[str]:
     for group, choice in chosen.items():
         yield from _group_keys(group, choice)
     yield from _titled("Flags", [Key(name, "", text) for name, text in _FLAGS])
-    if command == "predict":
+    if command in ("predict", "evaluate"):
         return
     yield ""
     yield from wrap(
@@ -104,8 +111,9 @@ def _groups(chosen: dict[str, str]) -> Iterator[str]:
 def _own_keys(command: str) -> list[Key]:
     """Those that belong to no group."""
     found = [key for key in keys_of(CONF / f"{command}.yaml") if key.comment]
-    if command == "plan":
-        found += [key for key in _own_keys("train") if key.name not in {one.name for one in found}]
+    if command in _EXTENDED:
+        before = _own_keys(_EXTENDED[command])
+        found += [key for key in before if key.name not in {one.name for one in found}]
     return found
 
 

@@ -97,7 +97,7 @@ def check_overrides(
 
     Args:
         overrides: as the command takes them; also those of a sweep.
-        command: "train", "plan" or "predict".
+        command: "train", "plan", "predict" or "evaluate".
         config_name: of the user's own main file, if there is one.
         config_dir: of configurations of the user's own.
         multirun: whether values with commas are those of a sweep.

@@ -25,7 +25,8 @@ from spatialdl.data.shards import ShardDataset
 Targets = npt.NDArray[np.float64]
 
 _KEYS = ("sample", "slide")
-_UNKNOWN = ("", "nan", "na", "none")
+UNKNOWN_TARGETS = ("", "nan", "na", "none")
+"""Cells of targets that nobody knows, in lower case."""
 
 
 def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str, list[float]]]:
@@ -78,7 +79,7 @@ def target_of(cell: str, where: str, binary: bool) -> float:
     Raises:
         ValueError: it is no number, or of a binary target none of 0, 1 and -1; begins with `where`.
     """
-    if cell.lower() in _UNKNOWN:
+    if cell.lower() in UNKNOWN_TARGETS:
         return math.nan
     try:
         value = float(cell)

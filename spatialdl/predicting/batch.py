@@ -22,6 +22,7 @@ from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.predicting.checks import GEOJSON
+from spatialdl.predicting.confusion import Counts, confusion_of
 from spatialdl.predicting.cutting import Cutting, cutting_of
 from spatialdl.predicting.given import given_slides, given_volumes, volume_names
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
@@ -217,6 +218,8 @@ class _Batch:
         if given.remark and self._own.rank == 0:
             log.warning("%s: %s", given.name, given.remark)
         outcome = self._runner.run(given)
+        classes = len(self._trained.classes)
+        confusion = confusion_of(self._own, given, outcome.pieces, classes)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
             maps: VolumeMaps | Maps
@@ -230,7 +233,7 @@ class _Batch:
             files = maps.save(outcome)
         if outcome.values is None:
             return None
-        record = _record(given, outcome, key, files)
+        record = _record(given, outcome, key, files, confusion)
         if outcome.problem:
             left_out = counted(record.left_out, "tile")
             log.warning("%s: %s could not be read: %s", given.name, left_out, outcome.problem)
@@ -317,13 +320,16 @@ def _shown(config: DictConfig, trained: Trained) -> list[int]:
     return [trained.classes.index(str(name)) for name in config.classes]
 
 
-def _record(given: Input, outcome: Outcome, key: str, files: Sequence[str]) -> Record:
+def _record(
+    given: Input, outcome: Outcome, key: str, files: Sequence[str], confusion: Counts | None
+) -> Record:
     assert outcome.values is not None
     kept = np.asarray(outcome.kept, np.int64)
     places = np.asarray(given.places, np.int64)[kept]
     values = outcome.values.numpy()
     left_out = len(given.places) - len(kept)
-    return Record(given.name, key, places, given.span, values, left_out, files)
+    labels = [given.labels[number] for number in outcome.kept] if given.labels else []
+    return Record(given.name, key, places, given.span, values, left_out, files, labels, confusion)
 
 
 def _report(record: Record, trained: Trained, remark: str) -> Report:

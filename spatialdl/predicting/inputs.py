@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Input:
         slide: the file, if there is one.
         whole: whether its one image is all that there is of the slide.
         remark: why its prediction may be wrong.
+        labels: names of the true class of each, empty where nobody knows; none of slides.
+        read_mask: a box of the mask of its one image, as the network sees it.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Input:
     slide: Path | None = None
     whole: bool = False
     remark: str = ""
+    labels: Sequence[str] = ()
+    read_mask: Callable[[Box], Pixels] | None = None
 
     @property
     def scale(self) -> float:
@@ -299,7 +303,18 @@ def _region_input(dataset: ShardDataset, number: int, name: str) -> Input:
     sample, (rows, cols) = dataset.sample(number), dataset.image_size(number)
     mpp = dataset.mpp if isinstance(sample, TileSample) else sample.mpp
     size, span = (rows, cols), (float(rows), float(cols))
-    return Input(name, Some(dataset, [number]), size, [(0, 0)], span, size, mpp, None, True)
+    return Input(
+        name,
+        Some(dataset, [number]),
+        size,
+        [(0, 0)],
+        span,
+        size,
+        mpp,
+        whole=True,
+        labels=label_names(dataset, [number]),
+        read_mask=partial(dataset.read_mask, number) if dataset.has_masks else None,
+    )
 
 
 def _tiles_input(dataset: ShardDataset, numbers: Sequence[int], name: str, size: Size) -> Input:
@@ -314,7 +329,15 @@ def _tiles_input(dataset: ShardDataset, numbers: Sequence[int], name: str, size:
         far = max(y for _, y in places) + span[0], max(x for x, _ in places) + span[1]
         extent = round(far[0]), round(far[1])
         mpp = None if dataset.mpp is None else dataset.mpp * rows / span[0]
-    return Input(name, Some(dataset, numbers), size, places, span, extent, mpp)
+    labels = label_names(dataset, numbers)
+    return Input(name, Some(dataset, numbers), size, places, span, extent, mpp, labels=labels)
+
+
+def label_names(dataset: ShardDataset, numbers: Sequence[int]) -> list[str]:
+    """Names of the classes of samples, empty where they have none; nothing if none has any."""
+    names = [*dataset.classes, ""]  # the number of no label is -1
+    found = [names[int(dataset.labels[number])] for number in numbers]
+    return found if any(found) else []
 
 
 def _span(

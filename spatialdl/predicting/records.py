@@ -23,6 +23,7 @@ from spatialdl.slides.reading.paths import slide_files
 FOLDER = "records"
 """Its name in a run directory."""
 
+_VERSION = 2  # of what is recorded; records of others are made again
 _PLACE, _VALUE = np.dtype(np.int64), np.dtype(np.float64)
 # what NumPy and zipfile raise at a damaged file, or one that is made to look large or encrypted
 _UNREADABLE = (
@@ -42,6 +43,8 @@ class Record:
         values: float64 (N, classes).
         left_out: tiles that could not be read.
         files: of its maps, in the run directory.
+        labels: names of the true class of each, empty where nobody knows; none if nobody ever does.
+        confusion: int64 (classes, classes), pixels by true and predicted class, if there is a mask.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Record:
     values: npt.NDArray[np.float64]
     left_out: int = 0
     files: Sequence[str] = ()
+    labels: Sequence[str] = ()
+    confusion: npt.NDArray[np.int64] | None = None
 
     def save(self, run_dir: Path) -> None:
         """Write it, when all of its files are there."""
@@ -61,9 +66,13 @@ class Record:
             "span": self.span,
             "left_out": self.left_out,
             "files": list(self.files),
+            "labels": list(self.labels),
         }
+        arrays = {"places": self.places, "values": self.values}
+        if self.confusion is not None:
+            arrays["confusion"] = self.confusion
         with replacing(_path(run_dir, self.name)) as out:
-            np.savez(out, told=json.dumps(told), places=self.places, values=self.values)
+            np.savez(out, told=json.dumps(told), **arrays)
 
     @classmethod
     def load(cls, run_dir: Path, name: str, key: str) -> Record | None:
@@ -72,7 +81,9 @@ class Record:
             with np.load(_path(run_dir, name)) as found:
                 told = fields.table({"told": fields.parse(str(found["told"]))}, "told")
                 places, values = found["places"], found["values"]
+                confusion = found.get("confusion")
             files, left_out = fields.texts(told, "files"), fields.whole(told, "left_out")
+            labels = fields.texts(told, "labels")
             span = None if told["span"] is None else _span(told["span"])
             same = fields.text(told, "key") == key
             whole = all((run_dir / file).is_file() for file in files)
@@ -81,7 +92,9 @@ class Record:
         alike = places.shape == (len(values), 2) and values.ndim == 2
         if not (same and whole and alike and (places.dtype, values.dtype) == (_PLACE, _VALUE)):
             return None
-        return cls(name, key, places, span, values, left_out, files)
+        if len(labels) not in (0, len(values)) or not _are_counts(confusion, values.shape[1]):
+            return None
+        return cls(name, key, places, span, values, left_out, files, labels, confusion)
 
 
 def key_of(settings: Any, path: Path | None) -> str:
@@ -90,7 +103,12 @@ def key_of(settings: Any, path: Path | None) -> str:
     if path is not None:
         files = [(file, file.stat()) for file in slide_files(path)]
         state = [v for file, at in files for v in (str(file.resolve()), at.st_size, at.st_mtime_ns)]
-    return hashlib.sha256(json.dumps([settings, state], default=str).encode()).hexdigest()
+    told = json.dumps([_VERSION, settings, state], default=str)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _are_counts(found: npt.NDArray[Any] | None, classes: int) -> bool:
+    return found is None or (found.dtype == _PLACE and found.shape == (classes, classes))
 
 
 def _span(told: Any) -> tuple[float, float]:

@@ -21,6 +21,9 @@ from spatialdl.training.tasks.aggregation import to_slides
 
 Columns = dict[str, Sequence[Any]]
 
+PIXELS = "confusion"
+"""Name of the table of pixels by true and predicted class."""
+
 _OF_SLIDES = ("slide", "tiles", "vote")
 _LONGEST_NAME, _LONGEST_REMARK = 40, 100
 
@@ -37,6 +40,8 @@ def save_tables(
 ) -> list[Path]:
     """Write predictions.KIND and slides.KIND, or volumes.KIND, each whole or not at all.
 
+    Where there are masks, confusion.KIND as well.
+
     Args:
         records: of slides that were predicted.
         reports: of all slides, in order.
@@ -45,9 +50,14 @@ def save_tables(
     """
     whole = slide_columns(records, reports, classes, task)
     tables = {"predictions": tile_columns(records, classes, task), "slides": whole}
+    pixels = pixel_columns(records, classes)
     if volumes:
         rest = {head: cells for head, cells in whole.items() if head not in _OF_SLIDES}
         tables = {"volumes": {"volume": whole["slide"]} | rest}
+    if pixels["slide"]:
+        tables[PIXELS] = pixels
+    else:  # of a command before, of other images
+        (folder / f"{PIXELS}.{kind}").unlink(missing_ok=True)
     paths = []
     for name, columns in tables.items():
         paths.append(save_columns(folder, name, columns, kind))
@@ -83,7 +93,21 @@ def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -
             "height": [height] * count,
         }
         found = {key: [*found[key], *rows[key]] for key in found}
+    if any(record.labels for record in records):
+        found["label"] = [label for record in records for label in _labels(record)]
     return found | predicted_columns(_stacked(records, len(classes)), classes, task)
+
+
+def pixel_columns(records: Sequence[Record], classes: Sequence[str]) -> Columns:
+    """Of all images with masks: pixels of each true class, by the class that was predicted."""
+    counts = [(one.name, one.confusion) for one in records if one.confusion is not None]
+    rows = [
+        (name, label, *row.tolist())
+        for name, pairs in counts
+        for label, row in zip(classes, pairs, strict=True)
+    ]
+    heads = ("slide", "label", *(f"pixels_{name}" for name in classes))
+    return {head: [row[k] for row in rows] for k, head in enumerate(heads)}
 
 
 def slide_columns(
@@ -112,9 +136,21 @@ def _predicted_columns(records: Sequence[Record], classes: Sequence[str], task: 
         return {"slide": [], "tiles": []} | vote | predicted_columns(values.numpy(), classes, task)
     slides = to_slides(values, torch.zeros(len(names)), names)
     found: Columns = {"slide": slides.slides, "tiles": slides.tiles.tolist()}
+    if any(record.labels for record in records):
+        found["label"] = [_common(record) for record in records if len(record.values)]
     if vote:
         found["vote"] = [classes[number] for number in slides.votes.tolist()]
     return found | predicted_columns(slides.means.numpy(), classes, task)
+
+
+def _labels(record: Record) -> Sequence[str]:
+    return record.labels or [""] * len(record.values)
+
+
+def _common(record: Record) -> str:
+    """The label that all of its tiles have."""
+    found = set(_labels(record))
+    return found.pop() if len(found) == 1 else ""
 
 
 ONE_CLASS = ("classification", "segmentation")

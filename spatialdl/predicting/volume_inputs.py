@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from spatialdl.data.pixels import DTYPES
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.volume_geometry import Turn
 from spatialdl.errors import SlideError
-from spatialdl.predicting.inputs import Input
+from spatialdl.predicting.inputs import Input, label_names
 from spatialdl.predicting.trained import Trained
 from spatialdl.text import counted
 
@@ -86,7 +86,15 @@ def shard_volume_input(dataset: ShardDataset, number: int, name: str, trained: T
     Raises:
         SlideError: it does not fit the network.
     """
-    return _input(shard_volume(dataset, number), name, trained, None)
+    found = _input(shard_volume(dataset, number), name, trained, None)
+    mask = partial(_seen_mask, dataset, number, found.source) if dataset.has_masks else None
+    return replace(found, labels=label_names(dataset, [number]), read_mask=mask)
+
+
+def _seen_mask(dataset: ShardDataset, number: int, source: VolumeImages, box: Box) -> Pixels:
+    """A box of a mask, turned as the volume is."""
+    stored = source.turn.stored_box(box, source.image_size(0))
+    return source.turn.seen(dataset.read_mask(number, stored))
 
 
 def shard_volume(dataset: ShardDataset, number: int) -> StoredVolume:

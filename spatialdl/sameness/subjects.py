@@ -161,6 +161,17 @@ def prediction_files(config: DictConfig) -> Subject:
     return _files(files, "bring the copies to one state")
 
 
+def evaluation_files(config: DictConfig) -> Subject:
+    """What every rank reads to predict, and the labels."""
+    if config.predictions is not None:
+        return _files({}, "")
+    labels = {} if config.labels is None else {"labels": Path(config.labels).expanduser()}
+    found = prediction_files(config)
+    own = _files(labels, "bring the copies to one state")
+    places = ", ".join(filter(None, (found.place, own.place)))
+    return Subject({**found.items, **own.items}, found.advice, places)
+
+
 def _files(files: Mapping[str, Path], advice: str) -> Subject:
     places = ", ".join(str(path.absolute()) for path in files.values())
     return Subject({name: _sum_of(path) for name, path in files.items()}, advice, places)

@@ -9,7 +9,7 @@ from spatialdl.configuring.help import WIDTH, help_lines, wants_help
 from spatialdl.configuring.keys import chosen_by_default, file_of, groups, keys_of
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "predict"])
+@pytest.mark.parametrize("command", ["train", "plan", "predict", "evaluate"])
 def test_it_says_every_key_and_every_choice_within_its_width(command):
     lines = list(help_lines(command))
     text = "\n".join(lines)
@@ -42,7 +42,7 @@ def test_who_asks_for_help():
     assert not wants_help(["seed=1"])
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "predict"])
+@pytest.mark.parametrize("command", ["train", "plan", "predict", "evaluate"])
 def test_help_comes_without_pytorch(command):
     code = (
         f"import runpy, sys; sys.argv = ['x', '--help']; "

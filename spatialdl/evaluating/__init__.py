@@ -1,0 +1,1 @@
+"""Predictions compared with labels: metrics with intervals, pictures, worst cases, a report."""

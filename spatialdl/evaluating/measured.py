@@ -1,0 +1,167 @@
+"""All metrics of an evaluation, by level and by group, with their intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spatialdl.data.saving import save_json, save_table
+from spatialdl.evaluating.levels import Level, Levels, group_of
+from spatialdl.evaluating.resampling import Interval, Resampling, intervals, point
+from spatialdl.evaluating.scores import PixelScores
+from spatialdl.training.console.validation_table import SHARES, told_name
+
+ALL = "all"
+"""The name of the group of all samples."""
+
+_MOST_GROUPS = 30  # values of a column; more are no groups but a measure
+_SHARES = (*SHARES, "recall", "precision", "average_precision", "dice", "iou", "calibration_error")
+_OF_IMAGES = ("image_dice", "image_iou")
+_HEADS = (
+    *("level", "group", "value", "metric", "class", "estimate", "low", "high"),
+    *("samples", "units", "unit"),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric of a group of samples; NaN where undefined.
+
+    Attributes:
+        level: "tile", "slide", "patient" or "image".
+        group: a column of the labels, and its `value`; or "all".
+        metric: as in training, without what it is by.
+        name: of the class or target; empty for all together.
+        samples, units: how many.
+    """
+
+    level: str
+    group: str
+    value: str
+    metric: str
+    name: str
+    estimate: float
+    interval: Interval
+    samples: int
+    units: int
+
+
+def measure(
+    levels: Levels,
+    classes: Sequence[str],
+    how: Resampling,
+    facts: Mapping[str, Mapping[str, str]],
+    subgroups: Sequence[str],
+) -> list[Measured]:
+    """Of all levels, and of the values of columns.
+
+    Raises:
+        ValueError: a column has too many values.
+    """
+    found: list[Measured] = []
+    for level in levels.levels:
+        found += _of_level(level, classes, how, ALL, "")
+    for column in subgroups:
+        for level in levels.levels:
+            values = group_of(level, facts, column)
+            names = sorted(set(values))
+            if len(names) > _MOST_GROUPS:
+                raise ValueError(
+                    f"subgroups=[{column}]: it has {len(names)} values, more than {_MOST_GROUPS}; "
+                    "name a column of groups, such as the scanner"
+                )
+            for name in names:
+                chosen = level.some(np.array([value == name for value in values]))
+                found += [
+                    one for one in _of_level(chosen, classes, how, column, name) if not one.name
+                ]
+    return found
+
+
+def _of_level(
+    level: Level, classes: Sequence[str], how: Resampling, group: str, value: str
+) -> Iterator[Measured]:
+    scores = level.scores()
+    limits = intervals(scores, how, f"{level.name} {value}".strip())
+    for metric, estimates in point(scores).items():
+        plain, _, by = metric.partition("_per_")
+        names = classes if by else [""]
+        for name, estimate, limit in zip(
+            names, np.atleast_1d(estimates).tolist(), limits[metric], strict=True
+        ):
+            yield Measured(
+                *(level.name, group, value, plain, name, estimate, limit),
+                *(scores.samples, scores.units),
+            )
+
+
+def shown_name(metric: str) -> str:
+    """ "mean Dice" for "mean_dice"."""
+    return told_name(metric)
+
+
+def shown_value(one: Measured) -> str:
+    """ "91.2 % [88.0, 93.9]", with "-" for what is undefined."""
+    share = one.metric in (*_SHARES, *_OF_IMAGES)
+
+    def text(value: float) -> str:
+        if math.isnan(value):
+            return "-"
+        return f"{100 * value:.1f}" if share else f"{value:.4g}"
+
+    estimate = text(one.estimate)
+    if share and estimate != "-":
+        estimate += " %"
+    low, high = map(text, one.interval)
+    return f"{estimate} {'[-]' if low == '-' else f'[{low}, {high}]'}"
+
+
+def save_metrics(
+    folder: Path, found: Sequence[Measured], levels: Levels, told: Mapping[str, Any]
+) -> None:
+    """Write metrics.csv and metrics.json."""
+    rows = (
+        (
+            *(one.level, one.group, one.value, one.metric, one.name),
+            *map(_cell, (one.estimate, *one.interval)),
+            *(one.samples, one.units, levels.unit),
+        )
+        for one in found
+    )
+    save_table(folder / "metrics.csv", _HEADS, rows, errors="backslashreplace")
+    tree: dict[str, Any] = {"levels": {}, "subgroups": {}}
+    for one in found:
+        top = tree["levels"] if one.group == ALL else tree["subgroups"].setdefault(one.group, {})
+        if one.group != ALL:
+            top = top.setdefault(one.value, {})
+        place = top.setdefault(one.level, {"samples": one.samples, "units": one.units})
+        cell = {
+            "estimate": _cell(one.estimate),
+            "low": _cell(one.interval.low),
+            "high": _cell(one.interval.high),
+        }
+        if one.name:
+            place.setdefault("per_class", {}).setdefault(one.metric, {})[one.name] = cell
+        else:
+            place[one.metric] = cell
+    for level in levels.levels:
+        tree["levels"][level.name] |= _confusion(level)
+    save_json(folder / "metrics.json", {**told, "unit": levels.unit, **tree})
+
+
+def _confusion(level: Level) -> dict[str, Any]:
+    scores = level.scores()
+    if not hasattr(scores, "confusion"):
+        return {}
+    pairs = scores.confusion(np.ones((1, scores.units)))[0]
+    key = "pixels" if isinstance(scores, PixelScores) else "confusion_matrix"
+    return {key: pairs.astype(np.int64).tolist()}
+
+
+def _cell(value: float) -> float | None:
+    return None if math.isnan(value) else value

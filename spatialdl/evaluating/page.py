@@ -1,0 +1,125 @@
+"""The report of an evaluation: one file for the browser, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from spatialdl.data.saving import replacing
+from spatialdl.evaluating.cases import Case
+from spatialdl.evaluating.levels import Levels
+from spatialdl.evaluating.measured import ALL, Measured, shown_name, shown_value
+from spatialdl.version import __version__
+
+_HEADLINE = ("auroc", "balanced_accuracy", "accuracy", "mean_dice", "mean_iou", "r2", "mae")
+_MOST_FACTS = 3
+
+
+def save_page(
+    path: Path,
+    found: Sequence[Measured],
+    levels: Levels,
+    cases: Sequence[Case],
+    pictures: Mapping[str, Path],
+    told: Mapping[str, Any],
+) -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        found: all metrics.
+        pictures: PNG files by title.
+        told: what the numbers are of.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    names = [level.name for level in levels.levels]
+    plain = [one for one in found if one.group == ALL]
+    text = environment.get_template("page.html").render(
+        told=told,
+        unit=levels.unit,
+        facts=list(_facts(plain, names)),
+        metrics=_table([one for one in plain if not one.name], names, "metric"),
+        classes=list(_by_class(plain, names)),
+        groups=list(_by_group(found, names)),
+        pictures={
+            title: base64.b64encode(file.read_bytes()).decode("ascii")
+            for title, file in pictures.items()
+        },
+        cases={
+            name: own for name in names if (own := [_shown(o) for o in cases if o.level == name])
+        },
+        version=__version__,
+    )
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _facts(found: Sequence[Measured], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What a reader wants first, of the coarsest level."""
+    own = {one.metric: one for one in found if one.level == names[-1] and not one.name}
+    for metric in [name for name in _HEADLINE if name in own][:_MOST_FACTS]:
+        yield f"{shown_name(metric)} by {names[-1]}", shown_value(own[metric])
+    for name in names:
+        yield f"{name}s", f"{next(o.samples for o in found if o.level == name):,}"
+
+
+def _table(found: Sequence[Measured], names: Sequence[str], head: str) -> list[list[str]]:
+    """A row a metric, a column a level."""
+    metrics = list(dict.fromkeys(one.metric for one in found))
+    cells = {(one.metric, one.level): shown_value(one) for one in found}
+    rows = [[shown_name(m), *(cells.get((m, level), "") for level in names)] for m in metrics]
+    return [[head, *(f"by {level}" for level in names)], *rows]
+
+
+def _by_class(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A table a level: a row a class, a column a metric."""
+    for level in names:
+        own = [one for one in found if one.level == level and one.name]
+        metrics = list(dict.fromkeys(one.metric for one in own))
+        classes = list(dict.fromkeys(one.name for one in own))
+        cells = {(one.name, one.metric): shown_value(one) for one in own}
+        rows = [[name, *(cells[name, metric] for metric in metrics)] for name in classes]
+        if rows:
+            yield {"title": level, "rows": [["class", *map(shown_name, metrics)], *rows]}
+
+
+def _by_group(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A table a column and level: a row a value, a column a metric."""
+    columns = [column for column in dict.fromkeys(one.group for one in found) if column != ALL]
+    for column in columns:
+        for level in names:
+            own = [one for one in found if (one.group, one.level) == (column, level)]
+            metrics = list(dict.fromkeys(one.metric for one in own))
+            values = list(dict.fromkeys(one.value for one in own))
+            cells = {(one.value, one.metric): one for one in own}
+            rows = [
+                [
+                    value,
+                    f"{cells[value, metrics[0]].samples:,}",
+                    *(shown_value(cells[value, metric]) for metric in metrics),
+                ]
+                for value in values
+            ]
+            if rows:
+                head = [column, f"{level}s", *map(shown_name, metrics)]
+                yield {"title": f"{column}, by {level}", "rows": [head, *rows]}
+
+
+def _shown(one: Case) -> dict[str, str]:
+    place = "" if np.isnan(one.place[0]) else f"x {one.place[0]:.0f}, y {one.place[1]:.0f}"
+    return {
+        "name": one.name,
+        "place": place if one.level == "tile" else "",
+        "label": one.label,
+        "predicted": one.predicted,
+        "error": f"{one.error:.3f}",
+        "picture": one.picture,
+    }

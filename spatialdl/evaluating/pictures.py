@@ -1,0 +1,270 @@
+"""Pictures of an evaluation: curves, calibration, confusion, predictions against targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.saving import replacing
+from spatialdl.evaluating.levels import Level
+from spatialdl.evaluating.measured import ALL, Measured, shown_value
+from spatialdl.evaluating.ranking import Ranking
+from spatialdl.evaluating.scores import BINS, PixelScores, bins_of, from_confusion
+from spatialdl.text import fitted
+
+_COLOURS = ("#1f5fa8", "#e6550d", "#2f8f5b", "#756bb1", "#a1622d", "#d6336c", "#0b7285", "#5b6470")
+_MOST_CURVES = len(_COLOURS)
+_MOST_CLASSES = 20  # of a confusion matrix with numbers in it
+_MOST_POINTS = 20_000
+_LONGEST = 24  # columns of a name
+
+
+def save_pictures(
+    folder: Path, levels: Sequence[Level], classes: Sequence[str], found: Sequence[Measured]
+) -> dict[str, Path]:
+    """Draw what there is to draw.
+
+    Returns:
+        By title the files.
+    """
+    task = levels[0].task
+    wanted: dict[str, Callable[..., Any]] = {}
+    if task in ("classification", "multilabel"):
+        wanted = {"roc": _draw_roc, "precision-recall": _draw_precision, "calibration": _draw_bins}
+    if task in ("classification", "segmentation") and len(classes) <= _MOST_CLASSES:
+        wanted["confusion"] = _draw_confusion
+    if task == "segmentation":
+        wanted["dice"] = _draw_dice
+    if task == "regression":
+        wanted["regression"] = _draw_numbers
+    paths = {}
+    for name, draw in wanted.items():
+        path = folder / f"{name}.png"
+        if _save(path, levels, classes, found, draw):
+            paths[_TITLES[name]] = path
+        else:
+            path.unlink(missing_ok=True)  # of an evaluation before
+    return paths
+
+
+_TITLES = {
+    "roc": "ROC curves",
+    "precision-recall": "Precision and recall",
+    "calibration": "Calibration",
+    "confusion": "Confusion",
+    "dice": "Dice of images",
+    "regression": "Predictions and targets",
+}
+
+
+def _save(
+    path: Path,
+    levels: Sequence[Level],
+    classes: Sequence[str],
+    found: Sequence[Measured],
+    draw: Callable[..., bool],
+) -> bool:
+    """A panel a level; False if all of them would be empty."""
+    from matplotlib.figure import Figure
+
+    side = 4.4 if draw is not _draw_confusion else max(4.0, 1.8 + 0.62 * len(classes))
+    figure = Figure(figsize=(side * 1.08 * len(levels), side), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(levels), squeeze=False)[0]
+    drawn = []
+    for panel, level in zip(panels, levels, strict=True):
+        own = [one for one in found if one.level == level.name and one.group == ALL]
+        drawn.append(draw(panel, level, classes, own))
+        panel.set_title(f"by {level.name} ({len(level):,})", fontsize=10, loc="left")
+        if not drawn[-1]:
+            panel.text(0.5, 0.5, "undefined", ha="center", va="center", transform=panel.transAxes)
+    if not any(drawn):
+        return False
+    with replacing(path) as out:
+        figure.savefig(out, format="png")
+    return True
+
+
+# --- curves
+
+
+def _draw_roc(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
+    panel.plot([0, 1], [0, 1], color="0.75", lw=1, ls="--")
+    any_drawn = False
+    for colour, name, ranking, _ in _rankings(level, classes):
+        curve = ranking.curve()
+        if curve is not None:
+            any_drawn = True
+            label = f"{fitted(name, _LONGEST)}: {_value(found, 'auroc', name)}"
+            panel.plot(curve.false_positive, curve.recall, color=colour, lw=1.6, label=label)
+    _finish(panel, "false positive rate", "true positive rate (recall)", "lower right", any_drawn)
+    return any_drawn
+
+
+def _draw_precision(
+    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
+) -> bool:
+    any_drawn = False
+    for colour, name, ranking, share in _rankings(level, classes):
+        curve = ranking.curve()
+        if curve is not None:
+            any_drawn = True
+            label = f"{fitted(name, _LONGEST)}: {_value(found, 'average_precision', name)}"
+            x, y = curve.recall, curve.precision
+            panel.plot(x, y, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
+            panel.axhline(share, color=colour, lw=0.8, ls=":")
+    _finish(panel, "recall", "precision (dotted: share of the class)", "lower left", any_drawn)
+    return any_drawn
+
+
+def _rankings(level: Level, classes: Sequence[str]) -> list[tuple[str, str, Ranking, float]]:
+    """The colour and name of each class that is drawn, its ranking, and its share of samples."""
+    numbers = range(min(len(classes), _MOST_CURVES))
+    if level.task == "classification" and len(classes) == 2:
+        numbers = range(1, 2)  # the curve of the other class says the same
+    found = []
+    for k in numbers:
+        if level.task == "classification":
+            scores, positive = level.values[:, k], level.truth == k
+        else:
+            known = ~np.isnan(level.truth[:, k])
+            scores, positive = level.values[known, k], level.truth[known, k] > 0.5
+        if len(positive):
+            unit = np.zeros(len(positive), np.int64)
+            ranking = Ranking(scores, positive, unit)
+            found.append((_COLOURS[k], classes[k], ranking, float(positive.mean())))
+    return found
+
+
+def _value(found: Sequence[Measured], metric: str, name: str) -> str:
+    return next((shown_value(o) for o in found if (o.metric, o.name) == (metric, name)), "-")
+
+
+def _finish(panel: Any, x: str, y: str, place: str, labelled: bool) -> None:
+    panel.set_xlim(-0.02, 1.02)
+    panel.set_ylim(-0.02, 1.02)
+    panel.set_aspect("equal")
+    panel.set_xlabel(x)
+    panel.set_ylabel(y)
+    panel.grid(color="0.92")
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    if labelled:
+        panel.legend(fontsize=7.5, loc=place, framealpha=0.85)
+
+
+# --- calibration
+
+
+def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
+    """How often what is predicted with some confidence is right, and how often that confidence is."""
+    if level.task == "classification":
+        confidence = level.values.max(1)
+        right = level.values.argmax(1) == level.truth
+        x, y = "confidence of the predicted class", "share that is right"
+    else:
+        known = ~np.isnan(level.truth)
+        confidence, right = level.values[known], level.truth[known] > 0.5
+        x, y = "probability of a class", "share that has it"
+    at = np.minimum(bins_of(confidence), BINS - 1)
+    counts = np.bincount(at, minlength=BINS)
+    there = counts > 0
+    means = np.bincount(at, confidence, BINS)[there] / counts[there]
+    shares = np.bincount(at, right, BINS)[there] / counts[there]
+    panel.plot([0, 1], [0, 1], color="0.75", lw=1, ls="--")
+    edges = np.linspace(0, 1, BINS + 1)
+    bars = counts / counts.sum() * 0.25  # along the bottom, a quarter of the height at most
+    panel.bar(
+        edges[:-1], bars, 1 / BINS, align="edge", color="#c9d6e6", label="share of samples / 4"
+    )
+    error = next((shown_value(o) for o in found if o.metric == "calibration_error"), None)
+    label = "shares in bins" if error is None else f"calibration error {error}"
+    panel.plot(means, shares, "o-", color=_COLOURS[0], lw=1.4, ms=4, label=label)
+    _finish(panel, x, y, "upper left", labelled=True)
+    return True
+
+
+# --- confusion
+
+
+def _draw_confusion(
+    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
+) -> bool:
+    scores: Any = level.scores()
+    pairs = scores.confusion(np.ones((1, scores.units)))[0]
+    shares = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
+    panel.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for (row, column), count in np.ndenumerate(pairs):
+        colour = "white" if shares[row, column] > 0.55 else "black"
+        text = f"{_short(count)}\n{100 * shares[row, column]:.0f} %"
+        panel.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
+    names = [fitted(name, 14) for name in classes]
+    panel.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
+    panel.set_yticks(range(len(names)), names, fontsize=8)
+    panel.set_xlabel("predicted")
+    panel.set_ylabel("true")
+    return True
+
+
+def _short(count: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if count >= size:
+            return f"{count / (1e3 if unit == 'k' else size):.3g} {unit}"
+    return f"{count:,.0f}"
+
+
+def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
+    """A point an image; a line the mean, beside the interval of it."""
+    scores = level.scores()
+    assert isinstance(scores, PixelScores)
+    dice = scores.of_images["dice"]
+    rng = np.random.default_rng(0)
+    for k, name in enumerate(classes):
+        known = dice[:, k][~np.isnan(dice[:, k])]
+        spread = k + rng.uniform(-0.2, 0.2, len(known))
+        panel.scatter(spread, known, s=12, alpha=0.6, color=_COLOURS[k % len(_COLOURS)])
+        one = next(o for o in found if (o.metric, o.name) == ("image_dice", name))
+        panel.hlines(one.estimate, k - 0.3, k + 0.3, color="0.2", lw=1.6)
+        panel.vlines(k + 0.3, *one.interval, color="0.2", lw=1.6)
+    panel.set_xticks(range(len(classes)), [fitted(n, 14) for n in classes], rotation=35, ha="right")
+    panel.set_ylim(-0.02, 1.02)
+    panel.set_ylabel("Dice (line: mean, bar: its interval)")
+    panel.grid(axis="y", color="0.92")
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    return bool(np.isfinite(dice).any())
+
+
+def image_errors(pixels: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """(images,): 1 - the mean Dice of each."""
+    return 1 - from_confusion(pixels.astype(np.float64))["mean_dice"]
+
+
+# --- numbers
+
+
+def _draw_numbers(
+    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
+) -> bool:
+    step = max(1, len(level) * level.truth.shape[1] // _MOST_POINTS)
+    any_drawn = False
+    for k, name in enumerate(classes[:_MOST_CURVES]):
+        truth, values = level.truth[::step, k], level.values[::step, k]
+        if not np.isnan(truth).all():
+            any_drawn = True
+            label = f"{fitted(name, _LONGEST)}: R2 {_value(found, 'r2', name)}"
+            panel.scatter(truth, values, s=9, alpha=0.5, color=_COLOURS[k], lw=0, label=label)
+    if any_drawn:
+        known = level.truth[np.isfinite(level.truth)]
+        ends = float(known.min()), float(known.max())
+        panel.plot(ends, ends, color="0.5", lw=1, ls="--")
+        panel.legend(fontsize=7.5)
+    panel.set_xlabel("target")
+    panel.set_ylabel("predicted")
+    panel.grid(color="0.92")
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    return any_drawn

@@ -1,0 +1,152 @@
+"""Predictions as the tables of a directory have them, of `spatialdl.predict` or a training run."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.evaluating.checks import predicted_table
+from spatialdl.predicting.checks import need_pyarrow
+from spatialdl.predicting.tables import PIXELS
+
+Floats = npt.NDArray[np.float64]
+Columns = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions for tiles, or for images that have none.
+
+    Attributes:
+        task: of the network.
+        classes: names of the classes or targets.
+        slides: of each of N tiles.
+        places: (N, 4), level-0 x, y, width and height, NaN where unknown.
+        values: (N, classes).
+        labels: N names of classes, empty where unknown; none if the table has no labels.
+        targets: (N, classes), of several targets, if the table has them.
+        pixels: int64 (images, classes, classes) by true and predicted class, of segmentation.
+        failed: of slides without predictions, or without some, the reason.
+    """
+
+    task: str
+    classes: Sequence[str]
+    slides: Sequence[str]
+    places: Floats
+    values: Floats
+    labels: Sequence[str] = ()
+    targets: Floats | None = None
+    pixels: npt.NDArray[np.int64] | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_predictions(folder: Path) -> Predicted:
+    """What was predicted into a directory.
+
+    Raises:
+        ValueError: there are no predictions, or their table is malformed.
+    """
+    masks = predicted_table(folder, PIXELS)
+    if masks is not None:
+        return _of_pixels(masks, _failed(folder))
+    for name, key in (("predictions", "slide"), ("volumes", "volume")):
+        path = predicted_table(folder, name)
+        if path is not None:
+            return _of_samples(path, _columns(path), key, _failed(folder))
+    raise ValueError(f"{folder} has no predictions.csv or predictions.parquet")
+
+
+def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str]) -> Predicted:
+    heads = list(columns)
+    kinds = {"probability_": "multilabel", "predicted_": "regression"}
+    what = next((w for w in kinds if any(head.startswith(w) for head in heads)), None)
+    if what is None:
+        raise ValueError(f"{path} has no columns probability_CLASS or predicted_TARGET")
+    if key not in columns:
+        raise ValueError(f"{path} has no column {key}; it has {', '.join(heads)}")
+    classes = [head.removeprefix(what) for head in heads if head.startswith(what)]
+    kind = "classification" if "predicted" in columns else kinds[what]
+    values = np.stack([_numbers(path, columns, f"{what}{name}") for name in classes], 1)
+    there = [n for n, name in enumerate(columns[key]) if name not in failed or _has(values[n])]
+    places = [
+        _numbers(path, columns, name) if name in columns else np.full(len(values), np.nan)
+        for name in ("x", "y", "width", "height")
+    ]
+    targets = None
+    if kind != "classification" and all(f"label_{name}" in columns for name in classes):
+        targets = np.stack([_numbers(path, columns, f"label_{name}") for name in classes], 1)[there]
+    labels = columns.get("label", ()) if kind == "classification" else ()
+    return Predicted(
+        kind,
+        classes,
+        [columns[key][n] for n in there],
+        np.stack(places, 1)[there],
+        values[there],
+        [labels[n] for n in there] if labels else (),
+        targets,
+        failed=failed,
+    )
+
+
+def _has(row: Floats) -> bool:
+    return not np.isnan(row).all()
+
+
+def _of_pixels(path: Path, failed: Mapping[str, str]) -> Predicted:
+    columns = _columns(path)
+    classes = [head.removeprefix("pixels_") for head in columns if head.startswith("pixels_")]
+    names = list(dict.fromkeys(columns.get("slide", ())))
+    rows = [(name, label) for name in names for label in classes]
+    if not classes or rows != list(zip(columns["slide"], columns.get("label", ()), strict=False)):
+        raise ValueError(f"{path} has not a row for each image and class; predict again")
+    counts = np.stack([_numbers(path, columns, f"pixels_{name}") for name in classes], 1)
+    pixels = counts.reshape(len(names), len(classes), len(classes)).astype(np.int64)
+    places = np.full((len(names), 4), np.nan)
+    values = np.empty((len(names), len(classes)))
+    return Predicted("segmentation", classes, names, places, values, pixels=pixels, failed=failed)
+
+
+def _failed(folder: Path) -> dict[str, str]:
+    for name, key in (("slides", "slide"), ("volumes", "volume")):
+        path = predicted_table(folder, name)
+        columns = {} if path is None else _columns(path)
+        if "status" in columns and key in columns:
+            rows = zip(columns[key], columns["status"], columns.get("reason", ()), strict=False)
+            return {slide: why for slide, status, why in rows if status not in ("processed", "")}
+    return {}
+
+
+def _columns(path: Path) -> dict[str, list[str]]:
+    """By name the cells of a table, as text."""
+    if path.suffix == ".parquet":
+        table = need_pyarrow().parquet.read_table(path).to_pydict()
+        return {
+            name: ["" if cell is None else str(cell) for cell in cells]
+            for name, cells in table.items()
+        }
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            head, *rows = csv.reader(file)
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a table of predictions: {error}") from error
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(head):
+            raise ValueError(
+                f"{path} line {number} has {len(row)} cells, but the first line {len(head)}"
+            )
+    return {name: [row[k] for row in rows] for k, name in enumerate(head)}
+
+
+def _numbers(path: Path, columns: Columns, name: str) -> Floats:
+    """A column of numbers; empty cells are NaN."""
+    try:
+        return np.array([float(cell) if cell else np.nan for cell in columns[name]], np.float64)
+    except ValueError as error:
+        raise ValueError(f"{path}: column {name} has a cell that is no number: {error}") from error

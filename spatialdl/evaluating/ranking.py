@@ -1,0 +1,73 @@
+"""Samples in the order of their scores: areas under curves of weighted samples, and the curves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Curve(NamedTuple):
+    """Points from the highest threshold to the lowest, which is that of all samples."""
+
+    false_positive: Floats
+    recall: Floats
+    precision: Floats
+
+
+class Ranking:
+    """Scores of one class against the others; samples of equal scores are one step.
+
+    Args:
+        scores: (N,).
+        positive: bool (N,).
+        unit: (N,), the number of the unit of each.
+    """
+
+    def __init__(
+        self, scores: Floats, positive: npt.NDArray[np.bool_], unit: npt.NDArray[np.int64]
+    ) -> None:
+        order = np.argsort(-scores, kind="stable")
+        ordered = scores[order]
+        self._unit, self._positive = unit[order], positive[order].astype(np.float64)
+        self._first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]][: len(order)])
+
+    def areas(self, weights: Floats) -> tuple[Floats, Floats]:
+        """Under the ROC curve, and average precision, each (B,), for weights (B, units).
+
+        Both are NaN unless there are samples of the class and others.
+        """
+        hits, misses = self._steps(weights)
+        hits_until, misses_until = hits.cumsum(1), misses.cumsum(1)
+        positives, negatives = hits.sum(1), misses.sum(1)
+        below = negatives[:, None] - misses_until + misses / 2
+        product = positives * negatives
+        known = product > 0
+        precision = hits_until / np.maximum(hits_until + misses_until, 1e-300)
+        auroc = (hits * below).sum(1) / np.where(known, product, 1)
+        average = (hits * precision).sum(1) / np.where(known, positives, 1)
+        return np.where(known, auroc, np.nan), np.where(known, average, np.nan)
+
+    def curve(self) -> Curve | None:
+        """Of all samples, None unless there are samples of the class and others."""
+        hits, misses = (part[0] for part in self._steps(None))
+        if not hits.sum() or not misses.sum():
+            return None
+        until, wrong = hits.cumsum(), misses.cumsum()
+        zero = np.zeros(1)
+        return Curve(
+            np.r_[zero, wrong / wrong[-1]],
+            np.r_[zero, until / until[-1]],
+            np.r_[np.ones(1), until / (until + wrong)],
+        )
+
+    def _steps(self, weights: Floats | None) -> tuple[Floats, Floats]:
+        """Weights of positive and of other samples in each step, (B, steps)."""
+        drawn = np.ones((1, len(self._unit))) if weights is None else weights[:, self._unit]
+        if not len(self._first):
+            return np.zeros((len(drawn), 1)), np.zeros((len(drawn), 1))
+        hits = np.add.reduceat(drawn * self._positive, self._first, axis=1)
+        return hits, np.add.reduceat(drawn, self._first, axis=1) - hits

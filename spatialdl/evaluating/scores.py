@@ -1,0 +1,262 @@
+"""Metrics of weighted samples, for all resamples at once; NaN where they are undefined.
+
+With equal weights they are those of `training.tasks.metrics`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from spatialdl.evaluating.ranking import Ranking
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+BINS = 15
+"""Of confidence, in calibration."""
+
+
+class ClassScores:
+    """One class a sample.
+
+    Args:
+        values: (N, classes), probabilities.
+        truth: (N,), classes.
+        unit: (N,), the number of the unit of each.
+    """
+
+    def __init__(self, values: Floats, truth: Ints, unit: Ints) -> None:
+        self.values, self.truth, self.unit = values, truth, unit
+        self.samples, self.classes = values.shape
+        self.units = int(unit.max()) + 1 if len(unit) else 0
+
+    @cached_property
+    def _pairs(self) -> sparse.csr_array:
+        cells = self.truth * self.classes + self.values.argmax(1)
+        shape = self.units, self.classes**2
+        return sparse.coo_array((np.ones(self.samples), (self.unit, cells)), shape).tocsr()
+
+    @cached_property
+    def _rankings(self) -> list[Ranking]:
+        columns = range(self.classes)
+        return [Ranking(self.values[:, k], self.truth == k, self.unit) for k in columns]
+
+    @cached_property
+    def _bins(self) -> list[sparse.csr_array]:
+        """Of each unit, by bin: how many samples, sum of their confidence, how many are right."""
+        confidence = self.values.max(1)
+        right = self.values.argmax(1) == self.truth
+        at = bins_of(confidence)
+        shape = self.units, BINS + 1
+        return [
+            sparse.coo_array((weights, (self.unit, at)), shape).tocsr()
+            for weights in (np.ones(self.samples), confidence, right.astype(np.float64))
+        ]
+
+    def confusion(self, weights: Floats) -> Floats:
+        """(B, classes, classes), by true and predicted class."""
+        flat = (self._pairs.T @ weights.T).T
+        return np.asarray(flat).reshape(len(weights), self.classes, self.classes)
+
+    def metrics(self, weights: Floats) -> dict[str, Floats]:
+        """By name (B,) or (B, classes), for weights (B, units)."""
+        areas = [ranking.areas(weights) for ranking in self._rankings]
+        auroc = np.stack([one for one, _ in areas], 1)
+        precision = np.stack([one for _, one in areas], 1)
+        found = from_confusion(self.confusion(weights))
+        return {
+            "accuracy": found["accuracy"],
+            "balanced_accuracy": found["balanced_accuracy"],
+            "auroc": mean_over(auroc),
+            "average_precision": mean_over(precision),
+            "f1": mean_over(found["dice"]),
+            "calibration_error": self._calibration_error(weights),
+            "auroc_per_class": auroc,
+            "average_precision_per_class": precision,
+            "recall_per_class": found["recall"],
+            "precision_per_class": found["precision"],
+            "f1_per_class": found["dice"],
+        }
+
+    def _calibration_error(self, weights: Floats) -> Floats:
+        """Expected calibration error (Guo et al., 2017, section 2), of the predicted class."""
+        count, confidence, right = (np.asarray((one.T @ weights.T).T) for one in self._bins)
+        return divided(np.abs(confidence - right).sum(1), count.sum(1))
+
+
+class LabelScores:
+    """Any number of classes a sample, present from a probability of 0.5 on.
+
+    Args:
+        values: (N, classes), probabilities.
+        truth: (N, classes), 0 or 1, NaN where unknown.
+        unit: (N,).
+    """
+
+    def __init__(self, values: Floats, truth: Floats, unit: Ints) -> None:
+        self.values, self.truth, self.unit = values, truth, unit
+        self.samples, self.classes = values.shape
+        self.units = int(unit.max()) + 1 if len(unit) else 0
+
+    @cached_property
+    def _pairs(self) -> sparse.csr_array:
+        row, column = np.nonzero(~np.isnan(self.truth))
+        true, predicted = self.truth[row, column] > 0.5, self.values[row, column] >= 0.5
+        cells = column * 4 + 2 * true + predicted
+        shape = self.units, 4 * self.classes
+        return sparse.coo_array((np.ones(len(row)), (self.unit[row], cells)), shape).tocsr()
+
+    @cached_property
+    def _rankings(self) -> list[Ranking]:
+        found = []
+        for k, truth in enumerate(self.truth.T):
+            known = ~np.isnan(truth)
+            found.append(Ranking(self.values[known, k], truth[known] > 0.5, self.unit[known]))
+        return found
+
+    def confusion(self, weights: Floats) -> Floats:
+        """(B, classes, 2, 2): of each class, absent or present, by what was predicted."""
+        return np.asarray((self._pairs.T @ weights.T).T).reshape(-1, self.classes, 2, 2)
+
+    def metrics(self, weights: Floats) -> dict[str, Floats]:
+        """By name (B,) or (B, classes), for weights (B, units)."""
+        areas = [ranking.areas(weights) for ranking in self._rankings]
+        auroc = np.stack([one for one, _ in areas], 1)
+        precision = np.stack([one for _, one in areas], 1)
+        pairs = self.confusion(weights)
+        hits, told, there = pairs[..., 1, 1], pairs[..., 1].sum(-1), pairs[..., 1, :].sum(-1)
+        f1 = divided(2 * hits, told + there)
+        recalls = divided(np.stack([pairs[..., 0, 0], hits], -1), pairs.sum(-1))
+        balanced = mean_over(recalls)
+        right = (pairs[..., 0, 0] + hits).sum(1)
+        return {
+            "accuracy": divided(right, pairs.sum((1, 2, 3))),
+            "balanced_accuracy": mean_over(balanced),
+            "auroc": mean_over(auroc),
+            "average_precision": mean_over(precision),
+            "f1": mean_over(f1),
+            "auroc_per_class": auroc,
+            "average_precision_per_class": precision,
+            "balanced_accuracy_per_class": balanced,
+            "recall_per_class": recalls[..., 1],
+            "precision_per_class": divided(hits, told),
+            "f1_per_class": f1,
+        }
+
+
+class NumberScores:
+    """Numbers.
+
+    Args:
+        values: (N, targets), predictions.
+        truth: (N, targets), NaN where unknown.
+        unit: (N,).
+    """
+
+    def __init__(self, values: Floats, truth: Floats, unit: Ints) -> None:
+        self.values, self.truth, self.unit = values, truth, unit
+        self.samples, self.classes = values.shape
+        self.units = int(unit.max()) + 1 if len(unit) else 0
+        known = ~np.isnan(truth)
+        error = np.where(known, values - truth, 0.0)
+        count = np.maximum(known.sum(0), 1)
+        middle = np.where(known, truth, 0.0).sum(0) / count
+        apart = np.where(known, truth - middle, 0.0)  # from the mean, which loses no digits
+        parts = (known.astype(np.float64), np.abs(error), error**2, apart, apart**2)
+        self._sums = [self._by_unit(part) for part in parts]
+
+    def _by_unit(self, part: Floats) -> Floats:
+        sums = np.zeros((self.units, self.classes))
+        np.add.at(sums, self.unit, part)
+        return sums
+
+    def metrics(self, weights: Floats) -> dict[str, Floats]:
+        """By name (B,) or (B, targets), for weights (B, units)."""
+        count, absolute, squared, apart, varied = (weights @ sums for sums in self._sums)
+        mae, rmse = divided(absolute, count), np.sqrt(divided(squared, count))
+        spread = varied - divided(apart**2, count)
+        varies = spread > 1e-12 * np.maximum(varied, 1e-300)
+        r2 = 1 - divided(squared, np.where(varies, spread, 0.0))
+        return {
+            **{"mae": mean_over(mae), "rmse": mean_over(rmse), "r2": mean_over(r2)},
+            **{"mae_per_target": mae, "rmse_per_target": rmse, "r2_per_target": r2},
+        }
+
+
+class PixelScores:
+    """A class for every pixel.
+
+    `mean_dice` and the like are of the pixels of all images together, `image_dice` the mean over
+    images of theirs.
+
+    Args:
+        pairs: (images, classes, classes), pixels by true and predicted class.
+        unit: (images,).
+    """
+
+    def __init__(self, pairs: Ints, unit: Ints) -> None:
+        self.pairs, self.unit = pairs, unit
+        self.samples, self.classes = pairs.shape[:2]
+        self.units = int(unit.max()) + 1 if len(unit) else 0
+        self._sums = np.zeros((self.units, self.classes**2))
+        np.add.at(self._sums, unit, pairs.reshape(self.samples, -1).astype(np.float64))
+        self.of_images = from_confusion(pairs.astype(np.float64))
+
+    def confusion(self, weights: Floats) -> Floats:
+        """(B, classes, classes), by true and predicted class."""
+        return (weights @ self._sums).reshape(-1, self.classes, self.classes)
+
+    def metrics(self, weights: Floats) -> dict[str, Floats]:
+        """By name (B,) or (B, classes), for weights (B, units)."""
+        found = from_confusion(self.confusion(weights))
+        drawn = weights[:, self.unit]
+        dice, iou = (_means(drawn, self.of_images[name]) for name in ("dice", "iou"))
+        return {
+            **{name: found[name] for name in ("accuracy", "balanced_accuracy")},
+            **{name: found[name] for name in ("mean_dice", "mean_iou")},
+            **{"image_dice": mean_over(dice), "image_iou": mean_over(iou)},
+            **{"dice_per_class": found["dice"], "iou_per_class": found["iou"]},
+            **{"image_dice_per_class": dice, "image_iou_per_class": iou},
+        }
+
+
+def from_confusion(pairs: Floats) -> dict[str, Floats]:
+    """Of matrices (B, classes, classes) by true and predicted class; Dice is F1."""
+    right = np.diagonal(pairs, axis1=1, axis2=2)
+    there, told = pairs.sum(2), pairs.sum(1)
+    dice, iou = divided(2 * right, there + told), divided(right, there + told - right)
+    recall = divided(right, there)
+    return {
+        "accuracy": divided(right.sum(1), pairs.sum((1, 2))),
+        "balanced_accuracy": mean_over(recall),
+        "mean_dice": mean_over(dice),
+        "mean_iou": mean_over(iou),
+        **{"recall": recall, "precision": divided(right, told), "dice": dice, "iou": iou},
+    }
+
+
+def bins_of(confidence: Floats) -> Ints:
+    """The bin of each, of width 1 / `BINS`; a confidence of 1 has a bin of its own."""
+    edges = np.linspace(0, 1, BINS + 1)
+    return np.clip(np.searchsorted(edges, confidence, "right") - 1, 0, BINS)
+
+
+def divided(above: Floats, below: Floats) -> Floats:
+    """NaN where there is nothing to divide by."""
+    return np.divide(above, below, out=np.full(np.shape(above), np.nan), where=below > 0)
+
+
+def mean_over(values: Floats) -> Floats:
+    """Over the last dim, of those that are defined."""
+    known = ~np.isnan(values)
+    return divided(np.where(known, values, 0.0).sum(-1), known.sum(-1).astype(np.float64))
+
+
+def _means(weights: Floats, values: Floats) -> Floats:
+    """(B, classes) of weights (B, N) and values (N, classes), of which some are undefined."""
+    known = ~np.isnan(values)
+    return divided(weights @ np.where(known, values, 0.0), weights @ known.astype(np.float64))

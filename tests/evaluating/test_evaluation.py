@@ -1,0 +1,201 @@
+"""Predictions in, metrics out; no network: tests/test_evaluate.py has those."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn import metrics as known
+
+from spatialdl.comm.alone import Alone
+from spatialdl.evaluating.evaluation import run
+from tests.evaluating.cases import (
+    CLASSES,
+    command,
+    drawn,
+    read_rows,
+    write_predictions,
+    write_rows,
+)
+
+
+def evaluated(tmp_path: Path, *words: str) -> dict[tuple[str, ...], dict[str, str]]:
+    """Rows of metrics.csv by level, group, value, metric and class."""
+    out = tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    asked = ("bootstrap=40", f"predictions={tmp_path / 'p'}", *words)
+    assert run(command(*asked), out, Alone())
+    keys = ("level", "group", "value", "metric", "class")
+    return {tuple(row[key] for key in keys): row for row in read_rows(out / "metrics.csv")}
+
+
+def labels(tmp_path: Path, rows: list[tuple[str, ...]], head=("slide", "label")) -> str:
+    return f"labels={write_rows(tmp_path / 'labels.csv', head, rows)}"
+
+
+def number(found, *key: str) -> float:
+    return float(found[key]["estimate"] or "nan")
+
+
+def test_tiles_slides_and_patients_as_scikit_learn(tmp_path, capsys):
+    slides, values, truth = drawn()
+    write_predictions(tmp_path / "p", slides, values)
+    names = [f"s{n}" for n in range(12)]
+    rows = [(f"/x/{s}.svs", CLASSES[n % 3], f"P{n % 6}", "AB"[n % 2]) for n, s in enumerate(names)]
+    given = labels(tmp_path, rows, ("slide_id", "label", "patient", "scanner"))
+    found = evaluated(tmp_path, given, "subgroups=[scanner]", "cases=4")
+    at = np.array([names.index(slide) for slide in slides])
+    by_slide = np.stack([values[at == n].mean(0) for n in range(12)])
+    by_patient = np.stack([by_slide[[n, n + 6]].mean(0) for n in range(6)])
+    for level, scores, true in (
+        ("tile", values, truth),
+        ("slide", by_slide, np.arange(12) % 3),
+        ("patient", by_patient, np.arange(6) % 3),
+    ):
+        told = scores.argmax(1)
+        accuracy = known.accuracy_score(true, told)
+        assert number(found, level, "all", "", "accuracy", "") == pytest.approx(accuracy, abs=1e-12)
+        area = known.roc_auc_score(true == 1, scores[:, 1])
+        key = (level, "all", "", "auroc", CLASSES[1])
+        assert number(found, *key) == pytest.approx(area, abs=1e-12)
+        row = found[key]
+        assert (row["units"], row["unit"], row["samples"]) == ("6", "patient", str(len(true)))
+    chosen = at % 2 == 0
+    expected = known.balanced_accuracy_score(truth[chosen], values[chosen].argmax(1))
+    key = ("tile", "scanner", "A", "balanced_accuracy", "")
+    assert number(found, *key) == pytest.approx(expected, abs=1e-12)
+    low, high = float(found[key]["low"]), float(found[key]["high"])
+    assert low < expected < high
+    _check_files(tmp_path / "out", values, truth, slides)
+    said = capsys.readouterr().out
+    assert "95 % intervals, 40 resamples by patient" in said
+    assert re.search(r"samples +120 of 6 +12 of 6 +6\n", said)
+
+
+def _check_files(out: Path, values, truth, slides) -> None:
+    worst = [row for row in read_rows(out / "cases.csv") if row["level"] == "tile"]
+    errors = 1 - values[np.arange(len(truth)), truth]
+    assert [float(row["error"]) for row in worst] == pytest.approx(sorted(errors)[::-1][:4])
+    n = int(float(worst[0]["x"]))
+    assert (worst[0]["name"], worst[0]["label"]) == (slides[n], CLASSES[truth[n]])
+    told = json.loads((out / "metrics.json").read_text())
+    pairs = np.array(told["levels"]["tile"]["confusion_matrix"])
+    assert (pairs == known.confusion_matrix(truth, values.argmax(1))).all()
+    page = (out / "report.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    pictures = re.findall(r"data:image/png;base64,([^\"]+)", page)
+    assert len(pictures) == 4
+    for data in pictures:
+        with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
+            assert np.asarray(picture.convert("L")).std() > 5
+
+
+def test_labels_of_the_data_set_are_in_the_predictions(tmp_path):
+    slides, values, truth = drawn()
+    write_predictions(tmp_path / "p", slides, values, np.where(np.arange(120) < 5, -1, truth))
+    found = evaluated(tmp_path)
+    accuracy = known.accuracy_score(truth[5:], values[5:].argmax(1))
+    assert number(found, "tile", "all", "", "accuracy", "") == pytest.approx(accuracy)
+    remarks = json.loads((tmp_path / "out" / "metrics.json").read_text())["remarks"]
+    assert any("without a label, left out" in one for one in remarks)
+    assert any("slides whose tiles have several labels or none" in one for one in remarks)
+
+
+def test_what_is_missing_is_reported(tmp_path):
+    slides, values, _ = drawn()
+    values[[3, 4]] = np.nan
+    write_predictions(tmp_path / "p", slides, values)
+    rows = [(f"s{n}.tif", CLASSES[n % 3] if n else "") for n in range(11)] + [
+        ("gone.tif", "tumour")
+    ]
+    evaluated(tmp_path, labels(tmp_path, rows))
+    remarks = json.loads((tmp_path / "out" / "metrics.json").read_text())["remarks"]
+    assert "1 slide of the labels without predictions: gone.tif" in remarks
+    assert "1 slide without a line in labels.csv: s11" in remarks
+    assert any(
+        re.match(r"2 slides without a label, left out: s(0, s11|11, s0)", r) for r in remarks
+    )
+    assert any(r.startswith("2 predictions of ") and "not finite" in r for r in remarks)
+
+
+@pytest.mark.parametrize("patients", [True, False])
+def test_one_unit_has_no_intervals(patients, tmp_path, capsys):
+    slides, values, _ = drawn(30, 3)
+    write_predictions(tmp_path / "p", slides, values)
+    rows = [(f"s{n}", CLASSES[n], "P") for n in range(3)]
+    if not patients:
+        rows, slides = rows[:1], ["s0"] * 30
+        write_predictions(tmp_path / "p", slides, values)
+    head = ("slide", "label", "patient" if patients else "site")
+    found = evaluated(tmp_path, labels(tmp_path, rows, head))
+    row = found["slide", "all", "", "accuracy", ""]
+    assert row["low"] == row["high"] == ""
+    assert (row["unit"], row["units"]) == (("patient", "1") if patients else ("tile", "1"))
+    tiles = found["tile", "all", "", "accuracy", ""]
+    assert bool(tiles["low"]) != patients
+    assert "[-]" in capsys.readouterr().out
+    if not patients:  # all labels are equal
+        assert found["tile", "all", "", "auroc", ""]["estimate"] == ""
+        assert not (tmp_path / "out" / "roc.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("mean", [0.5, 0.3]), ("median", [0.6, 0.2]), ("max", [0.9, 0.7]), ("vote", [2 / 3, 1 / 3])],
+)
+def test_tiles_are_put_together(aggregation, expected, tmp_path):
+    values = np.array([[0.9, 0.1, 0.0], [0.6, 0.2, 0.2], [0.0, 0.7, 0.3], [0.1, 0.8, 0.1]])
+    write_predictions(tmp_path / "p", ["a", "a", "a", "b"], values)
+    rows = [("a", "benign"), ("b", "in situ")]
+    evaluated(tmp_path, labels(tmp_path, rows), f"aggregation={aggregation}")
+    cases = read_rows(tmp_path / "out" / "cases.csv")
+    (a,) = [row for row in cases if (row["level"], row["name"]) == ("slide", "a")]
+    assert float(a["error"]) == pytest.approx(1 - expected[0])
+
+
+def test_numbers_and_labels_of_several_targets(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [(f"s{n}", n, 0, 9, 9, *rng.random(2)) for n in range(10)]
+    for what, cells in (("predicted", "{:.3f}"), ("probability", "{:.0f}")):
+        head = ("slide", "x", "y", "width", "height", f"{what}_age", f"{what}_er")
+        write_rows(tmp_path / "p" / "predictions.csv", head, rows)
+        truth = [(r[0], cells.format(r[5]), "") for r in rows[:8]]
+        found = evaluated(tmp_path, labels(tmp_path, truth, ("slide", "age", "er")))
+        metric = "mae" if what == "predicted" else "accuracy"
+        assert found["slide", "all", "", metric, ""]["samples"] == "8"
+        assert number(found, "slide", "all", "", metric, "") == pytest.approx(
+            0 if what == "predicted" else 1, abs=1e-3
+        )
+    rows = [("s0", "7", "1")]
+    with pytest.raises(ValueError, match="has 7 as a label, expected 1, 0 or an empty cell"):
+        evaluated(tmp_path, labels(tmp_path, rows, ("slide", "age", "er")))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([("s0", "cancer")], "has the label 'cancer', but the network knows benign, in situ"),
+        ([("x/s0", "tumour"), ("y/s0", "tumour")], "may both be slide 's0'"),
+        ([("t", "tumour")], "has a label for none of 12 slides that were predicted"),
+        ([("s0", "")], "has a label for none of 12 slides"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(rows, said, tmp_path):
+    slides, values, _ = drawn()
+    write_predictions(tmp_path / "p", slides, values)
+    with pytest.raises(ValueError, match=said):
+        evaluated(tmp_path, labels(tmp_path, rows))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_predictions_that_are_no_numbers_are_refused(tmp_path):
+    slides, values, truth = drawn()
+    write_predictions(tmp_path / "p", slides, values * np.nan, truth)
+    with pytest.raises(ValueError, match="no prediction with a label is left: 120 predictions of"):
+        evaluated(tmp_path)
