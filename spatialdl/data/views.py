@@ -69,6 +69,7 @@ class Views:
             return self.source.target(epoch, sample)
         return np.asarray(self.source.labels[sample])
 
+    @property
     def varies(self) -> bool:
         """Whether views differ in size."""
         return False

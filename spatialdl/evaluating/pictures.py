@@ -160,7 +160,7 @@ def _finish(panel: Any, x: str, y: str, place: str, labelled: bool) -> None:
 
 
 def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
-    """How often what is predicted with some confidence is right, and how often that confidence is."""
+    """How often predictions of some confidence are right, and how often that confidence is."""
     if level.task == "classification":
         confidence = level.values.max(1)
         right = level.values.argmax(1) == level.truth
