@@ -83,7 +83,7 @@ class Encoding:
             self._count += len(piece.tiles)
         while self._count >= self._batch_size:
             self._encode(self._batch_size)
-        yield from self._done()
+            yield from self._done()  # written before the next batch
 
     def fail(self, bag: Bag, problem: Exception) -> None:
         """Note that a slide cannot be used."""
@@ -98,6 +98,7 @@ class Encoding:
         """Encode what is left."""
         while self._count:
             self._encode(min(self._count, self._batch_size))
+            yield from self._done()
         while self._underway:
             self._collect()
         yield from self._done()

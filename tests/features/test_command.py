@@ -145,11 +145,19 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(small, tm
     assert FeatureFile.open(out / "h5" / "a.h5").attributes["overlap"] == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_run_leaves_whole_files_and_is_resumed(small, done, tmp_path, number):
     out, armed = tmp_path / "out", tmp_path / "armed"
     armed.touch()
-    batches = -(-list_features([done])[0].tiles // 8) + 1  # when the first slide is done
+    first = max(small.iterdir(), key=lambda path: path.stat().st_size).stem  # which comes first
+    batches = -(-FeatureFile.open(done / "h5" / f"{first}.h5").tiles // 8) + 1
     arguments = [f"armed={armed}", f"batches={batches}", f"number={int(number)}"]
     common = [
         *(small, "--out", out, "--mpp", 0.5, "--encoder", "tests.features.tiny.Ending"),
@@ -173,25 +181,32 @@ def test_an_interrupted_run_leaves_whole_files_and_is_resumed(small, done, tmp_p
     assert not list((out / "h5").glob(".*"))
 
 
-def test_processes_and_ranks_give_the_same_files(small, done, tmp_path):
+def test_ranks_give_the_same_files(small, done, tmp_path):
     common = [small, "--mpp", 0.5, *TINY, *EXACT]
-    jobs = started(*common, "--out", tmp_path / "jobs", "--jobs", 2)
-    code, said = ended(jobs)
-    assert code == 0, said
-    check_same(done, tmp_path / "jobs")
     launcher = tuple(mpiexec_command(2))
     code, said = ended(started(*common, "--out", tmp_path / "ranks", launcher=launcher))
     assert code == 0, said
     check_same(done, tmp_path / "ranks")
-    said_once = [line for line in said.splitlines() if "features of each of" in line]
-    assert len(said_once) == 1
-    code, said = ended(
-        started(*common, "--out", tmp_path / "ranks", "--mean", "1,1,1", launcher=launcher)
-    )
+    assert said.count("features of each of") == 1
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_mistakes(small, done):
+    words = [small, "--mpp", 0.5, *TINY, *EXACT, "--out", done, "--mean", "1,1,1"]
+    code, said = ended(started(*words, launcher=tuple(mpiexec_command(2))))
     assert code != 0
-    assert "has features of other settings" in said
+    assert said.count("has features of other settings") == 1
 
 
+@pytest.mark.slow
+def test_processes_give_the_same_files(small, done, tmp_path):
+    words = [small, "--mpp", 0.5, *TINY, *EXACT, "--out", tmp_path / "jobs", "--jobs", 2]
+    code, said = ended(started(*words))
+    assert code == 0, said
+    check_same(done, tmp_path / "jobs")
+
+
+@pytest.mark.slow
 def test_processes_with_other_random_weights_are_refused(small, tmp_path):
     words = [small, "--out", tmp_path / "out", "--mpp", 0.5, *TINY, "--encoder-args", "seed=none"]
     code, said = ended(started(*words, "--jobs", 2))
