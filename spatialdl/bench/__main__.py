@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from spatialdl.bench import (
     backend,
-    bag_end_to_end,
     bag_memory,
     channel_scaling,
     halo,
@@ -27,7 +26,6 @@ from spatialdl.bench import (
 
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "backend": backend.main,
-    "bag_end_to_end": bag_end_to_end.main,
     "bag_memory": bag_memory.main,
     "channel_scaling": channel_scaling.main,
     "halo": halo.main,
