@@ -1,4 +1,4 @@
-"""Networks and slides of the benchmarks of bags."""
+"""The aggregator and the tiles of the benchmark of bags."""
 
 from __future__ import annotations
 
@@ -32,19 +32,6 @@ class GatedAttention(nn.Module):
         scores = self.score(self.values(tiles).tanh() * self.gate(tiles).sigmoid())
         pooled = scores.softmax(1).transpose(1, 2) @ tiles
         return self.head(pooled.flatten(1))  # type: ignore[no-any-return]
-
-
-class MaxPooling(nn.Module):
-    """The largest of each feature over the tiles (N, D, tiles), then a small perceptron."""
-
-    def __init__(self, width: int, hidden: int = 32, num_classes: int = 2) -> None:
-        super().__init__()
-        self.head = nn.Sequential(
-            nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, num_classes)
-        )
-
-    def forward(self, bag: Tensor) -> Tensor:
-        return self.head(bag.amax(2))  # type: ignore[no-any-return]
 
 
 def noise(start: int, stop: int, side: int, seed: int = 0) -> Tensor:
