@@ -73,5 +73,5 @@ def test_reading_a_box_takes_memory_for_each_of_its_pixels(figures):
 
 
 def test_bags_of_several_lengths_are_not_planned(figures, tmp_path):
-    with pytest.raises(ValueError, match="bags of several lengths.*name the layout"):
+    with pytest.raises(ValueError, match=r"bags of several lengths.*name the layout"):
         job_of(bag_config(write_bags(tmp_path)), cluster_of(figures))
