@@ -14,8 +14,10 @@ import pytest
 
 from spatialdl.configuring.keys import groups
 from spatialdl.data import ShardWriter
+from tests.bags import write_bags
 
 SMALL = {
+    "bag": (1, ["model.width=2"]),
     "quickstart": (2, ["model.width=2", "data.image_size=[32,24]"]),
     "segmentation": (2, ["model.width=2", "data.image_size=[32,24]"]),
     "gems_resnet110": (4, ["model.width=2", "data.image_size=[32,24]"]),
@@ -51,6 +53,9 @@ def test_a_preset_trains_on_its_ranks(name, tmp_path):
     ranks, small = SMALL[name]
     if name in ("camelyon_like", "whole_vs_tiles"):
         small = [*small, f"data.path={slides(tmp_path / 'tiles')}"]
+    if name == "bag":
+        bags = write_bags(tmp_path / "bags")
+        small = [*small, f"data.features={bags}", f"data.labels={bags / 'labels.csv'}"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "spatialdl.train", f"experiment={name}", *small),

@@ -44,6 +44,8 @@ def rewritten(argument: str) -> str:
     """Let what is the user's own have keys that the group's file does not know; short forms."""
     if re.match(r"(model|task\.loss|data\.dataset|data\.validation)\.[\w.]+=", argument):
         return f"++{argument}"
+    if argument == "task=bag":  # also chooses data and network, which no task can
+        return "experiment=bag"
     return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
 
 

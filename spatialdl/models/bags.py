@@ -9,6 +9,8 @@ num_classes, tiles): a heat map of the slide.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -203,11 +205,12 @@ class BagTransformer(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         """(N, 1, tiles): what the class token takes of each tile in the last block, over heads."""
         tokens = self.blocks[:-1](self._tokens(x))
-        last = self.blocks[-1]
+        last: Any = self.blocks[-1]
         heads, tokens = last.attn.heads, last.norm1(tokens)
         q, k, _ = (y.unflatten(-1, (heads, -1)) for y in last.attn.qkv(tokens).chunk(3, -1))
         scores = torch.einsum("nhc,nthc->nht", q[:, 0], k) / q.shape[-1] ** 0.5
-        return scores.softmax(2)[:, :, 1:].mean(1, keepdim=True)
+        weights: Tensor = scores.softmax(2)[:, :, 1:].mean(1, keepdim=True)
+        return weights
 
 
 bag_pooling = BagPooling

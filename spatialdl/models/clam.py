@@ -66,6 +66,7 @@ class CLAM(nn.Module):
         tiles = self.embed(x)
         scores = self.attend(tiles)
         bags = scores.softmax(1).transpose(1, 2) @ tiles
+        logits: Tensor
         if bags.shape[1] == 1:
             logits = self.head(bags.flatten(1))
         else:

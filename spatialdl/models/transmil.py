@@ -130,7 +130,7 @@ class TransMIL(nn.Module):
             tiles = torch.cat([tiles, tiles[:, : side * side - tiles.shape[1]]], 1)
         x = torch.cat([self.cls_token.expand(len(tiles), -1, -1), tiles], 1)
         x = x + self.drop(self.attn1(self.norm1(x)))
-        square = x[:, 1:].transpose(1, 2).unflatten(2, (side, side))
+        square = x[:, 1:].transpose(1, 2).reshape(len(x), -1, side, side)
         square = square + sum(conv(square) for conv in self.positions)
         return torch.cat([x[:, :1], square.flatten(2).transpose(1, 2)], 1)
 

@@ -22,6 +22,7 @@ from spatialdl.configuring.own_keys import fit_model_keys, offered_keys, refused
         ("model._target_=networks.Own", "++model._target_=networks.Own"),
         ("task.loss.alpha=2", "++task.loss.alpha=2"),
         ("task.loss=mse", "task.loss=mse"),
+        ("task=bag", "experiment=bag"),
         ("data.stage=/local", "data.stage.to=/local"),
         ("data.stage={to:/local}", "data.stage={to:/local}"),
         ("data.stage.keep=true", "data.stage.keep=true"),

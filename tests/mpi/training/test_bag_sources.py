@@ -24,13 +24,27 @@ LAYOUTS = {
     3: ["parallel=sp parallel.grid=[3]", "parallel=dp parallel.data=3"],
     4: ["parallel=dp+sp parallel.grid=[2] parallel.data=2", "parallel=sp parallel.grid=[4]"],
 }
-CASES = [
-    ("abmil", ("data.batch_size=4",)),
-    ("abmil", ("data.batch_size=5", "data.max_tiles=9", "trainer.accumulate=2")),
-    ("mean", ("data.batch_size=4", "task=multilabel", "data.columns=[er,pr]")),
-    ("max", ("data.batch_size=4", "task.class_weights=[1,2,0.5]", "data.workers=1")),
-    ("clam", ("data.batch_size=4", "model.branches=multi", "model.exclusive=true")),
-    ("transformer", ("data.batch_size=4", "task.label_smoothing=0.1")),
+CASES = {
+    "abmil": ("data.batch_size=4",),
+    "abmil of some tiles": ("data.batch_size=5", "data.max_tiles=9", "trainer.accumulate=2"),
+    "mean": ("data.batch_size=4", "task=multilabel", "data.columns=[er,pr]"),
+    "max": ("data.batch_size=4", "task.class_weights=[1,2,0.5]", "data.workers=1"),
+    "clam": ("data.batch_size=4", "model.branches=multi", "model.exclusive=true"),
+    "transformer": ("data.batch_size=4", "task.label_smoothing=0.1"),
+}
+OFTEN = {  # by ranks; the others take long
+    2: [(0, "abmil of some tiles"), (0, "transformer"), (1, "abmil")],
+    3: [(0, "clam"), (1, "max")],
+    4: [(0, "mean")],
+}
+RUNS = [
+    pytest.param(
+        *(layout, case),
+        marks=[] if (number, case) in OFTEN[WORLD.size] else pytest.mark.slow,
+        id=f"{layout.split()[0]}-{case}",
+    )
+    for number, layout in enumerate(LAYOUTS.get(WORLD.size, []))
+    for case in CASES
 ]
 
 
@@ -71,10 +85,9 @@ def test_transmil_is_refused_on_split_bags_and_trains_on_replicas(tmp_path, fold
         assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.get(WORLD.size, []))
-@pytest.mark.parametrize(("model", "words"), CASES, ids=lambda one: str(one)[:40])
-def test_bags_train_as_in_one_process(tmp_path, folder, model, words, layout) -> None:
-    words = (*SMALL[model], *words)
+@pytest.mark.parametrize(("layout", "case"), RUNS)
+def test_bags_train_as_in_one_process(tmp_path, folder, layout, case) -> None:
+    words = (*SMALL[case.split()[0]], *CASES[case])
     ours, weights = trained(
         tmp_path / "ours", folder, MpiCommunicator(WORLD), *words, *layout.split()
     )
