@@ -171,7 +171,7 @@ def _mixed(
         return []
     parts = {"slide": "tiles", "patient": "slides"}[level.name]
     some = counted(len(bare), level.name)
-    return [f"{some} whose {parts} have several labels or none: no label by {level.name}"]
+    return [f"{some} whose {parts} have several labels, left out by {level.name}"]
 
 
 def _grouped(level: Level, name: str, owners: Sequence[str], aggregation: str) -> Level:
@@ -211,12 +211,12 @@ def _aggregated(level: Level, number: Ints, members: Sequence[Ints], aggregation
 
 
 def _common(labels: npt.NDArray[Any]) -> Any:
-    """The label that all have; -1 or NaN if they differ."""
-    first = labels[0]
+    """The label that all have of which one is known; -1 or NaN if they differ."""
     if labels.ndim == 1:
-        return first if (labels == first).all() else np.int64(-1)
-    alike = ((labels == first) | (np.isnan(labels) & np.isnan(first))).all(0)
-    return np.where(alike, first, np.nan)
+        known = np.unique(labels[labels >= 0])
+        return known[0] if len(known) == 1 else np.int64(-1)
+    least, most = (choose.reduce(labels, 0) for choose in (np.fmin, np.fmax))  # without NaN
+    return np.where(least == most, least, np.nan)
 
 
 def group_of(level: Level, facts: Mapping[str, Mapping[str, str]], column: str) -> list[str]:
