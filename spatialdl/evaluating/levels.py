@@ -88,9 +88,9 @@ def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
     if predicted.task == "segmentation":
         return _of_images(predicted, truth)
     remarks = []
-    finite = np.isfinite(predicted.values).all(1)
+    finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(predicted.values).all(1))
     if not finite.all():
-        bad = {predicted.slides[n] for n in np.flatnonzero(~finite)}
+        bad = {predicted.slides[n] for n in np.flatnonzero(~finite).tolist()}
         remarks.append(
             f"{counted(int((~finite).sum()), 'prediction')} of {counted(len(bad), 'slide')} "
             "not finite, left out"
@@ -164,9 +164,11 @@ def _mixed(
 ) -> list[str]:
     """Slides and patients that have no label, though something of them has one."""
     labels = truth.labels
-    has = labels >= 0 if labels.ndim == 1 else ~np.isnan(labels).all(1)
+    has = np.asarray(labels >= 0 if labels.ndim == 1 else ~np.isnan(labels).all(1))
     labelled = {name for name, one in zip(predicted.slides, has, strict=True) if one}
-    bare = [n for n in np.flatnonzero(~known) if any(s in labelled for s in level.slides[n])]
+    bare = [
+        n for n in np.flatnonzero(~known).tolist() if any(s in labelled for s in level.slides[n])
+    ]
     if not bare:
         return []
     parts = {"slide": "tiles", "patient": "slides"}[level.name]
