@@ -247,7 +247,7 @@ def bins_of(confidence: Floats) -> Ints:
 
 def divided(above: Floats, below: Floats) -> Floats:
     """NaN where there is nothing to divide by."""
-    found = np.full(np.shape(above), np.nan)
+    found: Floats = np.full(np.shape(above), np.nan)
     np.divide(above, below, out=found, where=below > 0)
     return found
 
