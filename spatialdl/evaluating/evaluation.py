@@ -111,7 +111,7 @@ def _about(
         "classes": list(predicted.classes),
         "of": {key: str(value) for key, value in given.items()},
         "aggregation": str(config.aggregation),
-        "bootstrap": how.count,
+        "bootstrap": how.resamples,
         "confidence": how.confidence,
         "seed": how.seed,
         "remarks": list(remarks),
@@ -137,7 +137,7 @@ def table(found: Sequence[Measured], unit: str, how: Resampling) -> str:
         rows.append((f"{inset}{what}", *(values.get(level, "") for level in levels)))
     counts = [next((_many(o) for o in found if _is(o, "", level)), "") for level in levels]
     rows.insert(1, ("samples", *counts))
-    title = f"{100 * how.confidence:g} % intervals, {how.count:,} resamples by {unit}"
+    title = f"{100 * how.confidence:g} % intervals, {how.resamples:,} resamples by {unit}"
     return "\n".join([title, *aligned(rows)])
 
 

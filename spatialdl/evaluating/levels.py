@@ -88,9 +88,9 @@ def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
     if predicted.task == "segmentation":
         return _of_images(predicted, truth)
     remarks = []
-    finite = np.isfinite(predicted.values).all(1)
+    finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(predicted.values).all(1))
     if not finite.all():
-        bad = {predicted.slides[n] for n in np.flatnonzero(~finite)}
+        bad = {predicted.slides[n] for n in np.flatnonzero(~finite).tolist()}
         remarks.append(
             f"{counted(int((~finite).sum()), 'prediction')} of {counted(len(bad), 'slide')} "
             "not finite, left out"
@@ -164,14 +164,16 @@ def _mixed(
 ) -> list[str]:
     """Slides and patients that have no label, though something of them has one."""
     labels = truth.labels
-    has = labels >= 0 if labels.ndim == 1 else ~np.isnan(labels).all(1)
+    has = np.asarray(labels >= 0 if labels.ndim == 1 else ~np.isnan(labels).all(1))
     labelled = {name for name, one in zip(predicted.slides, has, strict=True) if one}
-    bare = [n for n in np.flatnonzero(~known) if any(s in labelled for s in level.slides[n])]
+    bare = [
+        n for n in np.flatnonzero(~known).tolist() if any(s in labelled for s in level.slides[n])
+    ]
     if not bare:
         return []
     parts = {"slide": "tiles", "patient": "slides"}[level.name]
     some = counted(len(bare), level.name)
-    return [f"{some} whose {parts} have several labels or none: no label by {level.name}"]
+    return [f"{some} whose {parts} have several labels, left out by {level.name}"]
 
 
 def _grouped(level: Level, name: str, owners: Sequence[str], aggregation: str) -> Level:
@@ -211,12 +213,12 @@ def _aggregated(level: Level, number: Ints, members: Sequence[Ints], aggregation
 
 
 def _common(labels: npt.NDArray[Any]) -> Any:
-    """The label that all have; -1 or NaN if they differ."""
-    first = labels[0]
+    """The label that all have of which one is known; -1 or NaN if they differ."""
     if labels.ndim == 1:
-        return first if (labels == first).all() else np.int64(-1)
-    alike = ((labels == first) | (np.isnan(labels) & np.isnan(first))).all(0)
-    return np.where(alike, first, np.nan)
+        known = np.unique(labels[labels >= 0])
+        return known[0] if len(known) == 1 else np.int64(-1)
+    least, most = (choose.reduce(labels, 0) for choose in (np.fmin, np.fmax))  # without NaN
+    return np.where(least == most, least, np.nan)
 
 
 def group_of(level: Level, facts: Mapping[str, Mapping[str, str]], column: str) -> list[str]:

@@ -100,7 +100,14 @@ def _draw_roc(panel: Any, level: Level, classes: Sequence[str], found: Sequence[
             any_drawn = True
             label = f"{fitted(name, _LONGEST)}: {_value(found, 'auroc', name)}"
             panel.plot(curve.false_positive, curve.recall, color=colour, lw=1.6, label=label)
-    _finish(panel, "false positive rate", "true positive rate (recall)", "lower right", any_drawn)
+    _finish(
+        panel,
+        "false positive rate",
+        "true positive rate (recall)",
+        "lower right",
+        any_drawn,
+        "AUROC",
+    )
     return any_drawn
 
 
@@ -116,7 +123,14 @@ def _draw_precision(
             x, y = curve.recall, curve.precision
             panel.plot(x, y, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
             panel.axhline(share, color=colour, lw=0.8, ls=":")
-    _finish(panel, "recall", "precision (dotted: share of the class)", "lower left", any_drawn)
+    _finish(
+        panel,
+        "recall",
+        "precision (dotted: share of the class)",
+        "lower left",
+        any_drawn,
+        "average precision",
+    )
     return any_drawn
 
 
@@ -143,7 +157,7 @@ def _value(found: Sequence[Measured], metric: str, name: str) -> str:
     return next((shown_value(o) for o in found if (o.metric, o.name) == (metric, name)), "-")
 
 
-def _finish(panel: Any, x: str, y: str, place: str, labelled: bool) -> None:
+def _finish(panel: Any, x: str, y: str, place: str, labelled: bool, title: str = "") -> None:
     panel.set_xlim(-0.02, 1.02)
     panel.set_ylim(-0.02, 1.02)
     panel.set_aspect("equal")
@@ -153,14 +167,14 @@ def _finish(panel: Any, x: str, y: str, place: str, labelled: bool) -> None:
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     if labelled:
-        panel.legend(fontsize=7.5, loc=place, framealpha=0.85)
+        panel.legend(fontsize=7.5, loc=place, framealpha=0.85, title=title, title_fontsize=7.5)
 
 
 # --- calibration
 
 
 def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
-    """How often predictions of some confidence are right, and how often that confidence is."""
+    """By confidence, how often what is predicted is right, and how often that is predicted."""
     if level.task == "classification":
         confidence = level.values.max(1)
         right = level.values.argmax(1) == level.truth

@@ -44,12 +44,12 @@ class Resampling(NamedTuple):
     """How often, and how sure.
 
     Attributes:
-        count: of the resamples; 0 for no intervals.
+        resamples: how many; 0 for no intervals.
         confidence: share of them between the limits.
         seed: of the draws.
     """
 
-    count: int = 1000
+    resamples: int = 1000
     confidence: float = 0.95
     seed: int = 0
 
@@ -66,11 +66,11 @@ def intervals(scored: Scored, how: Resampling, title: str = "") -> dict[str, lis
     than half of the resamples have it.
     """
     names = point(scored)
-    if how.count == 0 or scored.units < 2:
+    if how.resamples == 0 or scored.units < 2:
         none = Interval(np.nan, np.nan)
         return {name: [none] * np.size(value) for name, value in names.items()}
     found: dict[str, list[Floats]] = {name: [] for name in names}
-    with tqdm(total=how.count, desc=title, unit="resample", delay=2, leave=False) as bar:
+    with tqdm(total=how.resamples, desc=title, unit="resample", delay=2, leave=False) as bar:
         for weights in drawn(scored, how):
             for name, values in scored.metrics(weights).items():
                 found[name].append(values.reshape(len(weights), -1))
@@ -83,8 +83,8 @@ def drawn(scored: Scored, how: Resampling) -> Iterator[Floats]:
     rng = np.random.default_rng(how.seed)
     units = scored.units
     at_once = max(1, _CELLS // max(units, scored.samples))
-    for first in range(0, how.count, at_once):
-        many = min(at_once, how.count - first)
+    for first in range(0, how.resamples, at_once):
+        many = min(at_once, how.resamples - first)
         yield np.stack(
             [np.bincount(rng.integers(units, size=units), minlength=units) for _ in range(many)]
         ).astype(np.float64)

@@ -247,7 +247,9 @@ def bins_of(confidence: Floats) -> Ints:
 
 def divided(above: Floats, below: Floats) -> Floats:
     """NaN where there is nothing to divide by."""
-    return np.divide(above, below, out=np.full(np.shape(above), np.nan), where=below > 0)
+    found: Floats = np.full(np.shape(above), np.nan)
+    np.divide(above, below, out=found, where=below > 0)
+    return found
 
 
 def mean_over(values: Floats) -> Floats:

@@ -68,7 +68,7 @@ class Record:
             "files": list(self.files),
             "labels": list(self.labels),
         }
-        arrays = {"places": self.places, "values": self.values}
+        arrays: dict[str, Any] = {"places": self.places, "values": self.values}
         if self.confusion is not None:
             arrays["confusion"] = self.confusion
         with replacing(_path(run_dir, self.name)) as out:

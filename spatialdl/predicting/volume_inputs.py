@@ -87,7 +87,9 @@ def shard_volume_input(dataset: ShardDataset, number: int, name: str, trained: T
         SlideError: it does not fit the network.
     """
     found = _input(shard_volume(dataset, number), name, trained, None)
-    mask = partial(_seen_mask, dataset, number, found.source) if dataset.has_masks else None
+    mask = None
+    if dataset.has_masks and isinstance(found.source, VolumeImages):
+        mask = partial(_seen_mask, dataset, number, found.source)
     return replace(found, labels=label_names(dataset, [number]), read_mask=mask)
 
 

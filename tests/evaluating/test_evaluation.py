@@ -98,13 +98,16 @@ def _check_files(out: Path, values, truth, slides) -> None:
 
 def test_labels_of_the_data_set_are_in_the_predictions(tmp_path):
     slides, values, truth = drawn()
-    write_predictions(tmp_path / "p", slides, values, np.where(np.arange(120) < 5, -1, truth))
+    told = np.where(np.arange(120) < 5, -1, truth)
+    told[-1] = (truth[-1] + 1) % 3  # another than the rest of its slide
+    write_predictions(tmp_path / "p", slides, values, told)
     found = evaluated(tmp_path)
-    accuracy = known.accuracy_score(truth[5:], values[5:].argmax(1))
+    accuracy = known.accuracy_score(told[5:], values[5:].argmax(1))
     assert number(found, "tile", "all", "", "accuracy", "") == pytest.approx(accuracy)
     remarks = json.loads((tmp_path / "out" / "metrics.json").read_text())["remarks"]
     assert any("without a label, left out" in one for one in remarks)
-    assert any("slides whose tiles have several labels or none" in one for one in remarks)
+    assert "1 slide whose tiles have several labels, left out by slide" in remarks
+    assert found["slide", "all", "", "accuracy", ""]["samples"] == "11"
 
 
 def test_what_is_missing_is_reported(tmp_path):

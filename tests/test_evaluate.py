@@ -1,0 +1,132 @@
+"""The command, as a user starts it: shards with labels or masks in, metrics out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+
+import numpy as np
+import pytest
+from sklearn import metrics as known
+
+from spatialdl import evaluate
+from spatialdl.data import ShardDataset, ShardWriter
+from tests.predicting.runs import MAPS, NETWORK, train
+
+NAMES = ["0", "1", "2"]  # of networks that were trained on synthetic images
+HERE = ("device=cpu", "trust=[tests]", "bootstrap=30")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tiles of slides, regions with masks, and a network for each."""
+    path = tmp_path_factory.mktemp("evaluate")
+    rng = np.random.default_rng(0)
+    with ShardWriter(path / "tiles", classes=NAMES) as writer:
+        for number in range(24):
+            image = rng.integers(0, 256, (32, 32, 3), np.uint8)
+            label = None if number == 5 else NAMES[number // 4 % 3]
+            place = {"slide": f"s{number // 4}", "xy": (number % 4 * 32, 0)}
+            writer.add(image, label, "test", **place)
+    with ShardWriter(path / "regions", classes=NAMES, kind="regions") as writer:
+        for number in range(4):
+            size = 32, 48 - 16 * (number % 2)
+            mask = rng.integers(0, 3, size, np.uint8)
+            mask[0, :7] = 255
+            image = rng.integers(0, 256, (*size, 3), np.uint8)
+            writer.add(image, None, "test", slide=f"r{number}", mask=mask)
+    train(path / "run", *NETWORK)
+    train(path / "unet", "task=segmentation", *MAPS)
+    return path
+
+
+@pytest.fixture
+def here(folder, monkeypatch, capfd):
+    """Runs the command in this process, and gives its exit code and what it prints."""
+    monkeypatch.chdir(folder)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def start(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["evaluate", *HERE, *words])
+        code = 0
+        try:
+            evaluate.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        said = capfd.readouterr()
+        return code, said.out + said.err
+
+    return start
+
+
+def rows(path):
+    with path.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
+    code, said = here("ckpt_path=run", "shards=tiles", "split=test", "hydra.run.dir=e")
+    assert code == 0, said
+    tiles = rows(folder / "e" / "predictions.csv")
+    assert [row["label"] for row in tiles][4:7] == ["1", "", "1"]
+    known_tiles = [row for row in tiles if row["label"]]
+    expected = known.accuracy_score(
+        [row["label"] for row in known_tiles], [row["predicted"] for row in known_tiles]
+    )
+    told = json.loads((folder / "e" / "metrics.json").read_text())
+    assert told["levels"]["tile"]["accuracy"]["estimate"] == pytest.approx(expected)
+    assert (told["unit"], told["levels"]["tile"]["samples"]) == ("slide", 23)
+    assert told["levels"]["slide"]["samples"] == 6
+    assert "1 slide without a label, left out: s1" in said
+    assert "data:image/jpeg" in (folder / "e" / "report.html").read_text()
+    assert "calibration error" in said
+    before = (folder / "e" / "metrics.csv").read_bytes()
+    code, said = here("predictions=e", "hydra.run.dir=again")
+    assert code == 0, said
+    assert (folder / "again" / "metrics.csv").read_bytes() == before
+    assert "data:image/jpeg" in (folder / "again" / "report.html").read_text()
+
+
+def test_masks_are_compared_pixel_by_pixel(folder, here):
+    code, said = here("ckpt_path=unet", "shards=regions", "hydra.run.dir=m", "maps=true")
+    assert code == 0, said
+    pairs = {(r["slide"], r["label"]): r for r in rows(folder / "m" / "confusion.csv")}
+    dataset = ShardDataset(folder / "regions")
+    for number in range(4):
+        mask = dataset.read_mask(number)
+        for k, name in enumerate(NAMES):
+            row = pairs[f"r{number}", name]
+            total = sum(int(row[f"pixels_{n}"]) for n in range(3))
+            assert total == int((mask == k).sum()), name
+    told = json.loads((folder / "m" / "metrics.json").read_text())
+    counts = np.array(told["levels"]["image"]["pixels"])
+    dice = 2 * counts[1, 1] / (counts[1].sum() + counts[:, 1].sum())
+    found = told["levels"]["image"]["per_class"]["dice"]["1"]
+    assert found["estimate"] == pytest.approx(dice, abs=1e-12)
+    assert found["low"] <= dice <= found["high"]
+    assert told["unit"] == "image"
+    validated = _confusion_of_maps(folder)
+    assert np.abs(counts - validated).sum() <= 0.01 * counts.sum()
+
+
+def _confusion_of_maps(folder):
+    """From the pictures that predict writes, which have 8 bits."""
+    import tifffile
+
+    dataset = ShardDataset(folder / "regions")
+    found = np.zeros((3, 3))
+    for number in range(4):
+        mask = dataset.read_mask(number)
+        maps = [tifffile.imread(folder / "m" / f"r{number}-{k}.tif") for k in range(3)]
+        told = np.stack([one[: mask.shape[0], : mask.shape[1]] for one in maps]).argmax(0)
+        for true in range(3):
+            found[true] += np.bincount(told[mask == true], minlength=3)
+    return found
+
+
+def test_mistakes_are_one_line(here):
+    code, said = here("predictions=nowhere", "hydra.run.dir=x")
+    assert code == 1
+    assert said.strip().splitlines()[-1].startswith("error: predictions=nowhere has no predictions")
