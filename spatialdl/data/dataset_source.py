@@ -65,7 +65,8 @@ class DatasetSource:
         self._form, self._seed = form, seed
         self._transforms = SampleTransforms(transforms, form)
         self._labels: npt.NDArray[Any] | None = None
-        self._begin()
+        self._own: list[Seed] | None = None
+        self._last: tuple[tuple[int, int], Decoded] | None = None
         self.channels = 0  # until the first sample is known
         first = self._decoded(0, 0)
         self._form = form.with_dims(first.pixels)
@@ -205,10 +206,6 @@ class DatasetSource:
                 f"the class is {named}, there are {most} (0 to {most - 1}): set data.num_classes, "
                 "or number classes from 0"
             )
-
-    def _begin(self) -> None:
-        self._own: list[Seed] | None = None
-        self._last: tuple[tuple[int, int], Decoded] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_own": None, "_last": None, "_labels": None}

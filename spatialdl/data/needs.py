@@ -114,7 +114,7 @@ def _needs(
         batch = order[start : start + batching.size]
         parts = zip(batching.own(len(batch)), batching.boxes, batching.mask_boxes, strict=True)
         for own, *boxes in parts:
-            for box in filter(None, boxes):
+            for box in [one for one in boxes if isinstance(one, tuple)]:
                 for sample in batch[own].tolist():
                     read += _shards_under(views, sample, box, epoch)
     shards, first, uses = np.unique(np.array(read, np.int64), return_index=True, return_counts=True)

@@ -83,7 +83,8 @@ class SampleForm:
         if isinstance(sample, list) and len(sample) == 1 and isinstance(sample[0], Mapping):
             sample = sample[0]  # crops of MONAI come as lists
         if isinstance(sample, Mapping):
-            return tuple(sample[key] for key in self.names(sample))  # type: ignore[return-value]
+            image, target = self.names(sample)
+            return sample[image], sample[target]
         if isinstance(sample, list) and sample and isinstance(sample[0], Mapping):
             raise ValueError(
                 f"it is a list of {len(sample)} samples, expected one: let the transform give one "
@@ -92,7 +93,7 @@ class SampleForm:
         if not isinstance(sample, tuple | list):
             raise ValueError(f"it is {shown(sample)}, expected (image, target) or a dict")
         if self.keys is not None and all(isinstance(key, int) for key in self.keys):
-            if max(self.keys) >= len(sample):  # type: ignore[type-var, operator]
+            if max(self.keys) >= len(sample):  # type: ignore[operator]
                 raise ValueError(f"it has {len(sample)} parts, but data.keys={list(self.keys)}")
             return sample[self.keys[0]], sample[self.keys[1]]  # type: ignore[index]
         if len(sample) != 2:
@@ -119,7 +120,7 @@ class SampleForm:
                     f"it has no {what} under {wanted}, but {', '.join(map(str, sample))}: set "
                     "data.keys=[IMAGE,TARGET]"
                 )
-            found.append(there[0])  # type: ignore[arg-type]
+            found.append(there[0])
         return found[0], found[1]
 
     def pixels(self, image: Any) -> Pixels:

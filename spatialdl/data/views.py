@@ -127,7 +127,7 @@ class Views:
         return draw(self.augmentation, self.seed, epoch, sample)
 
     def _place(self, drawn: Draw, epoch: int, sample: int, box: Box, masks: bool) -> Pixels:
-        source: ImageSource = self.source
+        source: Any = self.source
         if isinstance(source, DatasetSource):
             source = source.at(epoch)
         stored = source.image_size(sample)

@@ -92,8 +92,9 @@ def tile_span(attributes: Mapping[str, Any], places: npt.NDArray[np.int64]) -> f
 
 def _whole(attributes: Mapping[str, Any], name: str) -> int | None:
     value = attributes.get(name)
-    is_number = isinstance(value, int | float | np.integer | np.floating)
-    return int(value) if is_number and np.isfinite(value) and value >= 1 else None  # type: ignore[arg-type]
+    if not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    return int(value) if np.isfinite(value) and value >= 1 else None
 
 
 def shares_below(attention: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -27,7 +27,7 @@ from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps
 from spatialdl.predicting.given import given_slides
 from spatialdl.predicting.network import Network
 from spatialdl.predicting.progress import bar
-from spatialdl.predicting.tables import Report, predicted_columns, save_columns, table
+from spatialdl.predicting.tables import Columns, Report, predicted_columns, save_columns, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.reading.reader import Slide
@@ -171,7 +171,7 @@ class BagPredictor:
         with autocast(self._device, self._precision.mixed):
             output = self._model(bag)
             if self._draws:
-                attention = attention_of(self._model)(bag)[0]  # type: ignore[misc]
+                attention = attention_of(self._model)(bag)[0]
         values = values_of(output.double().cpu(), self._trained.task)[0]
         found = None if attention is None else attention.double().cpu().numpy()
         return values.numpy(), found
@@ -221,7 +221,7 @@ def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind:
     elif good:
         columns = predicted_columns(values, trained.classes, trained.task)
     place = {one.name: number for number, one in enumerate(good)}
-    told: dict[str, list[Any]] = {
+    told: Columns = {
         "slide": [one.name for one in outcomes],
         "tiles": [one.tiles for one in outcomes],
     }

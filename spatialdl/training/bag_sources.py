@@ -60,7 +60,7 @@ def open_bags(
     return train, validation, tuple(names)
 
 
-def feature_paths(given: object) -> list[Path]:
+def feature_paths(given: Any) -> list[Path]:
     """Folders and files of a setting: one, or a list.
 
     Raises:

@@ -170,6 +170,6 @@ def _overrides(run_dir: Path) -> list[str]:
     """Of the command line that made the run directory."""
     try:
         words = OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")
-        return [str(word) for word in OmegaConf.to_container(words, resolve=False)]
+        return [str(word) for word in OmegaConf.to_container(words, resolve=False) or ()]
     except OSError:
         return []

@@ -123,8 +123,9 @@ def _side(size: Any) -> int | None:
         return size
     if isinstance(size, list | tuple):
         return int(size[0])
-    get = size.get if isinstance(size, Mapping) else lambda key: getattr(size, key, None)
-    values = [side for key in ("height", "width", "shortest_edge") if (side := get(key))]
+    keys = ("height", "width", "shortest_edge")
+    given = size if isinstance(size, Mapping) else {key: getattr(size, key, None) for key in keys}
+    values = [side for key in keys if (side := given.get(key))]
     return int(values[0]) if values and len(set(values)) == 1 else None
 
 

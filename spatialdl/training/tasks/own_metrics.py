@@ -333,12 +333,15 @@ def _number(value: float) -> float | None:
     return None if value != value else float(value)  # noqa: PLR0124
 
 
+def _as_list(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
+
+
 def _alike(one: Scores, other: Scores) -> bool:
-    pairs = [(one[name], other.get(name)) for name in one]
     flat = [
         (a, b)
-        for left, right in pairs
-        for a, b in (zip(left, right, strict=False) if isinstance(left, list) else [(left, right)])
+        for name in one
+        for a, b in zip(_as_list(one[name]), _as_list(other.get(name)), strict=False)
     ]
     return all(
         a == b or (a is not None and b is not None and abs(a - b) <= _SAME * max(1, abs(a)))

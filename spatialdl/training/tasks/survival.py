@@ -93,10 +93,10 @@ def survival_edges(train: ImageSource, bins: int) -> Tensor:
     times = labels[labels[:, 1] == 1, 0]
     shares = torch.arange(1, bins, dtype=torch.float64) / bins
     edges = torch.quantile(times, shares) if len(times) else times
-    if bins < 2 or len(edges.unique()) < bins - 1:
+    if bins < 2 or len(set(edges.tolist())) < bins - 1:
         raise ValueError(
-            f"{len(times)} events at {len(times.unique())} different times cannot be divided into "
-            f"{bins} intervals: set data.num_classes to at least 2, and to no more than there are "
+            f"{len(times)} events at {len(set(times.tolist()))} different times cannot be divided "
+            f"into {bins} intervals: set data.num_classes to at least 2, and to no more than there are "
             "different times of events"
         )
     return edges

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
@@ -185,7 +186,7 @@ class BagClassification(Classification):
         if not self._has_more(output):
             return super().loss(output, target)
         assert self.classes is not None
-        logits, own, other = output.split(self.classes, 1)
+        logits, own, other = torch.split(output, self.classes, 1)
         is_own = F.one_hot(target, self.classes).to(output.dtype)
         more = own * is_own + other * (1 - is_own)
         return super().loss(logits, target) + more.sum(1).mean()
