@@ -96,8 +96,8 @@ def survival_edges(train: ImageSource, bins: int) -> Tensor:
     if bins < 2 or len(set(edges.tolist())) < bins - 1:
         raise ValueError(
             f"{len(times)} events at {len(set(times.tolist()))} different times cannot be divided "
-            f"into {bins} intervals: set data.num_classes to at least 2, and to no more than there are "
-            "different times of events"
+            f"into {bins} intervals: set data.num_classes to at least 2, and to no more than there "
+            "are different times of events"
         )
     return edges
 
