@@ -12,6 +12,7 @@ import numpy.typing as npt
 from spatialdl.analysis import options as names
 from spatialdl.analysis import pictures
 from spatialdl.analysis.cohort import Cohort, Columns, Sampled, tile_span
+from spatialdl.analysis.columns import as_numbers, read_columns
 from spatialdl.analysis.decomposition import PCA, TruncatedSVD
 from spatialdl.analysis.kmeans import KMeans
 from spatialdl.analysis.neighbours import NearestNeighbors
@@ -19,7 +20,6 @@ from spatialdl.analysis.pictures import SlideMap
 from spatialdl.analysis.rows import FileRows
 from spatialdl.analysis.saved_models import load_model, save_model
 from spatialdl.analysis.slide_pictures import SlidePictures
-from spatialdl.analysis.slide_table import as_numbers, read_columns
 from spatialdl.data.feature_file import FeatureFile
 from spatialdl.data.saving import save_table
 from spatialdl.predicting.geojson import colour_of, save_geojson

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from spatialdl.analysis import pictures
 from spatialdl.analysis.cohort import Cohort, Columns
+from spatialdl.analysis.columns import numbers_of, read_columns
 from spatialdl.analysis.ridge import MSE, Ridge, RidgeCV
 from spatialdl.analysis.rows import FileRows
 from spatialdl.analysis.saved_models import load_model, save_model
-from spatialdl.analysis.slide_table import numbers_of, read_columns
 from spatialdl.data.feature_file import FeatureFile
 from spatialdl.data.saving import save_table
 

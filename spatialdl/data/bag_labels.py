@@ -12,12 +12,15 @@ chosen, or all that have no other meaning. ``patient`` may be ``patient_id`` or 
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SLIDE, SPLIT, PATIENT = ("slide_id", "slide"), ("split",), ("patient", "patient_id", "case_id")
+from spatialdl.data.slide_table import PATIENT, SLIDE_COLUMNS, SPLIT, read_table
+
+PATIENTS = (PATIENT, "patient_id", "case_id")
+"""What the column of patients may be called."""
+
 _OTHER = ("mpp", "sample")  # of other tables of slides, never labels
 
 
@@ -37,7 +40,7 @@ class SlideRow:
 
 
 @dataclass(frozen=True)
-class SlideTable:
+class BagLabels:
     """A table of slides.
 
     Attributes:
@@ -73,7 +76,7 @@ class SlideTable:
         return found, missing
 
 
-def read_slide_table(path: Path, columns: Sequence[str] | None) -> SlideTable:
+def read_bag_labels(path: Path, columns: Sequence[str] | None) -> BagLabels:
     """Read a CSV of slides.
 
     Args:
@@ -84,52 +87,26 @@ def read_slide_table(path: Path, columns: Sequence[str] | None) -> SlideTable:
         ValueError: the file is missing or malformed, a column is missing, a cell of the slide or
             the split is empty, or a patient is in several splits.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"data.labels={path} cannot be read: {error}") from error
-    head = [name.strip() for name in lines[0]] if lines else []
-    if len(set(head)) < len(head) or not any(name in SLIDE for name in head):
-        raise ValueError(
-            f"{path} begins with {','.join(head) or 'nothing'}: its first line names each column "
-            f"once, {' or '.join(SLIDE)} among them"
-        )
-    slide, split, patient = (_place(head, names) for names in (SLIDE, SPLIT, PATIENT))
-    places = _label_places(path, head, columns)
+    table = read_table(path)
+    patient = next((name for name in PATIENTS if name in table.columns), None)
+    chosen = _label_columns(path, table.columns, columns)
     rows: dict[str, SlideRow] = {}
-    for number, line in enumerate(lines[1:], start=2):
-        cells = [cell.strip() for cell in line]
-        if not any(cells):
-            continue
-        where = f"{path} line {number}"
-        if len(cells) != len(head):
-            raise ValueError(f"{where} has {len(cells)} cells, but the first line {len(head)}")
-        for place in (slide, split):
-            if place is not None and not cells[place]:
-                raise ValueError(f"{where}: {head[place]} is empty")
-        name = cells[slide or 0]
-        row = SlideRow(
-            tuple(cells[place] for place in places),
-            None if split is None else cells[split],
-            None if patient is None else cells[patient] or None,
+    for line, row in zip(table.lines, table.rows, strict=True):
+        where = f"{path} line {line}"
+        if row.get(SPLIT) == "":
+            raise ValueError(f"{where}: {SPLIT} is empty")
+        rows[row[table.key]] = SlideRow(
+            tuple(row[name] for name in chosen),
+            row.get(SPLIT),
+            None if patient is None else row[patient] or None,
             where,
         )
-        if name in rows:
-            raise ValueError(f"{where}: slide {name} has another row before; keep one")
-        rows[name] = row
-    if not rows:
-        raise ValueError(f"{path} has no slides: a line each follows the first")
     _check_patients(rows)
-    return SlideTable(path, tuple(head[place] for place in places), rows, split is not None)
+    return BagLabels(path, tuple(chosen), rows, SPLIT in table.columns)
 
 
-def _place(head: Sequence[str], names: Sequence[str]) -> int | None:
-    return next((head.index(name) for name in names if name in head), None)
-
-
-def _label_places(path: Path, head: Sequence[str], columns: Sequence[str] | None) -> list[int]:
-    reserved = {*SLIDE, *SPLIT, *PATIENT, *_OTHER}
+def _label_columns(path: Path, head: Sequence[str], columns: Sequence[str] | None) -> Sequence[str]:
+    reserved = {*SLIDE_COLUMNS, SPLIT, *PATIENTS, *_OTHER}
     if columns is None:
         columns = [name for name in head if name not in reserved]
     missing = [name for name in columns if name not in head]
@@ -139,7 +116,7 @@ def _label_places(path: Path, head: Sequence[str], columns: Sequence[str] | None
             f"{path} has {what}; it has {', '.join(head)}: name columns of labels by "
             "data.columns=[...]"
         )
-    return [head.index(name) for name in columns]
+    return columns
 
 
 def _check_patients(rows: Mapping[str, SlideRow]) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.configuring.values import check_values
+from spatialdl.data.slide_table import read_table
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.checks import check_config
-from spatialdl.slides.cohort.table import read_table
 from spatialdl.training.checks import check_choices
 from spatialdl.training.layouts import placement_of
 

@@ -9,10 +9,10 @@ from pathlib import Path, PurePath
 import numpy as np
 import numpy.typing as npt
 
+from spatialdl.data.slide_table import PATIENT, SlideTable, read_table
 from spatialdl.data.targets import UNKNOWN_TARGETS
 from spatialdl.evaluating.predicted import Predicted
 from spatialdl.slides.batch.finding_slides import storable
-from spatialdl.slides.cohort.table import PATIENT, SlideTable, read_table
 from spatialdl.text import counted
 
 LABEL = "label"

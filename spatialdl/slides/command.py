@@ -13,6 +13,7 @@ from types import FrameType
 
 from spatialdl.comm.launch import launched
 from spatialdl.data.folder import ResumableFolder, holds_results
+from spatialdl.data.slide_table import PATIENT, SPLIT, read_table
 from spatialdl.data.striping import Striping
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
@@ -27,7 +28,6 @@ from spatialdl.slides.batch.report import Report, save_reports, table, warnings,
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
 from spatialdl.slides.cohort.splitting import in_two_splits
-from spatialdl.slides.cohort.table import PATIENT, SPLIT, read_table
 from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.reading.paths import slide_bytes
 from spatialdl.text import counted, print_lines, readable_bytes

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.data.bag_labels import SlideRow, SlideTable, read_slide_table
+from spatialdl.data.bag_labels import BagLabels, SlideRow, read_bag_labels
 from spatialdl.data.bags import BagSource
 from spatialdl.data.feature_file import FeatureFile, list_features
 from spatialdl.data.targets import target_of
@@ -34,7 +34,7 @@ def open_bags(
     if task == "segmentation":
         raise ValueError("data=bags has labels of slides, and no masks for task=segmentation")
     files = {file.slide: file for file in list_features(feature_paths(data.features))}
-    table = read_slide_table(Path(data.labels).expanduser(), _columns(data, task))
+    table = read_bag_labels(Path(data.labels).expanduser(), _columns(data, task))
     rows = _matched(table, files, bool(data.skip_missing))
     rows = _known(rows, task)
     kept = _with_tiles(rows, files)
@@ -87,7 +87,7 @@ def _columns(data: DictConfig, task: str) -> Sequence[str] | None:
 
 
 def _matched(
-    table: SlideTable, files: Mapping[str, FeatureFile], skip_missing: bool
+    table: BagLabels, files: Mapping[str, FeatureFile], skip_missing: bool
 ) -> dict[str, SlideRow]:
     """Rows of slides that have features."""
     rows, missing = table.match(list(files))
@@ -132,7 +132,7 @@ def _with_tiles(
 
 
 def _labels(
-    rows: Mapping[str, SlideRow], table: SlideTable, task: str
+    rows: Mapping[str, SlideRow], table: BagLabels, task: str
 ) -> tuple[npt.NDArray[Any], list[str]]:
     """Labels of all slides, and the names of classes or targets."""
     if task == "classification":
@@ -166,7 +166,7 @@ def _row(row: SlideRow, columns: Sequence[str], task: str) -> list[float]:
 
 def _splits(
     data: DictConfig,
-    table: SlideTable,
+    table: BagLabels,
     rows: Mapping[str, SlideRow],
     seed: int,
     classes: npt.NDArray[Any] | None,

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.data.bag_labels import read_slide_table
+from spatialdl.data.bag_labels import read_bag_labels
 
 
 def table(folder, text, columns=None):
     path = folder / "labels.csv"
     path.write_text(text)
-    return read_slide_table(path, columns)
+    return read_bag_labels(path, columns)
 
 
 def test_columns_of_labels_are_those_without_another_meaning(tmp_path) -> None:
@@ -24,14 +24,14 @@ def test_columns_of_labels_are_those_without_another_meaning(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "begins with nothing"),
-        ("name,label\na,1\n", "slide_id or slide among them"),
-        ("slide,label,label\na,1,1\n", "names each column once"),
+        ("", "first line is empty"),
+        ("name,label\na,1\n", "no column slide or slide_id"),
+        ("slide,label,label\na,1,1\n", "two columns 'label'"),
         ("slide,split\na,train\n", "no column of labels"),
-        ("slide,label\n", "has no slides"),
+        ("slide,label\n", "has no rows"),
         ("slide,label\na,1,2\n", "line 2 has 3 cells"),
         ("slide,label\n,1\n", "line 2: slide is empty"),
-        ("slide,label\na,1\na,0\n", "line 3: slide a has another row"),
+        ("slide,label\na,1\na,0\n", "line 3: slide 'a' was named in line 2"),
         ("slide,label,patient,split\na,1,p,train\nb,1,p,val\n", "patient p is in the split val"),
     ],
 )
@@ -46,5 +46,5 @@ def test_a_slide_has_one_row_whatever_it_is_called(tmp_path) -> None:
         found.match(["a"])
     with pytest.raises(ValueError, match="has no column stage; it has slide, label"):
         table(tmp_path, "slide,label\na,1\n", ["stage"])
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_slide_table(tmp_path / "none.csv", None)
+    with pytest.raises(ValueError, match="cannot read"):
+        read_bag_labels(tmp_path / "none.csv", None)

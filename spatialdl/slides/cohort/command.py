@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from spatialdl.data.slide_table import PATIENT, SPLIT, SlideTable, read_table
 from spatialdl.slides.batch.finding_slides import find_slides
 from spatialdl.slides.batch.labels import Index
 from spatialdl.slides.cohort.likeness import same_slides
@@ -19,7 +20,6 @@ from spatialdl.slides.cohort.splitting import (
     pairs_apart,
     strata_of,
 )
-from spatialdl.slides.cohort.table import PATIENT, SPLIT, SlideTable, read_table
 from spatialdl.text import aligned, counted
 
 _OK, _FAILED, _MISUSED = 0, 1, 2

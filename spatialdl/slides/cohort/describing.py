@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from spatialdl.data.format import Manifest
+from spatialdl.data.slide_table import read_table
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.labels import Index
 from spatialdl.slides.cohort.measuring import SlideMeasures, measure_slides
 from spatialdl.slides.cohort.page import Member, members_of, save_cohort
-from spatialdl.slides.cohort.table import read_table
 from spatialdl.text import counted, positive_int
 
 _OK, _MISUSED = 0, 2

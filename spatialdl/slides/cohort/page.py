@@ -13,9 +13,9 @@ import jinja2
 import numpy as np
 
 from spatialdl.data.saving import replacing, save_table
+from spatialdl.data.slide_table import PATIENT, SPLIT
 from spatialdl.slides.cohort.measuring import MEASURES, SlideMeasures
 from spatialdl.slides.cohort.outliers import outlying
-from spatialdl.slides.cohort.table import PATIENT, SPLIT
 from spatialdl.text import counted
 from spatialdl.version import __version__
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.slides.cohort.table import read_table
+from spatialdl.data.slide_table import read_table
 
 
 def test_columns_and_rows_come_back(tmp_path: Path):

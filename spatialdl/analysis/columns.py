@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from spatialdl.data.slide_table import read_table
 
 
 def read_columns(
@@ -16,7 +17,7 @@ def read_columns(
     """Of each slide that has a line its values by column; an empty one is left out.
 
     Args:
-        path: CSV in UTF-8 with a column `slide`: names with or without the suffix of a file.
+        path: CSV in UTF-8 with a column `slide` or `slide_id`: names with or without a suffix.
         slides: names; lines of others are passed over.
         columns: that are wanted.
 
@@ -24,32 +25,21 @@ def read_columns(
         ValueError: the file cannot be read, has no such column, names a slide twice, or names none
             of the slides.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = [str(name).strip() for name in reader.fieldnames or []]
-            reader.fieldnames = header
-            missing = [name for name in ("slide", *columns) if name not in header]
-            if missing:
-                raise ValueError(
-                    f"{path} has no column {', '.join(missing)}; its first line is "
-                    f"{','.join(header)!r}"
-                )
-            lines = [(reader.line_num, row) for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    table = read_table(path)
+    missing = [name for name in columns if name not in table.columns]
+    if missing:
+        raise ValueError(
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(table.columns)}"
+        )
     known, found = set(slides), dict[str, dict[str, str]]()
-    for line, row in lines:
-        named = Path(str(row["slide"] or "").strip()).name
+    for line, row in zip(table.lines, table.rows, strict=True):
+        named = Path(row[table.key]).name
         slide = next((name for name in (named, Path(named).stem) if name in known), None)
         if slide is None:
             continue
         if slide in found:
             raise ValueError(f"{path} line {line}: slide {slide!r} was named before; keep one line")
-        values = {name: str(row[name] or "").strip() for name in columns}
-        found[slide] = {name: value for name, value in values.items() if value}
+        found[slide] = {name: row[name] for name in columns if row[name]}
     if not found:
         raise ValueError(
             f"{path} names none of the {len(slides)} slides with features, such as {slides[0]!r}"

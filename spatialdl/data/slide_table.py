@@ -23,11 +23,13 @@ class SlideTable:
         columns: of the file.
         rows: by column, without white space around.
         key: the column of the slides' names, one of `SLIDE_COLUMNS`.
+        lines: of the file in which the rows stand, from 1.
     """
 
     columns: tuple[str, ...]
     rows: tuple[Mapping[str, str], ...]
     key: str
+    lines: tuple[int, ...]
 
     @property
     def slides(self) -> list[str]:
@@ -47,8 +49,9 @@ class SlideTable:
     def with_splits(self, splits: Sequence[str]) -> SlideTable:
         """The same rows, each with its split."""
         columns = self.columns if SPLIT in self.columns else (*self.columns, SPLIT)
-        rows = zip(self.rows, splits, strict=True)
-        return SlideTable(columns, tuple({**row, SPLIT: split} for row, split in rows), self.key)
+        pairs = zip(self.rows, splits, strict=True)
+        rows = tuple({**row, SPLIT: split} for row, split in pairs)
+        return SlideTable(columns, rows, self.key, self.lines)
 
     def save(self, path: Path) -> None:
         """Write the CSV, whole or not at all.
@@ -89,13 +92,14 @@ def read_table(path: Path) -> SlideTable:
     rows = _rows(path, columns, key, lines[1:])
     if not rows:
         raise ValueError(f"{path} has no rows below its first line")
-    return SlideTable(columns, tuple(rows), key)
+    return SlideTable(columns, tuple(rows.values()), key, tuple(rows))
 
 
 def _rows(
     path: Path, columns: Sequence[str], key: str, lines: Sequence[Sequence[str]]
-) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = []
+) -> dict[int, dict[str, str]]:
+    """By line."""
+    rows: dict[int, dict[str, str]] = {}
     seen: dict[str, int] = {}
     for number, cells in enumerate(lines, start=2):
         if not any(cell.strip() for cell in cells):
@@ -113,5 +117,5 @@ def _rows(
                 f"{path} line {number}: slide {slide!r} was named in line {seen[slide]}; keep one"
             )
         seen[slide] = number
-        rows.append(row)
+        rows[number] = row
     return rows
