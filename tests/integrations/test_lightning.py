@@ -32,7 +32,7 @@ def run(script: str, folder: Path, ranks: int = 0) -> subprocess.CompletedProces
 
 def loss_of(done: subprocess.CompletedProcess[str]) -> float:
     assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)
+    (found,) = re.findall(r"loss (\S+)$", done.stdout, re.MULTILINE)
     return float(found)
 
 
