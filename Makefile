@@ -40,7 +40,7 @@ test-serial: $(READY)
 	    --max-worker-restart 0
 
 test-mpi: $(READY)
-	$(RUN) 1200 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
+	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
 
 	# what talks between stages and replicas, on a number of ranks that divides nothing
 	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
