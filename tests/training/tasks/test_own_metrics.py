@@ -136,12 +136,12 @@ def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
     metrics = own(
         "regression",
         {"_target_": "torchmetrics.regression.MeanAbsolutePercentageError", "name": "off"},
-        {"_target_": "torchmetrics.regression.PearsonCorrCoef"},
+        {"_target_": "torchmetrics.regression.ConcordanceCorrCoef"},
         {"_target_": f"{OWN}.Edges"},
     )
     assert metrics.is_smaller_better("off", "key") is True
     assert metrics.is_smaller_better("slide_off", "key") is True
-    assert metrics.is_smaller_better("PearsonCorrCoef", "key") is False
+    assert metrics.is_smaller_better("ConcordanceCorrCoef", "key") is False
     assert metrics.is_smaller_better("rmse", "key") is None
     assert metrics.is_smaller_better(None, "key") is None
     with pytest.raises(ValueError, match="key=Edges: whether larger or smaller values are better"):
