@@ -95,7 +95,7 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("tiles", "my_set", "scan_set"):  # which the commands before it have written
         (tmp_path / folder).mkdir()
-    for table in ("receptors.csv", "labels.csv", "ages.csv", "survival.csv"):
+    for table in ("receptors.csv", "labels.csv", "split.csv", "ages.csv", "survival.csv"):
         (tmp_path / table).touch()
     given = [rewritten(word) for word in words[1:] if not word.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(given)

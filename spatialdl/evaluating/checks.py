@@ -14,7 +14,7 @@ from spatialdl.training.checks import check_choices
 from spatialdl.training.layouts import placement_of
 
 AGGREGATIONS = ("mean", "median", "max", "vote")
-TABLES = ("predictions", "volumes", "confusion")
+TABLES = ("predictions", "volumes", "confusion", "slides")
 """Names of the tables that predictions are read from."""
 
 
@@ -55,8 +55,8 @@ def _check_predictions(config: DictConfig) -> Placement:
     folder = Path(config.predictions).expanduser()
     if not any(predicted_table(folder, name) for name in TABLES):
         raise ValueError(
-            f"predictions={config.predictions} has no predictions.csv: name the directory of a run "
-            "of spatialdl.predict (its hydra.run.dir)"
+            f"predictions={config.predictions} has no predictions.csv or slides.csv: name the "
+            "directory of a run of spatialdl.predict (its hydra.run.dir)"
         )
     placement = placement_of(config.parallel)
     if placement.world_size > 1:

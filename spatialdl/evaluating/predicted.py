@@ -55,7 +55,8 @@ def read_predictions(folder: Path) -> Predicted:
     masks = predicted_table(folder, PIXELS)
     if masks is not None:
         return _of_pixels(masks, _failed(folder))
-    for name, key in (("predictions", "slide"), ("volumes", "volume")):
+    # bags have slides only
+    for name, key in (("predictions", "slide"), ("volumes", "volume"), ("slides", "slide")):
         path = predicted_table(folder, name)
         if path is not None:
             return _of_samples(path, _columns(path), key, _failed(folder))

@@ -62,6 +62,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         options.mean,
         options.std,
         options.interpolation,
+        options.tile_size,
     )
     return options
 

@@ -24,7 +24,7 @@ def folder(tmp_path):
         ("slides=a.svs", "slides and volumes have no labels of their own: give labels=FILE.csv"),
         ("predictions=P slides=a.svs", "predictions=.* and slides=a.svs are both given"),
         ("predictions=P ckpt_path=run", "are both given"),
-        ("predictions=P/..", "has no predictions.csv: name the directory of a run"),
+        ("predictions=P/..", "slides.csv: name the directory of a run"),
         ("predictions=P parallel=sp", "predicts over 2 ranks, but with predictions="),
         ("predictions=P bootstrap=-1", "bootstrap=-1 must be a whole number of at least 0"),
         ("predictions=P confidence=95", "confidence=95 must lie between 0 and 1"),

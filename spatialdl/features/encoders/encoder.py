@@ -29,6 +29,7 @@ class Wish:
         download: fetch what is not on this machine.
         crop: crop as the encoder's own transform does; else whole tiles are resized.
         size, mean, std, interpolation: in place of what the encoder says.
+        tile_size: of the tiles, where it is known.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Wish:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     interpolation: str | None = None
+    tile_size: int | None = None
 
     @property
     def kind(self) -> str:

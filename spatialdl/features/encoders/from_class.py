@@ -18,7 +18,7 @@ def own_encoder(wish: Wish) -> Encoder:
     """The network that a name of Python gives, called with the arguments.
 
     Its attributes `input_size`, `mean`, `std` and `interpolation` say what it wants of images, and
-    options say otherwise.
+    options say otherwise. Without a size tiles stay as they are.
 
     Raises:
         ValueError: there is no such class, it cannot be made, or does not say what it wants.
@@ -38,9 +38,9 @@ def own_encoder(wish: Wish) -> Encoder:
     if wish.weights is not None:
         load_file(network, wish.weights)
     steps = Preprocessing(
-        int(_said(wish.size, network, "input_size", "--input-size")),
-        tuple(map(float, _said(wish.mean, network, "mean", "--mean"))),
-        tuple(map(float, _said(wish.std, network, "std", "--std"))),
+        _size(wish, network),
+        _of_colours(_said(wish.mean, network, "mean", "--mean")),
+        _of_colours(_said(wish.std, network, "std", "--std")),
         wish.interpolation or str(getattr(network, "interpolation", "bicubic")),
     )
     source = str(wish.weights or f"made by {wish.name}")
@@ -63,6 +63,16 @@ def _found(name: str) -> Any:
             f"--encoder {name} cannot be imported ({error}): expected timm:NAME, "
             "transformers:FOLDER, torchvision:NAME, or package.Class"
         ) from error
+
+
+def _size(wish: Wish, network: nn.Module) -> int:
+    found = wish.size or getattr(network, "input_size", None) or wish.tile_size
+    return int(_said(found, network, "input_size", "--input-size or --tile-size"))
+
+
+def _of_colours(value: Any) -> tuple[float, ...]:
+    """A number for all colours, or one for each."""
+    return (float(value),) * 3 if isinstance(value, int | float) else tuple(map(float, value))
 
 
 def _said(given: Any, network: nn.Module, name: str, option: str) -> Any:
