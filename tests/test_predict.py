@@ -308,7 +308,7 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
         ("ckpt_path=a.tiff slides=a.tiff", "ckpt_path=a.tiff names no checkpoint"),
         (
             "ckpt_path=run",
-            "slides=..., volumes=... or shards=... says what to predict, and none is",
+            "slides=..., volumes=..., shards=... or features=... says what to predict, and none is",
         ),
         ("ckpt_path=run volumes=*.nii", "volumes=*.nii matches no file or folder"),
         ("ckpt_path=run volumes=a.tiff", "volumes=a.tiff has volumes, but the network of"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -9,6 +10,7 @@ from hydra import compose, initialize_config_module
 from spatialdl.comm.alone import Alone
 from spatialdl.training.best import METRICS, Best, check_metric
 from spatialdl.training.trainer import Trainer
+from tests.bags import write_bags
 from tests.fitting import fit
 
 
@@ -17,6 +19,22 @@ def small(*overrides: str) -> Trainer:
         given = ("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu")
         more = ("data.samples=3", "data.validation_samples=3", "trainer.max_steps=1")
         config = compose("train", [*overrides, *given, *more, "data.batch_size=3"])
+    return Trainer(config, Alone())
+
+
+def survivals(folder: Path) -> Trainer:
+    """Of bags, which alone have such labels."""
+    (folder / "bags").mkdir()
+    write_bags(folder / "bags")
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose(
+            "train",
+            [
+                *("data=bags", "task=survival", "model=abmil", "trainer.max_steps=1"),
+                *("device=cpu", "data.num_classes=2", f"data.features={folder / 'bags'}"),
+                f"data.labels={folder / 'bags' / 'labels.csv'}",
+            ],
+        )
     return Trainer(config, Alone())
 
 
@@ -70,7 +88,7 @@ def test_it_goes_on_from_what_was_saved_of_the_same_metric():
 @pytest.mark.parametrize("task", METRICS)
 def test_the_metrics_that_are_known_before_are_those_that_are_told(task, tmp_path):
     given = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
-    trainer = small(*given, f"task={task}")
+    trainer = survivals(tmp_path) if task == "survival" else small(*given, f"task={task}")
     fit(trainer, tmp_path)
     (found,) = json.loads((tmp_path / "summary.json").read_text())["validation"]
     numbers = {name for name, value in found.items() if not isinstance(value, list)}

@@ -67,7 +67,7 @@ def test_an_unknown_data_set_is_refused():
     data = config().data
     data.name = "imagenet"
     with pytest.raises(
-        ValueError, match="data=imagenet is unknown: take shards, dataset, synthetic or frac"
+        ValueError, match="data=imagenet is unknown: take shards, bags, dataset, synthetic or f"
     ):
         open_sources(data, 0)
 
