@@ -131,12 +131,14 @@ def _columns(path: Path) -> dict[str, list[str]]:
             name: ["" if cell is None else str(cell) for cell in cells]
             for name, cells in table.items()
         }
-    csv.field_size_limit(sys.maxsize)
+    before = csv.field_size_limit(sys.maxsize)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             head, *rows = csv.reader(file)
     except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a table of predictions: {error}") from error
+    finally:
+        csv.field_size_limit(before)  # of the whole process
     for number, row in enumerate(rows, start=2):
         if len(row) != len(head):
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
 import re
@@ -15,6 +16,7 @@ from sklearn import metrics as known
 
 from spatialdl.comm.alone import Alone
 from spatialdl.evaluating.evaluation import run
+from spatialdl.evaluating.predicted import read_predictions
 from tests.evaluating.cases import (
     CLASSES,
     command,
@@ -202,3 +204,11 @@ def test_predictions_that_are_no_numbers_are_refused(tmp_path):
     write_predictions(tmp_path / "p", slides, values * np.nan, truth)
     with pytest.raises(ValueError, match="no prediction with a label is left: 120 predictions of"):
         evaluated(tmp_path)
+
+
+def test_the_limit_of_cells_of_other_tables_stays(tmp_path: Path) -> None:
+    """Reading predictions raised it for the whole process: damaged logs were taken as whole."""
+    before = csv.field_size_limit()
+    (tmp_path / "slides.csv").write_text(f"slide,predicted,probability_a\n{'s' * 200_000},a,1.0\n")
+    assert len(read_predictions(tmp_path).slides[0]) == 200_000
+    assert csv.field_size_limit() == before
