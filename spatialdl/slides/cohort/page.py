@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from spatialdl.data.format import order_splits
 from spatialdl.data.saving import replacing, save_table
 from spatialdl.data.slide_table import PATIENT, SPLIT
 from spatialdl.slides.cohort.measuring import MEASURES, SlideMeasures
@@ -21,7 +22,7 @@ from spatialdl.version import __version__
 
 LABEL, SCANNER, PREDICTED = "label", "scanner", "predicted"
 _COLOURS = ("#1f5fa8", "#d1701f", "#2f8f5b", "#8a4fa3", "#8a8a8a")
-_MOST_COLOURS, _MOST_VALUES = len(_COLOURS), 12
+_MOST_VALUES = 12
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _save_page(
 def _tables(members: Sequence[Member]) -> Iterator[dict[str, Any]]:
     """Counts of labels, patients and scanners, in each split where there are splits."""
     splits = [member.facts.get(SPLIT, "") for member in members]
-    names = sorted(set(splits), key=lambda name: (_ORDER.get(name, 3), name))
+    names = order_splits(splits)
     yield _counted_by(members, splits, names)
     for column in (LABEL, SCANNER, PREDICTED):
         cells = [_cell(member, column) for member in members]
@@ -132,9 +133,6 @@ def _tables(members: Sequence[Member]) -> Iterator[dict[str, Any]]:
         left = len(set(cells)) - len(values)
         more = f"and {counted(left, 'more value')}" if left else ""
         yield {"head": (column, *_shown(names)), "rows": rows, "more": more}
-
-
-_ORDER = {"train": 0, "val": 1, "test": 2}
 
 
 def _counted_by(
@@ -168,7 +166,7 @@ def _pictures(members: Sequence[Member], numbers: Sequence[str]) -> str:
     if not numbers:
         return ""
     splits = [member.facts.get(SPLIT, "") for member in members]
-    names = sorted(set(splits), key=lambda name: (_ORDER.get(name, 3), name))
+    names = order_splits(splits)
     across = min(4, len(numbers))
     down = -(-len(numbers) // across)
     figure = Figure(figsize=(2.9 * across, 2.4 * down), layout="constrained")
@@ -195,7 +193,7 @@ def _draw(
         ]
         heights = [member.measures.numbers[what] for member in inside]
         spread = place + rng.uniform(-0.18, 0.18, len(inside))
-        colour = _COLOURS[place % _MOST_COLOURS]
+        colour = _COLOURS[place % len(_COLOURS)]
         edges = ["#b3261e" if what in member.outliers else colour for member in inside]
         panel.scatter(spread, heights, s=16, color=colour, alpha=0.7, edgecolors=edges, lw=1.4)
         if heights:
