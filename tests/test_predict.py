@@ -30,6 +30,7 @@ from tests.mpi.training import small
 from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
 from tests.predicting.volumes import of_own, save, train_on_volumes, voxels
 from tests.slides.tiled_tiffs import write_tiff
+from tests.vision import import_path
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["benign", "tumour in situ", "tumour"]
@@ -50,7 +51,7 @@ class Case(NamedTuple):
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "OMPI_MCA_mpi_yield_when_idle": "1",
-                "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),  # of the network
+                "PYTHONPATH": import_path(ROOT),  # of the network
             },
             capture_output=True,
             text=True,

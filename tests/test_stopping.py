@@ -16,6 +16,7 @@ import pytest
 
 from spatialdl.comm.launch import mpiexec_command
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, table, train
+from tests.vision import import_path
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = ["trainer.max_steps=100000", "data.validation_samples=0"]
@@ -34,7 +35,7 @@ def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         words,
         cwd=ROOT,
-        env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        env={**environment, "PYTHONPATH": import_path(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

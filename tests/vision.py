@@ -8,6 +8,7 @@ the two operators are declared before.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,14 @@ def need_timm() -> None:
             pytest.skip("timm is not installed")
         sys.path.append(str(FOLDER))
     _declare_operators()
+
+
+def import_path(*first: Path | str) -> str:
+    """PYTHONPATH of a process that a test starts: as here, without what `need_timm` has added.
+
+    There torchmetrics would find a torchvision whose operators nobody has declared.
+    """
+    return os.pathsep.join([*map(str, first), *(x for x in sys.path if x not in ("", str(FOLDER)))])
 
 
 def _declare_operators() -> None:

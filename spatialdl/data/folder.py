@@ -33,7 +33,7 @@ COORDS = "coords"
 _RESULTS = (MANIFEST, COORDS)  # what is not replaced unasked
 _OURS = re.compile(
     r"manifest\.json|shard-\d{5}\.h5|settings\.json|coords|records|pictures|process_list\.csv"
-    r"|report\.html|lock"
+    r"|report\.html|statistics\.json|lock"
 )
 _LOCK = "lock"
 

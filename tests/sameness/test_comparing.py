@@ -17,6 +17,7 @@ from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data import ShardWriter
 from spatialdl.sameness.comparing import ranks_and_hosts
 from tests.predicting.runs import NETWORK, train, write_slide
+from tests.vision import import_path
 
 HOST = socket.gethostname()
 NETWORKS = """
@@ -53,8 +54,8 @@ def start(folders, tmp_path):
     def run(*overrides: list[str], command: str = "train") -> subprocess.CompletedProcess[str]:
         words: list[str] = []
         for folder, own in zip(folders, overrides, strict=True):
-            path = [str(folder), str(Path(spatialdl.__file__).parents[1]), *sys.path]
-            found = [f"PYTHONPATH={os.pathsep.join(path)}", f"SET={folder / 'set'}"]
+            path = import_path(folder, Path(spatialdl.__file__).parents[1])
+            found = [f"PYTHONPATH={path}", f"SET={folder / 'set'}"]
             program = [sys.executable, "-m", f"spatialdl.{command}"]
             launcher = [":", "-n", "1"] if words else mpiexec_command(1)
             words += [*launcher, "env", *found, *program, *own]

@@ -15,6 +15,7 @@ from spatialdl.comm.launch import mpiexec_command
 from spatialdl.training.checkpoints.folder import FOLDER
 from spatialdl.training.signals import MARKER
 from tests.soak.network import SEEN
+from tests.vision import import_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0
@@ -46,7 +47,7 @@ class Job:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "PYTHONPATH": import_path(ROOT),
             "TMPDIR": str(folder / "tmp"),
             SEEN: str(folder / f"seen-{number:02d}"),
             _MARK: self._id,

@@ -15,6 +15,7 @@ import pytest
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.training import signals
 from spatialdl.training.signals import MARKER, STOPPING, agreed, flags, write_marker
+from tests.vision import import_path
 
 WAITS = """
 import os, sys, time
@@ -39,7 +40,7 @@ def process(what: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": import_path()},
     ) as waits:
         try:
             yield waits
@@ -101,7 +102,7 @@ def test_a_rank_that_waits_for_the_others_to_end_is_not_killed():
     """Python takes its handlers away first: a second rank that was told made the job fail."""
     done = subprocess.run(
         [*mpiexec_command(2), sys.executable, "-c", ENDS],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         check=False,

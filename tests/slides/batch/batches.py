@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spatialdl.data.format import sha256_of
 from spatialdl.slides.command import main
+from tests.vision import import_path
 
 TILES = ["--tile-size", "64", "--mpp", "0.5", "--shard-size", "64K"]
 """Twelve tiles of slide a, nine of slide b, five a shard."""
@@ -31,7 +32,7 @@ def started(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Po
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONPATH": import_path(),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -76,7 +77,7 @@ def in_python(*program: object) -> subprocess.CompletedProcess[str]:
     """A program run to its end in another process."""
     return subprocess.run(
         [sys.executable, *map(str, program)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         timeout=250,

@@ -21,6 +21,7 @@ from spatialdl.slides.batch.crew import (
     executor_of_ranks,
     tell,
 )
+from tests.vision import import_path
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -109,7 +110,7 @@ def test_stopping_ends_processes_of_the_fork_server_of_a_loader(tmp_path) -> Non
     (tmp_path / "after.py").write_text(AFTER_A_LOADER)
     done = subprocess.run(
         [sys.executable, tmp_path / "after.py"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        env={**os.environ, "PYTHONPATH": import_path(ROOT)},
         capture_output=True,
         text=True,
         timeout=250,
@@ -135,7 +136,7 @@ def test_processes_end_when_their_parent_is_killed(tmp_path) -> None:
     (tmp_path / "orphans.py").write_text(ORPHANS)
     process = subprocess.Popen(
         [sys.executable, tmp_path / "orphans.py"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": import_path()},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -169,7 +170,7 @@ def test_ranks_do_what_the_first_hands_out(tmp_path) -> None:
         [*mpiexec_command(3), sys.executable, tmp_path / "ranks.py"],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONPATH": import_path(),
             "OMPI_MCA_mpi_yield_when_idle": "1",
         },
         capture_output=True,

@@ -21,6 +21,7 @@ from spatialdl.training.checkpoints.keeping import Checkpoints
 from spatialdl.training.checkpoints.reading import FORMAT, damages
 from spatialdl.training.checkpoints.writing import Writer
 from tests.training.checkpoints.runs import checkpoints, losses, train
+from tests.vision import import_path
 
 
 def content(step: int) -> dict:
@@ -280,7 +281,7 @@ train(run_dir, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.best=null
 def test_a_run_killed_while_it_writes_leaves_whole_checkpoints(where, left, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, where, str(tmp_path / "run")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         check=False,
