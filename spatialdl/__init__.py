@@ -12,6 +12,10 @@ Images are (N, C, H, W) and split along H and W; sizes are (rows, columns) in pi
 half-open (row0, row1, col0, col1). What cannot be done on a split image raises
 `UnsupportedSpatialOp`; a setting that does not fit raises ValueError before anything is computed.
 
+Without ranks, one tile after the other, with activations on a disk where memory ends::
+
+    loss = criterion(spatialdl.stream(model, image, grid=(8, 8), limit_gb=2), labels)
+
 `spatialdl.data` reads and writes data sets; commands are ``python -m spatialdl.train``, ``.plan``,
 ``.check``, ``.export`` and ``.bench``.
 
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from spatialdl.spatial.gather import gather_before
     from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, shard
+    from spatialdl.streaming.streamed import stream
     from spatialdl.training.callbacks import Callback
 
 __all__ = [
@@ -65,6 +70,7 @@ __all__ = [
     "recompute_blocks",
     "register_op",
     "shard",
+    "stream",
 ]
 
 _FOUND_IN = {
@@ -82,6 +88,7 @@ _FOUND_IN = {
     "recompute_blocks": "spatialdl.spatial.recompute",
     "register_op": "spatialdl.spatial",
     "shard": "spatialdl.spatial.split",
+    "stream": "spatialdl.streaming.streamed",
 }
 
 

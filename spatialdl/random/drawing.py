@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from spatialdl.comm.mesh import Mesh
 from spatialdl.random.composite import inside
 from spatialdl.random.generator import key_of
 from spatialdl.random.plain import PLAIN
@@ -100,6 +102,38 @@ class _Again:
 def same_again() -> AbstractContextManager[None]:
     """A context that draws what is drawn from now on, once more; to be entered later."""
     return _Again()
+
+
+class OnThreads:
+    """What this thread draws next, drawn by other threads alike: each has a stream of its own.
+
+    Args:
+        meshes: of the other threads; outside of `keyed` their split images draw by a seed from
+            PyTorch's default generator.
+    """
+
+    def __init__(self, meshes: Sequence[Mesh]) -> None:
+        self._around = thread.stream
+        self._drawn = 0
+        if self._around is None:
+            key = key_of(int(torch.empty((), dtype=torch.int64).random_()))
+            of_meshes.update({mesh: Stream(key) for mesh in meshes})
+
+    @contextmanager
+    def of(self) -> Iterator[None]:
+        """A context for another thread."""
+        if self._around is None:
+            yield
+            return
+        stream = Stream(self._around.key, self._around.calls, self._around.own)
+        with _Keyed(stream):
+            yield
+        self._drawn = stream.calls
+
+    def finish(self) -> None:
+        """Go on in this thread behind what the others have drawn."""
+        if self._around is not None:
+            self._around.calls = max(self._drawn, self._around.calls)
 
 
 class PartsOfSamples:

@@ -1,0 +1,178 @@
+"""Tensors of a computation kept within a limit: those used last stay, the others are stored.
+
+What autograd keeps and what a network holds is all the same here. A storage that is stored keeps
+its tensors, views and versions, but has no memory; before an operation reads it or writes to it, it
+gets its bytes back. PyTorch's dispatcher shows each operation, those of backward included.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spatialdl.streaming.store import DiskStore, Slot
+
+SMALL = 64 * 2**10
+"""Bytes of a storage that always stays."""
+
+
+class _Entry:
+    """A storage that is watched, and where it is stored."""
+
+    def __init__(self, storage: torch.UntypedStorage, memory: Memory) -> None:
+        self.nbytes = storage.nbytes()
+        self.slot: Slot | None = None
+        key = storage._cdata
+        # the Python object of a storage lives as long as the storage itself
+        self.storage = weakref.ref(storage, lambda _: memory.forget(key))
+
+
+class Memory:
+    """Keeps the tensors that are made within `watch` within a limit.
+
+    Args:
+        limit: bytes of these tensors that may be in memory; what one operation reads and makes is
+            there together, limit or not. None for no limit.
+        store: where the others go; None without a limit.
+
+    Attributes:
+        here: bytes in memory now.
+        peak: bytes in memory at most, so far.
+    """
+
+    def __init__(self, limit: int | None = None, store: DiskStore | None = None) -> None:
+        self._limit, self._store = limit, store
+        self._here: OrderedDict[int, _Entry] = OrderedDict()  # used last at the end
+        self._away: dict[int, _Entry] = {}
+        self.here = self.peak = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """A context for a thread; several threads may be in it, one of them active at a time."""
+        with _Watch(self):
+            yield
+
+    def bring(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors their bytes back, for who reads them outside of `watch`."""
+        for tensor in tensors:
+            self.need(tensor.untyped_storage())
+
+    def need(self, storage: torch.UntypedStorage, writes: bool = False) -> None:
+        """Before it is read or written to."""
+        key = storage._cdata
+        entry = self._away.get(key)
+        if entry is not None:
+            self._fetch(key, entry, storage)
+        else:
+            entry = self._here.get(key)
+            if entry is None:
+                return
+            self._here.move_to_end(key)
+        if writes and entry.slot is not None and self._store is not None:
+            self._store.free(entry.slot)  # it is no longer what is stored
+            entry.slot = None
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """An operation has made it."""
+        nbytes = storage.nbytes()
+        if nbytes > SMALL:
+            self._here[storage._cdata] = _Entry(storage, self)
+            self.here += nbytes
+            self.peak = max(self.peak, self.here)
+
+    def make_room(self, needed: Iterable[torch.UntypedStorage]) -> None:
+        """Store what was not used for the longest time, but nothing that is needed now."""
+        if self._limit is None or self.here <= self._limit:
+            return
+        keep = {storage._cdata for storage in needed}
+        for key in [key for key in self._here if key not in keep]:
+            if self.here <= self._limit:
+                break
+            self._put_away(key)
+
+    def forget(self, key: int) -> None:
+        """A storage is gone."""
+        entry = self._here.pop(key, None)
+        if entry is not None:
+            self.here -= entry.nbytes
+        else:
+            entry = self._away.pop(key, None)
+        if entry is not None and entry.slot is not None and self._store is not None:
+            self._store.free(entry.slot)
+
+    def _put_away(self, key: int) -> None:
+        entry = self._here[key]
+        storage = entry.storage()
+        if storage is None or not storage.resizable() or self._store is None:
+            return
+        if entry.slot is None:
+            entry.slot = self._store.put(storage)
+        storage.resize_(0)
+        self._away[key] = self._here.pop(key)
+        self.here -= entry.nbytes
+
+    def _fetch(self, key: int, entry: _Entry, storage: torch.UntypedStorage) -> None:
+        store, slot = self._store, entry.slot
+        if store is None or slot is None:
+            raise RuntimeError("a tensor is neither in memory nor stored")
+        storage.resize_(entry.nbytes)
+        store.get(slot, storage)
+        self._here[key] = self._away.pop(key)
+        self.here += entry.nbytes
+        self.peak = max(self.peak, self.here)
+
+
+class _Watch(TorchDispatchMode):
+    """Shows a `Memory` the operations of one thread."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                return NotImplemented  # what it does with its tiles comes here
+        kwargs, memory = kwargs or {}, self._memory
+        given: dict[int, torch.UntypedStorage] = {}
+        _collect(args, given)
+        _collect(kwargs.values(), given)
+        written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+        for key, storage in given.items():
+            memory.need(storage, key in written)
+        result = func(*args, **kwargs)
+        made: dict[int, torch.UntypedStorage] = {}
+        _collect((result,), made)
+        for key, storage in made.items():
+            if key not in given:
+                memory.note(storage)
+        memory.make_room((*given.values(), *made.values()))
+        return result
+
+
+def _collect(values: Iterable[Any], found: dict[int, torch.UntypedStorage]) -> None:
+    """The storages of the tensors among `values`, and in their lists, by address."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device.type != "meta":
+                storage = value.untyped_storage()
+                found[storage._cdata] = storage
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+    """The storages that an operation writes to, by address."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            _collect((value,), found)
+    return set(found)

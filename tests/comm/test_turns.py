@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from spatialdl.comm.turns import Turns
+from spatialdl.errors import CommMismatch
+
+
+def test_one_is_active_at_a_time_in_a_fixed_order():
+    turns: Turns[int] = Turns(3)
+    seen, counts = [], [0, 0, 0]
+
+    def work(me: int) -> int:
+        for step in range(2):
+            seen.append((me, step))
+            counts[me] += 1
+            turns.wait(lambda step=step: min(counts) > step)
+        return me
+
+    assert turns.run([lambda me=me: work(me) for me in range(3)]) == [0, 1, 2]
+    assert seen[:3] == [(0, 0), (1, 0), (2, 0)]
+    assert sorted(seen[3:]) == [(0, 1), (1, 1), (2, 1)]
+    assert turns.run([lambda: 5] * 3) == [5, 5, 5]  # again
+
+
+def test_an_error_ends_all_and_is_raised():
+    turns: Turns[None] = Turns(3)
+    ended = []
+
+    def waits() -> None:
+        try:
+            turns.wait(lambda: False)
+        finally:
+            ended.append(threading.current_thread().name)
+
+    def fails() -> None:
+        raise KeyError("of the second")
+
+    with pytest.raises(KeyError, match="of the second"):
+        turns.run([waits, fails, waits])
+    assert ended == ["virtual rank 0"]  # the third has never begun
+    assert not [one for one in threading.enumerate() if "virtual rank" in one.name]
+
+
+def test_those_that_wait_for_nobody_are_told():
+    turns: Turns[None] = Turns(3)
+    wait = lambda: turns.wait(lambda: False)  # noqa: E731
+    with pytest.raises(CommMismatch, match=r"2 of 3 virtual ranks wait .* 1 have ended"):
+        turns.run([wait, lambda: None, wait])
+
+
+def test_each_draws_the_numbers_that_the_caller_would_draw():
+    turns: Turns[list[float]] = Turns(2)
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    alone = [(float(torch.rand(())), float(np.random.rand()), random.random()) for _ in range(2)]
+    then = float(torch.rand(()))
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    met = []
+
+    def work() -> list[tuple[float, float, float]]:
+        found = []
+        for step in range(2):
+            found.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+            met.append(step)
+            turns.wait(lambda step=step: met.count(step) == 2)
+        return found
+
+    assert turns.run([work, work]) == [alone, alone]
+    assert float(torch.rand(())) == then
+
+
+def test_threads_have_the_modes_of_the_caller():
+    turns: Turns[tuple[bool, bool, torch.dtype]] = Turns(2)
+
+    def modes() -> tuple[bool, bool, torch.dtype]:
+        enabled = torch.is_autocast_enabled("cpu")
+        return torch.is_grad_enabled(), enabled, torch.get_autocast_dtype("cpu")
+
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        assert turns.run([modes, modes]) == [(False, True, torch.float16)] * 2
+    assert turns.run([modes, modes])[0][:2] == (True, False)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from spatialdl.streaming.store import DiskStore
+
+
+def storage(size: int, seed: int = 0) -> torch.UntypedStorage:
+    return torch.rand(size, generator=torch.Generator().manual_seed(seed)).untyped_storage()
+
+
+def test_bytes_come_back(tmp_path):
+    store = DiskStore(tmp_path)
+    first, second = storage(5000), storage(3, 1)
+    slots = [store.put(first), store.put(second)]
+    for slot, one in zip(slots, (first, second), strict=True):
+        room = torch.UntypedStorage(one.nbytes())
+        store.get(slot, room)
+        assert room.tolist() == one.tolist()
+    assert store.written == store.read == 20_012
+    assert not list(tmp_path.iterdir())  # it has no name
+
+
+def test_places_are_used_again(tmp_path):
+    store = DiskStore(tmp_path)
+    slot = store.put(storage(5000))
+    store.free(slot)
+    assert store.put(storage(5000, 1)) == slot
+    assert store.put(storage(5000, 2)) != slot
+    assert store.peak == 2 * slot.size
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot store tensors in .*missing: No such file"):
+        DiskStore(tmp_path / "missing")
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    store = DiskStore(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(
+        OSError, match=r"No space left on device.*name a folder on a disk"
+    ):
+        store.put(storage(5000))
+    monkeypatch.undo()
+    store.put(storage(5000))
+    assert store.peak == 20_480  # the place of the failed one
+
+
+KILLED = """
+import os, signal, sys, torch
+from spatialdl.streaming.store import DiskStore
+store = DiskStore(sys.argv[1])
+store.put(torch.rand(10**6).untyped_storage())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
+    assert done.returncode == -9
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_limit_on_files_is_told(tmp_path):
+    """A true error of the system, half way through."""
+    store = DiskStore(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*tensors are stored"):
+            store.put(storage(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
