@@ -104,10 +104,7 @@ def _run_rank(info: LaunchInfo) -> None:
 
 def _predict(world: Communicator, composed: DictConfig, config: DictConfig) -> None:
     """Predict in this process, which is the only rank or one of several."""
-    if config.features is not None:
-        from spatialdl.predicting.bag_run import run
-    else:
-        from spatialdl.predicting.batch import run
+    from spatialdl.predicting.batch import run
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # damaged slides are told by us
     with run_directory(world, composed, config, "predict") as (agreed, run_dir):

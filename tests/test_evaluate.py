@@ -11,8 +11,13 @@ import pytest
 from sklearn import metrics as known
 
 from spatialdl import evaluate
+from spatialdl.comm.alone import Alone
 from spatialdl.data import ShardDataset, ShardWriter
-from tests.predicting.runs import MAPS, NETWORK, train
+from spatialdl.training.trainer import Trainer
+from tests.bags import LENGTHS, SMALL, bag_config, write_bags
+from tests.fitting import fit
+from tests.predicting.runs import MAPS, NETWORK, train, write_slide
+from tests.predicting.volumes import save, train_on_labels, voxels
 
 NAMES = ["0", "1", "2"]  # of networks that were trained on synthetic images
 HERE = ("device=cpu", "trust=[tests]", "bootstrap=30")
@@ -124,6 +129,87 @@ def _confusion_of_maps(folder):
         for true in range(3):
             found[true] += np.bincount(told[mask == true], minlength=3)
     return found
+
+
+def test_slides_are_evaluated_with_a_table(folder, here):
+    """By tile, slide, patient and scanner; a slide that cannot be read is reported."""
+    (folder / "slides").mkdir()
+    lines = ["slide,label,patient,scanner"]
+    for number in range(4):
+        write_slide(folder / "slides" / f"a{number}.tiff", 107, 133 - 16 * number, number)
+        lines.append(f"a{number}.tiff,{number % 2},{'p' if number < 2 else ''},{'AB'[number // 2]}")
+    (folder / "slides" / "bad.tiff").write_text("no slide")
+    (folder / "slides.csv").write_text("\n".join([*lines, "bad.tiff,0,q,A"]))
+    words = ("ckpt_path=run", "slides=slides", "labels=slides.csv", "subgroups=[scanner]")
+    code, said = here(*words, "level=0", "min_tissue=0.3", "hydra.run.dir=s")
+    assert code == 1
+    assert "bad: cannot open slide" in said
+    assert "the metrics are those of the rest" in said
+    told = json.loads((folder / "s" / "metrics.json").read_text())
+    assert {name: one["units"] for name, one in told["levels"].items()} == {
+        **{"tile": 3, "slide": 3, "patient": 2},
+    }
+    assert told["levels"]["slide"]["samples"] == 4
+    assert "1 patient whose slides have several labels, left out by patient" in said
+    predicted = {row["slide"]: row["predicted"] for row in rows(folder / "s" / "slides.csv")}
+    right = [predicted[f"a{number}"] == str(number % 2) for number in range(4)]
+    assert told["levels"]["slide"]["accuracy"]["estimate"] == pytest.approx(np.mean(right))
+    found = told["subgroups"]["scanner"]["B"]["slide"]["accuracy"]["estimate"]
+    assert found == pytest.approx(np.mean(right[2:]))
+    assert "data:image/jpeg" in (folder / "s" / "report.html").read_text()
+
+
+def test_volumes_are_evaluated_with_a_table(tmp_path, here):
+    train_on_labels(tmp_path, "task=classification")
+    (tmp_path / "new").mkdir()
+    for number in range(3):
+        save(tmp_path / "new" / f"v{number}.nii.gz", voxels((9, 8, 7), number))
+    lines = ["volume,label,patient", "v0.nii.gz,ill,p", "v1,well,q", "/data/v2.nii.gz,ill,"]
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    given = (f"ckpt_path={tmp_path / 'run'}", f"volumes={tmp_path / 'new'}")
+    out = tmp_path / "out"
+    code, said = here(*given, f"labels={tmp_path / 'labels.csv'}", f"hydra.run.dir={out}")
+    assert code == 0, said
+    told = json.loads((out / "metrics.json").read_text())
+    predicted = [row["predicted"] for row in rows(out / "volumes.csv")]
+    expected = known.accuracy_score(["ill", "well", "ill"], predicted)
+    assert list(told["levels"]) == ["volume", "patient"]
+    assert told["levels"]["volume"]["accuracy"]["estimate"] == pytest.approx(expected)
+    assert told["levels"]["patient"]["units"] == 3
+
+
+def test_labels_may_be_by_sample(folder, here):
+    """Of images without slides, too, which then are of patients."""
+    dataset = ShardDataset(folder / "tiles")
+    lines = ["sample,label,patient"]
+    lines += [f"{n},{max(0, int(dataset.labels[n]))},p{n % 5}" for n in range(24)]
+    (folder / "samples.csv").write_text("\n".join(lines))
+    words = ("ckpt_path=run", "shards=tiles", "split=test", "labels=samples.csv")
+    code, said = here(*words, "hydra.run.dir=samples")
+    assert code == 0, said
+    tiles = rows(folder / "samples" / "predictions.csv")
+    assert [int(row["sample"]) for row in tiles] == list(range(24))
+    told = json.loads((folder / "samples" / "metrics.json").read_text())
+    assert told["levels"]["tile"]["samples"] == 24  # one of them has no label in the data set
+    assert "slides of several patients: no metrics by slide" in told["remarks"]
+    assert told["unit"] == "patient"
+    assert "slide" not in told["levels"]
+
+
+def test_bags_of_features_are_evaluated(tmp_path, here):
+    write_bags(tmp_path / "bags")
+    words = (*SMALL["mean"], "trainer.max_epochs=1")
+    fit(Trainer(bag_config(tmp_path / "bags", *words), Alone()), tmp_path / "run")
+    out = tmp_path / "out"
+    given = (f"ckpt_path={tmp_path / 'run'}", f"features={tmp_path / 'bags'}")
+    table = f"labels={tmp_path / 'bags' / 'labels.csv'}"
+    code, said = here(*given, table, f"hydra.run.dir={out}")
+    assert code == 0, said
+    told = json.loads((out / "metrics.json").read_text())["levels"]["slide"]
+    found = rows(out / "slides.csv")
+    right = [row["predicted"] == "abc"[int(row["slide"][1:]) % 3] for row in found]
+    assert told["accuracy"]["estimate"] == pytest.approx(np.mean(right))
+    assert told["samples"] == len(found) == len(LENGTHS)
 
 
 def test_mistakes_are_one_line(here):

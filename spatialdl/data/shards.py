@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,13 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     def sample(self, sample: int) -> Sample:
         """What the manifest says of a sample: slide, coordinates, split, where it lies."""
         return self._samples[self._number(sample)]
+
+    @cached_property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Numbers of its samples among those of all splits."""
+        samples = self._manifest.samples
+        split = self.split
+        return np.flatnonzero([split is None or sample.split == split for sample in samples])
 
     def volumes(self) -> list[VolumeSample]:
         """What the manifest says of all samples of a data set of volumes."""

@@ -22,7 +22,7 @@ class SlideTable:
     Attributes:
         columns: of the file.
         rows: by column, without white space around.
-        key: the column of the slides' names, one of `SLIDE_COLUMNS`.
+        key: the column of the slides' names, one of `SLIDE_COLUMNS` if none else was asked for.
         lines: of the file in which the rows stand, from 1.
     """
 
@@ -63,8 +63,11 @@ class SlideTable:
         save_table(path, self.columns, ([row[name] for name in self.columns] for row in self.rows))
 
 
-def read_table(path: Path) -> SlideTable:
+def read_table(path: Path, others: Sequence[str] = ()) -> SlideTable:
     """Read a table of slides.
+
+    Args:
+        others: what the column of names may be called as well, where it is the first.
 
     Raises:
         ValueError: the file is missing or malformed, has no column of slides, no rows, or a slide
@@ -80,10 +83,11 @@ def read_table(path: Path) -> SlideTable:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     columns = tuple(name.strip() for name in lines[0]) if lines else ()
-    key = next((name for name in SLIDE_COLUMNS if name in columns), None)
+    keys = (*(name for name in columns[:1] if name in others), *SLIDE_COLUMNS)
+    key = next((name for name in keys if name in columns), None)
     if key is None:
         raise ValueError(
-            f"{path} has no column {' or '.join(SLIDE_COLUMNS)}; its first line is "
+            f"{path} has no column {' or '.join((*SLIDE_COLUMNS, *others))}; its first line is "
             f"{','.join(columns) or 'empty'}"
         )
     twice = sorted({name for name in columns if columns.count(name) > 1})
@@ -114,7 +118,7 @@ def _rows(
             raise ValueError(f"{path} line {number}: {key} is empty")
         if slide in seen:
             raise ValueError(
-                f"{path} line {number}: slide {slide!r} was named in line {seen[slide]}; keep one"
+                f"{path} line {number}: {key} {slide!r} was named in line {seen[slide]}; keep one"
             )
         seen[slide] = number
         rows[number] = row

@@ -41,7 +41,7 @@ class Case:
     """A sample and how wrong its prediction is.
 
     Attributes:
-        level: "tile", "slide", "patient" or "image".
+        level: as of `Level`, such as "tile".
         name: of it, of a tile that of its slide.
         place: level-0 x, y, width and height; NaN where unknown.
         label, predicted: in words.

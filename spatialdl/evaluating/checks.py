@@ -7,13 +7,15 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.configuring.values import check_values
-from spatialdl.data.slide_table import read_table
+from spatialdl.data.slide_table import SlideTable, read_table
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.checks import check_choices
 from spatialdl.training.layouts import placement_of
 
 AGGREGATIONS = ("mean", "median", "max", "vote")
+SAMPLE = "sample"
+"""Column of the numbers of samples in their data set, from 0."""
 TABLES = ("predictions", "volumes", "confusion", "slides")
 """Names of the tables that predictions are read from."""
 
@@ -29,12 +31,23 @@ def check_evaluation(config: DictConfig) -> Placement:
     if config.predictions is None:
         placement = check_config(config)
         if config.shards is None and config.labels is None:
-            raise ValueError("slides and volumes have no labels of their own: give labels=FILE.csv")
+            raise ValueError(
+                "slides, volumes and features have no labels of their own: give labels=FILE.csv"
+            )
     else:
         placement = _check_predictions(config)
     _check_labels(config)
     check_values(config)
     return placement
+
+
+def read_labels(file: Path) -> SlideTable:
+    """A table of labels: a row a slide, or where its first column says so, a volume or sample.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return read_table(file, ("volume", SAMPLE))
 
 
 def predicted_table(folder: Path, name: str) -> Path | None:
@@ -46,7 +59,7 @@ def predicted_table(folder: Path, name: str) -> Path | None:
 
 def _check_predictions(config: DictConfig) -> Placement:
     """That there are predictions, and nothing else is given to predict."""
-    for key in ("ckpt_path", "slides", "volumes", "shards"):
+    for key in ("ckpt_path", "slides", "volumes", "features", "shards"):
         if not OmegaConf.is_missing(config, key) and config[key] is not None:
             raise ValueError(
                 f"predictions={config.predictions} and {key}={config[key]} are both given: what "
@@ -77,7 +90,7 @@ def _check_labels(config: DictConfig) -> None:
                 f"subgroups={list(groups)} are columns of a table of slides: give labels=FILE.csv"
             )
         return
-    table = read_table(Path(config.labels).expanduser())
+    table = read_labels(Path(config.labels).expanduser())
     for name in groups:
         if str(name) not in table.columns:
             raise ValueError(

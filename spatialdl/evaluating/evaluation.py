@@ -102,7 +102,7 @@ def _about(
     config: DictConfig, predicted: Predicted, how: Resampling, remarks: Sequence[str]
 ) -> Mapping[str, Any]:
     """What the numbers are of."""
-    keys = ("predictions", "slides", "volumes", "shards", "split", "labels")
+    keys = ("predictions", "slides", "volumes", "features", "shards", "split", "labels")
     given = {key: config[key] for key in keys if config[key] is not None}
     if config.predictions is None:
         given = {"ckpt_path": config.ckpt_path, **given}

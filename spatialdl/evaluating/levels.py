@@ -24,12 +24,12 @@ class Level:
     """Samples of one kind with labels.
 
     Attributes:
-        name: "tile", "slide", "patient" or "image".
+        name: "tile", "slide", "patient", or what else the predictions are of.
         names: M of them; of tiles their slides.
         values: (M, classes); of segmentation int64 (M, classes, classes), pixels.
         truth: (M,) or (M, classes).
         units: M, what is resampled as a whole.
-        slides: of each, those it is made of.
+        keys: of each, the rows of facts on what it is made of.
         rows: of each its row among the predictions, if it is one of them.
     """
 
@@ -39,7 +39,7 @@ class Level:
     values: npt.NDArray[Any]
     truth: npt.NDArray[Any]
     units: Sequence[str]
-    slides: Sequence[Sequence[str]]
+    keys: Sequence[Sequence[str]]
     rows: Ints | None = None
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Level:
             self.values[chosen],
             self.truth[chosen],
             [self.units[n] for n in kept],
-            [self.slides[n] for n in kept],
+            [self.keys[n] for n in kept],
             None if self.rows is None else self.rows[chosen],
         )
 
@@ -85,45 +85,72 @@ class Levels:
 
 def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
     """Put tiles together to slides, and slides to patients, of whom each slide counts alike."""
-    if predicted.task == "segmentation":
-        return _of_images(predicted, truth)
-    remarks = []
-    finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(predicted.values).all(1))
-    if not finite.all():
-        bad = {predicted.slides[n] for n in np.flatnonzero(~finite).tolist()}
-        remarks.append(
-            f"{counted(int((~finite).sum()), 'prediction')} of {counted(len(bad), 'slide')} "
-            "not finite, left out"
-        )
-    slides = [name for name, kept in zip(predicted.slides, finite, strict=True) if kept]
-    rows = np.flatnonzero(finite)
-    if not slides:
-        return Levels([], "slide", remarks)
-    several = len(set(slides)) < len(slides)
-    unit = "patient" if truth.patients else "slide"
-    if unit == "slide" and len(set(slides)) == 1 and several:
-        unit = "tile"
-        remarks.append("one slide only: tiles are resampled, intervals hold for this slide alone")
-    values, labels = predicted.values[finite], truth.labels[finite]
-    units = [truth.patients.get(name, name) for name in slides]
-    if unit == "tile":
-        units = [str(number) for number in range(len(slides))]
-    tiles = Level(
-        "tile", predicted.task, slides, values, labels, units, [[name] for name in slides], rows
+    kept, remarks = _usable(predicted)
+    rows = np.flatnonzero(kept)
+    if not rows.size:
+        return Levels([], predicted.whole, remarks)
+    slides, names, keys = (
+        [each[n] for n in rows.tolist()] for each in (predicted.slides, predicted.names, truth.keys)
     )
-    levels = [tiles] if several else []
-    by_slide = _grouped(tiles, "slide", slides, aggregation) if several else _as_slides(tiles)
-    levels.append(by_slide)
-    if truth.patients:
-        owners = [truth.patients[name] for name in by_slide.names]
-        levels.append(_grouped(by_slide, "patient", owners, aggregation))
-    kept = []
+    patients = [truth.patients[n] for n in rows.tolist()] if truth.patients else []
+    values = predicted.values if predicted.pixels is None else predicted.pixels
+    several = len(set(slides)) < len(slides)
+    part, whole = predicted.part, predicted.whole
+    if predicted.pixels is not None and not several:
+        whole = part
+    unit, units = whole, slides
+    if patients:
+        unit, units = "patient", patients
+    elif len(set(slides)) == 1 and several:
+        unit = part
+        units = [str(number) for number in range(len(slides))]
+        remarks.append(
+            f"one {whole} only: {part}s are resampled, intervals hold for this {whole} alone"
+        )
+    parts = Level(
+        *(part, predicted.task, names, values[rows], truth.labels[rows], units),
+        *([[key] for key in keys], rows),
+    )
+    levels = [parts] if several else [replace(parts, name=whole)]
+    owners = patients
+    if several and _are_shared(slides, patients):
+        remarks.append(f"{whole}s of several patients: no metrics by {whole}")
+    elif several:
+        levels.append(_grouped(parts, whole, slides, aggregation))
+        of_slides = dict(zip(slides, patients, strict=True)) if patients else {}
+        owners = [of_slides[name] for name in levels[-1].names if patients]
+    if patients:
+        levels.append(_grouped(levels[-1], "patient", owners, aggregation))
+    found = []
     for level in levels:
         known = _known(level)
-        if level.name != "tile":
-            remarks += _mixed(level, known, truth, predicted)
-        kept.append(level.some(known))
-    return Levels([level for level in kept if len(level)], unit, remarks)
+        if level.rows is None:
+            remarks += _mixed(level, known, levels[0])
+        found.append(level.some(known))
+    return Levels([level for level in found if len(level)], unit, remarks)
+
+
+def _are_shared(slides: Sequence[str], patients: Sequence[str]) -> bool:
+    """Whether a slide has samples of several patients."""
+    return len(set(zip(slides, patients, strict=False))) > len(set(slides)) and bool(patients)
+
+
+def _usable(predicted: Predicted) -> tuple[npt.NDArray[np.bool_], list[str]]:
+    """Which predictions are numbers, or have labelled pixels, and a remark on the others."""
+    if predicted.pixels is not None:
+        kept: npt.NDArray[np.bool_] = predicted.pixels.sum((1, 2)) > 0
+        why = "without labelled pixels"
+    else:
+        kept = np.asarray(np.isfinite(predicted.values).all(1))
+        why = "not finite, left out"
+    if kept.all():
+        return kept, []
+    count = int((~kept).sum())
+    if predicted.pixels is not None:
+        return kept, [f"{counted(count, 'image')} {why}"]
+    bad = {predicted.slides[n] for n in np.flatnonzero(~kept).tolist()}
+    of = counted(len(bad), predicted.whole)
+    return kept, [f"{counted(count, 'prediction')} of {of} {why}"]
 
 
 def numbered(names: Sequence[Hashable]) -> Ints:
@@ -132,48 +159,24 @@ def numbered(names: Sequence[Hashable]) -> Ints:
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
 
 
-def _as_slides(tiles: Level) -> Level:
-    """Slides of one image each are their images, whatever the aggregation."""
-    return replace(tiles, name="slide")
-
-
-def _of_images(predicted: Predicted, truth: Truth) -> Levels:
-    assert predicted.pixels is not None
-    names = list(predicted.slides)
-    units = [truth.patients.get(name, name) for name in names]
-    known = predicted.pixels.sum((1, 2)) > 0
-    remarks = []
-    if not known.all():
-        remarks.append(f"{counted(int((~known).sum()), 'image')} without labelled pixels")
-    level = Level(
-        *("image", "segmentation", names, predicted.pixels, truth.labels, units),
-        *([[name] for name in names], np.arange(len(names))),
-    ).some(known)
-    unit = "patient" if truth.patients else "image"
-    return Levels([level] if len(level) else [], unit, remarks)
-
-
 def _known(level: Level) -> npt.NDArray[np.bool_]:
     found: npt.NDArray[np.bool_]
     found = level.truth >= 0 if level.truth.ndim == 1 else ~np.isnan(level.truth).all(1)
     return found
 
 
-def _mixed(
-    level: Level, known: npt.NDArray[np.bool_], truth: Truth, predicted: Predicted
-) -> list[str]:
+def _mixed(level: Level, known: npt.NDArray[np.bool_], parts: Level) -> list[str]:
     """Slides and patients that have no label, though something of them has one."""
-    labels = truth.labels
-    has = np.asarray(labels >= 0 if labels.ndim == 1 else ~np.isnan(labels).all(1))
-    labelled = {name for name, one in zip(predicted.slides, has, strict=True) if one}
+    pairs = zip(parts.keys, _known(parts), strict=True)
+    labelled = {key for keys, one in pairs if one for key in keys}
     bare = [
-        n for n in np.flatnonzero(~known).tolist() if any(s in labelled for s in level.slides[n])
+        n for n in np.flatnonzero(~known).tolist() if any(key in labelled for key in level.keys[n])
     ]
     if not bare:
         return []
-    parts = {"slide": "tiles", "patient": "slides"}[level.name]
+    part = parts.name if level.name != "patient" else "slide"
     some = counted(len(bare), level.name)
-    return [f"{some} whose {parts} have several labels, left out by {level.name}"]
+    return [f"{some} whose {part}s have several labels, left out by {level.name}"]
 
 
 def _grouped(level: Level, name: str, owners: Sequence[str], aggregation: str) -> Level:
@@ -181,13 +184,14 @@ def _grouped(level: Level, name: str, owners: Sequence[str], aggregation: str) -
     number = numbered(owners)
     names = list(dict.fromkeys(owners))
     members = _members(number, len(names))
-    values = _aggregated(level, number, members, aggregation)
-    slides = [list(dict.fromkeys(s for n in group for s in level.slides[n])) for group in members]
-    truth = np.stack([_common(level.truth[group]) for group in members]) if members else level.truth
-    # tiles that are resampled each by itself are no units of slides
-    units = [level.units[group[0]] if name == "slide" else owner for owner, group in
-             zip(names, members, strict=True)]  # fmt: skip
-    return Level(name, level.task, names, values, truth, units, slides)
+    units = [level.units[group[0]] for group in members]
+    keys = [list(dict.fromkeys(s for n in group for s in level.keys[n])) for group in members]
+    if level.task == "segmentation":
+        values = np.stack([level.values[group].sum(0) for group in members])
+    else:
+        values = _aggregated(level, number, members, aggregation)
+    truth = np.stack([_common(level.truth[group]) for group in members])
+    return Level(name, level.task, names, values, truth, units, keys)
 
 
 def _members(number: Ints, count: int) -> list[Ints]:
@@ -202,7 +206,7 @@ def _aggregated(level: Level, number: Ints, members: Sequence[Ints], aggregation
     if aggregation in ("median", "max"):
         chosen: Any = np.median if aggregation == "median" else np.max
         return np.stack([chosen(values[group], axis=0) for group in members])
-    if aggregation == "vote" and level.name == "tile":  # patients: the mean share of votes
+    if aggregation == "vote" and level.name in ("tile", "image"):  # of slides the mean share
         if level.task == "classification":
             values = np.eye(values.shape[1])[values.argmax(1)]
         else:
@@ -224,7 +228,7 @@ def _common(labels: npt.NDArray[Any]) -> Any:
 def group_of(level: Level, facts: Mapping[str, Mapping[str, str]], column: str) -> list[str]:
     """The value of a column for each sample; several of a patient are "mixed"."""
     found = []
-    for slides in level.slides:
-        values = {facts.get(slide, {}).get(column, "") for slide in slides}
+    for keys in level.keys:
+        values = {facts.get(key, {}).get(column, "") for key in keys}
         found.append((values.pop() or "(none)") if len(values) == 1 else "(mixed)")
     return found

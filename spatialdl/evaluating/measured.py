@@ -33,7 +33,7 @@ class Measured:
     """A metric of a group of samples; NaN where undefined.
 
     Attributes:
-        level: "tile", "slide", "patient" or "image".
+        level: as of `Level`, such as "tile".
         group: a column of the labels, and its `value`; or "all".
         metric: as in training, without what it is by.
         name: of the class or target; empty for all together.

@@ -16,7 +16,7 @@ from spatialdl.evaluating.levels import Levels
 from spatialdl.evaluating.measured import ALL, Measured, shown_name, shown_value
 from spatialdl.version import __version__
 
-_HEADLINE = ("auroc", "balanced_accuracy", "accuracy", "mean_dice", "mean_iou", "r2", "mae")
+_HEADLINE = ("mean_dice", "mean_iou", "auroc", "balanced_accuracy", "accuracy", "r2", "mae")
 _MOST_FACTS = 3
 
 
@@ -45,6 +45,7 @@ def save_page(
     text = environment.get_template("page.html").render(
         told=told,
         unit=levels.unit,
+        levels=len(names),
         facts=list(_facts(plain, names)),
         metrics=_table([one for one in plain if not one.name], names, "metric"),
         classes=list(_by_class(plain, names)),
@@ -88,7 +89,7 @@ def _by_class(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[
         cells = {(one.name, one.metric): shown_value(one) for one in own}
         rows = [[name, *(cells[name, metric] for metric in metrics)] for name in classes]
         if rows:
-            yield {"title": level, "rows": [["class", *map(shown_name, metrics)], *rows]}
+            yield {"title": level, "rows": [["", *map(shown_name, metrics)], *rows]}
 
 
 def _by_group(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ _TITLES = {
     "precision-recall": "Precision and recall",
     "calibration": "Calibration",
     "confusion": "Confusion",
-    "dice": "Dice of images",
+    "dice": "Dice",
     "regression": "Predictions and targets",
 }
 
@@ -68,17 +69,24 @@ def _save(
     found: Sequence[Measured],
     draw: Callable[..., bool],
 ) -> bool:
-    """A panel a level; False if all of them would be empty."""
+    """A panel a level, of numbers a row a target; False if all of them would be empty."""
     from matplotlib.figure import Figure
 
+    if draw is _draw_confusion and levels[0].task == "segmentation":
+        levels = levels[:1]  # pixels put together otherwise are the same pixels
+    targets = classes[:_MOST_CURVES] if draw is _draw_numbers else [""]
     side = 4.4 if draw is not _draw_confusion else max(4.0, 1.8 + 0.62 * len(classes))
-    figure = Figure(figsize=(side * 1.08 * len(levels), side), dpi=110, layout="constrained")
-    panels = figure.subplots(1, len(levels), squeeze=False)[0]
+    inches = side * 1.08 * len(levels), side * len(targets)
+    figure = Figure(figsize=inches, dpi=110, layout="constrained")
+    panels = figure.subplots(len(targets), len(levels), squeeze=False).ravel()
     drawn = []
-    for panel, level in zip(panels, levels, strict=True):
+    for panel, (target, level) in zip(panels, product(targets, levels), strict=True):
         own = [one for one in found if one.level == level.name and one.group == ALL]
-        drawn.append(draw(panel, level, classes, own))
-        panel.set_title(f"by {level.name} ({len(level):,})", fontsize=10, loc="left")
+        drawn.append(
+            draw(panel, level, [target] if target else classes, own, *_at(classes, target))
+        )
+        before = f"{fitted(target, _LONGEST)}, " if target else ""
+        panel.set_title(f"{before}by {level.name} ({len(level):,})", fontsize=10, loc="left")
         if not drawn[-1]:
             panel.text(0.5, 0.5, "undefined", ha="center", va="center", transform=panel.transAxes)
     if not any(drawn):
@@ -86,6 +94,10 @@ def _save(
     with replacing(path) as out:
         figure.savefig(out, format="png")
     return True
+
+
+def _at(classes: Sequence[str], target: str) -> list[int]:
+    return [classes.index(target)] if target else []
 
 
 # --- curves
@@ -197,7 +209,7 @@ def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence
     error = next((shown_value(o) for o in found if o.metric == "calibration_error"), None)
     label = "shares in bins" if error is None else f"calibration error {error}"
     panel.plot(means, shares, "o-", color=_COLOURS[0], lw=1.4, ms=4, label=label)
-    _finish(panel, x, y, "upper left", labelled=True)
+    _finish(panel, x, y, "best", labelled=True)
     return True
 
 
@@ -244,7 +256,8 @@ def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence
         panel.hlines(one.estimate, k - 0.3, k + 0.3, color="0.2", lw=1.6)
         panel.vlines(k + 0.3, *one.interval, color="0.2", lw=1.6)
     panel.set_xticks(range(len(classes)), [fitted(n, 14) for n in classes], rotation=35, ha="right")
-    panel.set_ylim(-0.02, 1.02)
+    least = np.floor(10 * np.nanmin(dice, initial=0.9)) / 10
+    panel.set_ylim(least - 0.02, 1.02)
     panel.set_ylabel("Dice (line: mean, bar: its interval)")
     panel.grid(axis="y", color="0.92")
     panel.set_axisbelow(True)
@@ -261,24 +274,21 @@ def image_errors(pixels: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def _draw_numbers(
-    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
+    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured], number: int
 ) -> bool:
-    step = max(1, len(level) * level.truth.shape[1] // _MOST_POINTS)
-    any_drawn = False
-    for k, name in enumerate(classes[:_MOST_CURVES]):
-        truth, values = level.truth[::step, k], level.values[::step, k]
-        if not np.isnan(truth).all():
-            any_drawn = True
-            label = f"{fitted(name, _LONGEST)}: R2 {_value(found, 'r2', name)}"
-            panel.scatter(truth, values, s=9, alpha=0.5, color=_COLOURS[k], lw=0, label=label)
-    if any_drawn:
-        known = level.truth[np.isfinite(level.truth)]
-        ends = float(known.min()), float(known.max())
-        panel.plot(ends, ends, color="0.5", lw=1, ls="--")
-        panel.legend(fontsize=7.5)
+    """Predictions of one target over what they should be."""
+    step = max(1, len(level) // _MOST_POINTS)
+    truth, values = level.truth[::step, number], level.values[::step, number]
     panel.set_xlabel("target")
     panel.set_ylabel("predicted")
     panel.grid(color="0.92")
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
-    return any_drawn
+    if np.isnan(truth).all():
+        return False
+    panel.scatter(truth, values, s=12, alpha=0.5, color=_COLOURS[number], lw=0)
+    ends = float(np.nanmin(truth)), float(np.nanmax(truth))
+    panel.plot(ends, ends, color="0.5", lw=1, ls="--")
+    text = f"R2 {_value(found, 'r2', classes[0])}"
+    panel.text(0.03, 0.97, text, fontsize=8, va="top", transform=panel.transAxes)
+    return True

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.evaluating.checks import predicted_table
+from spatialdl.evaluating.checks import SAMPLE, predicted_table
 from spatialdl.predicting.checks import need_pyarrow
 from spatialdl.predicting.tables import PIXELS
 
@@ -26,24 +26,36 @@ class Predicted:
     Attributes:
         task: of the network.
         classes: names of the classes or targets.
-        slides: of each of N tiles.
+        slides: of each of N tiles, or of images that are regions of them.
+        names: of each; a tile has that of its slide.
+        samples: of each its number in the data set, as text; none if the table has none.
         places: (N, 4), level-0 x, y, width and height, NaN where unknown.
         values: (N, classes).
         labels: N names of classes, empty where unknown; none if the table has no labels.
         targets: (N, classes), of several targets, if the table has them.
         pixels: int64 (images, classes, classes) by true and predicted class, of segmentation.
-        failed: of slides without predictions, or without some, the reason.
+        whole: what `slides` are, in a word: "slide", "volume", or "image" if samples are of none.
+        failed: of slides or images without predictions, or without some, the reason.
     """
 
     task: str
     classes: Sequence[str]
     slides: Sequence[str]
+    names: Sequence[str]
     places: Floats
     values: Floats
     labels: Sequence[str] = ()
     targets: Floats | None = None
     pixels: npt.NDArray[np.int64] | None = None
+    samples: Sequence[str] = ()
+    whole: str = "slide"
     failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def part(self) -> str:
+        """What each of N is, in a word."""
+        apart = self.task == "segmentation" or list(self.names) != list(self.slides)
+        return "image" if apart else "tile"
 
 
 def read_predictions(folder: Path) -> Predicted:
@@ -67,6 +79,11 @@ def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str
     heads = list(columns)
     kinds = {"probability_": "multilabel", "predicted_": "regression"}
     what = next((w for w in kinds if any(head.startswith(w) for head in heads)), None)
+    if what is None and "risk" in heads:
+        raise ValueError(
+            f"{path} is of task=survival, whose concordance index is part of each validation of "
+            "spatialdl.train: it is not evaluated here"
+        )
     if what is None:
         raise ValueError(f"{path} has no columns probability_CLASS or predicted_TARGET")
     if key not in columns:
@@ -74,7 +91,8 @@ def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str
     classes = [head.removeprefix(what) for head in heads if head.startswith(what)]
     kind = "classification" if "predicted" in columns else kinds[what]
     values = np.stack([_numbers(path, columns, f"{what}{name}") for name in classes], 1)
-    there = [n for n, name in enumerate(columns[key]) if name not in failed or _has(values[n])]
+    names = _names(columns, key)
+    there = [n for n, name in enumerate(names) if name not in failed or _has(values[n])]
     places = [
         _numbers(path, columns, name) if name in columns else np.full(len(values), np.nan)
         for name in ("x", "y", "width", "height")
@@ -83,16 +101,33 @@ def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str
     if kind != "classification" and all(f"label_{name}" in columns for name in classes):
         targets = np.stack([_numbers(path, columns, f"label_{name}") for name in classes], 1)[there]
     labels = columns.get("label", ()) if kind == "classification" else ()
+    owners = _owners(columns, names)
     return Predicted(
         kind,
         classes,
-        [columns[key][n] for n in there],
+        [owners[n] for n in there],
+        [names[n] for n in there],
         np.stack(places, 1)[there],
         values[there],
         [labels[n] for n in there] if labels else (),
         targets,
+        samples=[cells[n] for n in there] if (cells := columns.get(SAMPLE, ())) else (),
+        whole=key if any(columns[key]) else "image",
         failed=failed,
     )
+
+
+def _names(columns: Columns, key: str) -> list[str]:
+    """Of tiles their slides; samples that are of no slide are their own."""
+    numbers = columns.get(SAMPLE, [""] * len(columns[key]))
+    pairs = zip(columns[key], numbers, strict=True)
+    return [name or (f"sample {number}" if number else "") for name, number in pairs]
+
+
+def _owners(columns: Columns, names: Sequence[str]) -> list[str]:
+    """The slides of images: those they are regions of, or they themselves."""
+    of = columns.get("region_of", [""] * len(names))
+    return [owner or name for owner, name in zip(of, names, strict=True)]
 
 
 def _has(row: Floats) -> bool:
@@ -102,7 +137,8 @@ def _has(row: Floats) -> bool:
 def _of_pixels(path: Path, failed: Mapping[str, str]) -> Predicted:
     columns = _columns(path)
     classes = [head.removeprefix("pixels_") for head in columns if head.startswith("pixels_")]
-    names = list(dict.fromkeys(columns.get("slide", ())))
+    first = slice(None, None, max(1, len(classes)))  # of the rows of each image
+    names = columns.get("slide", [])[first]
     rows = [(name, label) for name in names for label in classes]
     if not classes or rows != list(zip(columns["slide"], columns.get("label", ()), strict=False)):
         raise ValueError(f"{path} has not a row for each image and class; predict again")
@@ -110,7 +146,13 @@ def _of_pixels(path: Path, failed: Mapping[str, str]) -> Predicted:
     pixels = counts.reshape(len(names), len(classes), len(classes)).astype(np.int64)
     places = np.full((len(names), 4), np.nan)
     values = np.empty((len(names), len(classes)))
-    return Predicted("segmentation", classes, names, places, values, pixels=pixels, failed=failed)
+    owners = _owners({head: cells[first] for head, cells in columns.items()}, names)
+    return Predicted(
+        *("segmentation", classes, owners, names, places, values),
+        pixels=pixels,
+        samples=columns.get(SAMPLE, [])[first],
+        failed=failed,
+    )
 
 
 def _failed(folder: Path) -> dict[str, str]:

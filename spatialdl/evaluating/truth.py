@@ -9,13 +9,16 @@ from pathlib import Path, PurePath
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.slide_table import PATIENT, SlideTable, read_table
+from spatialdl.data.importing.volume_file import volume_name
+from spatialdl.data.slide_table import PATIENT, SlideTable
 from spatialdl.data.targets import UNKNOWN_TARGETS
+from spatialdl.evaluating.checks import SAMPLE, read_labels
 from spatialdl.evaluating.predicted import Predicted
 from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.text import counted
 
 LABEL = "label"
+Facts = Mapping[str, Mapping[str, str]]
 _NAMED = 5  # slides that a remark names
 
 
@@ -25,14 +28,16 @@ class Truth:
 
     Attributes:
         labels: int64 (N,), classes, -1 where unknown; or (N, targets), NaN where unknown.
-        facts: by slide what the CSV says of it.
-        patients: by slide; empty if nobody says.
+        keys: of each, its row of the facts: its slide, its own name or its number.
+        facts: by these what the CSV says.
+        patients: of each; empty if the CSV has no such column.
         remarks: what is missing.
     """
 
     labels: npt.NDArray[np.int64] | npt.NDArray[np.float64]
-    facts: Mapping[str, Mapping[str, str]]
-    patients: Mapping[str, str]
+    keys: Sequence[str]
+    facts: Facts
+    patients: Sequence[str]
     remarks: Sequence[str]
 
 
@@ -45,35 +50,82 @@ def find_truth(predicted: Predicted, file: Path | None) -> Truth:
     Raises:
         ValueError: the file does not fit the predictions, or nobody knows any label.
     """
-    slides = list(dict.fromkeys(predicted.slides))
-    facts: dict[str, Mapping[str, str]] = {}
-    remarks: list[str] = []
-    columns: Sequence[str] = ()
-    if file is not None:
-        table = read_table(file)
-        columns = table.columns
-        known = [*slides, *(name for name in predicted.failed if name not in slides)]
-        facts, unknown = match_slides(table, known, file)
-        remarks += _listed("{} of the labels without predictions", unknown)
-        missing = [name for name in slides if name not in facts]
-        remarks += _listed(f"{{}} without a line in {file.name}", missing)
-    patients = {}
-    if PATIENT in columns:  # a slide of nobody is a patient of its own
-        given = {name: facts.get(name, {}).get(PATIENT, "") for name in slides}
-        patients = {name: patient or f"slide {name}" for name, patient in given.items()}
+    given = _Given.nothing(predicted) if file is None else _Given.read(file, predicted)
+    remarks = list(given.remarks)
+    patients: list[str] = []
+    if PATIENT in given.columns:  # a slide without a patient is a patient of its own
+        pairs = zip(given.cells(PATIENT), predicted.slides, strict=True)
+        patients = [patient or f"{predicted.whole} {slide}" for patient, slide in pairs]
+    known = given.keys, given.facts, patients
     if predicted.task == "segmentation":
-        return Truth(np.zeros(len(predicted.slides), np.int64), facts, patients, remarks)
+        return Truth(np.zeros(len(predicted.slides), np.int64), *known, remarks)
     if predicted.task == "classification":
-        labels = _classes(predicted, facts, columns, file)
+        labels = _classes(predicted, given)
         unknown_labels = labels < 0
     else:
-        targets = _targets(predicted, facts, columns, file)
+        targets = _targets(predicted, given)
         labels, unknown_labels = targets, np.isnan(targets).all(1)  # type: ignore[assignment]
     if unknown_labels.all():
-        raise ValueError(_no_label(predicted, file))
-    bare = {name for name, none in zip(predicted.slides, unknown_labels, strict=True) if none}
-    remarks += _listed("{} without a label, left out", [name for name in slides if name in bare])
-    return Truth(labels, facts, patients, remarks)
+        raise ValueError(_no_label(predicted, given))
+    bare = [key for key, none in zip(given.keys, unknown_labels, strict=True) if none]
+    remarks += _listed("{} without a label, left out", given.what, bare)
+    return Truth(labels, *known, remarks)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A table of labels beside predictions.
+
+    Attributes:
+        file: the table, if there is one.
+        what: its rows are, in a word.
+        columns: of it.
+        keys, facts, remarks: as of `Truth`.
+    """
+
+    file: Path | None
+    what: str
+    columns: Sequence[str]
+    keys: Sequence[str]
+    facts: Facts
+    remarks: Sequence[str]
+
+    @classmethod
+    def nothing(cls, predicted: Predicted) -> _Given:
+        """No table."""
+        return cls(None, predicted.whole, (), predicted.slides, {}, ())
+
+    @classmethod
+    def read(cls, file: Path, predicted: Predicted) -> _Given:
+        """The rows of a table that are of predictions.
+
+        Raises:
+            ValueError: it is malformed, or its rows are of what the predictions do not name.
+        """
+        table = read_labels(file)
+        if table.key == SAMPLE:
+            if not predicted.samples:
+                raise ValueError(
+                    f"{file} is by {SAMPLE}, but the predictions have no column {SAMPLE}: only "
+                    "those of a data set do; name slides, or predict the data set again"
+                )
+            what, keys = SAMPLE, predicted.samples
+            rows = {row[SAMPLE]: row for row in table.rows}
+            facts: Facts = {name: rows[name] for name in dict.fromkeys(keys) if name in rows}
+            unknown = [name for name in rows if name not in facts]
+        else:
+            named = dict.fromkeys((*predicted.names, *predicted.slides, *predicted.failed))
+            facts, unknown = match_slides(table, list(named), file)
+            pairs = zip(predicted.names, predicted.slides, strict=True)
+            what, keys = predicted.whole, [n if n in facts else slide for n, slide in pairs]
+        missing = [key for key in keys if key not in facts]
+        remarks = _listed("{} of the labels without predictions", what, unknown)
+        remarks += _listed(f"{{}} without a line in {file.name}", what, missing)
+        return cls(file, what, table.columns, keys, facts, remarks)
+
+    def cells(self, column: str) -> list[str]:
+        """Of each prediction, empty where there is no row."""
+        return [self.facts.get(key, {}).get(column, "") for key in self.keys]
 
 
 def match_slides(
@@ -107,22 +159,18 @@ def _spellings(given: str) -> list[str]:
     path = PurePath(given)
     stem = path.stem if path.stem.strip(".") else path.name
     tails = ["_".join(path.parts[-depth:]).lstrip("/") for depth in range(2, len(path.parts) + 1)]
-    return [storable(name) for name in (given, path.name, stem, *tails) if name]
+    names = (given, path.name, stem, *tails, volume_name(Path(given)))
+    return [storable(name) for name in names if name]
 
 
-def _classes(
-    predicted: Predicted,
-    facts: Mapping[str, Mapping[str, str]],
-    columns: Sequence[str],
-    file: Path | None,
-) -> npt.NDArray[np.int64]:
+def _classes(predicted: Predicted, given: _Given) -> npt.NDArray[np.int64]:
     names: Sequence[str] = predicted.labels or [""] * len(predicted.slides)
-    if LABEL in columns:
-        names = [facts.get(slide, {}).get(LABEL, "") for slide in predicted.slides]
+    if LABEL in given.columns:
+        names = given.cells(LABEL)
     numbers = {name: number for number, name in enumerate(predicted.classes)} | {"": -1}
     other = sorted({name for name in names if name not in numbers})
     if other:
-        where = f"{file} has" if LABEL in columns else "the data set has"
+        where = f"{given.file} has" if LABEL in given.columns else "the data set has"
         raise ValueError(
             f"{where} the label {other[0]!r}, but the network knows "
             f"{', '.join(predicted.classes)}: name the classes alike, or leave the cell empty"
@@ -130,13 +178,9 @@ def _classes(
     return np.array([numbers[name] for name in names], np.int64)
 
 
-def _targets(
-    predicted: Predicted,
-    facts: Mapping[str, Mapping[str, str]],
-    columns: Sequence[str],
-    file: Path | None,
-) -> npt.NDArray[np.float64]:
-    missing = [name for name in predicted.classes if name not in columns]
+def _targets(predicted: Predicted, given: _Given) -> npt.NDArray[np.float64]:
+    file = given.file
+    missing = [name for name in predicted.classes if name not in given.columns]
     if missing and predicted.targets is not None:
         return predicted.targets
     if missing:
@@ -144,12 +188,14 @@ def _targets(
             f"task={predicted.task} is compared with columns {', '.join(predicted.classes)} of "
             + (f"{file}, which has no {missing[0]}" if file else "a table: give labels=FILE.csv")
         )
-    by_slide = {
-        slide: [_number(row[name], f"{file}, slide {slide}, {name}") for name in predicted.classes]
-        for slide, row in facts.items()
+    by_key = {
+        key: [
+            _number(row[name], f"{file}, {given.what} {key}, {name}") for name in predicted.classes
+        ]
+        for key, row in given.facts.items()
     }
     none = [np.nan] * len(predicted.classes)
-    found = np.array([by_slide.get(slide, none) for slide in predicted.slides], np.float64)
+    found = np.array([by_key.get(key, none) for key in given.keys], np.float64)
     other = found[np.isfinite(found) & (found != 0) & (found != 1)]
     if predicted.task == "multilabel" and len(other):
         raise ValueError(f"{file} has {other[0]:g} as a label, expected 1, 0 or an empty cell")
@@ -168,19 +214,21 @@ def _number(cell: str, where: str) -> float:
     return value
 
 
-def _no_label(predicted: Predicted, file: Path | None) -> str:
-    if file is None:
+def _no_label(predicted: Predicted, given: _Given) -> str:
+    if given.file is None:
         return "the predictions have no labels: give a table of them, labels=FILE.csv"
-    some = predicted.slides[0] if predicted.slides else "none"
+    some = given.keys[0] if given.keys else "none"
+    columns = LABEL if predicted.task == "classification" else ", ".join(predicted.classes)
     return (
-        f"{file} has a label for none of {counted(len(set(predicted.slides)), 'slide')} that were "
-        f"predicted, such as {some!r}: it needs the columns slide and label"
+        f"{given.file} has a label for none of {counted(len(set(given.keys)), given.what)} that "
+        f"were predicted, such as {some!r}: it needs the columns {given.what} and {columns}"
     )
 
 
-def _listed(text: str, names: Sequence[str]) -> list[str]:
+def _listed(text: str, what: str, names: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(names))
     if not names:
         return []
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     shown = ", ".join(names[:_NAMED])
-    return [f"{text.format(counted(len(names), 'slide'))}: {shown}{more}"]
+    return [f"{text.format(counted(len(names), what))}: {shown}{more}"]

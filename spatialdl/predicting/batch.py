@@ -45,7 +45,7 @@ log = logging.getLogger("spatialdl.predict")
 
 
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
-    """Predict all slides; every rank of the world calls it.
+    """Predict all slides, or bags of their features; every rank of the world calls it.
 
     Returns:
         Whether there are predictions for all of them.
@@ -53,6 +53,10 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
     Raises:
         ValueError: if the configuration does not fit the checkpoint or the data.
     """
+    if config.features is not None:
+        from spatialdl.predicting.bag_run import run as run_bags
+
+        return run_bags(config, run_dir, world)
     check.enable(bool(config.comm.check))
     return _Batch(config, world.bcast(run_dir), world).run()
 
@@ -328,8 +332,13 @@ def _record(
     places = np.asarray(given.places, np.int64)[kept]
     values = outcome.values.numpy()
     left_out = len(given.places) - len(kept)
-    labels = [given.labels[number] for number in outcome.kept] if given.labels else []
-    return Record(given.name, key, places, given.span, values, left_out, files, labels, confusion)
+    return Record(
+        *(given.name, key, places, given.span, values, left_out, files),
+        labels=[given.labels[number] for number in outcome.kept] if given.labels else [],
+        confusion=confusion,
+        region_of=given.region_of,
+        samples=[given.samples[number] for number in outcome.kept] if given.samples else [],
+    )
 
 
 def _report(record: Record, trained: Trained, remark: str) -> Report:

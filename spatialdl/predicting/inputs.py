@@ -46,6 +46,8 @@ class Input:
         whole: whether its one image is all that there is of the slide.
         remark: why its prediction may be wrong.
         labels: names of the true class of each, empty where nobody knows; none of slides.
+        region_of: the slide that its one image is a region of, where others are, too.
+        samples: numbers of the images in their data set.
         read_mask: a box of the mask of its one image, as the network sees it.
     """
 
@@ -60,6 +62,8 @@ class Input:
     whole: bool = False
     remark: str = ""
     labels: Sequence[str] = ()
+    region_of: str = ""
+    samples: Sequence[int] = ()
     read_mask: Callable[[Box], Pixels] | None = None
 
     @property
@@ -313,6 +317,8 @@ def _region_input(dataset: ShardDataset, number: int, name: str) -> Input:
         mpp,
         whole=True,
         labels=label_names(dataset, [number]),
+        region_of=region_of(dataset, number, name),
+        samples=dataset.numbers[[number]].tolist(),
         read_mask=partial(dataset.read_mask, number) if dataset.has_masks else None,
     )
 
@@ -329,8 +335,17 @@ def _tiles_input(dataset: ShardDataset, numbers: Sequence[int], name: str, size:
         far = max(y for _, y in places) + span[0], max(x for x, _ in places) + span[1]
         extent = round(far[0]), round(far[1])
         mpp = None if dataset.mpp is None else dataset.mpp * rows / span[0]
-    labels = label_names(dataset, numbers)
-    return Input(name, Some(dataset, numbers), size, places, span, extent, mpp, labels=labels)
+    return Input(
+        *(name, Some(dataset, numbers), size, places, span, extent, mpp),
+        labels=label_names(dataset, numbers),
+        samples=dataset.numbers[numbers].tolist(),
+    )
+
+
+def region_of(dataset: ShardDataset, number: int, name: str) -> str:
+    """The slide of a sample, if the sample is called otherwise."""
+    slide = dataset.sample(number).slide or ""
+    return "" if slide == name else slide
 
 
 def label_names(dataset: ShardDataset, numbers: Sequence[int]) -> list[str]:

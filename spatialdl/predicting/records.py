@@ -23,7 +23,7 @@ from spatialdl.slides.reading.paths import slide_files
 FOLDER = "records"
 """Its name in a run directory."""
 
-_VERSION = 2  # of what is recorded; records of others are made again
+_VERSION = 3  # of what is recorded; records of others are made again
 _PLACE, _VALUE = np.dtype(np.int64), np.dtype(np.float64)
 # what NumPy and zipfile raise at a damaged file, or one that is made to look large or encrypted
 _UNREADABLE = (
@@ -45,6 +45,8 @@ class Record:
         files: of its maps, in the run directory.
         labels: names of the true class of each, empty where nobody knows; none if nobody ever does.
         confusion: int64 (classes, classes), pixels by true and predicted class, if there is a mask.
+        region_of: the slide of which it is a region.
+        samples: numbers of its tiles in the data set, if they are of one.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Record:
     files: Sequence[str] = ()
     labels: Sequence[str] = ()
     confusion: npt.NDArray[np.int64] | None = None
+    region_of: str = ""
+    samples: Sequence[int] = ()
 
     def save(self, run_dir: Path) -> None:
         """Write it, when all of its files are there."""
@@ -67,8 +71,10 @@ class Record:
             "left_out": self.left_out,
             "files": list(self.files),
             "labels": list(self.labels),
+            "region_of": self.region_of,
         }
         arrays: dict[str, Any] = {"places": self.places, "values": self.values}
+        arrays["samples"] = np.asarray(self.samples, np.int64)
         if self.confusion is not None:
             arrays["confusion"] = self.confusion
         with replacing(_path(run_dir, self.name)) as out:
@@ -81,9 +87,9 @@ class Record:
             with np.load(_path(run_dir, name)) as found:
                 told = fields.table({"told": fields.parse(str(found["told"]))}, "told")
                 places, values = found["places"], found["values"]
-                confusion = found.get("confusion")
+                samples, confusion = found["samples"], found.get("confusion")
             files, left_out = fields.texts(told, "files"), fields.whole(told, "left_out")
-            labels = fields.texts(told, "labels")
+            labels, region_of = fields.texts(told, "labels"), fields.text(told, "region_of")
             span = None if told["span"] is None else _span(told["span"])
             same = fields.text(told, "key") == key
             whole = all((run_dir / file).is_file() for file in files)
@@ -92,9 +98,16 @@ class Record:
         alike = places.shape == (len(values), 2) and values.ndim == 2
         if not (same and whole and alike and (places.dtype, values.dtype) == (_PLACE, _VALUE)):
             return None
-        if len(labels) not in (0, len(values)) or not _are_counts(confusion, values.shape[1]):
+        if samples.dtype != _PLACE or samples.shape not in ((0,), (len(values),)):
             return None
-        return cls(name, key, places, span, values, left_out, files, labels, confusion)
+        if len(labels) not in (0, len(values)):
+            return None
+        if not _are_counts(confusion, values.shape[1]):
+            return None
+        return cls(
+            *(name, key, places, span, values, left_out, files, labels, confusion),
+            *(region_of, samples.tolist()),
+        )
 
 
 def key_of(settings: Any, path: Path | None) -> str:

@@ -93,6 +93,7 @@ def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -
             "height": [height] * count,
         }
         found = {key: [*found[key], *rows[key]] for key in found}
+    found |= _of_data_set(records)
     if any(record.labels for record in records):
         found["label"] = [label for record in records for label in _labels(record)]
     return found | predicted_columns(_stacked(records, len(classes)), classes, task)
@@ -100,14 +101,16 @@ def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -
 
 def pixel_columns(records: Sequence[Record], classes: Sequence[str]) -> Columns:
     """Of all images with masks: pixels of each true class, by the class that was predicted."""
-    counts = [(one.name, one.confusion) for one in records if one.confusion is not None]
+    counted = [one for one in records if one.confusion is not None]
     rows = [
-        (name, label, *row.tolist())
-        for name, pairs in counts
-        for label, row in zip(classes, pairs, strict=True)
+        (one.name, label, *row)
+        for one in counted
+        for label, row in zip(classes, np.asarray(one.confusion).tolist(), strict=True)
     ]
     heads = ("slide", "label", *(f"pixels_{name}" for name in classes))
-    return {head: [row[k] for row in rows] for k, head in enumerate(heads)}
+    found = {head: [row[k] for row in rows] for k, head in enumerate(heads)}
+    more = _of_data_set(counted)
+    return found | {head: [cell for cell in cells for _ in classes] for head, cells in more.items()}
 
 
 def slide_columns(
@@ -136,11 +139,23 @@ def _predicted_columns(records: Sequence[Record], classes: Sequence[str], task: 
         return {"slide": [], "tiles": []} | vote | predicted_columns(values.numpy(), classes, task)
     slides = to_slides(values, torch.zeros(len(names)), names)
     found: Columns = {"slide": slides.slides, "tiles": slides.tiles.tolist()}
+    if all(len(record.values) == 1 for record in records):
+        found |= _of_data_set(records)
     if any(record.labels for record in records):
         found["label"] = [_common(record) for record in records if len(record.values)]
     if vote:
         found["vote"] = [classes[number] for number in slides.votes.tolist()]
     return found | predicted_columns(slides.means.numpy(), classes, task)
+
+
+def _of_data_set(records: Sequence[Record]) -> Columns:
+    """Of tiles of data sets their numbers, and of regions their slides."""
+    found: Columns = {}
+    if any(one.region_of for one in records):
+        found["region_of"] = [one.region_of for one in records for _ in one.values]
+    if any(one.samples for one in records):
+        found["sample"] = [n for one in records for n in one.samples]
+    return found
 
 
 def _labels(record: Record) -> Sequence[str]:

@@ -17,7 +17,7 @@ from spatialdl.data.pixels import DTYPES
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.volume_geometry import Turn
 from spatialdl.errors import SlideError
-from spatialdl.predicting.inputs import Input, label_names
+from spatialdl.predicting.inputs import Input, label_names, region_of
 from spatialdl.predicting.trained import Trained
 from spatialdl.text import counted
 
@@ -90,7 +90,13 @@ def shard_volume_input(dataset: ShardDataset, number: int, name: str, trained: T
     mask = None
     if dataset.has_masks and isinstance(found.source, VolumeImages):
         mask = partial(_seen_mask, dataset, number, found.source)
-    return replace(found, labels=label_names(dataset, [number]), read_mask=mask)
+    return replace(
+        found,
+        labels=label_names(dataset, [number]),
+        region_of=region_of(dataset, number, name),
+        samples=dataset.numbers[[number]].tolist(),
+        read_mask=mask,
+    )
 
 
 def _seen_mask(dataset: ShardDataset, number: int, source: VolumeImages, box: Box) -> Pixels:

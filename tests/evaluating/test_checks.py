@@ -21,7 +21,8 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("slides=a.svs", "slides and volumes have no labels of their own: give labels=FILE.csv"),
+        ("slides=a.svs", "features have no labels of their own: give labels=FILE.csv"),
+        ("features=f", "features have no labels of their own: give labels=FILE.csv"),
         ("predictions=P slides=a.svs", "predictions=.* and slides=a.svs are both given"),
         ("predictions=P ckpt_path=run", "are both given"),
         ("predictions=P/..", "slides.csv: name the directory of a run"),

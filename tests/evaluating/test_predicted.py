@@ -1,0 +1,31 @@
+"""Tables of predictions come back as what they are of."""
+
+from __future__ import annotations
+
+import pytest
+
+from spatialdl.evaluating.predicted import read_predictions
+from tests.evaluating.cases import write_rows
+
+HEAD = ("slide", "predicted", "probability_a", "probability_b")
+
+
+def test_regions_name_their_slides(tmp_path):
+    rows = [("s_1", "a", 1, 0, "s", 4), ("s_2", "b", 0, 1, "s", 6), ("t", "b", 0, 1, "", 7)]
+    write_rows(tmp_path / "predictions.csv", (*HEAD, "region_of", "sample"), rows)
+    found = read_predictions(tmp_path)
+    assert (found.slides, found.names) == (["s", "s", "t"], ["s_1", "s_2", "t"])
+    assert (found.samples, found.part, found.whole) == (["4", "6", "7"], "image", "slide")
+
+
+def test_samples_without_slides_are_images(tmp_path):
+    rows = [("", "a", 1, 0, 4), ("", "b", 0, 1, 6)]
+    write_rows(tmp_path / "predictions.csv", (*HEAD, "sample"), rows)
+    found = read_predictions(tmp_path)
+    assert (found.slides, found.whole) == (["sample 4", "sample 6"], "image")
+
+
+def test_survival_is_refused(tmp_path):
+    write_rows(tmp_path / "slides.csv", ("slide", "risk", "survival_1"), [("a", 1, 0.5)])
+    with pytest.raises(ValueError, match="is of task=survival"):
+        read_predictions(tmp_path)
