@@ -14,7 +14,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 NEEDED = PROJECT["dependencies"] + [
     one
-    for extra in ("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes", "features", "lightning")
+    for extra in (
+        *("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes", "features", "lightning"),
+        "spatialdata",
+    )
     for one in EXTRAS[extra]
 ]
 # through their own programs, libraries, or other packages

@@ -181,6 +181,7 @@ class _Batch:
             "split",
             "tta",
             "geojson",
+            "spatialdata",
         )
         asked = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
         try:
@@ -232,7 +233,9 @@ class _Batch:
             else:
                 ending = GEOJSON[self._config.geojson]
                 maps = Maps(
-                    *(self._run_dir, given, self._trained, self._shown, self._own), geojson=ending
+                    *(self._run_dir, given, self._trained, self._shown, self._own),
+                    geojson=ending,
+                    store=self._config.spatialdata,
                 )
             files = maps.save(outcome)
         if outcome.values is None:
@@ -302,6 +305,11 @@ def _check_drawn(config: DictConfig, trained: Trained) -> None:
         raise ValueError(
             "activation=true shows what places give to a class of the image, but the network of "
             f"{trained.path} was trained with task={trained.task}: leave it out"
+        )
+    if config.spatialdata and trained.task == "regression":
+        raise ValueError(
+            "spatialdata=true stores maps of slides, but the network of "
+            f"{trained.path} was trained with task=regression, which has none: leave it out"
         )
     if config.maps and trained.task == "regression":
         log.info("numbers are told in tables only, task=regression has no maps")

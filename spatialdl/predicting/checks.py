@@ -12,6 +12,7 @@ from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.configuring.values import check_values
 from spatialdl.parallel.placement import Placement
+from spatialdl.predicting.spatial_data import need_spatialdata
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import CONTENT, LATEST, candidates
 from spatialdl.training.checks import (
@@ -38,6 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": (None, *PRECISIONS),
     "table": TABLES,
     "geojson": tuple(GEOJSON),
+    "spatialdata": (True, False),
     "whole": (None, True, False),
     "tta": (None, "flips", "d4"),
     "comm.transport": TRANSPORTS,
@@ -83,6 +85,8 @@ def check_config(config: DictConfig) -> Placement:
             f"batch_size={config.batch_size} leaves ranks without tiles: {placement.describe()}, "
             f"parallel.microbatches={schedule.microbatches} need at least {least} at a time"
         )
+    if config.spatialdata:
+        _check_store(config)
     if config.activation and not config.maps:
         raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
     if config.activation and config.tta is not None:
@@ -92,6 +96,18 @@ def check_config(config: DictConfig) -> Placement:
         )
     check_values(config)
     return placement
+
+
+def _check_store(config: DictConfig) -> None:
+    if not config.maps:
+        raise ValueError("spatialdata=true stores maps, and maps=false has none: leave one out")
+    for key in ("volumes", "features"):
+        if config[key] is not None:
+            raise ValueError(
+                f"spatialdata=true stores maps of slides, and {key}={config[key]} is given: leave "
+                "it out"
+            )
+    need_spatialdata()
 
 
 def names_own_network(ckpt_path: str) -> bool:

@@ -8,6 +8,7 @@ NAME.geojson[.gz]           tiles, or where which class is the most probable, an
 NAME-CLASS-activation.tif   the same of what each place gives to a class; 255 is the most of the
                             slide
 NAME-activation.png
+NAME.zarr                   maps and polygons as a SpatialData store, if wanted
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -39,6 +40,7 @@ from spatialdl.predicting.overlay import save_overlay
 from spatialdl.predicting.pieces import PiecedMap
 from spatialdl.predicting.progress import bar
 from spatialdl.predicting.running import Outcome
+from spatialdl.predicting.spatial_data import SlideMaps, save_spatial_data
 from spatialdl.predicting.tables import ONE_CLASS
 from spatialdl.predicting.tile_map import TileMap
 from spatialdl.predicting.trained import Trained
@@ -72,6 +74,7 @@ class Maps:
     Args:
         shown: the classes that are wanted.
         geojson: ending of the file of tiles or regions, `.geojson.gz` for a compressed one.
+        store: whether to write a SpatialData store, too.
     """
 
     def __init__(
@@ -82,8 +85,9 @@ class Maps:
         shown: Sequence[int],
         world: Communicator,
         geojson: str = ".geojson",
+        store: bool = False,
     ) -> None:
-        self._geojson = geojson
+        self._geojson, self._store = geojson, store
         self._run_dir, self._given, self._trained = run_dir, given, trained
         self._shown, self._world = shown, world
         self._files: list[str] = []
@@ -124,7 +128,10 @@ class Maps:
         means = self._tiffs(found, found.scale, (0.0, 1.0), "", "probability")
         self._picture("heatmap", means, _scale(found, found.scale), "probability", (0.0, 1.0))
         one = self._trained.task in ONE_CLASS
-        features = tile_features(places, given.span, given.extent, values, classes, one_class=one)
+        tiles = [*tile_features(places, given.span, given.extent, values, classes, one_class=one)]
+        if self._store:
+            self._save_store(means, _scale(found, found.scale), "tiles", tiles)
+        features: Iterable[dict[str, Any]] = tiles
         if outcome.activation is not None:
             features = chain(features, self._save_activation(places, outcome.activation[kept]))
         if given.slide is not None:
@@ -178,8 +185,10 @@ class Maps:
             return
         self._picture("heatmap", means, _scale(told, scale), "probability", (0.0, 1.0))
         stack = np.stack([means[k] for k in range(len(means))])
-        features = region_features(stack, _scale(told, scale), classes, self._shown)
+        features = [*region_features(stack, _scale(told, scale), classes, self._shown)]
         save_geojson(self._named(self._geojson), features)
+        if self._store:
+            self._save_store(means, _scale(told, scale), "regions", features)
 
     def _bar(self, bands: int) -> AbstractContextManager[Any]:
         if self._world.rank != 0:
@@ -194,6 +203,32 @@ class Maps:
         return overview.means
 
     # --- files
+
+    def _save_store(
+        self,
+        means: dict[int, npt.NDArray[Any]],
+        scale: float,
+        kind: str,
+        features: Sequence[Mapping[str, Any]],
+    ) -> None:
+        given, classes = self._given, self._trained.classes
+        store = self._named(".zarr")
+        self._files[-1] += "/zarr.json"  # a file, by which a store is known to be there
+        all_of_one = self._trained.task in ONE_CLASS and len(means) == len(classes)
+        log.info("%s: writing %s", given.name, store.name)
+        save_spatial_data(
+            store,
+            SlideMaps(
+                given.name,
+                given.mpp,
+                self._thumbnail,
+                {classes[k]: means[k] for k in sorted(means)},
+                scale,
+                kind,
+                features,
+                classes if all_of_one else (),
+            ),
+        )
 
     def _tiffs(
         self, found: ClassMap, scale: float, limits: tuple[float, float], ending: str, what: str

@@ -13,7 +13,6 @@ from types import FrameType
 
 from spatialdl.comm.launch import launched
 from spatialdl.data.folder import ResumableFolder, holds_results
-from spatialdl.data.slide_table import PATIENT, SPLIT, read_table
 from spatialdl.data.striping import Striping
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
@@ -27,7 +26,8 @@ from spatialdl.slides.batch.page import save_page
 from spatialdl.slides.batch.report import Report, save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
-from spatialdl.slides.cohort.splitting import in_two_splits
+from spatialdl.slides.cohort.leaks import check_patients, check_pictures
+from spatialdl.slides.finding.region_mask import BACKGROUND
 from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.reading.paths import slide_bytes
 from spatialdl.text import counted, print_lines, readable_bytes
@@ -90,12 +90,16 @@ def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
         options = parsed(argv)
         slides = find_slides(options.slides, recursive=options.recursive)
         slides, labels = _labelled(options, slides)
-        choosing = Choosing(options, slides)
+        choosing = Choosing(options, slides, outside=options.unannotated == BACKGROUND)
         labels = _with_classes(options, labels, choosing)
         batch = _batch(options, labels, choosing, native)
-        _check_patients(options)
+        checked = options.labels is not None and not options.allow_leaks
+        if checked:
+            check_patients(options.labels)
         for line in check_duplicates(slides, labels, batch.before, allowed=options.allow_leaks):
             print(f"warning: {line}", file=sys.stderr)
+        if checked:
+            check_pictures(labels, batch.before, jobs=options.jobs)
         tasks = _tasks(slides, labels)
         if options.dry_run:
             return _count(batch, tasks, executor)
@@ -131,21 +135,6 @@ def _labelled(
         count = counted(len(left_out), "slide")
         print(f"remark: left out {count} without a label: {', '.join(left_out)}", file=sys.stderr)
     return [slide for slide in slides if slide in labels], labels
-
-
-def _check_patients(options: argparse.Namespace) -> None:
-    """Refuse the same patient in two splits, where the labels have a column of patients."""
-    if options.labels is None or options.allow_leaks:
-        return
-    table = read_table(options.labels)
-    if PATIENT not in table.columns:
-        return
-    for patient, splits in in_two_splits(table.column(PATIENT), table.column(SPLIT)).items():
-        raise ValueError(
-            f"{options.labels}: patient {patient} is in {' and '.join(splits)}, which spoils "
-            "what is measured; divide by patient (spatialdl-split --by patient), or pass "
-            "--allow-leaks"
-        )
 
 
 def _with_classes(

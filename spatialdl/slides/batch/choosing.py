@@ -24,7 +24,7 @@ from spatialdl.slides.finding.annotations import (
     read_annotations,
 )
 from spatialdl.slides.finding.masks import find_mask, read_mask
-from spatialdl.slides.finding.region_mask import class_list
+from spatialdl.slides.finding.region_mask import BACKGROUND, class_list
 from spatialdl.slides.finding.regions import Region
 from spatialdl.slides.finding.tissue import BACKGROUNDS, Tissue, find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
@@ -94,19 +94,23 @@ class Choosing:
     Args:
         options: as `add_options` has them, and `tile_size`.
         slides: all slides; their annotations are looked at for their classes.
+        outside: tiles in no region are taken, too.
 
     Attributes:
-        classes: the classes of all regions, in order of their names; of masks "background", the
-            class of pixels in no region, comes first. Where regions have classes, samples have
-            these, not the labels of slides.
+        classes: the classes of all regions, in order of their names; "background", the class of
+            pixels or tiles in no region, comes first where there is one. Where regions have
+            classes, samples have these, not the labels of slides.
+        outside: the class of tiles in no region; None where they are left out.
         masked: regions are masks, of whole regions, and do not say where there is tissue.
 
     Raises:
-        ValueError: a folder is missing, the overlap is as large as a tile, or the stain
-            reference cannot be used.
+        ValueError: a folder is missing, the overlap is as large as a tile, the stain reference
+            cannot be used, or tiles are to be told from regions that have no classes.
     """
 
-    def __init__(self, options: argparse.Namespace, slides: Sequence[Path]) -> None:
+    def __init__(
+        self, options: argparse.Namespace, slides: Sequence[Path], *, outside: bool = False
+    ) -> None:
         self._options = options
         if not 0 <= options.overlap < options.tile_size:
             raise ValueError(
@@ -127,7 +131,13 @@ class Choosing:
                     regions = read_annotations(find_annotations(options.annotations, slide))
                     found.update(region.label for region in regions if region.label)
         self.masked = options.whole and options.annotations is not None
-        self.classes = class_list(found) if self.masked else sorted(found)
+        self.outside = BACKGROUND if outside else None
+        if outside and not found:
+            raise ValueError(
+                f"no region of --annotations {options.annotations} has a class that tiles of "
+                f"--unannotated {BACKGROUND} could be told from; give regions a class"
+            )
+        self.classes = class_list(found) if self.masked or outside else sorted(found)
 
     def beside(self, slide: Path) -> list[Path]:
         """The files other than the slide that decide on its tiles.

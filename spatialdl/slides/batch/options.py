@@ -10,11 +10,13 @@ from spatialdl.data.codec import CODECS
 from spatialdl.data.options import add_shard_options
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
+from spatialdl.slides.finding.region_mask import BACKGROUND
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
 from spatialdl.text import positive_int
 
 FORMATS = ("shards", "coords")
 UNLABELLED = ("error", "skip")
+UNANNOTATED = ("drop", BACKGROUND)
 SETTINGS = (
     *("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "shard_size", "format"),
     *(
@@ -95,17 +97,24 @@ def _add_slides(made: argparse.ArgumentParser) -> None:
         default="error",
         help="slides without a line in --labels: error (default), or skip to leave them out",
     )
+    add(
+        "--allow-leaks",
+        action="store_true",
+        help="take slides that show the same, or are of the same patient (column patient of "
+        "--labels), in two splits",
+    )
+    add(
+        "--unannotated",
+        choices=UNANNOTATED,
+        help="tiles outside of the regions of --annotations: drop (default), or background to take "
+        "those of which at least --min-tissue lies in no region, with that class, the first",
+    )
     add_tissue(made)
 
 
 def add_tissue(made: argparse.ArgumentParser) -> None:
     """The options on how much tissue a tile has, and on what slides say of their resolution."""
     add = made.add_argument
-    add(
-        "--allow-leaks",
-        action="store_true",
-        help="take the same slide, or the same patient (column patient of --labels), in two splits",
-    )
     add(
         "--min-tissue",
         type=_fraction,
@@ -185,6 +194,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         options.tile_size = WHOLE_TILE
     elif options.stripes:
         raise ValueError("--stripes is of whole regions; add --whole, or leave it out")
+    if options.unannotated and options.annotations is None:
+        raise ValueError("--unannotated is of tiles outside of --annotations, which are not given")
     return options
 
 
@@ -198,6 +209,8 @@ def settings_of(options: argparse.Namespace, classes: Sequence[str]) -> dict[str
     said = {name: getattr(options, name) for name in SETTINGS}
     if options.whole:
         said["tile_size"] = None
+    if options.unannotated == BACKGROUND:  # data sets of before are added to as they are
+        said["unannotated"] = BACKGROUND
     return {**said, **{k: getattr(options, k) is not None for k in _FOLDERS}, "classes": [*classes]}
 
 
@@ -207,6 +220,7 @@ _CLASHES = (
     (("--whole", "--format coords"), "coordinates are of tiles"),
     (("--whole", "--overlap"), "there is one region a slide"),
     (("--whole", "--filter"), "filters drop tiles"),
+    (("--whole", "--unannotated"), "pixels in no region are background in masks as it is"),
     (("--whole", "--edge pad"), "a region ends with its slide"),
     (("--whole", "--edge shift"), "a region ends with its slide"),
     (

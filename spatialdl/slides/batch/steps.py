@@ -132,6 +132,7 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
             edge="drop" if options.whole else options.edge,
             finder=batch.choosing.finder(slide),
             regions=None if batch.choosing.masked else regions,
+            outside_class=batch.choosing.outside,
             beyond=options.codec != NATIVE,
         )
         report = begun(task, slide, plan, options)

@@ -6,7 +6,8 @@ turns and flips. Other sections of the same block stay below the bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -80,11 +81,39 @@ def same_slides(paths: Sequence[Path], *, progress: bool = True) -> list[list[in
     """Groups of slides that show the same, by their numbers in `paths`."""
     numbers = {path: number for number, path in enumerate(paths)}
     found = [[numbers[one], numbers[other]] for one, other in twins(paths)]
+    return found + [[*pair] for pair in same_pictures(paths, range(len(paths)), progress=progress)]
+
+
+def same_pictures(
+    paths: Sequence[Path], splits: Sequence[Hashable], *, jobs: int = 1, progress: bool = True
+) -> list[tuple[int, int]]:
+    """Pairs of slides of different splits that show the same picture, by their numbers in `paths`.
+
+    Slides that cannot be read are like none. Where all are in one split, none is read.
+
+    Args:
+        paths: of the slides.
+        splits: of each.
+        jobs: threads that read slides.
+        progress: show a bar, if the console is one.
+    """
+    if len(set(splits)) < 2:
+        return []
     off = None if progress else True
-    bar = tqdm(paths, "comparing", unit="slide", disable=off, leave=False)
-    looks = [(number, look) for number, path in enumerate(bar) if (look := look_at(path))]
-    for (number, one), (other_number, other) in combinations(looks, 2):
-        energies = sorted((one.energy, other.energy))
-        if energies[1] <= _ENERGY * energies[0] and correlation(one, other) >= ALIKE:
-            found.append([number, other_number])
-    return found
+    with ThreadPoolExecutor(jobs) as pool:
+        read = pool.map(look_at, paths)
+        looks = [*tqdm(read, "looking", len(paths), unit="slide", disable=off, leave=False)]
+    known = [(number, look) for number, look in enumerate(looks) if look is not None]
+    count = len(known) * (len(known) - 1) // 2
+    return [
+        (number, other_number)
+        for (number, one), (other_number, other) in tqdm(
+            combinations(known, 2), "comparing", count, unit="pair", disable=off, leave=False
+        )
+        if splits[number] != splits[other_number] and _alike(one, other)
+    ]
+
+
+def _alike(one: Look, other: Look) -> bool:
+    low, high = sorted((one.energy, other.energy))
+    return high <= _ENERGY * low and correlation(one, other) >= ALIKE

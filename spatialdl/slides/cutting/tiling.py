@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.grid import SLACK, Edge, TileGrid, tile_starts
-from spatialdl.slides.finding.regions import Region, class_map, class_names
+from spatialdl.slides.finding.regions import NOTHING, Region, class_map, class_names
 from spatialdl.slides.finding.tissue import Tissue, find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.slides.reading.wanted import Wanted
@@ -94,6 +94,7 @@ def plan_tiles(
     edge: Edge = "drop",
     finder: Callable[[Thumbnail], Tissue] = find_tissue,
     regions: Sequence[Region] | None = None,
+    outside_class: str | None = None,
     beyond: bool = True,
 ) -> TilePlan:
     """Choose the tiles of a slide.
@@ -116,6 +117,8 @@ def plan_tiles(
         finder: marks the tissue of a thumbnail.
         regions: where tiles may lie, if not everywhere. A tile has the class that covers most of
             it, if that is at least `min_tissue` of it; else it is not kept.
+        outside_class: of tiles that would not be kept, those of which at least `min_tissue` lies
+            in the slide and in no region have this class, if one is given.
         beyond: tiles may end beyond the edge of the slide by a hundredth of their side, since
             sizes are rounded.
 
@@ -141,8 +144,13 @@ def plan_tiles(
     kept, labels = with_tissue, np.full(grid, None)
     reason = "" if with_tissue.any() else _why_none(slide, step, possible, min_tissue, edge)
     if regions is not None:
-        covered, labels = _covered(regions, tiles, thumbnail)
-        kept = with_tissue & (covered >= min_tissue) & (covered > 0)
+        covered, labels, free = _covered(regions, tiles, thumbnail)
+        inside = (covered >= min_tissue) & (covered > 0)
+        kept = with_tissue & inside
+        if outside_class is not None:
+            in_no_region = with_tissue & ~inside & (free >= min_tissue)
+            labels[in_no_region] = outside_class
+            kept |= in_no_region
         if not reason and not kept.any():
             reason = _why_unannotated(regions, covered, min_tissue, int(with_tissue.sum()))
     places, doubtful = [], []
@@ -244,8 +252,10 @@ def _thumbnail_scale(slide: Slide) -> float:
 
 def _covered(
     regions: Sequence[Region], tiles: TileGrid, thumbnail: Thumbnail
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.object_]]:
-    """For each tile the part that is covered by the class that covers most of it, and its name."""
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.object_], npt.NDArray[np.float64]]:
+    """For each tile the part that the class covers that covers most of it, its name, and the part
+    that is in no region.
+    """
     names = class_names(regions)
     shape = thumbnail.missing.shape
     finer = max(1, min(_FINER, _LONGEST_THUMBNAIL // max(shape)))
@@ -257,7 +267,7 @@ def _covered(
         part = tiles.fractions(classes == index)
         labels[part > most] = name
         most = np.maximum(most, part)
-    return most, labels
+    return most, labels, tiles.fractions(classes == NOTHING)
 
 
 def _why_none(

@@ -169,6 +169,58 @@ def test_annotations_give_classes_and_labels_give_splits(
         }
 
 
+def test_tiles_outside_of_annotations_are_background(
+    tmp_path: Path, real: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, sets = tmp_path / "drawn", {}
+    slide = real / "CMU-1-Small-Region.svs"
+    annotate(folder, slide.stem, polygon(0, 0, 1100, 3000, "stroma"))
+    (tmp_path / "labels.csv").write_text(f"slide,split\n{slide.stem},val\n")
+    more = ("--annotations", folder, "--labels", tmp_path / "labels.csv", "--min-tissue", 0.3)
+    for kind in (None, "drop", "background"):
+        out = tmp_path / str(kind)
+        assert run(out, slide, *more, *(("--unannotated", kind) if kind else ())) == 0
+        data = ShardDataset(out)
+        samples = [data.sample(k) for k in range(len(data))]
+        sets[kind] = {(s.x, s.y): data.classes[s.label] for s in samples if s.label is not None}
+        assert len(sets[kind]) == len(data)
+        assert {s.split for s in samples} == {"val"}
+    assert data.classes == ["background", "stroma"]
+    assert sets["drop"] == sets[None]
+    left = {place for place, name in sets["background"].items() if name == "stroma"}
+    assert left == set(sets[None]) == {(x, y) for x, y in sets["background"] if x + 128 <= 1100}
+    assert len(sets["background"]) > len(left) > 3
+    (row,) = rows(tmp_path / "background").values()
+    assert (row["unannotated"], row["with_tissue"]) == ("0", str(len(sets["background"])))
+    # kept as it is by the same settings, and not mixed with tiles of others
+    again = [str(k) for k in (slide, *more, "--out", tmp_path / "drop", *TILES)]
+    assert main(again) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main([*again, "--unannotated", "background"]) == 2
+    assert "holds a data set already" in capsys.readouterr().err
+
+
+def test_a_slide_without_regions_may_be_background(
+    tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "drawn"
+    annotate(folder, "ring", polygon(0, 0, 1100, 1600, "tumor"), polygon(0, 0, 9, 9, "background"))
+    annotate(folder, "strand")
+    more = ("--annotations", folder, "--unannotated", "background")
+    assert run(tmp_path / "set", synthetic["ring"].parent, *more) == 0
+    data = ShardDataset(tmp_path / "set")
+    assert data.classes == ["background", "tumor"]
+    samples = [data.sample(k) for k in range(len(data))]
+    assert {(s.slide, s.label) for s in samples} == {("ring", 0), ("ring", 1), ("strand", 0)}
+    annotate(folder, "ring", polygon(0, 0, 1100, 1600, None))
+    assert run(tmp_path / "none", synthetic["ring"].parent, *more) == 2
+    assert "no region of --annotations" in capsys.readouterr().err
+    (folder / "strand.geojson").unlink()  # a file that is missing may be a name misspelt
+    annotate(folder, "ring", polygon(0, 0, 1100, 1600, "tumor"))
+    assert run(tmp_path / "missing", synthetic["ring"].parent, *more) == 1
+    assert "strand.tiff has no annotations" in capsys.readouterr().err
+
+
 def test_without_any_class_an_empty_label_is_refused(
     tmp_path: Path, synthetic: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

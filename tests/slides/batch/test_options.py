@@ -40,6 +40,7 @@ def test_a_whole_region_has_tiles_to_tell_colours_of() -> None:
         ["--whole", "--overlap", "8"],
         ["--whole", "--filter", "pen"],
         ["--whole", "--edge", "shift"],
+        ["--whole", "--unannotated", "drop", "--annotations", "drawn"],
         ["--edge", "pad", "--format", "coords"],
         ["--edge", "pad", "--codec", "jpeg-native"],
         ["--edge", "shift", "--codec", "jpeg-native"],
@@ -52,6 +53,18 @@ def test_options_that_do_not_go_together(more: list[str]) -> None:
         parsed([*given, *more])
     assert more[0] in str(caught.value)
     parsed([*given, *more[2:]] if more[0] != "--whole" else [*given, "--whole"])
+
+
+def test_tiles_outside_of_annotations_need_annotations() -> None:
+    with pytest.raises(ValueError, match="--annotations, which are not given"):
+        parsed([*TILES, "--unannotated", "background"])
+    drawn = [*TILES, "--annotations", "drawn"]
+    plain, drop, background = (
+        settings_of(parsed([*drawn, *more]), ["a"])
+        for more in ([], ["--unannotated", "drop"], ["--unannotated", "background"])
+    )
+    assert plain == drop  # so that data sets are added to as before
+    assert background == {**plain, "unannotated": "background"}
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,37 @@ def test_regions_say_where_tiles_are_and_what_they_are(synthetic: dict[str, Path
         assert len(every.places) == 7
 
 
+def test_tiles_in_no_region_may_have_a_class_of_their_own(synthetic: dict[str, Path]) -> None:
+    regions = [
+        box(-100, -100, 512, 512, "a"),
+        box(512, 0, 640, 256, "b"),  # half a tile: the class of a region comes first
+        box(1024, 0, 1024 + 100, 256, "c"),  # less than half: the rest is in no region
+        box(1536, 0, 1536 + 200, 256, "a"),
+        box(1792, 0, 1792 + 100, 256, "a"),  # with the next, no class has half, nor has none
+        box(1892, 0, 1992, 256, "b"),
+        box(2048, 0, 2304, 256),  # nobody knows what that is
+    ]
+    with Slide(synthetic["ring"]) as slide:
+        kept, every, whole = (
+            plan_tiles(
+                slide, 256, 0.5, part, regions=regions, finder=all_tissue, outside_class=name
+            )
+            for part, name in ((0.5, None), (0.5, "none"), (0.9, "none"))
+        )
+    before = dict(zip(kept.places, kept.labels, strict=True))
+    after = dict(zip(every.places, every.labels, strict=True))
+    added = {place: after[place] for place in after.keys() - before.keys()}
+    assert after == {**before, **added}
+    assert set(added.values()) == {"none"}
+    assert (1024, 0) in added
+    assert (1792, 0) not in after
+    assert after[(2048, 0)] is None
+    assert (every.with_tissue, every.unannotated, len(added)) == (54, 1, 54 - 1 - len(before))
+    assert every.places == sorted(every.places, key=lambda place: place[::-1])
+    assert not {(512, 0), (1024, 0), (1536, 0), (1792, 0)} & set(whole.places)
+    assert whole.unannotated == 4
+
+
 def all_tissue(thumbnail: Thumbnail) -> Tissue:
     return Tissue(~thumbnail.missing, thumbnail.missing, 0)
 
