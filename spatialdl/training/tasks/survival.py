@@ -122,6 +122,6 @@ def concordance(risks: Tensor, times: Tensor, events: Tensor) -> float | None:
     pairs = int(known.sum())
     if not pairs:
         return None
-    higher = (risks[:, None] > risks[None, :])[known].sum()
-    equal = (risks[:, None] == risks[None, :])[known].sum()
-    return float((higher + 0.5 * equal) / pairs)
+    higher = int((risks[:, None] > risks[None, :])[known].sum())
+    equal = int((risks[:, None] == risks[None, :])[known].sum())
+    return (higher + 0.5 * equal) / pairs

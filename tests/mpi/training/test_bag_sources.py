@@ -37,7 +37,13 @@ CASES = {
     "transformer": ("data.batch_size=4", "task.label_smoothing=0.1"),
 }
 OFTEN = {  # by ranks; the others take long
-    2: [(0, "abmil of some tiles"), (0, "transformer"), (1, "abmil"), (0, "abmil of risks"), (1, "abmil of risks")],
+    2: [
+        (0, "abmil of some tiles"),
+        (0, "transformer"),
+        (1, "abmil"),
+        (0, "abmil of risks"),
+        (1, "abmil of risks"),
+    ],
     3: [(0, "clam"), (1, "max")],
     4: [(0, "mean"), (0, "abmil of risks")],
 }

@@ -51,7 +51,9 @@ def test_the_remission_data_have_the_published_coefficient() -> None:
 
     def slope(value: float) -> float:
         beta = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-        return float(torch.autograd.grad(partial_likelihood(beta * control, times, events), beta)[0])
+        return float(
+            torch.autograd.grad(partial_likelihood(beta * control, times, events), beta)[0]
+        )
 
     assert brentq(slope, 0, 3) == pytest.approx(1.5721, abs=5e-5)
 
