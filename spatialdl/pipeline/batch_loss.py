@@ -70,7 +70,7 @@ class BatchLoss:
                 row = [one.detach().double() for one in (wide(output), target, is_there)]
                 rows[number, mesh.replica] = torch.cat(row, 1)[0]
         rows = mesh.comm.all_reduce(rows)
-        of_all, targets, is_there = rows.flatten(0, 1).split([*width, 1], 1)
+        of_all, targets, is_there = torch.split(rows.flatten(0, 1), [*width, 1], 1)
         of_all = of_all.clone().requires_grad_()
         with torch.enable_grad():
             loss = self._criterion(of_all, targets.where(is_there > 0, torch.nan))
