@@ -11,56 +11,12 @@ from scipy.optimize import brentq
 from spatialdl.training.tasks.cox import Cox, check_order, partial_likelihood
 
 # remission of 42 children with leukaemia: Freireich et al., Blood 21, 1963, table 3 (weeks)
-TREATED = [
-    "6",
-    "6",
-    "6",
-    "6+",
-    "7",
-    "9+",
-    "10",
-    "10+",
-    "11+",
-    "13",
-    "16",
-    "17+",
-    "19+",
-    "20+",
-    "22",
-    "23",
-    "25+",
-    "32+",
-    "32+",
-    "34+",
-    "35+",
-]
-CONTROL = [
-    "1",
-    "1",
-    "2",
-    "2",
-    "3",
-    "4",
-    "4",
-    "5",
-    "5",
-    "8",
-    "8",
-    "8",
-    "8",
-    "11",
-    "11",
-    "12",
-    "12",
-    "15",
-    "17",
-    "22",
-    "23",
-]
+TREATED = "6 6 6 6+ 7 9+ 10 10+ 11+ 13 16 17+ 19+ 20+ 22 23 25+ 32+ 32+ 34+ 35+"
+CONTROL = "1 1 2 2 3 4 4 5 5 8 8 8 8 11 11 12 12 15 17 22 23"
 
 
 def remission() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weeks = [*TREATED, *CONTROL]
+    weeks = f"{TREATED} {CONTROL}".split()
     times = torch.tensor([float(one.rstrip("+")) for one in weeks], dtype=torch.float64)
     events = torch.tensor([float("+" not in one) for one in weeks], dtype=torch.float64)
     control = torch.tensor([0.0] * 21 + [1.0] * 21, dtype=torch.float64)
