@@ -119,7 +119,7 @@ def _check_data_and_network(
     if config.data.name == "dataset" and not is_own_network(config.model["_target_"]):
         from spatialdl.training.settings import open_sources
 
-        open_sources(config.data, int(config.seed), config.task.name)
+        open_sources(config.data, int(config.seed), config.task.name, config.task.get("loss"))
     check_own_network(config, overrides)
 
 
@@ -137,7 +137,7 @@ def check_own_network(config: DictConfig, overrides: Sequence[str]) -> None:
 
     config = config.copy()
     fit_model_keys(config, overrides)
-    data = open_sources(config.data, int(config.seed), config.task.name)
+    data = open_sources(config.data, int(config.seed), config.task.name, config.task.get("loss"))
     make_network(config, data, Alone())
 
 

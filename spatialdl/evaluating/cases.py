@@ -99,6 +99,8 @@ def _errors(level: Level) -> npt.NDArray[np.float64]:
         return image_errors(level.values)
     if level.task == "classification":
         return 1 - np.take_along_axis(level.values, level.truth[:, None], 1)[:, 0]
+    if level.task == "survival":  # a risk is right or wrong beside others only
+        return np.full(len(level), np.nan)
     known = ~np.isnan(level.truth)
     apart = np.where(known, np.abs(level.values - level.truth), 0.0).sum(1)
     return np.asarray(apart / np.maximum(known.sum(1), 1))

@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from spatialdl.evaluating.predicted import Predicted
 from spatialdl.evaluating.scores import ClassScores, LabelScores, NumberScores, PixelScores
+from spatialdl.evaluating.survival_scores import SurvivalScores
 from spatialdl.evaluating.truth import Truth
 from spatialdl.text import counted
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-AnyScores = ClassScores | LabelScores | NumberScores | PixelScores
+AnyScores = ClassScores | LabelScores | NumberScores | PixelScores | SurvivalScores
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,11 @@ class Level:
         unit = numbered(self.units)
         if self.task == "segmentation":
             return PixelScores(self.values, unit)
-        made: Any = {"classification": ClassScores, "multilabel": LabelScores}
+        made: Any = {
+            "classification": ClassScores,
+            "multilabel": LabelScores,
+            "survival": SurvivalScores,
+        }
         found: AnyScores = made.get(self.task, NumberScores)(self.values, self.truth, unit)
         return found
 

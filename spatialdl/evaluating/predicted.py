@@ -15,6 +15,11 @@ from spatialdl.evaluating.checks import SAMPLE, predicted_table
 from spatialdl.predicting.checks import need_pyarrow
 from spatialdl.predicting.tables import PIXELS
 
+RISK = "risk"
+"""The column of predictions of task=survival that is compared."""
+
+SURVIVAL = ("time", "event")
+
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, Sequence[str]]
 
@@ -79,13 +84,10 @@ def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str
     heads = list(columns)
     kinds = {"probability_": "multilabel", "predicted_": "regression"}
     what = next((w for w in kinds if any(head.startswith(w) for head in heads)), None)
-    if what is None and "risk" in heads:
-        raise ValueError(
-            f"{path} is of task=survival, whose concordance index is part of each validation of "
-            "spatialdl.train: it is not evaluated here"
-        )
+    if what is None and RISK in columns:
+        return _of_risks(path, columns, key, failed)
     if what is None:
-        raise ValueError(f"{path} has no columns probability_CLASS or predicted_TARGET")
+        raise ValueError(f"{path} has no columns probability_CLASS, predicted_TARGET or risk")
     if key not in columns:
         raise ValueError(f"{path} has no column {key}; it has {', '.join(heads)}")
     classes = [head.removeprefix(what) for head in heads if head.startswith(what)]
@@ -128,6 +130,31 @@ def _owners(columns: Columns, names: Sequence[str]) -> list[str]:
     """The slides of images: those they are regions of, or they themselves."""
     of = columns.get("region_of", [""] * len(names))
     return [owner or name for owner, name in zip(of, names, strict=True)]
+
+
+def _of_risks(path: Path, columns: Columns, key: str, failed: Mapping[str, str]) -> Predicted:
+    """Of task=survival; a training run writes time and event before the risk."""
+    heads = list(columns)
+    at = heads.index(RISK)
+    is_labelled = "status" not in columns and at > 2  # other tables have slide and tiles there
+    names = heads[at - 2 : at] if is_labelled else SURVIVAL
+    risks = _numbers(path, columns, RISK)
+    there = [n for n, name in enumerate(columns[key]) if name not in failed]
+    targets = None
+    if is_labelled:
+        targets = np.stack([_numbers(path, columns, name) for name in names], 1)[there]
+    slides = [columns[key][n] for n in there]
+    return Predicted(
+        "survival",
+        list(names),
+        slides,
+        slides,
+        np.full((len(there), 4), np.nan),
+        risks[there, None],
+        targets=targets,
+        whole=key,
+        failed=failed,
+    )
 
 
 def _has(row: Floats) -> bool:

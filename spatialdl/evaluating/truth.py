@@ -182,7 +182,7 @@ def _targets(predicted: Predicted, given: _Given) -> npt.NDArray[np.float64]:
     file = given.file
     missing = [name for name in predicted.classes if name not in given.columns]
     if missing and predicted.targets is not None:
-        return predicted.targets
+        return _both(predicted, predicted.targets)
     if missing:
         raise ValueError(
             f"task={predicted.task} is compared with columns {', '.join(predicted.classes)} of "
@@ -199,7 +199,20 @@ def _targets(predicted: Predicted, given: _Given) -> npt.NDArray[np.float64]:
     other = found[np.isfinite(found) & (found != 0) & (found != 1)]
     if predicted.task == "multilabel" and len(other):
         raise ValueError(f"{file} has {other[0]:g} as a label, expected 1, 0 or an empty cell")
-    return found
+    return _both(predicted, found)
+
+
+def _both(predicted: Predicted, targets: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of survival, nothing where time or event is unknown."""
+    if predicted.task != "survival":
+        return targets
+    events = targets[np.isfinite(targets[:, 1]), 1]
+    if not np.isin(events, (0, 1)).all():
+        raise ValueError(
+            f"{predicted.classes[1]} must be 1 (it happened then) or 0 (not seen until then)"
+        )
+    known = np.isfinite(targets).all(1, keepdims=True)
+    return np.where(known, targets, np.nan)
 
 
 def _number(cell: str, where: str) -> float:

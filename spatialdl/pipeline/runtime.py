@@ -29,6 +29,7 @@ from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
 from spatialdl.pipeline.balance import weighing
+from spatialdl.pipeline.batch_loss import BatchLoss, Width, check_forwards_first
 from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.compilable import check_compilable
 from spatialdl.pipeline.compiled import check_compiler, compile_stages
@@ -78,6 +79,8 @@ class PipelineOptions:
             `channels.uses.check_plan`.
         sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
             None, or where it gives None, all alike.
+        batch_loss: the columns of outputs and targets, if the criterion compares the samples of a
+            batch, see `pipeline.batch_loss`; of networks of one stage.
     """
 
     cut: Names = None
@@ -94,6 +97,7 @@ class PipelineOptions:
     compiled: bool = False
     tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None
+    batch_loss: Width | None = None
 
 
 class Pipeline:
@@ -171,6 +175,11 @@ class Pipeline:
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
         sharing = Sharing(placed, self.stages, holders, placement, sync, microbatches, comm, units)
         self._context = StepContext(sharing, placement, self.replica, options.seed, apart)
+        self._batch_loss: BatchLoss | None = None
+        if options.batch_loss is not None:
+            check_forwards_first(schedule.train)
+            [one] = placed
+            self._batch_loss = BatchLoss(criterion, options.batch_loss, one.mesh)
         if options.compiled:  # not before all looks at it have been taken
             compile_stages(self.stages.values())
         self._copies = {
@@ -334,6 +343,8 @@ class Pipeline:
         todo = self._todo(self._train, microbatches)
         coming = self._given(todo, microbatches)
         last = {one.stage: number for number, one in enumerate(todo) if one.kind == "backward"}
+        outputs: dict[int, Tensor] = {}
+        criteria: Mapping[int, Criterion] | None = None
         for number, action in enumerate(todo):
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
@@ -343,13 +354,22 @@ class Pipeline:
             with trace.span("compute", name, action):
                 if action.kind == "forward":
                     with self._context.forward(placed, action.microbatch, microbatch):
-                        self._run(placed, action.microbatch, microbatch)
+                        output = self._run(placed, action.microbatch, microbatch)
+                    if self._batch_loss is not None:
+                        outputs[action.microbatch] = output
                 elif action.kind == "backward":
+                    criteria = (
+                        self._criteria(outputs, microbatches) if criteria is None else criteria
+                    )
                     self.gradients.before_backward(action.stage, number == last[action.stage])
                     with self._context.backward(placed, action):
-                        total += self._backward(placed, action.microbatch, microbatch)
+                        total += self._backward(
+                            placed, action.microbatch, microbatch, criteria[action.microbatch]
+                        )
                 else:
                     self._context.add_weights(action)
+        if criteria is None:  # this replica has no samples
+            self._criteria(outputs, microbatches)
         self.doing = None
         waiting.doing("")
         self._wait_sent()
@@ -434,12 +454,22 @@ class Pipeline:
         output: Tensor = placed.forward(number, microbatch, shapes, size, self.device)
         return output
 
-    def _backward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor | float:
+    def _criteria(
+        self, outputs: Mapping[int, Tensor], microbatches: Sequence[Microbatch]
+    ) -> Mapping[int, Criterion]:
+        """By micro-batch; all ranks ask for it once a step, when the forwards are done."""
+        if self._batch_loss is None:
+            return dict.fromkeys(range(len(microbatches)), self.criterion)
+        return self._batch_loss.gather(outputs, microbatches, self.device)
+
+    def _backward(
+        self, placed: PlacedStage, number: int, microbatch: Microbatch, criterion: Criterion
+    ) -> Tensor | float:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self.placement.network_copies * placed.mesh.batch * self._scale
-        loss = placed.backward(number, microbatch, shapes, self.criterion, weight, self.device)
+        loss = placed.backward(number, microbatch, shapes, criterion, weight, self.device)
         return loss * share if placed.mesh.counts else 0.0
 
     def _part_of(self, own: range, microbatch: Microbatch) -> float | Tensor:

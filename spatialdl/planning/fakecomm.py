@@ -53,7 +53,9 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     """
     errors = list(known)
     seed, task = int(config.seed), None
-    sources = _tried(errors, lambda: open_sources(config.data, seed, config.task.name))
+    sources = _tried(
+        errors, lambda: open_sources(config.data, seed, config.task.name, config.task.get("loss"))
+    )
     dims = len(sources.image_size) if sources is not None else None
     placement = _tried(errors, lambda: placement_of(config.parallel, dims))
     schedule = None

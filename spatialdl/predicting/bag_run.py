@@ -182,8 +182,12 @@ class BagPredictor:
         assert attention is not None
         number, what = 0, "attention"
         if len(attention) > 1:  # a map a class, or an interval of time
-            number = int(values[-len(attention) :].argmax())
-            what = f"attention for {self._trained.classes[number]}"
+            if self._trained.task == "survival":  # the interval in which an event is likeliest
+                number = int((-np.diff(values[1:], prepend=1.0)).argmax())
+                what = f"attention for interval {number + 1}"
+            else:
+                number = int(values.argmax())
+                what = f"attention for {self._trained.classes[number]}"
         path = self._slides.get(file.slide)
         if path is None:
             places = BagPlaces.of(file, None)

@@ -151,11 +151,14 @@ def _batch(
     return (1,) * spatial_stages + (parts,) * (stages - spatial_stages)
 
 
-def schedule_of(parallel: DictConfig, placement: Placement, accumulate: int = 1) -> Schedule:
+def schedule_of(
+    parallel: DictConfig, placement: Placement, accumulate: int = 1, *, forwards_first: bool = False
+) -> Schedule:
     """The order of work that a configuration asks for.
 
     Args:
         accumulate: batches of which the gradients are added up in a step.
+        forwards_first: whether no backward of a step comes before its last forward.
 
     Raises:
         ValueError: if it does not fit the layout or the number of micro-batches, or state cannot
@@ -168,6 +171,8 @@ def schedule_of(parallel: DictConfig, placement: Placement, accumulate: int = 1)
             f"parallel.schedule={parallel.schedule} does not go with GEMS, which has an order of "
             "its own: leave it out, or choose by parallel.gems.variant"
         )
+    if forwards_first:
+        return make_schedule("gpipe", placement, microbatches * accumulate)
     schedule = make_schedule(variant or parallel.schedule, placement, microbatches, times)
     if not isinstance(parallel.shard_state, bool):
         raise ValueError(f"parallel.shard_state={parallel.shard_state} must be true or false")
@@ -283,11 +288,21 @@ def _check_bags(config: DictConfig, placement: Placement) -> None:
                 f"{what} takes images of one size, and the bags of data=bags have as many tiles as "
                 "slides have: leave it out, and take parallel=none, dp, sp or dp+sp"
             )
+    if compares_samples(config.task) and batch_size == 1 and config.trainer.accumulate == 1:
+        raise ValueError(
+            "data.batch_size=1 with task.loss=cox: the loss compares the slides of a step, and one "
+            "alone has none to be compared with; take as many as fit, such as data.batch_size=32"
+        )
     if type(batch_size) is not int or batch_size < data:
         raise ValueError(
             f"data.batch_size={batch_size} leaves some of parallel.data={data} replicas without a "
             f"bag: take at least {data}"
         )
+
+
+def compares_samples(task: DictConfig) -> bool:
+    """Whether the loss of a task is of all samples of a step together."""
+    return bool(task.name == "survival" and task.loss == "cox")
 
 
 def check_task(task: DictConfig, placement: Placement) -> None:

@@ -17,6 +17,7 @@ from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import (
     check_batch,
     check_image,
+    compares_samples,
     placement_of,
     repeats,
     schedule_of,
@@ -70,7 +71,9 @@ class Parts:
         self.precision = precision_of(settings.precision, self.device)
         self.nodes = nodes or Nodes(world)
         resolve_statistics(config.data, world)
-        self.sources = open_sources(config.data, int(config.seed), config.task.name)
+        self.sources = open_sources(
+            config.data, int(config.seed), config.task.name, config.task.get("loss")
+        )
         placement = placement_of(config.parallel, len(self.sources.image_size))
         self.placement = placed_by_nodes(placement, self.nodes.of)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
@@ -78,7 +81,10 @@ class Parts:
         check_same_samples(self.sources.train, world, is_split)
         describe_data(config, self.sources)
         self.metrics = OwnMetrics(config.task)
-        schedule = schedule_of(config.parallel, self.placement, repeats(config, self.placement))
+        schedule = schedule_of(
+            *(config.parallel, self.placement, repeats(config, self.placement)),
+            forwards_first=compares_samples(config.task),
+        )
         self.microbatches = schedule.microbatches
         self.batch_size = int(config.data.batch_size) * int(settings.accumulate)
         if not self.sources.train_views.varies:

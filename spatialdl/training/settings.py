@@ -99,11 +99,14 @@ class Sources:
         return found
 
 
-def open_sources(data: DictConfig, seed: int, task: str = "classification") -> Sources:
+def open_sources(
+    data: DictConfig, seed: int, task: str = "classification", loss: object = None
+) -> Sources:
     """Open the data sets that a configuration names.
 
     Args:
         task: "classification" wants labels, "segmentation" masks, others ``data.targets``.
+        loss: of the task, by which survival is a risk ("cox") or hazards.
 
     Raises:
         ValueError: if there are no labels or masks, or images of different sizes.
@@ -111,7 +114,7 @@ def open_sources(data: DictConfig, seed: int, task: str = "classification") -> S
     """
     check_workers(data.workers, data.prefetch)
     if data.name == "bags":
-        return _bags(data, seed, task)
+        return _bags(data, seed, task, loss)
     augmentation = Augmentation.from_config(data.augment)
     opened = {"dataset": _own, **dict.fromkeys(SYNTHETIC, _synthetic)}.get(data.name, _shards)
     sources = opened(data, seed, task)
@@ -200,12 +203,19 @@ def _own(data: DictConfig, seed: int, task: str) -> Sources:
     )
 
 
-def _bags(data: DictConfig, seed: int, task: str) -> Sources:
+def _bags(data: DictConfig, seed: int, task: str, loss: object) -> Sources:
     train, validation, names = open_bags(data, seed, task)
     both = [one for one in (train, validation) if one is not None]
     longest = max(file.tiles for one in both for file in one.files)
-    classes = SURVIVAL_BINS if task == "survival" else len(names)
+    classes = len(names)
+    if task == "survival":
+        classes = 1 if loss == "cox" else SURVIVAL_BINS
     if data.num_classes is not None:
+        if loss == "cox" and data.num_classes != 1:
+            raise ValueError(
+                f"data.num_classes={data.num_classes} are intervals of time, but task.loss=cox "
+                "has a risk alone: leave one of the two out"
+            )
         classes = int(data.num_classes)
     if classes != len(names) and task != "survival":
         raise ValueError(

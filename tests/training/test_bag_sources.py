@@ -95,6 +95,26 @@ def test_other_labels_train(tmp_path, folder, task) -> None:
         assert "c_index" in summary["validation"][-1]
 
 
+def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
+    words = (*SMALL["mean"], "task=survival", "task.loss=cox", "trainer.checkpoint.best=c_index")
+    trainer = Trainer(bag_config(folder, *words, "data.batch_size=4"), Alone())
+    assert trainer.parts.sources.num_classes == 1
+    fit(trainer, tmp_path / "run")
+    head, *rows = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
+    assert head.endswith("time,event,risk")
+    assert len(rows) == 3
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert len(summary["loss"]) == 6
+    assert summary["loss"][0] > 0
+    for word, message in {
+        "data.batch_size=1": "compares the slides of a step",
+        "data.num_classes=3": "task.loss=cox has a risk alone",
+        "task.loss=efron": "take null.*or cox",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Trainer(bag_config(folder, *words, "data.batch_size=2", word), Alone())
+
+
 def test_slides_that_do_not_fit_are_named(tmp_path, folder, caplog) -> None:
     table(folder, "s0,a", "s1,b", "x,a")
     with pytest.raises(ValueError, match=r"1 of 3 slides.*no file of features, such as x"):

@@ -24,6 +24,7 @@ from spatialdl.training.network.pretrained_input import warn_of_other_input
 from spatialdl.training.network.weights import check_alike, find_weights, load_weights
 from spatialdl.training.optimization.precision import Precision
 from spatialdl.training.settings import Sources
+from spatialdl.training.tasks.cox import Cox
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import Task
 
@@ -169,5 +170,6 @@ def make_pipeline(
             compiled=bool(config.trainer.compile),
             tensor_plan=dict(parallel.tensor_plan or {}),
             sample_weights=task.weights,
+            batch_loss=task.batch_loss if isinstance(task, Cox) else None,
         ),
     )

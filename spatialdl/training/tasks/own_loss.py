@@ -94,6 +94,13 @@ def own_loss_of(settings: DictConfig) -> OwnLoss | None:
         ValueError: if it cannot be made, or a setting belongs to the loss it takes the place of.
     """
     given = settings.get("loss")
+    if settings.name == "survival" and not isinstance(given, DictConfig):
+        if given not in (None, "cox"):
+            raise ValueError(
+                f"task.loss={given} is unknown to task=survival: take null, the likelihood of "
+                "discrete times, or cox, the partial likelihood"
+            )
+        return None
     if given is not None and not isinstance(given, DictConfig) and settings.name != "regression":
         raise ValueError(
             f"task.loss={given} is unknown to task={settings.name}: leave it out, or name a class "

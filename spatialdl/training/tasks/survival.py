@@ -66,14 +66,17 @@ class Survival:
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
         """Of the risks: the concordance index."""
-        return {"c_index": concordance(predictions[:, 0], labels[:, 0], labels[:, 1])}
+        return survival_scores(predictions, labels)
 
 
 def survival_of(outputs: Tensor) -> Tensor:
     """(N, 1 + bins): the risk, and the probability to survive each interval.
 
-    The risk is less the sum of these probabilities, the larger the earlier events are expected.
+    The risk is less the sum of these probabilities, the larger the earlier events are expected. A
+    single output is the risk itself, see `tasks.cox`.
     """
+    if outputs.shape[1] == 1:
+        return outputs
     survived = F.logsigmoid(-outputs).cumsum(1).exp()
     return torch.cat([-survived.sum(1, keepdim=True), survived], 1)
 
@@ -81,6 +84,11 @@ def survival_of(outputs: Tensor) -> Tensor:
 def survival_columns(bins: int) -> list[str]:
     """Names of what `survival_of` gives."""
     return ["risk", *(f"survival_{number}" for number in range(1, bins + 1))]
+
+
+def survival_scores(predictions: Tensor, labels: Tensor) -> Scores:
+    """The concordance index of what `survival_of` gives, with times and events (N, 2)."""
+    return {"c_index": concordance(predictions[:, 0], labels[:, 0], labels[:, 1])}
 
 
 def survival_edges(train: ImageSource, bins: int) -> Tensor:
@@ -114,6 +122,6 @@ def concordance(risks: Tensor, times: Tensor, events: Tensor) -> float | None:
     pairs = int(known.sum())
     if not pairs:
         return None
-    higher = (risks[:, None] > risks[None, :])[known].sum()
-    equal = (risks[:, None] == risks[None, :])[known].sum()
-    return float((higher + 0.5 * equal) / pairs)
+    higher = int((risks[:, None] > risks[None, :])[known].sum())
+    equal = int((risks[:, None] == risks[None, :])[known].sum())
+    return (higher + 0.5 * equal) / pairs

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
+from spatialdl.training.tasks.cox import Cox, check_order
 from spatialdl.training.tasks.losses import (
     as_columns,
     check_classes,
@@ -81,7 +82,7 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
     """
     name, own = settings.name, own_loss_of(settings)
     if name == "survival":
-        return _survival(own, classes, train)
+        return _survival(own, settings.loss, classes, train)
     if own is not None and name != "segmentation":
         plain = settings.copy()
         plain.loss = "mse" if name == "regression" else None
@@ -114,9 +115,12 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
     return kind(weight, smoothing, mixup, classes, over_samples=of_bags)
 
 
-def _survival(own: OwnLoss | None, bins: int, train: ImageSource) -> Survival:
+def _survival(own: OwnLoss | None, loss: object, bins: int, train: ImageSource) -> Survival | Cox:
     if own is not None:
-        raise ValueError("task=survival has a loss of its own: leave task.loss out")
+        raise ValueError("task=survival has losses of its own: leave task.loss out, or take cox")
+    if loss == "cox":
+        check_order(train)
+        return Cox()
     return Survival(survival_edges(train, bins))
 
 

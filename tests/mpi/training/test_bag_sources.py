@@ -30,12 +30,22 @@ CASES = {
     "mean": ("data.batch_size=4", "task=multilabel", "data.columns=[er,pr]"),
     "max": ("data.batch_size=4", "task.class_weights=[1,2,0.5]", "data.workers=1"),
     "clam": ("data.batch_size=4", "model.branches=multi", "model.exclusive=true"),
+    "abmil of risks": (
+        *("data.batch_size=5", "task=survival", "task.loss=cox", "trainer.accumulate=1"),
+        *("trainer.checkpoint.best=c_index", "parallel.recompute=stage"),
+    ),
     "transformer": ("data.batch_size=4", "task.label_smoothing=0.1"),
 }
 OFTEN = {  # by ranks; the others take long
-    2: [(0, "abmil of some tiles"), (0, "transformer"), (1, "abmil")],
+    2: [
+        (0, "abmil of some tiles"),
+        (0, "transformer"),
+        (1, "abmil"),
+        (0, "abmil of risks"),
+        (1, "abmil of risks"),
+    ],
     3: [(0, "clam"), (1, "max")],
-    4: [(0, "mean")],
+    4: [(0, "mean"), (0, "abmil of risks")],
 }
 RUNS = [
     pytest.param(

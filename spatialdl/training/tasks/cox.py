@@ -1,0 +1,92 @@
+"""Survival of patients: a risk, by which those of a batch are compared.
+
+Partial likelihood: Cox, "Regression Models and Life-Tables", J. R. Stat. Soc. B 34, 1972, section 5
+(https://doi.org/10.1111/j.2517-6161.1972.tb00899.x); events at the same time as in Efron, "The
+Efficiency of Cox's Likelihood Function for Censored Data", J. Am. Stat. Assoc. 72, 1977, section 4
+(https://doi.org/10.1080/01621459.1977.10480613).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spatialdl.data.image_source import ImageSource
+from spatialdl.pipeline.batch_loss import Width
+from spatialdl.spatial.autocast import wide
+from spatialdl.training.tasks.metrics import Scores
+from spatialdl.training.tasks.survival import survival_of, survival_scores
+
+
+class Cox:
+    """The partial likelihood of the order of events among the samples of a batch.
+
+    Targets are (N, 2): the time of the event or of the end of watching, and 1 for an event or 0.
+    """
+
+    name = "survival"
+    mixup = 0.0
+    batch_loss = Width(output=1, target=2)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The negative log-likelihood an event; 0 without events. Samples of NaN are none."""
+        self.check_output(output, target)
+        return partial_likelihood(wide(output)[:, 0], target[:, 0], target[:, 1])
+
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        """Refuse what is no (N, 1)."""
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if shape != (len(target), 1):
+            raise ValueError(
+                f"the network gives {shape} for {len(target)} slides: of task.loss=cox it must "
+                f"give ({len(target)}, 1), a risk; leave model.num_classes out"
+            )
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        """None: samples have no losses of their own."""
+        return None
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """(N, 1): the risk."""
+        return survival_of(outputs)
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        """Of the risks: the concordance index."""
+        return survival_scores(predictions, labels)
+
+
+def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:
+    """The negative logarithm of Cox's partial likelihood, divided by the number of events.
+
+    Args:
+        risks: (N,), logarithms of the hazards' ratios.
+        times: (N,), NaN of what is no sample.
+        events: (N,), 1 for an event at that time, 0 for the end of watching.
+    """
+    # what is no sample comes first, and is at risk at no time
+    times, order = times.nan_to_num(nan=-torch.inf).sort(stable=True)
+    risks, events = risks[order], events.nan_to_num(nan=0.0)[order].to(risks.dtype)
+    first = torch.searchsorted(times, times)  # of those with the same time
+    at_risk = risks.flip(0).logcumsumexp(0).flip(0)[first]  # from that time on
+    zeros = torch.zeros_like(events)
+    tied = zeros.index_add(0, first, events)[first]
+    share = zeros.index_add(0, first, events * (risks - at_risk).exp())[first]
+    before = events.cumsum(0) - events
+    passed = (before - before[first]) / tied.clamp(min=1)  # of the events at the same time
+    likelihoods = risks - at_risk - torch.log1p(-events * passed * share)
+    return -(events * likelihoods).sum() / events.sum().clamp(min=1)
+
+
+def check_order(train: ImageSource) -> None:
+    """Refuse samples of which no order is known.
+
+    Raises:
+        ValueError: there is no event after which somebody is still watched.
+    """
+    labels = torch.from_numpy(train.labels)
+    times = labels[labels[:, 1] == 1, 0]
+    if not len(times) or len(labels) < 2 or bool(times.min() >= labels[:, 0].max()):
+        raise ValueError(
+            f"{len(times)} events among {len(labels)} slides to train on: task.loss=cox compares "
+            "slides with an event with those that are watched longer"
+        )

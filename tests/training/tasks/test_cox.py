@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import brentq
+
+from spatialdl.training.tasks.cox import Cox, check_order, partial_likelihood
+
+# remission of 42 children with leukaemia: Freireich et al., Blood 21, 1963, table 3 (weeks)
+TREATED = "6 6 6 6+ 7 9+ 10 10+ 11+ 13 16 17+ 19+ 20+ 22 23 25+ 32+ 32+ 34+ 35+"
+CONTROL = "1 1 2 2 3 4 4 5 5 8 8 8 8 11 11 12 12 15 17 22 23"
+
+
+def remission() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weeks = f"{TREATED} {CONTROL}".split()
+    times = torch.tensor([float(one.rstrip("+")) for one in weeks], dtype=torch.float64)
+    events = torch.tensor([float("+" not in one) for one in weeks], dtype=torch.float64)
+    control = torch.tensor([0.0] * 21 + [1.0] * 21, dtype=torch.float64)
+    return control, times, events
+
+
+def efron(risks: list[float], times: list[float], events: list[float]) -> float:
+    """As written in the paper, time by time."""
+    total = 0.0
+    for time in {t for t, e in zip(times, events, strict=True) if e}:
+        at_risk = sum(math.exp(r) for r, t in zip(risks, times, strict=True) if t >= time)
+        tied = [r for r, t, e in zip(risks, times, events, strict=True) if t == time and e]
+        for number, risk in enumerate(tied):
+            left = at_risk - number / len(tied) * sum(map(math.exp, tied))
+            total += risk - math.log(left)
+    return -total / sum(events)
+
+
+def test_the_likelihood_is_that_of_the_paper_with_and_without_ties() -> None:
+    draw = np.random.default_rng(0)
+    for ties in (3, 1000):
+        risks, times = draw.normal(size=25), draw.integers(0, ties, 25) * 1.0
+        events = draw.integers(0, 2, 25) * 1.0
+        found = partial_likelihood(*map(torch.from_numpy, (risks, times, events)))
+        expected = efron(risks.tolist(), times.tolist(), events.tolist())
+        assert float(found) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_remission_data_have_the_published_coefficient() -> None:
+    """1.5721 with Efron's ties: Venables and Ripley, "Modern Applied Statistics with S", 13.3."""
+    control, times, events = remission()
+
+    def slope(value: float) -> float:
+        beta = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+        return float(
+            torch.autograd.grad(partial_likelihood(beta * control, times, events), beta)[0]
+        )
+
+    assert brentq(slope, 0, 3) == pytest.approx(1.5721, abs=5e-5)
+
+
+def test_gradients_are_right_and_finite_for_risks_far_apart() -> None:
+    control, times, events = remission()
+    risks = torch.linspace(-1, 1, 42, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda one: partial_likelihood(one, times, events), risks)
+    far = (control * 300 - 150).float().requires_grad_()
+    loss = partial_likelihood(far, times.float(), events.float())
+    [grad] = torch.autograd.grad(loss, far)
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+
+
+def test_no_samples_and_no_events_count_for_nothing() -> None:
+    control, times, events = remission()
+    expected = partial_likelihood(control, times, events)
+    rows = torch.full((3, 2), torch.nan, dtype=torch.float64)
+    target = torch.cat([torch.stack([times, events], 1), rows])
+    output = torch.cat([control, torch.full((3,), 50.0, dtype=torch.float64)])[:, None]
+    output.requires_grad_()
+    loss = Cox().loss(output, target)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-14)
+    [grad] = torch.autograd.grad(loss, output)
+    assert grad[-3:].eq(0).all()
+    assert grad[:-3].ne(0).any()
+    assert float(partial_likelihood(control, times, torch.zeros_like(events))) == 0
+    with pytest.raises(ValueError, match=r"gives \(45, 2\) for 45 slides.*\(45, 1\), a risk"):
+        Cox().loss(output.expand(45, 2), target)
+
+
+def test_scores_are_of_the_risk() -> None:
+    control, times, events = remission()
+    task, labels = Cox(), torch.stack([times, events], 1)
+    values = task.predictions(control[:, None])
+    assert values.shape == (42, 1)
+    [(name, found)] = task.scores(values, labels).items()
+    assert name == "c_index"
+    assert found == pytest.approx(0.69, abs=5e-3)
+
+
+def test_samples_without_an_order_are_refused() -> None:
+    check_order(SimpleNamespace(labels=np.array([[1.0, 1], [2.0, 0]])))
+    for labels in ([[1.0, 0], [2.0, 0]], [[1.0, 0], [2.0, 1]], [[1.0, 1]]):
+        with pytest.raises(ValueError, match="events among"):
+            check_order(SimpleNamespace(labels=np.array(labels)))
