@@ -66,7 +66,7 @@ def stream(
     """
     axes = Axes(spatial=tuple(grid))
     _check(model, image, axes.spatial)
-    run = _Run(model, image, axes, _memory(limit_gb, store))
+    run = _Run(model, image, axes, _memory(limit_gb, store, _device_of(model)))
     if not torch.is_grad_enabled():
         return tree_unflatten(run.forward(), run.form)
     given = image if isinstance(image, Tensor) else None
@@ -91,13 +91,22 @@ def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:
         )
 
 
-def _memory(limit_gb: float | None, folder: str | Path | None) -> Memory:
+def _device_of(model: nn.Module) -> torch.device:
+    first = next((each for each in (*model.parameters(), *model.buffers())), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _memory(limit_gb: float | None, folder: str | Path | None, device: torch.device) -> Memory:
     if limit_gb is None:
         if folder is not None:
             raise ValueError(f"store={folder} is of no use without limit_gb")
         return Memory()
     if not limit_gb > 0:
         raise ValueError(f"limit_gb must be above 0, got {limit_gb}")
+    if device.type != "cpu":
+        raise ValueError(
+            f"limit_gb={limit_gb} is for networks on a CPU, this one is on {device}: leave it out"
+        )
     return Memory(int(limit_gb * 1e9), DiskStore(folder))
 
 
@@ -123,8 +132,7 @@ class _Run:
             for parameter in model.parameters()
         }
         self.weights = [parameter for parameter in self._leaves if parameter.requires_grad]
-        first = next((each for each in (*model.parameters(), *model.buffers())), None)
-        self._device = torch.device("cpu") if first is None else first.device
+        self._device = _device_of(model)
         self._tiles: list[Tensor | None] = [None] * self._count
         self._outputs: list[list[Any]] = []
         self.form: Any = None

@@ -25,7 +25,10 @@ def test_samples_without_slides_are_images(tmp_path):
     assert (found.slides, found.whole) == (["sample 4", "sample 6"], "image")
 
 
-def test_survival_is_refused(tmp_path):
-    write_rows(tmp_path / "slides.csv", ("slide", "risk", "survival_1"), [("a", 1, 0.5)])
-    with pytest.raises(ValueError, match="is of task=survival"):
-        read_predictions(tmp_path)
+def test_risks_of_slides(tmp_path):
+    rows = [("a", 1, 0.5), ("b", -2, 0.9)]
+    write_rows(tmp_path / "slides.csv", ("slide", "risk", "survival_1"), rows)
+    found = read_predictions(tmp_path)
+    assert (found.task, found.slides, found.whole) == ("survival", ["a", "b"], "slide")
+    assert found.values.tolist() == [[1], [-2]]
+    assert found.targets is None

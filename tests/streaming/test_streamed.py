@@ -224,8 +224,9 @@ def test_a_limit_holds(monkeypatch):
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 0}, "limit_gb must be above 0, got 0"),
         (nn.ReLU(), image(1, 3, 8, 8), {"store": "/tmp"}, "store=/tmp is of no use without"),
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 1, "store": "/no"}, "cannot store tensors"),
+        (nn.Conv2d(3, 3, 1, device="meta"), image(1, 3, 8, 8), {"limit_gb": 1}, "is on meta"),
     ],
-    ids=["function", "dims", "list", "small", "grid", "limit", "no limit", "folder"],
+    ids=["function", "dims", "list", "small", "grid", "limit", "no limit", "folder", "device"],
 )
 def test_what_does_not_fit_is_refused(model, x, options, message):
     with pytest.raises(ValueError, match=message):
