@@ -129,4 +129,4 @@ def _clouds(rng: np.random.Generator, side: int) -> Floats:
     from scipy.ndimage import gaussian_filter
 
     found: Floats = gaussian_filter(rng.normal(size=(side, side)), 2)
-    return found / found.std()
+    return np.asarray(found / found.std())

@@ -33,8 +33,8 @@ def tile_encoder(
     wrong = [n for n in (*widths, num_classes) if n < 1 or n % _GROUPS]
     if wrong:
         raise ValueError(
-            f"widths={list(widths)} and num_classes={num_classes} must be multiples of {_GROUPS}, the "
-            f"groups of GroupNorm, got {wrong[0]}"
+            f"widths={list(widths)} and num_classes={num_classes} must be multiples of {_GROUPS}, "
+            f"the groups of GroupNorm, got {wrong[0]}"
         )
     children: OrderedDict[str, nn.Module] = OrderedDict()
     channels = in_channels

@@ -142,8 +142,8 @@ def _matched(
     rows, missing = table.match(list(files))
     if missing and not (skip_missing and rows):
         raise ValueError(
-            f"{len(missing)} of {len(table.rows)} slides of {table.path} have no {what}, "
-            f"such as {_some(missing)}; there are {what.split()[-1]} of {len(files)} slides, such as "
+            f"{len(missing)} of {len(table.rows)} slides of {table.path} have no {what}, such as "
+            f"{_some(missing)}; there are {len(files)} slides with them, such as "
             f"{_some(list(files))}: make the others, or leave them out by data.skip_missing=true"
         )
     if missing:
@@ -172,8 +172,8 @@ def _with_tiles(rows: Mapping[str, SlideRow], files: Mapping[str, Bag]) -> dict[
     found = {slide: row for slide, row in rows.items() if files[slide].tiles}
     if not found:
         raise ValueError(
-            "no slide has both tiles and a label: nothing to train on (data.features or data.tiles, "
-            "data.labels)"
+            "no slide has both tiles and a label: nothing to train on (data.features or "
+            "data.tiles, data.labels)"
         )
     return found
 
