@@ -9,7 +9,7 @@ aggregator makes the output. Nothing is gathered, and no rank waits for another 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import prod
@@ -81,6 +81,9 @@ class TileEncoder(nn.Module):
                 "model.frozen_norm=true, or take an encoder with GroupNorm"
             )
 
+    mean: Tensor
+    std: Tensor
+
     def train(self, mode: bool = True) -> TileEncoder:
         """As of any module, but for norms that are frozen."""
         super().train(mode)
@@ -107,15 +110,12 @@ class TileEncoder(nn.Module):
 
     def _features(self, bag: Tensor, start: int) -> Tensor:
         """Of tiles of this rank, the first of which is number `start` of the bag."""
-        tiles = bag.transpose(1, 2).flatten(0, 1).unflatten(1, self.tile)
+        count = bag.shape[2]
+        tiles = bag.transpose(1, 2).reshape(len(bag) * count, *self.tile)
         # of its own: what the aggregator draws does not depend on the tiles of this rank
         with scope("encoder of tiles"):
-            features = self._of_tiles(tiles, start) if len(tiles) else self._of_none(tiles)
-        return (
-            features.unflatten(0, (len(bag), -1)).transpose(1, 2)
-            if len(tiles)
-            else (features.reshape(len(bag), features.shape[1], 0))
-        )
+            features = self._of_tiles(tiles, start) if count else self._of_none(tiles)
+        return features.reshape(len(bag), count, features.shape[1]).transpose(1, 2)
 
     def _of_tiles(self, tiles: Tensor, start: int) -> Tensor:
         parts = PartsOfSamples() if thread.stream is not None else None
@@ -163,12 +163,9 @@ class EndToEndNetwork(nn.Sequential):
         parts = {"encoder": TileEncoder(encoder, tile, **settings), "aggregator": aggregator}
         super().__init__(OrderedDict(parts))
 
-    def attention(self, bag: Tensor) -> Tensor:
-        """What the aggregator gives for each tile, (1, maps, tiles).
-
-        Raises:
-            AttributeError: it has no such method.
-        """
-        aggregator: Any = self.aggregator
-        found: Tensor = aggregator.attention(self.encoder(bag))
-        return found
+    @property
+    def attention(self) -> Callable[[Tensor], Tensor] | None:
+        """A bag to what the aggregator gives for each tile, (1, maps, tiles), if it tells."""
+        encoder: Any = self.encoder
+        attend: Any = getattr(self.aggregator, "attention", None)
+        return None if attend is None else lambda bag: attend(encoder(bag))

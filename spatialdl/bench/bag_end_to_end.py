@@ -35,7 +35,7 @@ from spatialdl.bench.results import (
 from spatialdl.data.rare_tiles import KINDS, draw_tile
 from spatialdl.planning import worker
 
-ARMS = {"frozen": ("trainer.freeze=[encoder]",), "end_to_end": ()}
+ARMS = {"frozen": ("trainer.freeze=[encoder.*]",), "end_to_end": ()}
 """What differs from the experiment, by arm."""
 
 TITLES = {"frozen": "frozen encoder", "end_to_end": "end to end"}
@@ -140,7 +140,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 3.2), dpi=150, layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.25))
+    sides: Any = figure.subfigures(1, 2, width_ratios=(1, 1.25))
+    left, right = sides
     _show_tiles(left)
     _draw_accuracy(right, result)
     figure.savefig(path)

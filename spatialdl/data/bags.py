@@ -5,7 +5,7 @@ A bag of N tiles with D numbers each, features or pixels, is a signal of N posit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +33,18 @@ class Bag(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]: ...
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]: ...
+
+
+class PlacedBag(Bag, Protocol):
+    """One whose tiles lie somewhere in the slide.
+
+    Attributes:
+        attributes: what is known of the positions, such as `patch_size`.
+    """
+
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
+    def coords(self) -> npt.NDArray[np.int64]: ...
 
 
 class BagSample(NamedTuple):

@@ -5,7 +5,7 @@ A tile of C channels, h rows and w columns is a row of C * h * w numbers, in thi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,16 @@ class TileBag:
         """Of the pixels."""
         return self._dataset.dtype
 
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Of `FeatureFile`, which says how large tiles are; here their distances do."""
+        return {}
+
+    def coords(self) -> npt.NDArray[np.int64]:
+        """(tiles, 2): level-0 x and y of each tile's top left corner."""
+        found = (self._dataset.sample(number) for number in self.samples)
+        return np.array([(one.x, one.y) for one in found], np.int64)
+
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """Tiles start to stop, (tiles, width).
 
@@ -69,8 +79,15 @@ class TileBag:
         return found.reshape(len(wanted), self.width)
 
 
-def open_tile_bags(path: Path, io: Io = "auto") -> tuple[list[TileBag], ShardDataset]:
+def open_tile_bags(
+    path: Path, io: Io = "auto", key: str = "data.tiles"
+) -> tuple[list[TileBag], ShardDataset]:
     """The slides of a data set of tiles, in the order of their names, and the data set.
+
+    Args:
+        path: its folder.
+        io: see `ShardDataset`.
+        key: that names it, for messages.
 
     Raises:
         ValueError: it has no tiles, or they have no slide or no whole numbers as pixels.
@@ -79,19 +96,19 @@ def open_tile_bags(path: Path, io: Io = "auto") -> tuple[list[TileBag], ShardDat
     dataset = ShardDataset(path, io=io)
     if dataset.kind != "tiles":
         raise ValueError(
-            f"data.tiles={path} is a data set of {dataset.kind}, not of tiles of one size: write "
+            f"{key}={path} is a data set of {dataset.kind}, not of tiles of one size: write "
             "one by spatialdl-tile without --whole"
         )
     if dataset.dtype.kind != "u":
-        raise ValueError(f"data.tiles={path} has {dataset.dtype} pixels: take uint8 or uint16")
+        raise ValueError(f"{key}={path} has {dataset.dtype} pixels: take uint8 or uint16")
     of: dict[str, list[int]] = {}
     for number in range(len(dataset)):
         of.setdefault(dataset.sample(number).slide, []).append(number)
     if not of:
-        raise ValueError(f"data.tiles={path} has no tiles: nothing to train on")
+        raise ValueError(f"{key}={path} has no tiles: nothing to train on")
     if "" in of:
         raise ValueError(
-            f"{len(of[''])} of {len(dataset)} tiles of data.tiles={path} do not say of which slide "
+            f"{len(of[''])} of {len(dataset)} tiles of {key}={path} do not say of which slide "
             "they are: write them by spatialdl-tile, or ShardWriter.add(..., slide=NAME)"
         )
     return [TileBag(slide, dataset, of[slide]) for slide in sorted(of)], dataset
@@ -105,15 +122,15 @@ def labels_of_tiles(bags: Sequence[TileBag], dataset: ShardDataset) -> BagLabels
     """
     rows = {}
     for bag in bags:
-        known = {(dataset.sample(n).split, int(dataset.labels[n])) for n in bag.samples}
-        splits, labels = ({one[place] for one in known} for place in (0, 1))
+        splits = {dataset.sample(n).split for n in bag.samples}
+        labels = {int(dataset.labels[n]) for n in bag.samples}
         if len(labels) > 1 or len(splits) > 1:
             what = "labels" if len(labels) > 1 else "splits"
             raise ValueError(
                 f"tiles of the slide {bag.slide} in {bag.path} have several {what}, so that they "
                 "are not the slide's: give a table by data.labels=FILE.csv"
             )
-        label, split = labels.pop(), splits.pop()
+        label = labels.pop()
         cell = "" if label == NO_LABEL else dataset.classes[label]
-        rows[bag.slide] = SlideRow((cell,), split, None, f"{bag.path}, slide {bag.slide}")
+        rows[bag.slide] = SlideRow((cell,), splits.pop(), None, f"{bag.path}, slide {bag.slide}")
     return BagLabels(bags[0].path, ("label",), rows, any(row.split for row in rows.values()))

@@ -124,8 +124,6 @@ class Feed:
         if part.size is None:
             tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
             return tile.contiguous(memory_format=self._format)
-        if not part.tiles.is_floating_point():  # pixels, which the network normalises in slices
-            return part.tiles.to(self._device).movedim(-1, 1)
         return bag_to_input(part.tiles, self._dtype, self._device, self._normalisation)
 
     def _target(self, part: Slice, mesh: Mesh) -> Tensor:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from torch import Tensor
+from torch import Tensor, nn
 
+from spatialdl.bags import EndToEndNetwork
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.training.trainer import Trainer
@@ -98,3 +99,15 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, folder: 
         assert ours["loss"][-2:] == pytest.approx(plain["loss"][-2:], abs=1e-10)
         for key, weight in expected.items():
             torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-10)
+
+
+def test_norms_over_tiles_and_other_tiles_are_refused() -> None:
+    norm = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm2d\) .* model.frozen_norm=true"):
+        EndToEndNetwork(norm, nn.Identity(), (3, 5, 5))
+    network = EndToEndNetwork(norm, nn.Identity(), (3, 5, 5), frozen_norm=True).train()
+    assert not norm[1].training
+    with pytest.raises(ValueError, match=r"is \(1, 75, tiles\), got \(1, 74, 2\)"):
+        network(torch.zeros(1, 74, 2))
+    with pytest.raises(ValueError, match="mode one of slices, graph"):
+        EndToEndNetwork(norm, nn.Identity(), (3, 5, 5), mode="whole")
