@@ -149,8 +149,10 @@ class EndToEndNetwork(nn.Sequential):
     """An encoder of tiles and an aggregator of their features, trained together as one network.
 
     Args:
-        encoder: see `TileEncoder`, and the other arguments there.
+        encoder: tiles (n, C, h, w) to features (n, D).
         aggregator: a bag of features (1, D, tiles) to the output of the slide.
+        tile: (C, h, w).
+        settings: slice_size, mode, frozen_norm, mean, std and scale, see `TileEncoder`.
     """
 
     def __init__(

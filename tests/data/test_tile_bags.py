@@ -48,7 +48,7 @@ def test_tiles_of_one_slide_with_several_labels_are_refused(tmp_path: Path) -> N
 
 
 def test_tiles_of_no_slide_and_floats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1 of 2 tiles .* do not say of which slide"):
+    with pytest.raises(ValueError, match=r"1 of 2 tiles .* do not say of which slide"):
         open_tile_bags(written(tmp_path, {"slide": "s"}, {}))
     with pytest.raises(ValueError, match="has float32 pixels"):
         open_tile_bags(written(tmp_path / "floats", {"slide": "s"}, dtype="float32"))

@@ -16,7 +16,6 @@ from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
 from tests.fitting import fit
 
-
 ENCODER = ("_target_=spatialdl.models.tile_encoder", "num_classes=8")
 
 
