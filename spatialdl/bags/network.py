@@ -142,7 +142,8 @@ class TileEncoder(nn.Module):
             return encoded(self.network, self._normalised(tiles), len(tiles))
 
     def _normalised(self, tiles: Tensor) -> Tensor:
-        return (tiles.to(self.mean.dtype) / self._scale - self.mean) / self.std
+        dtype = next((p.dtype for p in self.network.parameters()), self.mean.dtype)
+        return (tiles.to(dtype) / self._scale - self.mean.to(dtype)) / self.std.to(dtype)
 
 
 class EndToEndNetwork(nn.Sequential):
