@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from spatialdl.training.optimization.optimizers import make_optimizer, make_sche
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
-from tests.bags import WIDTH, write_bags
+from tests.bags import TILE, WIDTH, write_bags, write_tile_bags
 from tests.data import own_datasets
 from tests.fitting import fit
 
@@ -64,13 +65,14 @@ def options(group: str) -> list[str]:
 def test_the_groups_have_the_promised_options():
     assert options("parallel") == sorted([*RANKS, "auto"])
     assert options("cluster") == ["h100", "infiniband", "mi300x", "nvlink_node", "this_machine"]
-    models = ["abmil", "amoebanet_d", "bag_pooling", "bag_transformer", "clam"]
+    models = ["abmil", "amoebanet_d", "bag_pooling", "bag_transformer", "clam", "end_to_end"]
     models += ["resnet110_v2", "resnet18", "resnet50", "transmil", "unet", "unet3d", "vit"]
     models += ["wide_view"]
     assert options("model") == models
     tasks = ["classification", "multilabel", "regression", "segmentation", "survival"]
     assert options("task") == tasks
-    assert options("data") == ["bags", "dataset", "fractals", "shards", "synthetic"]
+    own = ["bags", "dataset", "fractals", "rare_tiles", "shards", "synthetic", "tile_bags"]
+    assert options("data") == own
     assert options("logger") == ["csv", "mlflow", "tensorboard", "wandb"]
     assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
     rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
@@ -111,7 +113,16 @@ def make_bag_model(name: str) -> None:
     assert network(torch.zeros(1, 5, 7)).shape == (1, 4)
 
 
+def make_end_to_end() -> None:
+    given = ["data.num_classes=4", "data.tile=[3,8,8]", "data.tile_channels=3", "data.scale=255"]
+    network = instantiate(config("data=rare_tiles", "model=end_to_end", *given).model).eval()
+    assert network(torch.zeros(1, 192, 7, dtype=torch.uint8)).shape == (1, 4)
+
+
 def make_model(name: str, folder: Path) -> None:
+    if name == "end_to_end":
+        make_end_to_end()
+        return
     if name in BAGS:
         make_bag_model(name)
         return
@@ -134,6 +145,15 @@ def make_data(name: str, folder: Path) -> None:
         given = [f"data.features={bags}", f"data.labels={bags / 'labels.csv'}"]
         sources = open_sources(config("data=bags", *given).data, 0)
         assert (sources.channels, sources.num_classes) == (WIDTH, 3)
+        return
+    if name == "tile_bags":
+        tiles = write_tile_bags(folder.parent / "bags") / "tiles"
+        sources = open_sources(config("data=tile_bags", f"data.tiles={tiles}").data, 0)
+        assert (sources.channels, sources.num_classes) == (prod(TILE), 3)
+        return
+    if name == "rare_tiles":
+        sources = open_sources(config("data=rare_tiles", "data.slides=3").data, 0)
+        assert (sources.image_size, len(sources.train), sources.num_classes) == ((16,), 3, 2)
         return
     given = [f"data.path={folder}"] if name == "shards" else ["data.image_size=[40,36]"]
     shape: tuple[int, ...] = (40, 36, 3)
@@ -262,6 +282,8 @@ def make_run(name: str, folder: Path) -> None:
         bags = write_bags(folder.parent / "bags")
         small = [*small[:2], *small[-3:], f"data.features={bags}", "data.batch_size=2"]
         small.append(f"data.labels={bags / 'labels.csv'}")
+    if name == "bag_end_to_end":
+        small = [small[0], *small[-3:], "data.slides=4", "data.validation_slides=2"]
     cfg = config(f"experiment={name}", *small)
     trainer = Trainer(cfg, Alone())
     fit(trainer, folder / "run")

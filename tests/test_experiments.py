@@ -18,6 +18,7 @@ from tests.bags import write_bags
 
 SMALL = {
     "bag": (1, ["model.width=2"]),
+    "bag_end_to_end": (1, ["data.slides=6", "data.validation_slides=2"]),
     "quickstart": (2, ["model.width=2", "data.image_size=[32,24]"]),
     "segmentation": (2, ["model.width=2", "data.image_size=[32,24]"]),
     "gems_resnet110": (4, ["model.width=2", "data.image_size=[32,24]"]),

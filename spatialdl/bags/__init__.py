@@ -1,5 +1,6 @@
 """Slides as bags of tiles: networks that see all tiles of a slide in one step."""
 
 from spatialdl.bags.end_to_end import EndToEnd
+from spatialdl.bags.network import EndToEndNetwork
 
-__all__ = ["EndToEnd"]
+__all__ = ["EndToEnd", "EndToEndNetwork"]

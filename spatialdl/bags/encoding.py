@@ -106,14 +106,23 @@ class Encoding:
             self._progress(len(part))
 
     def _features(self, tiles: Tensor, count: int) -> Tensor:
-        features = self._encoder(tiles)
-        if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != count:
-            shape = tuple(features.shape) if isinstance(features, Tensor) else type(features)
-            raise ValueError(
-                f"the encoder must map tiles {tuple(tiles.shape)} to features ({count}, D), got "
-                f"{shape}: pool and flatten its maps"
-            )
-        return features
+        return encoded(self._encoder, tiles, count)
+
+
+def encoded(encoder: nn.Module, tiles: Tensor, count: int) -> Tensor:
+    """The features (count, D) of tiles.
+
+    Raises:
+        ValueError: the encoder gives something else.
+    """
+    features = encoder(tiles)
+    if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != count:
+        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features)
+        raise ValueError(
+            f"the encoder must map tiles {tuple(tiles.shape)} to features ({count}, D), got "
+            f"{shape}: pool and flatten its maps"
+        )
+    return features
 
 
 def _check_same(first: Tensor, second: Tensor, part: range) -> None:

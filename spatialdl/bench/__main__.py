@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from spatialdl.bench import (
     analysis,
     backend,
+    bag_end_to_end,
     bag_memory,
     channel_scaling,
     halo,
@@ -28,6 +29,7 @@ from spatialdl.bench import (
 BENCHES: dict[str, Callable[[Sequence[str]], None]] = {
     "analysis": analysis.main,
     "backend": backend.main,
+    "bag_end_to_end": bag_end_to_end.main,
     "bag_memory": bag_memory.main,
     "channel_scaling": channel_scaling.main,
     "halo": halo.main,

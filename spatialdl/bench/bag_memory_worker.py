@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import spatialdl
 from spatialdl import models
 from spatialdl.bags import EndToEnd
-from spatialdl.bench.bag_networks import GatedAttention, noise
+from spatialdl.bench.bag_tiles import noise
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.training.peak_memory import peak_memory_mb
 
@@ -39,7 +39,7 @@ def main() -> None:
     torch.manual_seed(0)
     e2e = EndToEnd(
         models.resnet18(num_classes=options.width),
-        GatedAttention(options.width),
+        models.abmil(in_channels=options.width, width=32, hidden=32, dropout=0.0),
         mesh,
         options.slice,
         options.mode,

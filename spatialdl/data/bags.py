@@ -1,22 +1,50 @@
-"""Slides as bags of tile features: an image source whose images are signals of several lengths.
+"""Slides as bags of tiles: an image source whose images are signals of several lengths.
 
-A bag of N tiles with D features is a signal of N positions and D channels.
+A bag of N tiles with D numbers each, features or pixels, is a signal of N positions and D channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.feature_file import FeatureFile
 from spatialdl.data.image_source import Box, Pixels, Size, check_box
 from spatialdl.data.views import Views
 
 _DRAW = 0x7117  # keeps the draw of tiles apart from the order of the samples
+
+
+class Bag(Protocol):
+    """The tiles of one slide, such as `FeatureFile` and `TileBag`."""
+
+    @property
+    def slide(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tiles(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]: ...
+
+
+class PlacedBag(Bag, Protocol):
+    """One whose tiles lie somewhere in the slide.
+
+    Attributes:
+        attributes: what is known of the positions, such as `patch_size`.
+    """
+
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
+    def coords(self) -> npt.NDArray[np.int64]: ...
 
 
 class BagSample(NamedTuple):
@@ -32,7 +60,7 @@ class BagSource:
     """Bags of one split; see `ImageSource`.
 
     Args:
-        files: of features, one a slide, all of one width.
+        files: of features, or other bags, one a slide, all of one width.
         labels: int64 (N,), or float64 (N, targets).
         classes: names of the classes or targets.
         splits: of each slide.
@@ -45,7 +73,7 @@ class BagSource:
 
     def __init__(
         self,
-        files: Sequence[FeatureFile],
+        files: Sequence[Bag],
         labels: npt.NDArray[Any],
         classes: Sequence[str],
         splits: Sequence[str | None] | None = None,
@@ -60,7 +88,7 @@ class BagSource:
 
     @property
     def channels(self) -> int:
-        """Width of the features."""
+        """Numbers of a tile."""
         return self.files[0].width
 
     @property
@@ -79,6 +107,11 @@ class BagSource:
     def sample(self, sample: int) -> BagSample:
         """Slide and split of a bag."""
         return BagSample(self.files[sample].slide, self._splits[sample])
+
+    @property
+    def tile(self) -> tuple[int, ...] | None:
+        """(C, h, w) of bags of pixels."""
+        return getattr(self.files[0], "tile", None)
 
     def image_size(self, sample: int) -> Size:
         """Tiles of a bag."""

@@ -158,8 +158,11 @@ def bag_to_input(
 ) -> Tensor:
     """(N, tiles, C) of features as a normalised (N, C, tiles) of `dtype`.
 
-    In memory it stays tile by tile, as it is read and as linear layers take it.
+    In memory it stays tile by tile, as it is read and as linear layers take it. Whole numbers are
+    pixels, and stay as they are: the network normalises them, some tiles at a time.
     """
+    if not tiles.is_floating_point():
+        return tiles.to(device).movedim(-1, 1)
     features = tiles.to(device, dtype)
     if normalisation.changes_floats:
         mean, std = (

@@ -14,6 +14,7 @@ from spatialdl.models.bags import (
 from spatialdl.models.clam import CLAM, clam
 from spatialdl.models.resnet import ResNet, resnet18, resnet50
 from spatialdl.models.resnet_v2 import ResNetV2, resnet110_v2, resnet_v2
+from spatialdl.models.tile_encoder import tile_encoder
 from spatialdl.models.transmil import TransMIL, transmil
 from spatialdl.models.unet import UNet, unet, unet3d
 from spatialdl.models.vit import VisionTransformer, vit
@@ -38,6 +39,7 @@ __all__ = [
     "resnet50",
     "resnet110_v2",
     "resnet_v2",
+    "tile_encoder",
     "transmil",
     "unet",
     "unet3d",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import rankdata
 
-from spatialdl.data.feature_file import FeatureFile
+from spatialdl.data.bags import PlacedBag
 from spatialdl.predicting.geojson import save_geojson
 from spatialdl.predicting.overlay import save_overlay
 from spatialdl.predicting.results import PICTURE, Overview, as_bytes
@@ -48,7 +48,7 @@ class BagPlaces:
     extent: tuple[int, int]
 
     @classmethod
-    def of(cls, file: FeatureFile, size: tuple[int, int] | None) -> BagPlaces:
+    def of(cls, file: PlacedBag, size: tuple[int, int] | None) -> BagPlaces:
         """Those of a feature file.
 
         Args:

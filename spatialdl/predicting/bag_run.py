@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from spatialdl.comm import check
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
-from spatialdl.data.bags import BagSource
-from spatialdl.data.feature_file import FeatureFile, list_features
+from spatialdl.data.bags import BagSource, PlacedBag
+from spatialdl.data.feature_file import list_features
 from spatialdl.data.loader import bag_to_input
-from spatialdl.errors import SlideError
+from spatialdl.data.tile_bags import open_tile_bags
+from spatialdl.errors import ShardError, SlideError
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps
 from spatialdl.predicting.given import given_slides
@@ -73,11 +74,12 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
             f"features={config.features} are for networks of data=bags, but the one of "
             f"{trained.path} was trained on data={trained.config.data.name}: give it images"
         )
-    files = list_features(feature_paths(config.features))
+    files = _bags(trained, config)
     if files[0].width != trained.channels:
         raise ValueError(
-            f"{files[0].path} has {files[0].width} features a tile, but the network of "
-            f"{trained.path} was trained on {trained.channels}: take features of the same encoder"
+            f"{files[0].path} has {files[0].width} numbers a tile, but the network of "
+            f"{trained.path} was trained on {trained.channels}: take features of the same encoder, "
+            "or tiles of the same size"
         )
     slides = slides_of(config, files)
     predictor = BagPredictor(trained, config, run_dir, slides)
@@ -98,7 +100,20 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
     return bool(world.bcast(succeeded))
 
 
-def slides_of(config: DictConfig, files: Sequence[FeatureFile]) -> dict[str, Path]:
+def _bags(trained: Trained, config: DictConfig) -> Sequence[PlacedBag]:
+    """Features of tiles; or their pixels, for a network that has learned with its encoder."""
+    paths = feature_paths(config.features)
+    if trained.config.data.get("tile") is None:
+        return list_features(paths)
+    if len(paths) > 1 or not paths[0].is_dir():
+        raise ValueError(
+            f"features={config.features}: the network of {trained.path} takes tiles: give the "
+            "folder of a data set, as spatialdl-tile writes it"
+        )
+    return open_tile_bags(paths[0], key="features")[0]
+
+
+def slides_of(config: DictConfig, files: Sequence[PlacedBag]) -> dict[str, Path]:
     """The slides that were given, by the names of features.
 
     Raises:
@@ -142,14 +157,14 @@ class BagPredictor:
             log.info("%s has no method attention: no heat maps", type(self._model).__name__)
             self._draws = False
 
-    def predict(self, file: FeatureFile) -> BagOutcome:
+    def predict(self, file: PlacedBag) -> BagOutcome:
         """Predict a slide, and draw its heat map."""
         if not file.tiles:
             return BagOutcome(file.slide, 0, problem="it has no tiles")
         try:
             source = BagSource([file], np.zeros(1, np.int64), ())
             features = source.read(0)
-        except ValueError as error:
+        except (ValueError, ShardError) as error:
             return BagOutcome(file.slide, file.tiles, problem=str(error))
         values, attention = self._run(features)
         if not np.isfinite(values).all():
@@ -177,7 +192,7 @@ class BagPredictor:
         return values.numpy(), found
 
     def _draw(
-        self, file: FeatureFile, values: npt.NDArray[Any], attention: npt.NDArray[Any] | None
+        self, file: PlacedBag, values: npt.NDArray[Any], attention: npt.NDArray[Any] | None
     ) -> list[str]:
         assert attention is not None
         number, what = 0, "attention"

@@ -175,7 +175,8 @@ def _check_types(config: DictConfig) -> None:
         fields.whole({"data.image_size": side}, "data.image_size", 1)
     if len(data["image_size"]) not in ((1,) if data["name"] == BAGS else (2, 3)):
         raise ValueError(f"data.image_size is {data['image_size']}")
-    Normalisation.from_config(data).check_channels(data["channels"])
+    channels = data.get("tile_channels") or data["channels"]  # of bags of pixels, those of a tile
+    Normalisation.from_config(data).check_channels(channels)
     background = None if data["name"] == BAGS else data["background"]
     if background is not None and type(background) not in (int, float):
         raise ValueError(f"data.background is {fields.shown(background)}")

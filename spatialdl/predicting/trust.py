@@ -18,6 +18,7 @@ from spatialdl.data.fields import shown
 from spatialdl.errors import CheckpointError
 
 _OURS, _LAYERS, _TORCHVISION = "spatialdl.models", "torch.nn", "torchvision.models"
+_END_TO_END = "spatialdl.bags.EndToEndNetwork"  # of networks that are looked at by themselves
 _NO_BUILDERS = "torchvision.models.feature_extraction"
 
 
@@ -61,6 +62,8 @@ def builds(target: str) -> bool:
 
     Modules are imported if they are ours, PyTorch's or torchvision's, and no others.
     """
+    if target == _END_TO_END:
+        return True
     module, _, name = target.rpartition(".")
     package = next(
         (one for one in (_OURS, _LAYERS, _TORCHVISION) if f"{module}.".startswith(f"{one}.")), None

@@ -1,4 +1,4 @@
-"""Bags of tile features as the data of a run: `data=bags`."""
+"""Bags of tiles as the data of a run: `data=bags`, `tile_bags` and `rare_tiles`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy.typing as npt
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.data.bag_labels import BagLabels, SlideRow, read_bag_labels
-from spatialdl.data.bags import BagSource
-from spatialdl.data.feature_file import FeatureFile, list_features
+from spatialdl.data.bags import Bag, BagSource
+from spatialdl.data.feature_file import list_features
+from spatialdl.data.rare_tiles import KINDS, RareTilesBag
 from spatialdl.data.targets import target_of
+from spatialdl.data.tile_bags import labels_of_tiles, open_tile_bags
 
 log = logging.getLogger("spatialdl.data")
 
@@ -33,9 +35,11 @@ def open_bags(
     """
     if task == "segmentation":
         raise ValueError("data=bags has labels of slides, and no masks for task=segmentation")
-    files = {file.slide: file for file in list_features(feature_paths(data.features))}
-    table = read_bag_labels(Path(data.labels).expanduser(), _columns(data, task))
-    rows = _matched(table, files, bool(data.skip_missing))
+    if data.get("tiles_a_slide") is not None:
+        return _drawn(data, seed, task)
+    files, table = _opened(data, task)
+    what = "file of features" if data.get("tiles") is None else "tiles"
+    rows = _matched(table, files, bool(data.skip_missing), what)
     rows = _known(rows, task)
     kept = _with_tiles(rows, files)
     labels, names = _labels(kept, table, task)
@@ -58,6 +62,51 @@ def open_bags(
         log.info("%s has no split %s: nothing to validate on", table.path, data.validation_split)
     _check_learns(train, names, task)
     return train, validation, tuple(names)
+
+
+def _drawn(
+    data: DictConfig, seed: int, task: str
+) -> tuple[BagSource, BagSource | None, tuple[str, ...]]:
+    """Slides of `data.rare_tiles`, kinds in turns; those to validate on have another seed."""
+    if task != "classification":
+        raise ValueError(f"data=rare_tiles is for task=classification, got task={task}")
+
+    def source(count: int, name: str, part: int) -> BagSource:
+        kinds = np.arange(count, dtype=np.int64) % len(KINDS)
+        sizes = int(data.tiles_a_slide), int(data.tile_size)
+        bags = [
+            RareTilesBag(f"{name}{number:04d}", int(kind), *sizes, (seed, part, number))
+            for number, kind in enumerate(kinds)
+        ]
+        return BagSource(bags, kinds, KINDS, [name] * count)
+
+    if data.slides < 1 or data.validation_slides < 0:
+        raise ValueError(
+            f"data.slides={data.slides} must be at least 1, data.validation_slides="
+            f"{data.validation_slides} at least 0"
+        )
+    validation = source(int(data.validation_slides), "val", 1) if data.validation_slides else None
+    return source(int(data.slides), "train", 0), validation, KINDS
+
+
+def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], BagLabels]:
+    """The bags of all slides by name, and their labels."""
+    columns = _columns(data, task)
+    bags: Sequence[Bag]
+    if data.get("tiles") is None:
+        bags = list_features(feature_paths(data.features))
+        labels = None
+    else:
+        bags, dataset = open_tile_bags(Path(data.tiles).expanduser(), data.io)
+        if data.labels is None and task != "classification":
+            raise ValueError(
+                f"task={task} needs data.labels=FILE.csv: tiles have classes as their only labels"
+            )
+        labels = labels_of_tiles(bags, dataset) if data.labels is None else None
+    return (
+        {bag.slide: bag for bag in bags},
+        labels or read_bag_labels(Path(data.labels).expanduser(), columns),
+    )
 
 
 def feature_paths(given: Any) -> list[Path]:
@@ -87,18 +136,18 @@ def _columns(data: DictConfig, task: str) -> Sequence[str] | None:
 
 
 def _matched(
-    table: BagLabels, files: Mapping[str, FeatureFile], skip_missing: bool
+    table: BagLabels, files: Mapping[str, Bag], skip_missing: bool, what: str
 ) -> dict[str, SlideRow]:
-    """Rows of slides that have features."""
+    """Rows of slides that have features, or what else tiles have."""
     rows, missing = table.match(list(files))
     if missing and not (skip_missing and rows):
         raise ValueError(
-            f"{len(missing)} of {len(table.rows)} slides of {table.path} have no file of features, "
-            f"such as {_some(missing)}; there are features of {len(files)} slides, such as "
+            f"{len(missing)} of {len(table.rows)} slides of {table.path} have no {what}, such as "
+            f"{_some(missing)}; there are {len(files)} slides with them, such as "
             f"{_some(list(files))}: make the others, or leave them out by data.skip_missing=true"
         )
     if missing:
-        log.warning("%s have no features and are left out", _counted(missing, len(table.rows)))
+        log.warning("%s have no %s and are left out", _counted(missing, len(table.rows)), what)
     extra = [slide for slide in files if slide not in rows]
     if extra:
         # as information, which only rank 0 prints
@@ -116,17 +165,15 @@ def _known(rows: Mapping[str, SlideRow], task: str) -> dict[str, SlideRow]:
     return {slide: row for slide, row in rows.items() if slide not in set(without)}
 
 
-def _with_tiles(
-    rows: Mapping[str, SlideRow], files: Mapping[str, FeatureFile]
-) -> dict[str, SlideRow]:
+def _with_tiles(rows: Mapping[str, SlideRow], files: Mapping[str, Bag]) -> dict[str, SlideRow]:
     empty = [slide for slide in rows if files[slide].tiles == 0]
     if empty:
         log.warning("%s have no tiles and are left out", _counted(empty, len(rows)))
     found = {slide: row for slide, row in rows.items() if files[slide].tiles}
     if not found:
         raise ValueError(
-            "no slide has both features of tiles and a label: nothing to train on (data.features, "
-            "data.labels)"
+            "no slide has both tiles and a label: nothing to train on (data.features or "
+            "data.tiles, data.labels)"
         )
     return found
 

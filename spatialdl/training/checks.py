@@ -135,8 +135,13 @@ def _check_files(config: DictConfig) -> None:
             f"data.path={config.data.path} is no folder: write one of slides by spatialdl-tile, of "
             "images, volumes or patches by spatialdl-import"
         )
-    if config.data.name == "bags" and not Path(config.data.labels).expanduser().is_file():
-        raise ValueError(f"data.labels={config.data.labels} is no file")
+    labels, tiles = config.data.get("labels"), config.data.get("tiles")
+    if labels is not None and not Path(labels).expanduser().is_file():
+        raise ValueError(f"data.labels={labels} is no file")
+    if tiles is not None and not Path(tiles).expanduser().is_dir():
+        raise ValueError(
+            f"data.tiles={tiles} is no folder: write a data set of tiles by spatialdl-tile"
+        )
     if config.task.name == "survival" and config.data.name != "bags":
         raise ValueError(f"task=survival is for data=bags, got data={config.data.name}")
     if config.ckpt_path not in (None, LATEST):

@@ -219,14 +219,16 @@ def _bags(data: DictConfig, seed: int, task: str, loss: object) -> Sources:
         classes = int(data.num_classes)
     if classes != len(names) and task != "survival":
         raise ValueError(
-            f"data.num_classes={classes}, but {data.labels} has {len(names)} classes or targets "
+            f"data.num_classes={classes}, but slides have {len(names)} classes or targets "
             f"({', '.join(names)}): leave it out"
         )
-    most = data.max_tiles
+    most = data.get("max_tiles")
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError(f"data.max_tiles={most} must be a whole number of at least 1, or null")
     normalisation = Normalisation.from_config(data)
-    normalisation.check_channels(train.channels)
+    normalisation.check_channels(train.channels if train.tile is None else train.tile[0])
+    if train.tile is not None:
+        normalisation.check_pixels(train.dtype)
     return Sources(
         *(train, validation, (longest,), train.channels, classes, names),
         seed=seed,

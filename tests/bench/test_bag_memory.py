@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spatialdl.bench import bag_memory
-from spatialdl.bench.bag_networks import GatedAttention, noise
+from spatialdl.bench.bag_tiles import noise
 
 
 @pytest.fixture
@@ -37,14 +37,6 @@ def test_the_picture_is_drawn(result: dict[str, Any], tmp_path: Any) -> None:
 def test_a_tile_of_noise_depends_on_its_number_alone() -> None:
     assert torch.equal(noise(0, 5, 4)[3:], noise(3, 5, 4))
     assert noise(2, 2, 4).shape == (0, 3, 4, 4)
-
-
-def test_the_aggregator_gives_classes_whatever_the_order_of_tiles() -> None:
-    bag = torch.randn(1, 6, 9)
-    network = GatedAttention(6)
-    output = network(bag)
-    assert output.shape == (1, 2)
-    torch.testing.assert_close(network(bag.flip(2)), output)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

@@ -9,11 +9,14 @@ from hydra import compose, initialize_config_module
 
 from spatialdl.comm.alone import Alone
 from spatialdl.data.feature_file import write_features
+from spatialdl.data.tile_bags import open_tile_bags
 from spatialdl.predicting.bag_run import run
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.trainer import Trainer
-from tests.bags import SMALL, WIDTH, bag_config, write_bags
+from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
 from tests.fitting import fit
+
+ENCODER = ("_target_=spatialdl.models.tile_encoder", "num_classes=8")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,7 @@ def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
     folder, _ = trained
     write_features(tmp_path / "a.h5", np.zeros((2, WIDTH + 1)), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
-    with pytest.raises(ValueError, match=r"has 7 features a tile, but the network .* on 6"):
+    with pytest.raises(ValueError, match=r"has 7 numbers a tile, but the network .* on 6"):
         run(given, tmp_path, Alone())
     slide = tmp_path / "other.tif"
     slide.touch()
@@ -102,3 +105,21 @@ def test_keys_of_images_are_refused(trained, words, message) -> None:
     folder, _ = trained
     with pytest.raises(ValueError, match=message):
         check_config(config(f"ckpt_path={folder / 'run'}", *words.split()))
+
+
+def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
+    folder = write_tile_bags(tmp_path)
+    words = (*(f"model.encoder.{key}" for key in ENCODER), "trainer.max_epochs=1")
+    trainer = Trainer(tile_config(folder, *words), Alone())
+    fit(trainer, folder / "run")
+    given = config(f"ckpt_path={folder / 'run'}", f"features={folder / 'tiles'}")
+    assert run(given, tmp_path / "out", Alone())
+    network = trainer.parts.pipeline.stages[0].eval()
+    for row, bag in zip(rows(tmp_path / "out"), open_tile_bags(folder / "tiles")[0], strict=True):
+        expected = network(torch.from_numpy(bag.read()).T[None]).softmax(1)[0].tolist()
+        told = [float(row[f"probability_{name}"]) for name in "abc"]
+        assert told == pytest.approx(expected, abs=1e-12)
+    assert (tmp_path / "out" / "s6-attention.png").is_file()
+    given = config(f"ckpt_path={folder / 'run'}", "features=[a,b]")
+    with pytest.raises(ValueError, match="takes tiles: give the folder of a data set"):
+        run(given, tmp_path / "out", Alone())

@@ -145,7 +145,7 @@ def test_patients_are_drawn_for_validation_class_by_class(folder) -> None:
     ("rows", "message"),
     [
         (["s0,a", "s1,a"], "all slides are of one class, a"),
-        (["s0,", "s1,"], "no slide has both features of tiles and a label"),
+        (["s0,", "s1,"], "no slide has both tiles and a label"),
     ],
 )
 def test_labels_of_which_nothing_is_learned_are_refused(folder, rows, message) -> None:

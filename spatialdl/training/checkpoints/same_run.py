@@ -18,7 +18,15 @@ from spatialdl.training.checkpoints.reading import sha256
 log = logging.getLogger("spatialdl.checkpoints")
 
 _NOT_SAID = (
-    *("ckpt_path", "weights", "data.path", "data.targets", "data.features", "data.labels"),
+    *(
+        "ckpt_path",
+        "weights",
+        "data.path",
+        "data.targets",
+        "data.features",
+        "data.labels",
+        "data.tiles",
+    ),
     *("trainer.max_", "trainer.checkpoint", "trainer.trace", "trainer.report"),
 )
 
@@ -58,13 +66,20 @@ def identity(config: DictConfig) -> dict[str, Any]:
 
 def _bags(data: DictConfig) -> dict[str, Any]:
     """What decides on labels and on the tiles seen; features may lie elsewhere by now."""
+    if data.get("tiles_a_slide") is not None:
+        drawn = ("slides", "tiles_a_slide", "tile_size")
+        return {f"data.{key}": int(data[key]) for key in drawn}
     columns = data.columns
-    return {
+    found = {
         "data.split": str(data.split),
         "data.max_tiles": data.max_tiles,
         "data.columns": list(columns) if isinstance(columns, ListConfig) else columns,
-        "the file data.labels": sha256(Path(data.labels).expanduser()),
     }
+    if data.labels is not None:
+        found["the file data.labels"] = sha256(Path(data.labels).expanduser())
+    if data.get("tiles") is not None:
+        found["the manifest of data.tiles"] = sha256(Path(data.tiles).expanduser() / MANIFEST)
+    return found
 
 
 def _input(data: Mapping[str, Any], channels: int) -> dict[str, Any]:

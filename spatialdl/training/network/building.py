@@ -15,6 +15,7 @@ from torch import nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
 from spatialdl.configuring.own_keys import offered_keys, refused_key
+from spatialdl.data.bags import BagSource
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
@@ -44,6 +45,16 @@ def describe_data(config: DictConfig, sources: Sources) -> None:
         config.data.num_classes = sources.num_classes
         if config.data.name == "dataset":
             config.data.samples = len(sources.train)
+        if isinstance(sources.train, BagSource) and sources.train.tile is not None:
+            _describe_tiles(config.data, sources, sources.train.tile)
+
+
+def _describe_tiles(data: DictConfig, sources: Sources, tile: tuple[int, ...]) -> None:
+    """The network gets pixels of tiles as they are, and normalises them itself."""
+    normalisation = sources.normalisation
+    data.tile, data.tile_channels = list(tile), tile[0]
+    data.mean, data.std = normalisation.by_channel(tile[0])
+    data.scale = normalisation.white(sources.train_views.dtype)
 
 
 def seed_generators(seed: int) -> None:

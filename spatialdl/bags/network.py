@@ -1,0 +1,174 @@
+"""Encoder and aggregator as one network, for the training command: pixels of tiles to a slide's
+output.
+
+A bag is a signal (1, C * h * w, tiles) of pixels. Every rank encodes the tiles it has, slice after
+slice, and each slice runs again in backward. The features are the split signal of which the
+aggregator makes the output. Nothing is gathered, and no rank waits for another in the encoder.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spatialdl.bags.encoding import batch_statistics, encoded, freeze_norms
+from spatialdl.bags.end_to_end import MODES
+from spatialdl.random.drawing import PartsOfSamples
+from spatialdl.random.streams import scope, thread
+from spatialdl.spatial.recompute import recompute
+from spatialdl.spatial.tensor import SpatialTensor, from_tile
+
+
+class TileEncoder(nn.Module):
+    """Pixels of tiles, (1, C * h * w, tiles), to their features, (1, D, tiles).
+
+    Args:
+        network: tiles (n, C, h, w) to features (n, D). What it makes of a tile must not depend on
+            others.
+        tile: (C, h, w).
+        slice_size: tiles that it is given at once, if in slices.
+        mode: "slices" runs each slice again in backward; "graph" keeps all activations.
+        frozen_norm: BatchNorm stays in evaluation, also after ``train()``.
+        mean, std: of pixels / scale, subtracted and divided by: one number, or one a channel.
+        scale: pixel value that becomes 1.
+
+    Raises:
+        ValueError: if a setting does not fit, or the network has BatchNorm that would train.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        tile: Sequence[int],
+        slice_size: int = 32,
+        mode: str = "slices",
+        frozen_norm: bool = False,
+        mean: float | Sequence[float] = 0.0,
+        std: float | Sequence[float] = 1.0,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if type(slice_size) is not int or slice_size < 1 or mode not in MODES:
+            raise ValueError(
+                f"slice_size must be at least 1 and mode one of {', '.join(MODES)}, got "
+                f"slice_size={slice_size}, mode={mode!r}"
+            )
+        if len(tile) != 3 or min(tile) < 1:
+            raise ValueError(f"tile must be [channels,rows,columns], got {list(tile)}")
+        self.network, self.tile = network, tuple(tile)
+        self._size, self._mode, self._frozen, self._scale = slice_size, mode, frozen_norm, scale
+        for name, values in (("mean", mean), ("std", std)):
+            row = torch.as_tensor(values, dtype=torch.float64).reshape(-1, 1, 1)
+            if len(row) not in (1, tile[0]):
+                raise ValueError(
+                    f"{name} has {len(row)} numbers, and tiles have {tile[0]} channels: give one, "
+                    "or one for each channel"
+                )
+            self.register_buffer(name, row, persistent=False)
+        if frozen_norm:
+            freeze_norms(network)
+        if found := batch_statistics(network):
+            raise ValueError(
+                f"{', '.join(found[:3])}{' ...' if len(found) > 3 else ''} of the encoder takes "
+                "statistics over the tiles of a call, which here are a part of the slide: set "
+                "model.frozen_norm=true, or take an encoder with GroupNorm"
+            )
+
+    mean: Tensor
+    std: Tensor
+
+    def train(self, mode: bool = True) -> TileEncoder:
+        """As of any module, but for norms that are frozen."""
+        super().train(mode)
+        if self._frozen:
+            freeze_norms(self.network)
+        return self
+
+    def forward(self, bag: Tensor) -> Tensor:
+        """Features of the tiles of a bag, which may be split over ranks.
+
+        Raises:
+            ValueError: the bag has other tiles.
+        """
+        if bag.dim() != 3 or bag.shape[1] != prod(self.tile):
+            raise ValueError(
+                f"a bag of tiles {self.tile} is (1, {prod(self.tile)}, tiles), got "
+                f"{tuple(bag.shape)}"
+            )
+        if not isinstance(bag, SpatialTensor):
+            return self._features(bag, 0)
+        layout, mesh = bag.spatial_layout, bag.mesh
+        (start, _), *_ = layout.boxes[mesh.part].spatial
+        return from_tile(self._features(bag._tile, start), layout, mesh)
+
+    def _features(self, bag: Tensor, start: int) -> Tensor:
+        """Of tiles of this rank, the first of which is number `start` of the bag."""
+        count = bag.shape[2]
+        tiles = bag.transpose(1, 2).reshape(len(bag) * count, *self.tile)
+        # of its own: what the aggregator draws does not depend on the tiles of this rank
+        with scope("encoder of tiles"):
+            features = self._of_tiles(tiles, start) if count else self._of_none(tiles)
+        return features.reshape(len(bag), count, features.shape[1]).transpose(1, 2)
+
+    def _of_tiles(self, tiles: Tensor, start: int) -> Tensor:
+        parts = PartsOfSamples() if thread.stream is not None else None
+        is_again = self._mode == "slices" and torch.is_grad_enabled()
+        # without memory there is nothing to save
+        size = self._size if self._mode == "slices" and not tiles.is_meta else len(tiles)
+        found = []
+        for first in range(0, len(tiles), size):
+            some = tiles[first : first + size]
+            own = range(start + first, start + first + len(some))
+            run = partial(self._run, parts=parts, own=own)
+            learns = is_again and any(p.requires_grad for p in self.network.parameters())
+            again = learns and not tiles.is_meta
+            found.append(recompute(run, some, modules=[self.network]) if again else run(some))
+        return torch.cat(found)
+
+    def _of_none(self, tiles: Tensor) -> Tensor:
+        """No features, of the type of those of others, and with a graph as they have."""
+        blank = tiles.new_zeros(1, *self.tile)
+        return self._run(blank, parts=None, own=range(1))[:0]
+
+    def _run(self, tiles: Tensor, parts: PartsOfSamples | None, own: range) -> Tensor:
+        with parts.of(own) if parts is not None else nullcontext():
+            return encoded(self.network, self._normalised(tiles), len(tiles))
+
+    def _normalised(self, tiles: Tensor) -> Tensor:
+        dtype = next((p.dtype for p in self.network.parameters()), self.mean.dtype)
+        return (tiles.to(dtype) / self._scale - self.mean.to(dtype)) / self.std.to(dtype)
+
+
+class EndToEndNetwork(nn.Sequential):
+    """An encoder of tiles and an aggregator of their features, trained together as one network.
+
+    Args:
+        encoder: tiles (n, C, h, w) to features (n, D).
+        aggregator: a bag of features (1, D, tiles) to the output of the slide.
+        tile: (C, h, w).
+        settings: slice_size, mode, frozen_norm, mean, std and scale, see `TileEncoder`.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        aggregator: nn.Module,
+        tile: Sequence[int],
+        **settings: Any,
+    ) -> None:
+        parts = {"encoder": TileEncoder(encoder, tile, **settings), "aggregator": aggregator}
+        super().__init__(OrderedDict(parts))
+
+    @property
+    def attention(self) -> Callable[[Tensor], Tensor] | None:
+        """A bag to what the aggregator gives for each tile, (1, maps, tiles), if it tells."""
+        encoder: Any = self.encoder
+        attend: Any = getattr(self.aggregator, "attention", None)
+        return None if attend is None else lambda bag: attend(encoder(bag))

@@ -1,0 +1,132 @@
+"""Drawn slides whose class is in two of their tiles: rings, or crosses.
+
+All tiles show filled discs of several sizes on a cloudy ground. On two tiles of a slide, wherever
+they lie, there is one thing more: a ring, or a cross, of the colour of the discs. Both of a slide
+are of one kind, which is its class. So a tile alone has no label, the mean colours of a slide say
+nothing, and an encoder has to learn what a ring is from the labels of whole slides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spatialdl.data.image_source import Pixels
+
+KINDS = ("cross", "ring")
+"""Names of the classes."""
+
+MARKED = 2
+"""Tiles of a slide that show it."""
+
+_GROUND, _INK = (225.0, 180.0, 205.0), (95.0, 60.0, 140.0)
+_LEAST = 24  # pixels of a side, into which a mark fits
+
+Floats = npt.NDArray[np.float64]
+
+
+class RareTilesBag:
+    """A drawn slide; see `data.bags.Bag`.
+
+    Args:
+        slide: its name.
+        kind: number of its class.
+        tiles: how many it has.
+        side: of a tile, in pixels.
+        seed: other seeds give other slides.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    path = Path("drawn")
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+
+    def __init__(self, slide: str, kind: int, tiles: int, side: int, seed: tuple[int, ...]) -> None:
+        if tiles < MARKED or side < _LEAST or kind not in range(len(KINDS)):
+            raise ValueError(
+                f"a drawn slide has at least {MARKED} tiles of at least {_LEAST} pixels, and one "
+                f"of {len(KINDS)} kinds, got data.tiles_a_slide={tiles}, data.tile_size={side}, "
+                f"kind {kind}"
+            )
+        self.slide, self.kind, self.tiles, self.tile = slide, kind, tiles, (3, side, side)
+        self._seed = seed
+
+    @property
+    def width(self) -> int:
+        """Numbers of a tile."""
+        return 3 * self.tile[1] ** 2
+
+    @cached_property
+    def marked(self) -> npt.NDArray[np.int64]:
+        """Which tiles show the class."""
+        rng = np.random.default_rng([*self._seed, self.tiles])
+        return np.sort(rng.choice(self.tiles, MARKED, replace=False))
+
+    def read(self, start: int = 0, stop: int | None = None) -> Pixels:
+        """Tiles start to stop, uint8 (tiles, width)."""
+        return self._pixels[start:stop]
+
+    @cached_property
+    def _pixels(self) -> Pixels:
+        """Of all tiles; kept, as every epoch takes them."""
+        drawn = [
+            draw_tile(
+                np.random.default_rng([*self._seed, number]),
+                self.tile[1],
+                KINDS[self.kind] if number in self.marked else None,
+            )
+            for number in range(self.tiles)
+        ]
+        return np.stack(drawn).transpose(0, 3, 1, 2).reshape(self.tiles, self.width)
+
+
+def draw_tile(rng: np.random.Generator, side: int, kind: str | None) -> Pixels:
+    """A tile (side, side, 3), with a mark if there is a kind."""
+    image = np.array(_GROUND) + rng.normal(0, 6, 3) + 10 * _clouds(rng, side)[..., None]
+    for _ in range(rng.integers(2, 5)):
+        _place(image, rng, rng.uniform(2, 4.2), lambda d, along, across, r: d < r)
+    if kind is not None:
+        _place(image, rng, rng.uniform(6, 8), _MARKS[kind])
+    image += rng.normal(0, 5, image.shape)
+    return image.clip(0, 255).astype(np.uint8)
+
+
+_Shape = Callable[[Floats, Floats, Floats, float], npt.NDArray[np.bool_]]
+"""Of distances from the middle, coordinates along two turned axes, and a radius, in pixels."""
+
+
+def _ring(distance: Floats, along: Floats, across: Floats, radius: float) -> npt.NDArray[np.bool_]:
+    return np.asarray((distance < radius) & (distance > radius - 2.2))
+
+
+def _cross(distance: Floats, along: Floats, across: Floats, radius: float) -> npt.NDArray[np.bool_]:
+    arms = (np.abs(along) < 1.3) | (np.abs(across) < 1.3)
+    return np.asarray((distance < 1.1 * radius) & arms)
+
+
+_MARKS: dict[str, _Shape] = {"cross": _cross, "ring": _ring}
+
+
+def _place(image: Floats, rng: np.random.Generator, radius: float, shape: _Shape) -> None:
+    side = len(image)
+    middle = rng.uniform(radius + 1, side - radius - 2, 2)
+    angle = rng.uniform(0, np.pi)
+    rows, columns = np.mgrid[:side, :side] - middle[:, None, None]
+    along = columns * np.cos(angle) + rows * np.sin(angle)
+    across = rows * np.cos(angle) - columns * np.sin(angle)
+    inside = shape(np.hypot(rows, columns), along, across, radius)
+    image[inside] = np.array(_INK) + rng.normal(0, 10, 3)
+
+
+def _clouds(rng: np.random.Generator, side: int) -> Floats:
+    """Smooth noise of standard deviation 1."""
+    from scipy.ndimage import gaussian_filter
+
+    found: Floats = gaussian_filter(rng.normal(size=(side, side)), 2)
+    return np.asarray(found / found.std())
