@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from spatialdl.evaluating.predicted import read_predictions
 from tests.evaluating.cases import write_rows
 
