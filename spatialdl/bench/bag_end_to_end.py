@@ -65,7 +65,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("bag_end_to_end", __doc__)
     shown = "(%(default)s)"
     parser.add_argument("--seeds", type=int, default=3, help=f"runs of each arm {shown}")
-    parser.add_argument("--epochs", type=int, default=10, help=f"of a run {shown}")
+    parser.add_argument("--epochs", type=int, default=14, help=f"of a run {shown}")
     parser.add_argument("--slides", type=int, default=400, help=f"to train on {shown}")
     parser.add_argument("--validation", type=int, default=200, help=f"other slides {shown}")
     parser.add_argument("--tiles", type=int, default=16, help=f"of a slide {shown}")
