@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -76,7 +80,8 @@ def _note_parameters(arguments: Iterable[Any], rank: int) -> None:
             value.register_post_accumulate_grad_hook(_note_gradient)
     if not _Noted.is_hooked and rank == 0:  # one warning is enough
         _Noted.is_hooked = True
-        register_optimizer_step_pre_hook(_look_at_step)
+        register_optimizer_step_pre_hook(_look_before_step)
+        register_optimizer_step_post_hook(_look_after_step)
 
 
 def _note_gradient(parameter: Tensor) -> None:
@@ -90,7 +95,22 @@ def note_averaged(parameters: Iterable[nn.Parameter]) -> None:
             _Noted.unaveraged[parameter] = False
 
 
-def _look_at_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _look_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _has_closure(args, kwargs):
+        _look_at_gradients(optimizer)
+
+
+def _look_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A closure, which Lightning gives always, runs the last backward, and averages, in the step."""
+    if _has_closure(args, kwargs):
+        _look_at_gradients(optimizer)
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def _look_at_gradients(optimizer: Optimizer) -> None:
     if _Noted.has_warned:
         return
     for group in optimizer.param_groups:

@@ -289,3 +289,26 @@ def test_a_step_on_gradients_that_were_never_averaged_warns(
             optimizer.step()
         return
     optimizer.step()
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_a_step_with_a_closure_is_looked_at_when_its_backward_is_over(
+    averages: bool, mesh: Mesh, warns: None
+) -> None:
+    """Lightning accumulates before a step, and runs the last backward within it."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(shard(image(), mesh)).sum().backward()  # accumulated
+
+    def closure() -> torch.Tensor:
+        loss = model(shard(image(), mesh)).sum()
+        loss.backward()
+        if averages:
+            average_gradients(model, mesh)
+        return loss
+
+    if averages or RANK > 0:
+        optimizer.step(closure)
+        return
+    with pytest.raises(UserWarning, match="never averaged"):
+        optimizer.step(closure)
