@@ -101,7 +101,7 @@ def _look_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _look_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """A closure, which Lightning gives always, runs the last backward, and averages, in the step."""
+    """With a closure, as Lightning gives always, the last backward is part of the step."""
     if _has_closure(args, kwargs):
         _look_at_gradients(optimizer)
 
