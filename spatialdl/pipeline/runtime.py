@@ -354,9 +354,12 @@ class Pipeline:
             with trace.span("compute", name, action):
                 if action.kind == "forward":
                     with self._context.forward(placed, action.microbatch, microbatch):
-                        output = self._run(placed, action.microbatch, microbatch)
-                    if self._batch_loss is not None:
-                        outputs[action.microbatch] = output
+                        if self._batch_loss is None:  # and nobody holds the output here
+                            self._run(placed, action.microbatch, microbatch)
+                        else:
+                            outputs[action.microbatch] = self._run(
+                                placed, action.microbatch, microbatch
+                            )
                 elif action.kind == "backward":
                     criteria = (
                         self._criteria(outputs, microbatches) if criteria is None else criteria
