@@ -249,6 +249,9 @@ def _made(plugin: Plugin) -> Metric:
             f"task.metrics: {plugin.target} gives a {type(made).__name__}, no torchmetrics.Metric; "
             "name the metrics of a collection one by one"
         )
+    for one in made.modules():
+        if isinstance(one, Metric):  # states of ranks are put together here, on one of them
+            one.sync_on_compute = one._to_sync = False
     return made
 
 

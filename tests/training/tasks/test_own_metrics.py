@@ -71,6 +71,16 @@ def test_what_they_get_of_each_task():
         own("multilabel", exact).of_samples(shares, known)
 
 
+def test_torch_distributed_of_the_program_is_not_asked(monkeypatch):
+    """One rank computes for all: torchmetrics would wait there for the others, for ever."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    error = {"_target_": "torchmetrics.regression.MeanAbsoluteError"}
+    lowest = {"_target_": "torchmetrics.wrappers.MinMaxMetric", "base_metric": error}
+    values = torch.tensor([[1.0], [2.0]]).double()
+    found = own("regression", error, {**lowest, "name": "range"}).of_samples(values, values + 1)
+    assert found["MeanAbsoluteError"] == 1
+
+
 def test_of_nothing_and_of_nan_they_have_no_value():
     metrics = own("classification", {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3})
     none = {"MulticlassF1Score": None}
