@@ -126,7 +126,7 @@ def test_slides_that_do_not_fit_are_named(tmp_path, folder, caplog) -> None:
     assert [file.slide for file in found.train.files] == ["s0", "s1", "s4"]
     assert found.names == ("a", "b")
     said = " ".join(record.getMessage() for record in caplog.records)
-    for text in ("(x) have no features", "(s3) have no label", "(s2) have no tiles"):
+    for text in ("(x) have no file of features", "(s3) have no label", "(s2) have no tiles"):
         assert text in said
 
 
