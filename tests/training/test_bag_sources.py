@@ -177,7 +177,7 @@ def test_layouts_for_images_of_one_size_are_refused(folder, words, message) -> N
         ("task=segmentation", "no masks for task=segmentation"),
         ("data.columns=[label,er]", "task=classification takes one column"),
         ("data.max_tiles=0", "data.max_tiles=0 must be"),
-        ("data.num_classes=5", "has 3 classes"),
+        ("data.num_classes=5", "have 3 classes"),
         ("data.features=[]", "is a folder of"),
         ("data.split=test", "no slides of data.split=test; it has train, val"),
         ("task=multilabel data.columns=[time]", "must be 1 or 0"),
