@@ -14,45 +14,23 @@ from torch import Tensor
 from spatialdl.data.image_source import ImageSource
 from spatialdl.pipeline.batch_loss import Width
 from spatialdl.spatial.autocast import wide
-from spatialdl.training.tasks.metrics import Scores
-from spatialdl.training.tasks.survival import survival_of, survival_scores
+from spatialdl.training.tasks.survival import Risks
 
 
-class Cox:
+class Cox(Risks):
     """The partial likelihood of the order of events among the samples of a batch.
 
     Targets are (N, 2): the time of the event or of the end of watching, and 1 for an event or 0.
     """
 
-    name = "survival"
-    mixup = 0.0
+    bins = 1
+    given = ("task.loss=cox", "a risk")
     batch_loss = Width(output=1, target=2)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The negative log-likelihood an event; 0 without events. Samples of NaN are none."""
         self.check_output(output, target)
         return partial_likelihood(wide(output)[:, 0], target[:, 0], target[:, 1])
-
-    def check_output(self, output: Tensor, target: Tensor) -> None:
-        """Refuse what is no (N, 1)."""
-        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        if shape != (len(target), 1):
-            raise ValueError(
-                f"the network gives {shape} for {len(target)} slides: of task.loss=cox it must "
-                f"give ({len(target)}, 1), a risk; leave model.num_classes out"
-            )
-
-    def weights(self, target: Tensor) -> Tensor | None:
-        """None: samples have no losses of their own."""
-        return None
-
-    def predictions(self, outputs: Tensor) -> Tensor:
-        """(N, 1): the risk."""
-        return survival_of(outputs)
-
-    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
-        """Of the risks: the concordance index."""
-        return survival_scores(predictions, labels)
 
 
 def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:

@@ -18,7 +18,42 @@ from spatialdl.spatial.constants import on
 from spatialdl.training.tasks.metrics import Scores
 
 
-class Survival:
+class Risks:
+    """What is alike of losses on times of events.
+
+    Attributes:
+        bins: numbers that the network is to give for a sample.
+        given: the setting, and what the numbers are, for messages.
+    """
+
+    name = "survival"
+    mixup = 0.0
+    bins: int
+    given: tuple[str, str]
+
+    def check_output(self, output: Tensor, target: Tensor) -> None:
+        """Refuse what is no (N, bins)."""
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if shape != (len(target), self.bins):
+            raise ValueError(
+                f"the network gives {shape} for {len(target)} slides: of {self.given[0]} it must "
+                f"give ({len(target)}, {self.bins}), {self.given[1]}; leave model.num_classes out"
+            )
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        """None: no sample counts more than another."""
+        return None
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """(N, 1) or (N, 1 + bins): see `survival_of`."""
+        return survival_of(outputs)
+
+    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        """Of the risks: the concordance index."""
+        return survival_scores(predictions, labels)
+
+
+class Survival(Risks):
     """The likelihood of times of events, seen or not yet seen.
 
     Targets are (N, 2): the time of the event or of the end of watching, and 1 for an event or 0.
@@ -27,8 +62,7 @@ class Survival:
         edges: float64 (bins - 1,), the times at which intervals end; the last has no end.
     """
 
-    name = "survival"
-    mixup = 0.0
+    given = ("task=survival", "a hazard for each interval")
 
     def __init__(self, edges: Tensor) -> None:
         self.edges = edges
@@ -45,28 +79,6 @@ class Survival:
         event = survived - passes.gather(1, interval) + happens.gather(1, interval)
         seen = target[:, 1:].to(output.dtype)
         return -(seen * event + (1 - seen) * survived).mean()
-
-    def check_output(self, output: Tensor, target: Tensor) -> None:
-        """Refuse what is no (N, bins)."""
-        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        if shape != (len(target), self.bins):
-            raise ValueError(
-                f"the network gives {shape} for {len(target)} slides: of task=survival it must "
-                f"give ({len(target)}, {self.bins}), a hazard for each interval; leave "
-                "model.num_classes out"
-            )
-
-    def weights(self, target: Tensor) -> Tensor | None:
-        """None: all samples count alike."""
-        return None
-
-    def predictions(self, outputs: Tensor) -> Tensor:
-        """(N, 1 + bins): see `survival_of`."""
-        return survival_of(outputs)
-
-    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
-        """Of the risks: the concordance index."""
-        return survival_scores(predictions, labels)
 
 
 def survival_of(outputs: Tensor) -> Tensor:
