@@ -119,16 +119,15 @@ class TileEncoder(nn.Module):
 
     def _of_tiles(self, tiles: Tensor, start: int) -> Tensor:
         parts = PartsOfSamples() if thread.stream is not None else None
-        is_again = self._mode == "slices" and torch.is_grad_enabled()
-        # without memory there is nothing to save
-        size = self._size if self._mode == "slices" and not tiles.is_meta else len(tiles)
+        in_slices = self._mode == "slices" and not tiles.is_meta  # which has no memory to save
+        size = self._size if in_slices else len(tiles)
+        learns = any(each.requires_grad for each in self.network.parameters())
+        again = in_slices and learns and torch.is_grad_enabled()
         found = []
         for first in range(0, len(tiles), size):
             some = tiles[first : first + size]
             own = range(start + first, start + first + len(some))
             run = partial(self._run, parts=parts, own=own)
-            learns = is_again and any(p.requires_grad for p in self.network.parameters())
-            again = learns and not tiles.is_meta
             found.append(recompute(run, some, modules=[self.network]) if again else run(some))
         return torch.cat(found)
 
