@@ -7,7 +7,7 @@ import pytest
 from spatialdl.configuring.keys import file_of, groups, keys_of
 from spatialdl.configuring.overrides import ELSEWHERE, check_overrides, flags_of
 
-MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, resnet110_v2"
+MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_to_end"
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, resn
         ("optimzer=sgd", "optimzer is unknown; nearest: optimizer;"),
         ("model=resnet19", f"model=resnet19 is unknown; nearest: model=resnet18; {MODELS}"),
         ("parallel=sp+ppp", "parallel=sp+ppp is unknown; nearest: parallel=sp+pp; there are auto"),
-        ("experiment=quikstart", "nearest: experiment=quickstart; there are bag, camelyon_like"),
+        ("experiment=quikstart", "nearest: experiment=quickstart; there are bag, bag_end_to_end"),
         ("debug=overfitt", "nearest: debug=overfit;"),
         ("parallel.stage=2", "parallel.stage is unknown; nearest: parallel.stages;"),
         ("parallel.gems.varint=x", "nearest: parallel.gems.variant;"),
