@@ -37,8 +37,9 @@ from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.moving import moved
+from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
+from spatialdl.pipeline.placed import Microbatch, PlacedStage
 from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable

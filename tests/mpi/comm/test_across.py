@@ -76,8 +76,7 @@ def test_windows_of_tiles_and_their_adjoint(world, tmp_path, limit):
 
     def work(comm: Virtual) -> tuple[float, float]:
         plan = Plan(layout.boxes, needed, comm.rank)
-        samples, *spatial = plan.own
-        tile = whole_image()[(..., *(slice(*one) for one in spatial))].contiguous()
+        tile = whole_image()[(..., *(slice(*one) for one in plan.own.spatial))].contiguous()
         (r0, r1), (c0, c1) = plan.need.spatial
         expected = padded[..., r0 + 2 : r1 + 2, c0 + 1 : c1 + 1]
         window = move(comm, plan, tile)
