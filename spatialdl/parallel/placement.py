@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import by
+from spatialdl.parallel.layout import Layout, by
 
 
 class Position(NamedTuple):

@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
+from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Worker
-from spatialdl.pipeline.shapes import Border, Passing, own_samples
+from spatialdl.pipeline.region import Region
+from spatialdl.pipeline.shapes import Border, Passing, over_ranks, own_samples
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.pipeline.virtual_tiles import VirtualTiles
+from spatialdl.streaming.memory import Memory
 
 
 @dataclass
@@ -28,10 +32,11 @@ class Microbatch:
         samples: how many, on all ranks of the replica alike; 0 is left out by all of them.
         share: of the whole batch's samples that these are; their mean loss counts so much.
         tile: (N, C, *own), this rank's box of the images; on the first stage only.
-        target: (N,), on the last stage only.
+        target: (N,) or (N, targets), or this rank's box of masks; on the last stage only.
         size: of the spatial dims of this image, where images differ in size, of which a micro-batch
             then has one on a replica; of networks of one stage only.
         place: of that image in its batch, by which random numbers are drawn.
+        images, masks: where ranks have virtual tiles, in the place of the tile, and of masks.
     """
 
     samples: int
@@ -40,6 +45,8 @@ class Microbatch:
     target: Tensor | None = None
     size: tuple[int, ...] | None = None
     place: int = 0
+    images: Region | None = None
+    masks: Region | None = None
 
 
 class PlacedStage:
@@ -52,6 +59,7 @@ class PlacedStage:
         learns: per stage of the network whether it has anything to learn.
         recompute: whether only its input is kept for backward, and it runs again there.
         mixed: the type to which autocast casts, if it does.
+        memory: holds what virtual tiles need later, if ranks have any.
     """
 
     def __init__(
@@ -64,13 +72,18 @@ class PlacedStage:
         learns: Sequence[bool],
         recompute: bool,
         mixed: torch.dtype | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self._placement = placement
         self.module, self.position = module, position
         self.is_first = position.stage == 0
         self.is_last = position.stage == placement.stages - 1
         self.mesh: Mesh = stage_mesh(placement, position, comm)
-        self._worker: Worker = OwnTile(module, self.mesh, recompute, mixed)
+        self._worker: Worker
+        if memory is None:
+            self._worker = OwnTile(module, self.mesh, recompute, mixed)
+        else:
+            self._worker = VirtualTiles(module, self.mesh, recompute, mixed, memory)
         # a gradient passes a border if anything before it learns: so that both sides agree,
         # it follows from the whole network
         self._learns = {b for b in handovers.borders if any(learns[: b.giver + 1])}
@@ -106,12 +119,12 @@ class PlacedStage:
         if action.kind == "forward":
             for border, handover in self._before.items():
                 for shape in passing[border].values():
-                    handover.expect(shape, action.microbatch, device)
+                    handover.expect(self._over_ranks(shape), action.microbatch, device)
         elif action.kind == "backward":
             for border, handover in reversed(self._after.items()):
                 for value, shape in passing[border].items():
                     if self._has_gradient(border, value, shape):
-                        handover.expect_back(shape, action.microbatch, device)
+                        handover.expect_back(self._over_ranks(shape), action.microbatch, device)
 
     def forward(
         self,
@@ -120,8 +133,8 @@ class PlacedStage:
         passing: Passing,
         image_size: tuple[int, ...],
         device: torch.device,
-    ) -> Any:
-        """What this stage returns for a micro-batch; what others take is on its way to them.
+    ) -> Made:
+        """What this stage makes of a micro-batch; what others take is on its way to them.
 
         Args:
             passing: what passes the borders.
@@ -133,27 +146,30 @@ class PlacedStage:
         tiles: dict[Value, Any] = {}
         shapes: dict[Value, HandoverShape] = {}
         if self.is_first:
-            if microbatch.tile is None:
+            tile = microbatch.images or microbatch.tile
+            if tile is None:
                 raise ValueError("the first stage needs the images of its micro-batches")
-            tile = microbatch.tile
             images = (microbatch.samples, tile.shape[1], *image_size)
             tiles[IMAGE], shapes[IMAGE] = tile, self._entering(images, tile.dtype)
         for border, handover in self._before.items():
             for value, shape in passing[border].items():
-                tile = handover.receive(shape, number, device)
+                tile = handover.receive(self._over_ranks(shape), number, device)
                 learns = torch.is_grad_enabled() and self._has_gradient(border, value, shape)
                 tiles[value], shapes[value] = tile.requires_grad_(learns), shape
         own = len(self.own(microbatch.samples))
         made = self._worker.forward(tiles, shapes, own, device)
         for border, handover in self._after.items():
             for value, shape in passing[border].items():
-                handover.send(made.leaving(value, shape), shape, number)
+                handover.send(made.leaving(value, shape), self._over_ranks(shape), number)
         if torch.is_grad_enabled():
             self._made[number] = made
-        return made.output
+        return made
+
+    def _over_ranks(self, shape: HandoverShape) -> HandoverShape:
+        return over_ranks(shape, self._placement.stream)
 
     def _entering(self, images: tuple[int, ...], dtype: torch.dtype) -> HandoverShape:
-        layout = self.mesh.layout(images[0], images[2:])
+        layout = Layout.even(images[0], images[2:], self.mesh.tile_grid)
         return HandoverShape(images, dtype, layout, layout)
 
     def _has_gradient(self, border: Border, value: Value, shape: HandoverShape) -> bool:
@@ -183,10 +199,10 @@ class PlacedStage:
         made = self._made.pop(number)
         value: Tensor | float = 0.0
         if self.is_last:
-            if microbatch.target is None:
+            target: Any = microbatch.masks or microbatch.target
+            if target is None:
                 raise ValueError("the last stage needs the targets of its micro-batches")
             own = self.own(microbatch.samples)
-            target = microbatch.target
             if len(own) < microbatch.samples:
                 target = target[own.start : own.stop]
             value = made.backward_of_loss(criterion, target, weight)
@@ -195,7 +211,7 @@ class PlacedStage:
         for border, handover in self._before.items():
             for name, shape in passing[border].items():
                 if self._has_gradient(border, name, shape):
-                    handover.send_back(made.gradient(name, shape), shape, number)
+                    handover.send_back(made.gradient(name, shape), self._over_ranks(shape), number)
         return value
 
     def _gradients_of(
@@ -207,7 +223,7 @@ class PlacedStage:
         for border, handover in reversed(self._after.items()):
             for value, shape in passing[border].items():
                 if self._has_gradient(border, value, shape):
-                    grad = handover.receive_back(shape, number, device)
+                    grad = handover.receive_back(self._over_ranks(shape), number, device)
                     grads[value] = grads[value] + grad if value in grads else grad
                     shapes[value] = shape
         return grads, shapes

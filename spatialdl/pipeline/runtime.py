@@ -37,7 +37,7 @@ from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.moving import moved
-from spatialdl.pipeline.own_tile import Criterion
+from spatialdl.pipeline.own_tile import Criterion, Made
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Microbatch, PlacedStage
 from spatialdl.pipeline.samples_apart import check_samples_apart
@@ -49,6 +49,7 @@ from spatialdl.pipeline.step_context import StepContext, are_weights_apart
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.recompute import blocks_of
+from spatialdl.streaming.memory import Memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -80,6 +81,7 @@ class PipelineOptions:
             `channels.uses.check_plan`.
         sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
             None, or where it gives None, all alike.
+        memory: holds what virtual tiles need later, if ranks have any (`Placement.stream`).
         batch_loss: the columns of outputs and targets, if the criterion compares the samples of a
             batch, see `pipeline.batch_loss`; of networks of one stage.
     """
@@ -98,6 +100,7 @@ class PipelineOptions:
     compiled: bool = False
     tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None
+    memory: Memory | None = None
     batch_loss: Width | None = None
 
 
@@ -211,9 +214,11 @@ class Pipeline:
         borders = list(self._shapes.borders)
         handovers = Handovers(placement, self.schedule, comm, borders, self.device)
         again = self.options.recompute == "stage"
+        memory = (self.options.memory or Memory()) if placement.stream else None
         return [
             PlacedStage(
-                self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed
+                *(self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed),
+                memory,
             )
             for p in positions
         ]
@@ -360,7 +365,7 @@ class Pipeline:
                         else:
                             outputs[action.microbatch] = self._run(
                                 placed, action.microbatch, microbatch
-                            )
+                            ).output
                 elif action.kind == "backward":
                     criteria = (
                         self._criteria(outputs, microbatches) if criteria is None else criteria
@@ -406,8 +411,9 @@ class Pipeline:
             for action in todo:
                 placed = self._placed[action.copy, action.stage]
                 self._expect(action, coming, microbatches)
-                output = self._run(placed, action.microbatch, microbatches[action.microbatch])
+                made = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
+                    output = made.output
                     outputs[action.microbatch] = output.float() if self.mixed else output
             self._wait_sent()
         return outputs
@@ -452,11 +458,10 @@ class Pipeline:
                     "state needs every replica in every micro-batch: take larger batches"
                 )
 
-    def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor:
+    def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Made:
         shapes = self._shapes.of(microbatch.samples)
         size = microbatch.size or self.image_size[1:]
-        output: Tensor = placed.forward(number, microbatch, shapes, size, self.device)
-        return output
+        return placed.forward(number, microbatch, shapes, size, self.device)
 
     def _criteria(
         self, outputs: Mapping[int, Tensor], microbatches: Sequence[Microbatch]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Shapes
 from spatialdl.pipeline.region import Region
 from spatialdl.pipeline.steps import Value
 from spatialdl.random.drawing import OnThreads
-from spatialdl.spatial.dims import as_image
-from spatialdl.spatial.split import from_local
+from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 from spatialdl.streaming.copies import Copies
 from spatialdl.streaming.memory import Memory
@@ -123,10 +121,8 @@ class VirtualTiles:
 
     def _leaf(self, number: int, tile: Any, shape: HandoverShape) -> Tensor:
         piece = self.piece(number, tile, shape.receiver)
-        if isinstance(tile, Region):
-            return piece
-        leaf: Tensor = piece.detach().clone()
-        return leaf.requires_grad_(tile.requires_grad)
+        leaf: Tensor = piece if isinstance(tile, Region) else piece.detach().clone()
+        return leaf.requires_grad_(isinstance(tile, Tensor) and tile.requires_grad)
 
 
 class MadeOfTiles:
@@ -157,7 +153,8 @@ class MadeOfTiles:
         if not isinstance(first, Tensor):
             return first
         if not isinstance(first, SpatialTensor):
-            return self._joined([first], Layout((0, 1), ((0, 1),)))
+            self._tiles.memory.bring([first])
+            return first.detach()
         layout = first.spatial_layout
         tile = self._tiles.together([value._tile for value in values], layout)
         if mesh.parts == 1:
