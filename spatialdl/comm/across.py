@@ -37,6 +37,7 @@ class Across:
 
     def __init__(self, comm: Communicator, ranks: Sequence[Sequence[int]]) -> None:
         self._comm = comm.duplicate()
+        self._under_way: list[Crossing] = []
         self.here = tuple(ranks[comm.rank])
         self._process = {one: process for process, some in enumerate(ranks) for one in some}
         # places in what is gathered, in the order of virtual ranks
@@ -75,7 +76,11 @@ class Across:
         ]
         for some in (leaving, arriving):
             some.sort(key=lambda entry: entry[:3])  # stable: pieces of a pair keep their order
-        return Crossing(self._comm, leaving, arriving, sent[0].exchange.device)
+        # those that only send are waited for by nobody, and their messages must stay in memory
+        self._under_way = [one for one in self._under_way if not one.is_done()]
+        crossing = Crossing(self._comm, leaving, arriving, sent[0].exchange.device)
+        self._under_way.append(crossing)
+        return crossing
 
 
 _Entry = tuple[int, int, int, Tensor]

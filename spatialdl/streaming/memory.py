@@ -62,7 +62,9 @@ class Memory:
     def bring(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors their bytes back, for who reads them outside of `watch`."""
         for tensor in tensors:
-            self.need(tensor.untyped_storage())
+            with torch._C.DisableTorchFunction():  # it is no operation of the network
+                storage = tensor.untyped_storage()
+            self.need(storage)
 
     def need(self, storage: torch.UntypedStorage, writes: bool = False) -> None:
         """Before it is read or written to."""

@@ -67,18 +67,26 @@ def whole_image() -> Tensor:
 
 
 @pytest.mark.parametrize("limit", [None, 2_000_000])
-def test_windows_of_tiles_and_their_adjoint(world, tmp_path, limit):
-    """Also where what waits for its turn is not in memory."""
+@pytest.mark.parametrize("below", [1, 0])
+def test_windows_of_tiles_and_their_adjoint(world, tmp_path, limit, below):
+    """Also where what waits for its turn is not in memory, and where a process only sends.
+
+    Then nobody waited for its messages, whose memory was used again before they had left.
+    """
     layout = Layout.even(2, (270, 410), (EACH, world.size))
-    halo = [((0, 2), (r0 - 2, r1 + 1), (c0 - 1, c1 + 3)) for _, (r0, r1), (c0, c1) in layout.boxes]
+    right = 3 * below
+    halo = [
+        ((0, 2), (r0 - 2, r1 + below), (c0 - 9, c1 + right))
+        for _, (r0, r1), (c0, c1) in layout.boxes
+    ]
     needed = tuple(type(layout.boxes[0])(box) for box in halo)
-    padded = F.pad(whole_image(), (1, 3, 2, 1))
+    padded = F.pad(whole_image(), (9, right, 2, below))
 
     def work(comm: Virtual) -> tuple[float, float]:
         plan = Plan(layout.boxes, needed, comm.rank)
         tile = whole_image()[(..., *(slice(*one) for one in plan.own.spatial))].contiguous()
         (r0, r1), (c0, c1) = plan.need.spatial
-        expected = padded[..., r0 + 2 : r1 + 2, c0 + 1 : c1 + 1]
+        expected = padded[..., r0 + 2 : r1 + 2, c0 + 9 : c1 + 9]
         window = move(comm, plan, tile)
         torch.testing.assert_close(window, expected, rtol=0, atol=0)
         weights = torch.full_like(window, comm.rank + 1.0).cos()
