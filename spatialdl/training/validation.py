@@ -114,7 +114,9 @@ class Validation:
         if pictures:
             self._gallery = Gallery(world, pipeline.placement, views, sources.names)
             tells_classes = task.name in ("classification", "multilabel")
-            self._heat_maps = HeatMaps(pipeline) if tells_classes else None
+            # of virtual tiles nobody sees the maps of the whole image
+            sees_maps = tells_classes and not pipeline.placement.stream
+            self._heat_maps = HeatMaps(pipeline) if sees_maps else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
         """What counts on this rank, of batches of the feed from the first on."""
