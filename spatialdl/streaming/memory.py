@@ -88,12 +88,18 @@ class Memory:
             self.peak = max(self.peak, self.here)
 
     def make_room(self, needed: Iterable[torch.UntypedStorage]) -> None:
-        """Store what was not used for the longest time, but nothing that is needed now."""
-        if self._limit is None or self.here <= self._limit:
+        """Store what was not used for the longest time, but nothing that is needed now.
+
+        What is needed but stored is counted as if it were in memory already.
+        """
+        if self._limit is None:
             return
         keep = {storage._cdata for storage in needed}
+        room = self._limit - sum(self._away[key].nbytes for key in keep & self._away.keys())
+        if self.here <= room:
+            return
         for key in [key for key in self._here if key not in keep]:
-            if self.here <= self._limit:
+            if self.here <= room:
                 break
             self._put_away(key)
 
@@ -145,6 +151,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _collect(args, given)
         _collect(kwargs.values(), given)
         written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+        memory.make_room(given.values())
         for key, storage in given.items():
             memory.need(storage, key in written)
         result = func(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.turns import Turns
@@ -107,6 +108,7 @@ def _memory(limit_gb: float | None, folder: str | Path | None, device: torch.dev
         raise ValueError(
             f"limit_gb={limit_gb} is for networks on a CPU, this one is on {device}: leave it out"
         )
+    return_what_is_freed()
     return Memory(int(limit_gb * 1e9), DiskStore(folder))
 
 

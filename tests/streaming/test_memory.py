@@ -57,6 +57,17 @@ def test_backward_reads_what_forward_has_kept(tmp_path):
     assert kept.peak < 4 * 2**20 + 4 * x.nbytes
 
 
+def test_room_is_made_before_stored_tensors_come_back(tmp_path):
+    kept = memory(tmp_path, 4)
+    with kept.watch():
+        first = [torch.zeros(MB) for _ in range(4)]
+        last = [torch.zeros(MB) for _ in range(4)]  # the first are stored
+        kept.peak = kept.here
+        torch._foreach_add_(first, 1)
+        assert kept.peak == 4 * 2**20  # not those that are needed beside all others
+        assert (float(first[3][0]), float(last[3][0])) == (1, 0)
+
+
 def test_a_storage_that_is_gone_leaves_its_place(tmp_path):
     kept = memory(tmp_path, 1)
     with kept.watch():
