@@ -52,8 +52,8 @@ def test_backward_reads_what_forward_has_kept(tmp_path):
     kept.bring([x.grad])
     for one, other in zip(whole, [x.grad, *(p.grad for p in net.parameters())], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert kept._store is not None
-    assert kept._store.written > 10e6
+    assert kept.store is not None
+    assert kept.store.written > 10e6
     assert kept.peak < 4 * 2**20 + 4 * x.nbytes
 
 
@@ -75,8 +75,8 @@ def test_a_storage_that_is_gone_leaves_its_place(tmp_path):
             first, second = torch.zeros(MB), torch.zeros(MB)
             del first, second
     assert kept.here == 0
-    assert kept._store is not None
-    assert kept._store.peak == 2**20
+    assert kept.store is not None
+    assert kept.store.peak == 2**20
 
 
 def test_what_others_have_made_is_left_alone(tmp_path):
