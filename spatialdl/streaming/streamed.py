@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.turns import Turns
@@ -71,6 +72,21 @@ def stream(
     return tree_unflatten(list(flat), run.form)
 
 
+def memory_of(output: Tensor) -> Memory:
+    """What the tensors of a streamed image have taken, and its store.
+
+    Args:
+        output: what `stream` gave, or a tensor of it; it can go backward, and has not yet.
+
+    Raises:
+        ValueError: it is no such tensor.
+    """
+    run = getattr(output.grad_fn, "run", None)
+    if not isinstance(run, _Run):
+        raise ValueError("memory_of takes an output of spatialdl.stream that can go backward")
+    return run.memory
+
+
 def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"stream takes a network, a torch.nn.Module, got a {type(model).__name__}")
@@ -104,6 +120,7 @@ def _memory(limit_gb: float | None, folder: str | Path | None, device: torch.dev
         raise ValueError(
             f"limit_gb={limit_gb} is for networks on a CPU, this one is on {device}: leave it out"
         )
+    return_what_is_freed()
     return Memory(int(limit_gb * 1e9), DiskStore(folder))
 
 
@@ -112,11 +129,12 @@ class _Run:
 
     Attributes:
         weights: parameters of the network that want gradients.
+        memory: where tensors are kept.
         form: how the output is put together from tensors.
     """
 
     def __init__(self, model: nn.Module, image: Any, axes: Axes, memory: Memory) -> None:
-        self._model, self._image, self._memory = model, image, memory
+        self._model, self._image, self.memory = model, image, memory
         self._size = tuple(image.shape[2:])
         self._count = axes.parts
         self._turns: Turns[Any] = Turns(self._count)
@@ -148,7 +166,7 @@ class _Run:
             return [self._whole(values) for values in self._outputs]
 
     def _forward(self, rank: int, network: nn.Module, draws: OnThreads, wants_grad: bool) -> Any:
-        with self._memory.watch(), draws.of():
+        with self.memory.watch(), draws.of():
             tile = self._read(rank)
             if wants_grad:
                 tile = self._tiles[rank] = tile.clone().requires_grad_()
@@ -175,7 +193,7 @@ class _Run:
             return first.detach() if isinstance(first, Tensor) else first
         whole = first._tile.new_empty(first.shape)
         for value in values:
-            self._memory.bring([value._tile])
+            self.memory.bring([value._tile])
             whole[_place(value)] = value._tile
         return whole
 
@@ -191,7 +209,7 @@ class _Run:
             self._turns.run([partial(self._backward, seeds, rank) for rank in range(self._count)])
         found = self._copies.take_gradients(self.weights)
         there = [grad for grad in found if grad is not None]
-        self._memory.bring(there)
+        self.memory.bring(there)
         if there:  # as over ranks: of the mean of their losses
             torch._foreach_div_(there, self._count)
         return self._image_gradient(), found
@@ -210,7 +228,7 @@ class _Run:
         return roots, seeds
 
     def _backward(self, seeds: list[Any], rank: int) -> None:
-        with self._memory.watch():
+        with self.memory.watch():
             roots, grads = seeds[rank]
             seeds[rank] = None
             torch.autograd.backward(roots, grads)
@@ -223,7 +241,7 @@ class _Run:
             grad = None if tile is None else tile.grad
             if grad is None:
                 return None  # the output does not depend on the image
-            self._memory.bring([grad])
+            self.memory.bring([grad])
             whole[self._part(rank)] = grad
         return whole
 

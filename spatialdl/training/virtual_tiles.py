@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
+from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.store import DiskStore
@@ -70,4 +71,5 @@ def memory_of(config: DictConfig, device: torch.device) -> Memory:
             f"trainer.memory_limit_gb={limit} is for networks on a CPU, this run is on {device}: "
             "leave it out"
         )
+    return_what_is_freed()
     return Memory(int(limit * 1e9), DiskStore(folder if folder is None else Path(str(folder))))
