@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -35,6 +35,9 @@ class Made(Protocol):
     @property
     def output(self) -> Any:
         """What the network returns; None where it goes on."""
+
+    def outputs(self) -> Iterator[tuple[Mesh, Any]]:
+        """The same tile by tile, each with the mesh over which it lies; what was given may go."""
 
     def backward_of_loss(self, criterion: Criterion, target: Any, weight: float | Tensor) -> Tensor:
         """Returns the mean loss, float64 (), which is not waited for.
@@ -152,6 +155,9 @@ class MadeOfTile:
     @property
     def output(self) -> Any:
         return self._values.get(OUTPUT)
+
+    def outputs(self) -> Iterator[tuple[Mesh, Any]]:
+        yield self._mesh, self.output
 
     def backward_of_loss(self, criterion: Criterion, target: Any, weight: float | Tensor) -> Tensor:
         with self._around_loss():

@@ -400,9 +400,35 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Outputs (n, ...) by micro-batch: of the samples that leave from this rank, never half."""
+        return {number: self._never_half(made.output) for number, made in self._made(microbatches)}
+
+    @torch.no_grad()
+    def evaluate_tiles(
+        self, microbatches: Sequence[Microbatch]
+    ) -> Iterator[tuple[int, Mesh, Tensor]]:
+        """The same, but maps virtual tile by virtual tile, so that none is ever whole.
+
+        Returns:
+            The number of the micro-batch, the mesh over which its output leaves, and that. All of
+            them must be taken.
+        """
+        if not self.placement.stream:
+            for number, output in self.evaluate(microbatches).items():
+                mesh = self.last(number)
+                if mesh is not None:
+                    yield number, mesh, output
+            return
+        for number, made in self._made(microbatches):
+            for mesh, output in made.outputs():
+                yield number, mesh, self._never_half(output)
+
+    def _never_half(self, output: Tensor) -> Tensor:
+        return output.float() if self.mixed else output
+
+    def _made(self, microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Made]]:
+        """What the last stage makes of each micro-batch, in evaluation."""
         for module in self.stages.values():
             module.eval()
-        outputs = {}
         with ExitStack() as stack:
             for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
@@ -413,10 +439,8 @@ class Pipeline:
                 self._expect(action, coming, microbatches)
                 made = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
-                    output = made.output
-                    outputs[action.microbatch] = output.float() if self.mixed else output
+                    yield action.microbatch, made
             self._wait_sent()
-        return outputs
 
     def _todo(self, actions: list[Action], microbatches: Sequence[Microbatch]) -> list[Action]:
         if len(microbatches) != self.schedule.microbatches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -144,9 +144,21 @@ class MadeOfTiles:
 
     @property
     def output(self) -> Any:
-        tiles = self._tiles
-        outputs = tiles.each(lambda number: tree_map(as_image, self._made[number].output))
-        return tree_map(self._whole, *outputs)
+        return tree_map(self._whole, *self._images())
+
+    def _images(self) -> list[Any]:
+        return self._tiles.each(lambda number: tree_map(as_image, self._made[number].output))
+
+    def outputs(self) -> Iterator[tuple[Mesh, Any]]:
+        found = self._images()
+        self._made = []
+        if not isinstance(found[0], SpatialTensor):
+            yield self._tiles.mesh, tree_map(self._whole, *found)
+            return
+        for mesh in self._tiles.meshes:
+            image = found.pop(0)  # which is in memory until the next one
+            self._tiles.memory.bring([image._tile])
+            yield mesh, image
 
     def _whole(self, *values: Any) -> Any:
         first, mesh = values[0], self._tiles.mesh

@@ -87,6 +87,7 @@ def check_config(config: DictConfig) -> Placement:
         )
     if config.spatialdata:
         _check_store(config)
+    _check_virtual_tiles(config, placement)
     if config.activation and not config.maps:
         raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
     if config.activation and config.tta is not None:
@@ -96,6 +97,24 @@ def check_config(config: DictConfig) -> Placement:
         )
     check_values(config)
     return placement
+
+
+def _check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
+    if placement.stream and config.activation:
+        raise ValueError(
+            "activation=true needs maps of whole images, and with virtual tiles, parallel.stream="
+            f"{config.parallel.stream}, nobody has them: leave one of them out"
+        )
+    if placement.stream and config.features is not None:
+        raise ValueError(
+            f"parallel.stream={config.parallel.stream} cuts images, and features={config.features} "
+            "has none: leave it out"
+        )
+    if config.memory_limit_gb is not None and not placement.stream:
+        raise ValueError(
+            f"memory_limit_gb={config.memory_limit_gb} is of no use without virtual tiles: set "
+            "parallel.stream, such as parallel.stream=[4,4], or leave it out"
+        )
 
 
 def _check_store(config: DictConfig) -> None:

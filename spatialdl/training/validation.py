@@ -43,7 +43,7 @@ class Evaluated(NamedTuple):
         samples: of the data set, in the order of the feed.
         output: (N, ...), of these.
         target: (N, ...), of these.
-        mesh: over which they leave.
+        mesh: over which they leave; one of virtual tiles, where each leaves by itself.
     """
 
     samples: range
@@ -68,9 +68,9 @@ def evaluated(
     """The outputs of batches of a feed, from the first on; all ranks go through all of them."""
     for batch, parts in enumerate(batches):
         slices = feed.own(batch)
-        for number, output in pipeline.evaluate(parts).items():
-            mesh, target = pipeline.last(number), parts[number].target
-            if mesh is None or target is None:
+        for number, mesh, output in pipeline.evaluate_tiles(parts):
+            target = parts[number].target
+            if target is None:
                 continue
             own = pipeline.own_outputs(number, parts[number].samples)
             some = slice(own.start, own.stop)

@@ -50,26 +50,30 @@ def _check_unused(config: DictConfig) -> None:
             )
 
 
-def memory_of(config: DictConfig, device: torch.device) -> Memory:
-    """What holds activations of virtual tiles, within a limit if the run has one.
+def memory_within(
+    limit: object, folder: object, device: torch.device, key: str = "trainer.memory_limit_gb"
+) -> Memory:
+    """What holds activations of virtual tiles, within a limit if there is one.
+
+    Args:
+        limit: 10^9 bytes, the value of `key`; None for no limit.
+        folder: of what is not in memory, the value of ``parallel.stream_to``.
 
     Raises:
         ValueError: the limit is no positive number, or the store cannot be used.
     """
-    limit, folder = config.trainer.memory_limit_gb, config.parallel.stream_to
     if limit is None:
         if folder is not None:
             raise ValueError(
-                f"parallel.stream_to={folder} is of no use without trainer.memory_limit_gb: set "
-                "it, or leave parallel.stream_to out"
+                f"parallel.stream_to={folder} is of no use without {key}: set it, or leave "
+                "parallel.stream_to out"
             )
         return Memory()
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-        raise ValueError(f"trainer.memory_limit_gb={limit} must be a number above 0")
+        raise ValueError(f"{key}={limit} must be a number above 0")
     if device.type != "cpu":
         raise ValueError(
-            f"trainer.memory_limit_gb={limit} is for networks on a CPU, this run is on {device}: "
-            "leave it out"
+            f"{key}={limit} is for networks on a CPU, this run is on {device}: leave it out"
         )
     return_what_is_freed()
     return Memory(int(limit * 1e9), DiskStore(folder if folder is None else Path(str(folder))))
