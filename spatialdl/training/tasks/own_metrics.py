@@ -150,8 +150,8 @@ class OwnMetrics:
         for name, metric in self._metrics.items():
             if is_random(metric):
                 raise ValueError(
-                    f"task.metrics: {name} draws samples at random (BootStrapper), which maps, that "
-                    "come one by one to several ranks, cannot repeat: name the metric inside of it"
+                    f"task.metrics: {name} draws samples at random (BootStrapper), which cannot be "
+                    "repeated on maps, as each rank gets its own: name the metric inside of it"
                 )
 
     def _check_reducible(self, copies: int) -> None:
