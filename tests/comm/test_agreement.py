@@ -18,7 +18,7 @@ import spatialdl
 accelerator = Accelerator(cpu=True)
 mesh = spatialdl.init_mesh(grid=(2, 1))
 torch.manual_seed(0)
-data = TensorDataset(torch.randn(4, 3, 8, 8), torch.arange(4))
+data = TensorDataset(torch.randn(4, 3, 8, 8), torch.arange(4) % 3)
 for images, labels in accelerator.prepare(DataLoader(data, batch_size=2)):
     IMAGE
     torch.nn.functional.cross_entropy(x.mean((2, 3)), labels).backward()
