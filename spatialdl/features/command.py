@@ -23,6 +23,7 @@ from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.making import make_encoder
 from spatialdl.features.manifest import Folder, encoder_settings
 from spatialdl.features.options import PRECISIONS, cutting_settings, given_cutting, parsed
+from spatialdl.features.results import LAYOUTS, Layout
 from spatialdl.features.sources import SetSource, SlideSource, Source
 from spatialdl.features.workers import (
     Progress,
@@ -98,7 +99,7 @@ class _Prepared:
     def digest(self) -> str:
         return str(self.settings["encoder"]["state_sha256"])
 
-    def job(self, folder: Path, precision: Precision) -> Job:
+    def job(self, layout: Layout, precision: Precision) -> Job:
         options = self.options
         about = {
             "encoder": options.wish.name,
@@ -107,8 +108,8 @@ class _Prepared:
         }
         return Job(
             self.source,
-            new_claims(folder, len(self.source.tasks)),
-            folder,
+            new_claims(layout.out, len(self.source.tasks)),
+            layout,
             about,
             options.dtype,
             precision,
@@ -125,7 +126,7 @@ def _alone(argv: Sequence[str]) -> int:
     encoder = make_encoder(options.wish)
     prepared = _prepare(options, given, encoder)
     with _folder(prepared) as folder:
-        job = prepared.job(folder.path, precision)
+        job = prepared.job(folder.layout, precision)
         try:
             if options.jobs > 1:
                 digest = prepared.digest
@@ -241,7 +242,7 @@ def _first_rank(
     with _agreeing(world):
         folder = holding.__enter__()
     try:
-        job = world.bcast(prepared.job(folder.path, precision))
+        job = world.bcast(prepared.job(folder.layout, precision))
         progress = Progress(len(job.source.tasks), job)
         with _agreeing(world):
             outcome = Worker(job, encoder, device, progress.told).run()
@@ -309,6 +310,8 @@ def _prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Enc
         "precision": options.precision,
         "dtype": options.dtype,
     }
+    if options.layout != LAYOUTS[0]:  # older folders do not say so
+        settings["layout"] = options.layout
     source: Source
     if isinstance(given, Path):
         settings["set"] = {"split": options.split}
@@ -329,7 +332,8 @@ def _prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Enc
 def _folder(prepared: _Prepared) -> Iterator[Folder]:
     """The folder of the run, to which no other run writes meanwhile."""
     options = prepared.options
-    folder = Folder(options.out.resolve(), prepared.settings, overwrite=options.overwrite)
+    layout = Layout(options.out.resolve(), options.layout)
+    folder = Folder(layout, prepared.settings, overwrite=options.overwrite)
     holding = held(folder.path)
     try:
         holding.__enter__()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from spatialdl.data.format import MANIFEST, sha256_of
 from spatialdl.data.saving import TEMPORARY, load_json, save_json
 from spatialdl.features.encoders.encoder import Encoder, Wish
-from spatialdl.features.results import FOLDER, load_before
+from spatialdl.features.results import LAYOUTS, Layout, load_before
 from spatialdl.slides.batch.report import Report
 from spatialdl.version import __version__
 
@@ -37,15 +36,16 @@ class Folder:
     """A folder of features.
 
     Args:
-        path: of the folder.
+        layout: of the folder.
         settings: of this run: features of other settings do not go together with its own.
 
     Raises:
         ValueError: it has features of other settings, or is something else.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.path = path
+    def __init__(self, layout: Layout, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.layout = layout
+        self.path = path = layout.out
         self.settings = json.loads(json.dumps(settings))  # as they are read back
         if path.exists() and not path.is_dir():
             raise ValueError(f"--out {path} is a file; name a folder")
@@ -68,8 +68,10 @@ class Folder:
 
     def begin(self) -> None:
         """Remove what a killed run has left, or all if it is to be replaced; note the settings."""
-        (self.path / FOLDER).mkdir(parents=True, exist_ok=True)
-        for pattern in (TEMPORARY, f"{FOLDER}/{TEMPORARY}", *([f"{FOLDER}/*.h5"] * self._replaced)):
+        (self.path / self.layout.features).mkdir(parents=True, exist_ok=True)
+        folders = [one for kind in LAYOUTS for one in Layout(self.path, kind).folders]
+        patterns = (TEMPORARY, *(["*.h5", "*.pt"] if self._replaced else []))
+        for pattern in (TEMPORARY, *(f"{one}/{last}" for one in folders for last in patterns)):
             for file in self.path.glob(pattern):
                 file.unlink()
         self._save(self._before.get("slides", []))
@@ -82,12 +84,12 @@ class Folder:
         """
         found = {report.slide: report for report in self._earlier()}
         found |= {report.slide: report for report in reports}
-        for file in (self.path / FOLDER).glob("*.h5"):
-            before = None if file.stem in found else load_before(self.path, file.stem)
+        for file in (self.path / self.layout.features).glob("*.h5"):
+            before = None if file.stem in found else load_before(self.layout, file.stem)
             if before is not None:
                 found[file.stem] = before.report
         together = [found[name] for name in sorted(found)]
-        self._save([_entry(report) for report in together])
+        self._save([self._entry(report) for report in together])
         return together
 
     def _earlier(self) -> list[Report]:
@@ -99,6 +101,17 @@ class Folder:
                 continue
         return reports
 
+    def _entry(self, report: Report) -> dict[str, Any]:
+        file = f"{self.layout.features}/{report.slide}.h5"
+        return {
+            "slide": report.slide,
+            "file": file if report.written else None,
+            "tiles": report.written,
+            "status": report.status,
+            "reason": report.reason,
+            "report": report.to_json(),
+        }
+
     def _save(self, slides: Sequence[object]) -> None:
         content = {
             "kind": KIND,
@@ -108,17 +121,6 @@ class Folder:
             "slides": list(slides),
         }
         save_json(self.path / MANIFEST, content)
-
-
-def _entry(report: Report) -> dict[str, Any]:
-    return {
-        "slide": report.slide,
-        "file": f"{FOLDER}/{report.slide}.h5" if report.written else None,
-        "tiles": report.written,
-        "status": report.status,
-        "reason": report.reason,
-        "report": report.to_json(),
-    }
 
 
 def different(before: Any, now: Any, name: str = "") -> list[str]:

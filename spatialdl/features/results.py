@@ -1,6 +1,8 @@
-"""What a run leaves of a slide: its feature file, with the key by which it is known again. ::
+"""Files of a slide in a folder of features, and the key by which a run resumes. ::
 
-h5/NAME.h5       features, coords
+h5/NAME.h5           features, coords
+h5_files/NAME.h5     the same in the layout of CLAM
+pt_files/NAME.pt     its features alone, as a tensor: what the training script of CLAM loads
 """
 
 from __future__ import annotations
@@ -13,16 +15,55 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from spatialdl.data.feature_file import FEATURES, UNREADABLE, write_features
 from spatialdl.data.own_dataset import own_dataset
+from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
 from spatialdl.features.encoding import Filling
 from spatialdl.slides.batch.report import Report
 from spatialdl.slides.batch.steps import sum_up
 
-FOLDER = "h5"
+LAYOUTS = ("h5", "clam")
 _KEY, _REPORT = "key", "report"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the files of slides lie.
+
+    Attributes:
+        out: the folder of the run.
+        kind: one of `LAYOUTS`.
+    """
+
+    out: Path
+    kind: str = "h5"
+
+    @property
+    def features(self) -> str:
+        """Folder of feature files."""
+        return "h5_files" if self.kind == "clam" else "h5"
+
+    @property
+    def tensors(self) -> str | None:
+        """Folder of features as tensors, if there are any."""
+        return "pt_files" if self.kind == "clam" else None
+
+    def features_of(self, name: str) -> Path:
+        """The feature file of a slide."""
+        return self.out / self.features / f"{name}.h5"
+
+    def tensor_of(self, name: str) -> Path | None:
+        """The file of its features as a tensor."""
+        return None if self.tensors is None else self.out / self.tensors / f"{name}.pt"
+
+    @property
+    def folders(self) -> list[str]:
+        """Folders with files of slides."""
+        return [self.features, *([] if self.tensors is None else [self.tensors])]
 
 
 @dataclass(frozen=True)
@@ -33,15 +74,13 @@ class Before:
     report: Report
 
 
-def file_of(out: Path, name: str) -> Path:
-    """The feature file of a slide."""
-    return out / FOLDER / f"{name}.h5"
-
-
-def load_before(out: Path, name: str) -> Before | None:
-    """What an earlier run has made of a slide; None if nothing, or if it is damaged."""
+def load_before(layout: Layout, name: str) -> Before | None:
+    """What an earlier run has made of a slide; None if a file is missing or damaged."""
+    tensor = layout.tensor_of(name)
+    if tensor is not None and not tensor.is_file():
+        return None
     try:
-        with h5py.File(file_of(out, name), "r", locking=False) as h5:
+        with h5py.File(layout.features_of(name), "r", locking=False) as h5:
             attributes = own_dataset(h5, FEATURES).attrs
             report = Report.from_json(json.loads(str(attributes[_REPORT])))
             return Before(str(attributes[_KEY]), report)
@@ -64,12 +103,12 @@ def check_other(before: Before | None, key: str, out: Path, file: str) -> None:
 
 
 def save_slide(
-    out: Path, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
+    layout: Layout, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
 ) -> Report:
     """Write the features of a slide, if there are any, and say what became of it.
 
     Args:
-        out: the folder of the run.
+        layout: of the folder of the run.
         filling: all of its features.
         dtype: in which they are stored.
         about: attributes of the features, such as the encoder's name.
@@ -80,9 +119,10 @@ def save_slide(
     """
     bag, report = filling.bag, filling.bag.report
     sum_up(report, filling.parts)
-    path = file_of(out, bag.name)
     if not report.written:
-        path.unlink(missing_ok=True)  # of what the slide was before
+        for path in (layout.features_of(bag.name), layout.tensor_of(bag.name)):
+            if path is not None:
+                path.unlink(missing_ok=True)  # of what the slide was before
         return report
     features = np.concatenate(filling.features)
     with np.errstate(over="ignore"):  # found below
@@ -97,5 +137,15 @@ def save_slide(
         )
     coords = np.array([(x, y) for part in filling.parts for x, y, _ in part.taken], np.int64)
     said = {**about, _KEY: bag.key, _REPORT: json.dumps({**report.to_json(), "seconds": 0.0})}
+    tensor = layout.tensor_of(bag.name)
+    if tensor is not None:  # first: the key, by which a slide is done, is in the other file
+        _save_tensor(tensor, stored)
+    path = layout.features_of(bag.name)
     write_features(path, stored, coords.reshape(-1, 2), bag.attributes, said)
     return report
+
+
+def _save_tensor(path: Path, features: npt.NDArray[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished(path) as temporary:
+        torch.save(torch.from_numpy(features), temporary)
