@@ -9,7 +9,7 @@ import torch
 from spatialdl.evaluating import survival_scores
 from spatialdl.evaluating.resampling import point
 from spatialdl.evaluating.survival_scores import SurvivalScores
-from spatialdl.training.tasks.survival import concordance
+from spatialdl.training.tasks.concordance import concordance
 from tests.evaluating.cases import command
 
 
