@@ -220,7 +220,12 @@ def _draw_confusion(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
 ) -> bool:
     scores: Any = level.scores()
-    pairs = scores.confusion(np.ones((1, scores.units)))[0]
+    draw_pairs(panel, scores.confusion(np.ones((1, scores.units)))[0], classes)
+    return True
+
+
+def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> None:
+    """A confusion matrix (classes, classes), by true and predicted class."""
     shares = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
     panel.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for (row, column), count in np.ndenumerate(pairs):
@@ -232,7 +237,6 @@ def _draw_confusion(
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.set_xlabel("predicted")
     panel.set_ylabel("true")
-    return True
 
 
 def _short(count: float) -> str:

@@ -18,6 +18,7 @@ def test_csv_comes_before_parquet(tmp_path: Path) -> None:
 
 def test_both_kinds_give_the_same_columns_of_text(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
 
     (tmp_path / "a.csv").write_text('\ufeffslide,n,why\n"a, b",3,\nc,4,bad\n', encoding="utf-8")
     columns = {"slide": ["a, b", "c"], "n": [3, 4], "why": [None, "bad"]}
