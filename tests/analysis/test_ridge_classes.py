@@ -17,7 +17,7 @@ def test_classes_and_weights_are_those_of_scikit_learn(names: tuple[str, ...]) -
     ours = RidgeClassifierCV([2.0], cv=3).fit(ROWS, classes)
     theirs = linear_model.RidgeClassifier(2.0).fit(ROWS, classes)
     assert ours.classes_.tolist() == theirs.classes_.tolist()
-    np.testing.assert_allclose(np.atleast_2d(ours.coef_), theirs.coef_, rtol=1e-10)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-10)
     np.testing.assert_allclose(
         ours.decision_function(ROWS), theirs.decision_function(ROWS), rtol=1e-9, atol=1e-12
     )
