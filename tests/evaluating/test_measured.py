@@ -20,7 +20,7 @@ from spatialdl.evaluating.measured import (
 )
 from spatialdl.evaluating.resampling import Interval, Resampling
 
-COUNT = 60
+COUNT, FEW = 60, Resampling(50)
 RNG = np.random.default_rng(0)
 TRUTH = RNG.integers(0, 2, COUNT)
 VALUES = np.stack([1 - TRUTH, TRUTH], 1) * 0.3 + RNG.dirichlet((1, 1), COUNT) * 0.7
@@ -34,7 +34,7 @@ def levels() -> Levels:
     return Levels([each], "slide", [])
 
 
-def found(how: Resampling = Resampling(50), columns: tuple[str, ...] = ()) -> list[Measured]:
+def found(how: Resampling = FEW, columns: tuple[str, ...] = ()) -> list[Measured]:
     return measure(levels(), ["no", "yes"], how, FACTS, columns)
 
 

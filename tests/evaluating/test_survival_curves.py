@@ -10,7 +10,29 @@ from spatialdl.evaluating.survival_curves import draw_survival, kaplan_meier
 
 def test_the_treated_of_the_remission_data_survive_as_published() -> None:
     """6-mercaptopurine: Freireich et al., Blood 21, 1963; worked out step by step by hand."""
-    weeks = ["6", "6", "6", "6+", "7", "9+", "10", "10+", "11+", "13", "16", "17+", "19+", "20+", "22", "23", "25+", "32+", "32+", "34+", "35+"]
+    weeks = [
+        "6",
+        "6",
+        "6",
+        "6+",
+        "7",
+        "9+",
+        "10",
+        "10+",
+        "11+",
+        "13",
+        "16",
+        "17+",
+        "19+",
+        "20+",
+        "22",
+        "23",
+        "25+",
+        "32+",
+        "32+",
+        "34+",
+        "35+",
+    ]
     times = np.array([float(one.rstrip("+")) for one in weeks])
     at, survived = kaplan_meier(times, np.array(["+" not in one for one in weeks]))
     assert at.tolist() == [6, 7, 10, 13, 16, 22, 23]
