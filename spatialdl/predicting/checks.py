@@ -11,6 +11,7 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.configuring.values import check_values
+from spatialdl.data.predicted_table import need_pyarrow
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.spatial_data import need_spatialdata
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
@@ -136,22 +137,6 @@ def names_own_network(ckpt_path: str) -> bool:
         return is_own_network(content["config"]["model"]["_target_"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def need_pyarrow() -> Any:
-    """The module that writes Parquet.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(
-            "table=parquet needs pyarrow: pip install 'spatialdl[parquet]', or take table=csv"
-        ) from None
-    return pyarrow
 
 
 def _check_input(config: DictConfig) -> None:
