@@ -107,7 +107,9 @@ class VirtualTiles:
 
     def piece(self, number: int, tile: Any, layout: Layout) -> Any:
         """The part of this rank's tile in a virtual one; all of what is not split."""
-        return tile if len(layout.boxes) == 1 else tile[self.slices(number, layout)]
+        if len(layout.boxes) == 1 and isinstance(tile, Tensor):
+            return tile
+        return tile[self.slices(number, layout)]
 
     def together(self, pieces: Sequence[Tensor], layout: Layout) -> Tensor:
         """This rank's tile, from the pieces of its virtual ones."""

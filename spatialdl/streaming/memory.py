@@ -43,13 +43,14 @@ class Memory:
         store: where the others go; None without a limit.
 
     Attributes:
+        limit: as given.
         store: where the others are.
         here: bytes in memory now.
         peak: bytes in memory at most, so far.
     """
 
     def __init__(self, limit: int | None = None, store: DiskStore | None = None) -> None:
-        self._limit, self.store = limit, store
+        self.limit, self.store = limit, store
         self._here: OrderedDict[int, _Entry] = OrderedDict()  # used last at the end
         self._away: dict[int, _Entry] = {}
         self.here = self.peak = 0
@@ -95,10 +96,10 @@ class Memory:
 
         What is needed but stored is counted as if it were in memory already.
         """
-        if self._limit is None:
+        if self.limit is None:
             return
         keep = {storage._cdata for storage in needed}
-        room = self._limit - sum(self._away[key].nbytes for key in keep & self._away.keys())
+        room = self.limit - sum(self._away[key].nbytes for key in keep & self._away.keys())
         if self.here <= room:
             return
         for key in [key for key in self._here if key not in keep]:

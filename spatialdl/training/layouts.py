@@ -19,6 +19,8 @@ from spatialdl.pipeline.shardable import check_shardable
 
 RECOMPUTE = ("none", "block", "stage")
 LATE = ("local_dp", "tensor")
+AUTO = "auto"
+"""`parallel.stream`: as many virtual tiles as a limit of memory takes."""
 
 
 def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
@@ -75,7 +77,7 @@ def _stream(
     parallel: DictConfig, batch: Sequence[int], tensor: Sequence[int], dims: int | None
 ) -> tuple[int, ...]:
     """Virtual tiles of a rank."""
-    if parallel.stream is None:
+    if parallel.stream in (None, AUTO):  # which is chosen when the network is there
         return ()
     refused = {
         f"parallel.local_dp={parallel.local_dp}": bool(batch),

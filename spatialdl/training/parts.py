@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 from omegaconf import DictConfig
 
@@ -15,6 +15,7 @@ from spatialdl.pipeline.shardable import check_samples
 from spatialdl.training.course import total_steps
 from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import (
+    AUTO,
     check_batch,
     check_image,
     compares_samples,
@@ -23,7 +24,7 @@ from spatialdl.training.layouts import (
     schedule_of,
 )
 from spatialdl.training.loggers.choosing import wants_images
-from spatialdl.training.network.building import describe_data, make_pipeline
+from spatialdl.training.network.building import build_model, describe_data, make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.own_data import check_same_samples
@@ -31,6 +32,7 @@ from spatialdl.training.settings import open_sources, resolve_statistics
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
+from spatialdl.training.virtual_tiles import choose_virtual_tiles
 
 
 class Parts:
@@ -74,6 +76,7 @@ class Parts:
         self.sources = open_sources(
             config.data, int(config.seed), config.task.name, config.task.get("loss")
         )
+        self._choose_virtual_tiles()
         placement = placement_of(config.parallel, len(self.sources.image_size))
         self.placement = placed_by_nodes(placement, self.nodes.of)
         self.task = task_of(config.task, self.sources.num_classes, self.sources.train)
@@ -108,6 +111,20 @@ class Parts:
             batch=self.batch_size,
             steps=self.steps,
             steps_per_epoch=len(self.train_feed),
+        )
+
+    def _choose_virtual_tiles(self) -> None:
+        """As few as fit into the limit, if that is asked for."""
+        config, parallel = self.config, self.config.parallel
+        if parallel.stream != AUTO:
+            return
+        samples = ceil(config.data.batch_size / (parallel.data * parallel.microbatches))
+        choose_virtual_tiles(
+            parallel,
+            build_model(config, self.sources),
+            (samples, self.sources.channels, *self.sources.image_size),
+            self.precision.dtype,
+            config.trainer.memory_limit_gb,
         )
 
     def close_feeds(self) -> None:

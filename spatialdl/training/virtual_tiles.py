@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from spatialdl.comm.allocator import return_what_is_freed
+from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
+from spatialdl.streaming.sizes import sizes_of, stored, tiles_within
 from spatialdl.streaming.store import DiskStore
+from spatialdl.training.layouts import AUTO, placement_of
+
+LEAST = 32
+"""Pixels along each spatial dim of the smallest virtual tiles that are chosen."""
+
+log = logging.getLogger("spatialdl.trainer")
 
 
 def check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
@@ -20,7 +30,7 @@ def check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
         ValueError: names the key.
     """
     parallel, task, trainer = config.parallel, config.task, config.trainer
-    if not placement.stream:
+    if parallel.stream is None:
         _check_unused(config)
         return
     refused = {
@@ -48,6 +58,88 @@ def _check_unused(config: DictConfig) -> None:
                 f"{key}={value} is of no use without virtual tiles: set parallel.stream, such as "
                 "parallel.stream=[2,2], or leave it out"
             )
+
+
+def choose_virtual_tiles(
+    parallel: DictConfig,
+    model: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    limit: object,
+    key: str = "trainer.memory_limit_gb",
+    *,
+    trains: bool = True,
+) -> None:
+    """Set ``parallel.stream=auto`` to the fewest virtual tiles that fit into the limit.
+
+    Args:
+        shape: of the images of a micro-batch on a replica, (N, C, *spatial).
+        dtype: of the images and the weights.
+        limit: 10^9 bytes, the value of `key`.
+
+    Raises:
+        ValueError: there is no limit, or the network cannot be run without data.
+    """
+    if parallel.stream != AUTO:
+        return
+    if limit is None:
+        raise ValueError(
+            f"parallel.stream=auto takes as few virtual tiles as fit into {key}: set it, such as "
+            f"{key}=8, or name the tiles, such as parallel.stream=[4,4]"
+        )
+    sizes = sizes_of(model, shape, dtype, trains=trains)
+    if sizes is None:
+        raise ValueError(
+            f"parallel.stream=auto: what {type(model).__name__} takes cannot be found out without "
+            "data: name the tiles, such as parallel.stream=[4,4]"
+        )
+    dims = len(shape) - 2
+    grids = placement_of(parallel, dims).grids
+    found = [
+        tiles_within(sizes, int(float(str(limit)) * 1e9), shape[2:], grid) for grid in set(grids)
+    ]
+    if any(extent < LEAST * parts for extent, parts in zip(shape[2:], found[0], strict=True)):
+        raise ValueError(
+            f"parallel.stream=auto: {key}={limit} is too small for images of {by(shape[2:])}, of "
+            f"which one operation takes {sizes.largest / 1e9:.1f} GB: give it more"
+        )
+    parallel.stream = [max(each) for each in zip(*found, strict=True)]
+    log.info("parallel.stream=auto: %s virtual tiles on each rank", by(parallel.stream))
+
+
+def check_room(
+    memory: Memory,
+    model: nn.Module,
+    shape: tuple[int, ...],
+    *,
+    parts: int,
+    ranks: int,
+    recompute: bool,
+) -> None:
+    """Refuse a run of which more would wait on a disk than has room there; in training.
+
+    Args:
+        shape: of all images of a replica that are under way together, (N, C, *spatial).
+        parts: ranks of a replica, which share that.
+        ranks: that store on one disk.
+        recompute: whether blocks run again in backward.
+
+    Raises:
+        ValueError: with what it would take.
+    """
+    if memory.store is None or memory.limit is None:
+        return
+    dtype = next((one.dtype for one in model.parameters()), torch.get_default_dtype())
+    sizes = sizes_of(model, shape, dtype, recompute=recompute)
+    if sizes is None:
+        return
+    needed, free = ranks * stored(sizes, memory.limit, parts), memory.store.room
+    if needed > free:
+        raise ValueError(
+            f"about {needed / 1e9:.0f} GB of activations would wait in {memory.store.folder}, "
+            f"where {free / 1e9:.0f} GB are free: name a folder on a larger disk by "
+            "parallel.stream_to, or keep less, by parallel.recompute=block or smaller images"
+        )
 
 
 def memory_within(

@@ -28,7 +28,7 @@ from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.cox import Cox
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import Task
-from spatialdl.training.virtual_tiles import memory_within
+from spatialdl.training.virtual_tiles import check_room, memory_within
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:
@@ -160,6 +160,15 @@ def make_pipeline(
     parallel = config.parallel
     if config.trainer.channels_last and not parallel.shard_state:  # FSDP2 refuses these
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    memory = None
+    if placement.stream:
+        memory = memory_within(config.trainer.memory_limit_gb, parallel.stream_to, device)
+        check_room(
+            *(memory, model, _under_way(config, sources, placement)),
+            parts=placement.replica_size,
+            ranks=nodes.of.count(nodes.of[world.rank]),
+            recompute=parallel.recompute != "none",
+        )
     return Pipeline(
         model,
         placement,
@@ -182,9 +191,15 @@ def make_pipeline(
             compiled=bool(config.trainer.compile),
             tensor_plan=dict(parallel.tensor_plan or {}),
             sample_weights=task.weights,
-            memory=memory_within(config.trainer.memory_limit_gb, parallel.stream_to, device)
-            if placement.stream
-            else None,
+            memory=memory,
             batch_loss=task.batch_loss if isinstance(task, Cox) else None,
         ),
     )
+
+
+def _under_way(config: DictConfig, sources: Sources, placement: Placement) -> tuple[int, ...]:
+    """The shape of all images of a replica that are between forward and backward at a time."""
+    samples = -(-int(config.data.batch_size) // placement.data)
+    if config.parallel.schedule != "gpipe":  # which holds a micro-batch a stage
+        samples = -(-samples * placement.stages // int(config.parallel.microbatches))
+    return (samples, sources.channels, *sources.image_size)
