@@ -122,6 +122,7 @@ class Pipeline:
         divided: by the ids of parameters that are divided by channels the ranks that divide them.
         gradients: what `train_step` leaves in the stages, to be unscaled and clipped.
         doing: the action of a training step that is under way.
+        memory: holds what virtual tiles need later; None without any.
 
     Raises:
         ValueError: if network, placement, schedule and options do not fit together.
@@ -214,11 +215,11 @@ class Pipeline:
         borders = list(self._shapes.borders)
         handovers = Handovers(placement, self.schedule, comm, borders, self.device)
         again = self.options.recompute == "stage"
-        memory = (self.options.memory or Memory()) if placement.stream else None
+        self.memory = (self.options.memory or Memory()) if placement.stream else None
         return [
             PlacedStage(
                 *(self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed),
-                memory,
+                self.memory,
             )
             for p in positions
         ]

@@ -182,7 +182,7 @@ class Runner:
         columns = len(self._trained.classes)
         own: list[Piece] = []
         sums = torch.zeros(columns, dtype=torch.float64)
-        memory = pipeline.options.memory
+        memory = pipeline.memory
         store = None if memory is None or memory.store is None else memory.store.folder
         for one in evaluated(pipeline, feed, microbatches):
             self._check_map(one.output, size, columns)

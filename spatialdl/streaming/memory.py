@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,7 @@ class Memory:
         store: where the others are.
         here: bytes in memory now.
         peak: bytes in memory at most, so far.
+        told: called after each operation within `watch`, if there is something.
     """
 
     def __init__(self, limit: int | None = None, store: DiskStore | None = None) -> None:
@@ -54,6 +55,7 @@ class Memory:
         self._here: OrderedDict[int, _Entry] = OrderedDict()  # used last at the end
         self._away: dict[int, _Entry] = {}
         self.here = self.peak = 0
+        self.told: Callable[[], object] | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -151,6 +153,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 return NotImplemented  # what it does with its tiles comes here
         kwargs, memory = kwargs or {}, self._memory
+        if memory.told is not None:
+            memory.told()
         given: dict[int, torch.UntypedStorage] = {}
         _collect(args, given)
         _collect(kwargs.values(), given)

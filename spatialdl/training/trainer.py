@@ -38,6 +38,7 @@ from spatialdl.training.staging import stage_feeds
 from spatialdl.training.step import Step
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.time_split import COLUMNS, TimeSplit
+from spatialdl.training.virtual_tiles import StepBar
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -84,6 +85,7 @@ class Trainer:
         self._metrics: Scores = {}
         self._timeline: Timeline | None = None
         self._split = TimeSplit()
+        self._bar = StepBar(parts.pipeline.memory, world.rank == 0)
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
@@ -300,7 +302,8 @@ class Trainer:
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        own = self._step.run(batch, self.course.step)
+        with self._bar.over(self.course.step + 1):
+            own = self._step.run(batch, self.course.step)
         self.course.step_done()
         loss = self._meeting.after_step(own)
         if self._overfit is not None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from tqdm import tqdm
 
 from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.parallel.layout import by
@@ -15,10 +19,14 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.sizes import sizes_of, stored, tiles_within
 from spatialdl.streaming.store import DiskStore
+from spatialdl.training.console.progress import has_terminal
 from spatialdl.training.layouts import AUTO, placement_of
 
 LEAST = 32
 """Pixels along each spatial dim of the smallest virtual tiles that are chosen."""
+
+DELAY_S = 2.0
+"""Seconds of a step before it has a bar."""
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -169,3 +177,41 @@ def memory_within(
         )
     return_what_is_freed()
     return Memory(int(limit * 1e9), DiskStore(folder if folder is None else Path(str(folder))))
+
+
+class StepBar:
+    """Tells on a terminal how far a step is that takes some seconds.
+
+    What is counted are operations of the virtual tiles of rank 0; how many there are is known when
+    a step is over.
+
+    Args:
+        memory: of the run; None without virtual tiles.
+        is_told: whether on this rank.
+    """
+
+    def __init__(self, memory: Memory | None, is_told: bool) -> None:
+        self._memory = memory if is_told and has_terminal() else None
+        self._operations: int | None = None
+
+    @contextmanager
+    def over(self, step: int) -> Iterator[None]:
+        """Around a step, the first is 1."""
+        if self._memory is None:
+            yield
+            return
+        with tqdm(
+            total=self._operations,
+            desc=f"step {step}",
+            unit=" operations",
+            delay=DELAY_S,
+            leave=False,
+            file=sys.stderr,
+            dynamic_ncols=True,
+        ) as bar:
+            self._memory.told = bar.update
+            try:
+                yield
+            finally:
+                self._memory.told = None
+                self._operations = bar.n
