@@ -61,6 +61,23 @@ def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:
     return [Piece(start, local[0].cpu())] if local.numel() else []
 
 
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same as one piece, of pieces that make up a box."""
+    if len(pieces) < 2:
+        return list(pieces)
+    starts = [one.start for one in pieces]
+    ends = [tuple(map(sum, zip(one.start, one.values.shape[1:], strict=True))) for one in pieces]
+    first, last = (
+        tuple(map(f, zip(*some, strict=True))) for f, some in ((min, starts), (max, ends))
+    )
+    extents = [end - start for start, end in zip(first, last, strict=True)]
+    values = pieces[0].values.new_empty((len(pieces[0].values), *extents))
+    for one, start in zip(pieces, starts, strict=True):
+        each = zip(start, first, one.values.shape[1:], strict=True)
+        values[(slice(None), *(slice(a - b, a - b + n) for a, b, n in each))] = one.values
+    return [Piece(first, values)]
+
+
 class PiecedMap:
     """The map of a region; all ranks make it and go through its bands together.
 

@@ -26,7 +26,7 @@ from spatialdl.parallel.layout import by
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
-from spatialdl.predicting.pieces import Piece, kept_in, own_pieces
+from spatialdl.predicting.pieces import Piece, joined, kept_in, own_pieces
 from spatialdl.predicting.progress import ReadInBands, bar, layers_told
 from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.turning import Turn, TurnMean, turned_views, turns
@@ -99,7 +99,7 @@ class Runner:
         for turn in self._turns:
             outcome = self._turned(given, views, turn)
             if len(self._turns) > 1:
-                mean.add(outcome.values, outcome.pieces, len(given.size))
+                mean.add(outcome.values, joined(outcome.pieces), len(given.size))
         if len(self._turns) > 1:
             pieces = mean.pieces(self._network.precision.dtype)
             outcome = Outcome(mean.values(), pieces=pieces)

@@ -36,7 +36,11 @@ TILES = {
     ],
 }.get(WORLD.size, [])
 REGIONS = {
-    2: ["parallel=lp", "parallel=gems", "parallel=none parallel.tensor=2"],
+    2: [
+        *("parallel=lp", "parallel=gems", "parallel=none parallel.tensor=2"),
+        "parallel=lp parallel.stream=[2,2]",
+        "parallel=sp parallel.grid=[2,1] parallel.stream=[1,3]",
+    ],
     3: ["parallel=sp parallel.grid=[3,1]", "parallel=dp parallel.data=3"],
     4: ["parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.grid=[1,4]"],
 }.get(WORLD.size, [])
@@ -44,6 +48,7 @@ VOLUMES = {
     2: [
         *("parallel=sp parallel.grid=[2,1,1]", "parallel=sp parallel.grid=[1,1,2]"),
         *("parallel=lp", "parallel=dp", "parallel=gems"),
+        "parallel=sp parallel.grid=[2,1,1] parallel.stream=[1,2,1]",
     ],
     3: [
         *("parallel=sp parallel.grid=[3,1,1]", "parallel=sp+pp parallel.grid=[1,2,1]"),
@@ -118,7 +123,7 @@ def whole_map(comm: Any, given: Input, outcome: Outcome) -> Any:
     return np.stack([np.concatenate(list(found.bands(column, 16))) for column in range(3)])
 
 
-@pytest.mark.parametrize("layout", REGIONS[:1])
+@pytest.mark.parametrize("layout", [*REGIONS[:1], *REGIONS[-1:]])
 @pytest.mark.parametrize("tta", ["flips", "d4"])
 def test_a_map_is_the_mean_of_those_of_turned_images(layout, tta, maps):
     words = f"activation=false slide_mpp=0.5 mpp=0.73 tta={tta}"
