@@ -68,7 +68,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=16384,
         help=f"from this size on in bfloat16, the stem run again in backward {shown}",
     )
-    parser.add_argument("--store", default="/tmp", help=f"folder for tensors {shown}")
+    parser.add_argument("--store", help="folder for tensors (that for temporary files)")
     parser.add_argument("--threads", type=int, default=1, help=shown)
     parser.add_argument("--rounds", type=int, default=1, help=f"steps of each case {shown}")
     parser.add_argument(
@@ -141,7 +141,8 @@ def _streamed(
 ) -> dict[str, Any]:
     words = [
         *("--grid", str(grid_of(options, size)), "--live-gb", str(options.live_gb)),
-        *("--store", options.store, *_within(options)),
+        *([] if options.store is None else ["--store", options.store]),
+        *_within(options),
     ]
     return _step(options, size, precision, words, number)
 
@@ -211,7 +212,17 @@ def complete(rows: Sequence[Row]) -> None:
 
 
 TITLES = (
-    *("image", "tiles", "s", "ideal, s", "ratio", "CPU s", "ideal, CPU s", "ratio", "written, GB"),
+    *(
+        "image",
+        "tiles",
+        "s",
+        "ideal, s",
+        "s / ideal",
+        "CPU s",
+        "ideal, CPU s",
+        "CPU / ideal",
+        "written, GB",
+    ),
     *("read, GB", "stored, GB", "resident, GB", "tensors, GB", "ideal: resident, GB"),
     "not streamed, within the limit",
 )
