@@ -14,6 +14,7 @@ from spatialdl.comm.across import Across, Sent
 from spatialdl.comm.communicator import fold
 from spatialdl.comm.held import Exchange
 from spatialdl.comm.turns import Turns
+from spatialdl.errors import CommMismatch
 
 
 class _Call:
@@ -57,6 +58,11 @@ class _Room:
         The last one settles it: so all processes settle their calls in one order.
         """
         call = self.calls.setdefault(number, _Call(len(self.here)))
+        if type(next(iter(call.given.values()), what)) is not type(what):
+            raise CommMismatch(
+                f"one of {len(self.here)} virtual ranks does another thing than those before it: "
+                "the network does not do the same on every one of them"
+            )
         call.given[rank] = what
         if settle is not None and len(call.given) == len(self.here):
             call.outcome = (settle([call.given[one] for one in self.here]),)

@@ -107,7 +107,7 @@ class VirtualTiles:
 
     def piece(self, number: int, tile: Any, layout: Layout) -> Any:
         """The part of this rank's tile in a virtual one; all of what is not split."""
-        if len(layout.boxes) == 1 and isinstance(tile, Tensor):
+        if len(layout.boxes) == 1 and not isinstance(tile, Region):
             return tile
         return tile[self.slices(number, layout)]
 
@@ -192,7 +192,7 @@ class MadeOfTiles:
     def _own_part(self, number: int, target: Region) -> Tensor:
         mesh = self._tiles.meshes[number]
         piece = self._tiles.piece(number, target, mesh.layout(1, target.size))
-        return from_local(piece, mesh, target.size)
+        return piece if mesh.parts == 1 else from_local(piece, mesh, target.size)
 
     def backward_of(self, grads: Mapping[Value, Tensor], shapes: Shapes) -> None:
         tiles, count = self._tiles, self._tiles.count

@@ -71,6 +71,9 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("parallel=auto is for training: name the layout, such as parallel=dp")
     if config.parallel.shard_state:
         raise ValueError("parallel.shard_state=true is for training: leave it out")
+    for key in ("stream", "stream_to"):
+        if config.parallel[key] is not None:
+            raise ValueError(f"parallel.{key}={config.parallel[key]} is for training: leave it out")
     dims = 1 if config.features is not None else None if config.volumes is None else 3
     placement = placement_of(config.parallel, dims)
     if config.features is not None and placement.world_size > placement.data:

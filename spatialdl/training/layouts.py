@@ -80,6 +80,7 @@ def _stream(
     if parallel.stream in (None, AUTO):  # which is chosen when the network is there
         return ()
     refused = {
+        f"parallel.late={parallel.late}": parallel.late is not None,
         f"parallel.local_dp={parallel.local_dp}": bool(batch),
         f"parallel.tensor={parallel.tensor}": bool(tensor),
         "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
@@ -367,7 +368,9 @@ def check_image(size: Sequence[int], placement: Placement) -> None:
         )
     for grid in placement.tile_grids:
         if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
+            parts = f"{by(grid)} virtual tiles" if placement.stream else f"grid {by(grid)}"
+            keys = "parallel.stream, parallel.grid" if placement.stream else "parallel.grid"
             raise ValueError(
-                f"an image of {by(size)} is smaller than the grid {by(grid)}: use a smaller "
-                "parallel.grid or larger images"
+                f"an image of {by(size)} is smaller than the {parts}: use a smaller {keys} or "
+                "larger images"
             )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -53,3 +55,24 @@ def test_an_error_keeps_its_type_and_names_the_sample():
     with pytest.raises(OSError, match="sample 2 is gone") as caught:
         reader.read(Batch(7, np.arange(4)))
     assert caught.value.__notes__ == ["(sample 2, epoch 7)"]
+
+
+@pytest.mark.parametrize("in_parts", [("images",), ("masks",), ("images", "masks")])
+def test_what_is_read_in_parts_is_left_to_later(in_parts):
+    """A slice says which samples these are; all else is read as ever."""
+    cut = replace(batching(4, 2, 2, 1, mask_box=WHOLE), in_parts=in_parts)
+    reader = BatchReader(views(7), cut)
+    first, second = reader.read(Batch(3, np.array([6, 2, 5, 1])))
+    whole = BatchReader(views(7), replace(cut, in_parts=())).read(Batch(3, np.array([6, 2, 5, 1])))
+    for part, other, sample in ((first, whole[0], 2), (second, whole[1], 1)):
+        assert (part.epoch, part.samples) == (other.epoch, other.samples) == (3, (sample,))
+        assert part.labels.tolist() == other.labels.tolist() == [sample]
+        assert part.share == other.share == 0.25
+        for name, found, full in (
+            ("images", part.tiles, other.tiles),
+            ("masks", part.masks, other.masks),
+        ):
+            assert (found is None) == (name in in_parts)
+            assert found is None or torch.equal(found, full)
+    asked = [] if len(in_parts) == 2 else [2, 1]
+    assert reader.views.source.asked == asked

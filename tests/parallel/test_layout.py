@@ -19,6 +19,7 @@ from spatialdl.parallel.layout import (
     Window,
     empty_box,
     even_bounds,
+    finer_parts,
     nearly_cubic,
     needed_boxes,
     scaled_bounds,
@@ -360,3 +361,44 @@ def test_another_number_of_pixels_along_one_dim_is_cut_evenly():
     layout = Layout((0, 2), ((0, 1, 7), (0, 5)))
     assert layout.resized(0, 7) is layout
     assert layout.resized(0, 9) == Layout((0, 2), ((0, 4, 9), (0, 5)))
+
+
+@given(
+    st.lists(st.tuples(sizes, st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3),
+    st.integers(1, 3),
+)
+def test_parts_of_a_finer_layout_make_up_those_of_the_coarser(dims, samples):
+    size, grid, factors = zip(*dims, strict=True)
+    tiles = [parts * factor for parts, factor in zip(grid, factors, strict=True)]
+    fine = Layout.even(samples, size, tiles)
+    coarse = fine.coarser(factors)
+    assert (coarse.grid, coarse.size, coarse.samples) == (grid, tuple(size), samples)
+    seen = []
+    for part, box in enumerate(coarse.boxes):
+        own = finer_parts(grid, factors, part)
+        assert list(own) == sorted(own)
+        seen += own
+        pixels = [place for one in own for place in _places(fine.boxes[one])]
+        assert len(pixels) == len(set(pixels))
+        assert set(pixels) == set(_places(box))
+    assert sorted(seen) == list(range(prod(tiles)))
+
+
+def _places(box: Box) -> list[tuple[int, ...]]:
+    return list(product(*(range(*interval) for interval in box.spatial)))
+
+
+def test_a_part_of_rows_and_columns_has_a_block_of_finer_ones():
+    """Of 2x2 parts with 2x3 each, in rows of 6."""
+    assert finer_parts((2, 2), (2, 3), 0) == (0, 1, 2, 6, 7, 8)
+    assert finer_parts((2, 2), (2, 3), 3) == (15, 16, 17, 21, 22, 23)
+    assert finer_parts((1, 2, 1), (2, 1, 2), 1) == (2, 3, 6, 7)
+
+
+def test_what_was_rebalanced_is_as_coarse_as_it_is_fine():
+    """The bounds of the coarser layout are some of the finer one's, even or not."""
+    layout = Layout((0, 2), ((0, 3, 4, 9, 13), (0, 5, 6)))
+    assert layout.coarser((2, 1)) == Layout((0, 2), ((0, 4, 13), (0, 5, 6)))
+    assert layout.coarser((4, 2)) == Layout((0, 2), ((0, 13), (0, 6)))
+    with pytest.raises(ValueError, match="shorter"):
+        layout.coarser((2,))

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement, Position
 
 grids = st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -175,3 +176,42 @@ def test_channels_of_stages_that_share_ranks_are_divided_alike() -> None:
         Placement(1, ((1, 1),) * 2, mirrored=True, tensor=(1, 2))
     with pytest.raises(ValueError, match=r"tensor=\[2\] says for each of 2 stages"):
         Placement(1, ((1, 1),) * 2, tensor=(2,))
+
+
+def test_ranks_may_cut_their_parts_into_virtual_tiles():
+    placement = Placement(2, ((2, 1), (1, 2)), stream=(2, 3))
+    plain = Placement(2, ((2, 1), (1, 2)))
+    assert placement.tile_grids == ((4, 3), (2, 6))
+    assert plain.tile_grids == plain.grids
+    assert (placement.world_size, placement.widths) == (plain.world_size, plain.widths)
+    assert [placement.positions(rank) for rank in range(8)] == [
+        plain.positions(rank) for rank in range(8)
+    ]
+    assert placement.describe() == plain.describe()
+
+
+def test_ranks_are_cut_where_their_virtual_tiles_are():
+    """Which is not always where ranks without any are cut."""
+    size = (10, 7)
+    plain, placement = (Placement(1, ((3, 1),), stream=stream) for stream in ((), (2, 1)))
+    assert plain.layout(0, 5, size) == Layout.even(5, size, (3, 1))
+    found = placement.layout(0, 5, size)
+    assert (found.samples, found.grid) == (5, (3, 1))
+    assert found.cuts[0] == Layout.even(5, size, (6, 1)).cuts[0][::2] == (0, 3, 6, 10)
+    narrow = Placement(1, ((2, 1),), stream=(3, 1)).layout(0, 1, (7, 7))
+    assert narrow.cuts == ((0, 3, 7), (0, 7))
+
+
+@pytest.mark.parametrize(
+    ("stream", "more", "sentence"),
+    [
+        ((2,), {}, r"along each of 2 spatial dims, at least 1 each, got stream=\[2\]"),
+        ((2, 2, 1), {}, r"along each of 2 spatial dims.*got stream=\[2, 2, 1\]"),
+        ((2, 0), {}, r"at least 1 each, got stream=\[2, 0\]"),
+        ((2, 2), {"batch": (1, 2)}, "ranks that divide samples or channels do not have"),
+        ((1, 1), {"tensor": (2, 2)}, r"stream=\[1, 1\] cuts images into virtual tiles, which"),
+    ],
+)
+def test_virtual_tiles_that_do_not_fit_are_refused(stream, more, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Placement(1, ((1, 1), (1, 1)), stream=stream, **more)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from spatialdl.planning.calibrate import cache_file
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.planning.setup import cluster_named, job_of, planned_type
+from spatialdl.planning.setup import check_first, cluster_named, job_of, planned_type
 from tests.bags import bag_config, write_bags
 from tests.planning.conftest import FIGURES
 
@@ -75,3 +75,11 @@ def test_reading_a_box_takes_memory_for_each_of_its_pixels(figures):
 def test_bags_of_several_lengths_are_not_planned(figures, tmp_path):
     with pytest.raises(ValueError, match=r"bags of several lengths.*name the layout"):
         job_of(bag_config(write_bags(tmp_path)), cluster_of(figures))
+
+
+def test_virtual_tiles_are_not_planned(figures):
+    sentence = r"the costs of virtual tiles, parallel.stream=\[2, 2\], are not known.*name the lay"
+    with pytest.raises(ValueError, match=sentence):
+        planned_type(config("parallel.stream=[2,2]"))
+    with pytest.raises(ValueError, match=sentence):
+        check_first(config("parallel.stream=[2,2]"), measures=False)

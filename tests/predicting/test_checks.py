@@ -79,6 +79,8 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("device=tpu", "device=tpu is not supported"),
         ("parallel=auto", "parallel=auto is for training"),
         ("parallel=dp parallel.shard_state=true", "shard_state=true is for training"),
+        ("parallel.stream=[2,2]", r"parallel.stream=\[2, 2\] is for training: leave it out"),
+        ("parallel.stream_to=/tmp", "parallel.stream_to=/tmp is for training: leave it out"),
         ("parallel=dp parallel.data=3 batch_size=2", "batch_size=2 leaves ranks without tiles"),
         ("parallel=pp parallel.microbatches=9", "need at least 9 at a time"),
         ("activation=true maps=false", "activation=true draws maps"),

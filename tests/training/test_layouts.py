@@ -289,3 +289,90 @@ def test_an_image_must_reach_for_every_stage(size):
 def test_the_process_that_starts_the_ranks_needs_no_torch():
     code = "import sys, spatialdl.training.layouts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_cut_their_parts_into_virtual_tiles():
+    assert placement_of(config("parallel.stream=[2,3]").parallel, 2) == Placement(
+        1, (ONE,), stream=(2, 3)
+    )
+    both = config("parallel=sp+pp", "parallel.stream=[2,1]").parallel
+    assert placement_of(both) == Placement(1, ((2, 1), ONE), stream=(2, 1))
+    assert placement_of(config("parallel.stream=[1,1]").parallel) == Placement(
+        1, (ONE,), stream=ONE
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "dims", "stream"),
+    [
+        ("[3,1]", 3, (3, 1, 1)),
+        ("[3]", 3, (3, 1, 1)),
+        ("[2,1,2]", 3, (2, 1, 2)),
+        ("[3]", 1, (3,)),
+        ("[3,1]", 1, (3,)),
+        ("[4]", 2, (4, 1)),
+    ],
+)
+def test_virtual_tiles_of_volumes_and_signals(value, dims, stream):
+    assert placement_of(config(f"parallel.stream={value}").parallel, dims).stream == stream
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dims", "sentence"),
+    [
+        *(
+            (
+                f"parallel.stream={value}",
+                2,
+                r"^parallel.stream is \[rows,columns\], for volumes "
+                rf"\[slices,rows,columns\], got {said}$",
+            )
+            for value, said in (
+                ("4", "4"),
+                ("[]", r"\[\]"),
+                ("[2,2,2,2]", r"\[2, 2, 2, 2\]"),
+                ("[2.0,2]", r"\[2.0, 2\]"),
+                ("[true,2]", r"\[True, 2\]"),
+                ("[[2,2],[1,1]]", r"\[\[2, 2\], \[1, 1\]\]"),
+                ("half", "half"),
+            )
+        ),
+        ("parallel.stream=[2,0]", 2, r"parallel.stream=\[2, 0\] needs numbers of at least 1"),
+        ("parallel.stream=[-1,2]", 2, "needs numbers of at least 1"),
+        (
+            "parallel.stream=[2,2]",
+            3,
+            r"stream=\[2, 2\] has 2 numbers, but the images have 3 spatial dims: give one for "
+            r"each, parallel.stream=\[slices,rows,columns\]",
+        ),
+        ("parallel.stream=[2,2]", 1, r"but the images have 1 spatial dims.*=\[positions\]"),
+        ("parallel.stream=[2,2] parallel.tensor=2", 2, "parallel.tensor=2 does not go with virt"),
+        (
+            "parallel=sp+pp parallel.stream=[2,2] parallel.local_dp=2",
+            2,
+            r"parallel.local_dp=2 does not go with virtual tiles, parallel.stream=\[2, 2\]: leave",
+        ),
+        ("parallel=sp+pp parallel.stream=[2,2] parallel.late=tensor", 2, "late=tensor does not go"),
+        ("parallel=sp+pp parallel.stream=[2,2] parallel.late=local_dp", 2, "late=local_dp does"),
+        *(
+            (
+                f"parallel=dp parallel.stream=[1,1] parallel.{what}",
+                2,
+                f"parallel.{what} does not go",
+            )
+            for what in ("sync_batchnorm=true", "shard_state=true", "schedule=zero_bubble")
+        ),
+    ],
+)
+def test_virtual_tiles_that_cannot_be(overrides, dims, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        placement_of(config(*overrides.split()).parallel, dims)
+
+
+def test_an_image_has_a_pixel_for_each_virtual_tile():
+    placement = Placement(1, ((2, 1),), stream=(2, 3))
+    check_image((4, 3), placement)
+    for size in ((3, 9), (9, 2)):
+        sentence = "smaller than the 4x3 virtual tiles: use a smaller parallel.stream, parallel.gri"
+        with pytest.raises(ValueError, match=sentence):
+            check_image(size, placement)

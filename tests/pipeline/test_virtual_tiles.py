@@ -1,0 +1,378 @@
+"""Virtual tiles of one rank, against the network on the whole image; more in tests/mpi."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.handover import HandoverShape
+from spatialdl.comm.mesh import Mesh
+from spatialdl.errors import CommMismatch
+from spatialdl.models.resnet import resnet18
+from spatialdl.models.unet import unet, unet3d
+from spatialdl.models.vit import VisionTransformer
+from spatialdl.parallel.axes import Axes
+from spatialdl.parallel.layout import Layout
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.region import Region
+from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.shapes import HandoverShapes, SplitShape, over_ranks
+from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.pipeline.virtual_tiles import VirtualTiles
+from spatialdl.streaming.memory import Memory
+from spatialdl.streaming.store import DiskStore
+from spatialdl.training.tasks.losses import segmentation_loss
+
+CPU = torch.device("cpu")
+WEIGHT = 0.3
+
+
+def mesh_of(stream: tuple[int, ...]) -> Mesh:
+    axes = Axes(spatial=(1,) * len(stream))
+    return Mesh(axes, 0, 0, Alone(), Alone(), stream=stream)
+
+
+def tiles_of(
+    module: nn.Module,
+    stream: tuple[int, ...],
+    memory: Memory | None = None,
+    recompute: bool = False,
+) -> VirtualTiles:
+    return VirtualTiles(module, mesh_of(stream), recompute, None, memory or Memory())
+
+
+def image(*shape: int) -> Tensor:
+    draw = torch.Generator().manual_seed(4)
+    return torch.randn(shape, dtype=torch.float64, generator=draw)
+
+
+def entering(x: Tensor, stream: Sequence[int]) -> dict[Value, HandoverShape]:
+    layout = Layout.even(len(x), x.shape[2:], stream)
+    return {IMAGE: HandoverShape(tuple(x.shape), x.dtype, layout, layout)}
+
+
+def region(whole: Tensor, dims: int = 2) -> Region:
+    return Region(tuple(whole.shape), whole.dtype, whole.shape[-dims:], whole.__getitem__)
+
+
+def state(model: nn.Module, x: Tensor | None = None) -> dict[str, Tensor]:
+    grads = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return {**model.state_dict(), **grads} | ({} if x is None else {"image": x})
+
+
+def assert_same(ours: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert list(ours) == list(plain)
+    for name, one in plain.items():
+        if one is None:
+            assert ours[name] is None, name
+        else:
+            torch.testing.assert_close(ours[name], one, rtol=1e-10, atol=1e-10, msg=name)
+
+
+NETWORKS = {
+    "resnet18": (partial(resnet18, 3, width=16), (2, 3, 67, 93), (2, 2)),
+    "unet": (partial(unet, 3, width=8, depth=2), (2, 3, 101, 70), (3, 2)),
+    "unet3d": (partial(unet3d, 3, width=4, depth=1), (1, 1, 21, 26, 30), (2, 1, 2)),
+    "vit": (
+        partial(VisionTransformer, 3, patch=4, width=32, depth=2, heads=2),
+        (2, 3, 68, 64),
+        (2, 2),
+    ),
+    "one tile": (partial(unet, 3, width=8, depth=1), (1, 3, 70, 70), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_with_activations_on_a_disk_equals_that_of_the_whole_image(
+    name, recompute, tmp_path
+):
+    make, shape, stream = NETWORKS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    plain, x, whole = copy.deepcopy(model), image(*shape).requires_grad_(), image(*shape)
+    whole.requires_grad_()
+    output = plain(whole)
+    maps = output.dim() > 2
+    criterion = partial(segmentation_loss, classes=3) if maps else F.cross_entropy
+    target = torch.arange(prod(output[:, 0].shape)).view(output[:, 0].shape) % 3
+    loss = F.cross_entropy(output, target)
+    (loss * WEIGHT).backward()
+
+    memory = Memory(600_000, DiskStore(tmp_path))
+    tiles = tiles_of(model, stream, memory, recompute)
+    shapes = entering(x, stream)
+    made = tiles.forward({IMAGE: x}, shapes, len(x), CPU)
+    torch.testing.assert_close(made.output, output.detach(), rtol=1e-10, atol=1e-10)
+    given = region(target, len(stream)) if maps else target
+    value = made.backward_of_loss(criterion, given, WEIGHT)
+    assert value.dtype == torch.float64
+    assert value == pytest.approx(loss.item(), abs=1e-10)
+    gradient = made.gradient(IMAGE, shapes[IMAGE])
+    assert_same(state(model, gradient), state(plain, whole.grad))
+    assert memory._store.written > 2 * 600_000
+    assert memory.peak < 6_000_000  # and what the largest operation has
+
+
+def test_steps_follow_each_other_and_gradients_add_up(tmp_path):
+    """Two micro-batches are under way at once, as in a pipeline."""
+    torch.manual_seed(0)
+    model = resnet18(3, width=8).double()
+    plain, labels = copy.deepcopy(model), torch.tensor([0, 2])
+    optimizers = [torch.optim.SGD(one.parameters(), 0.05) for one in (model, plain)]
+    tiles = tiles_of(model, (2, 1), Memory(300_000, DiskStore(tmp_path)))
+    for step in range(2):
+        xs = [image(2, 3, 65, 44) + step, image(2, 3, 65, 44) * 2]
+        made = [tiles.forward({IMAGE: x}, entering(x, (2, 1)), 2, CPU) for x in xs]
+        for one in made:
+            one.backward_of_loss(F.cross_entropy, labels, 0.5)
+        for x in xs:
+            (F.cross_entropy(plain(x), labels) * 0.5).backward()
+        assert_same(state(model), state(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_images_are_read_one_virtual_tile_at_a_time():
+    x, asked = image(2, 3, 11, 8), []
+    shape, size = tuple(x.shape), x.shape[2:]
+
+    def read(part: Any) -> Tensor:
+        asked.append(part)
+        return x[part].clone()
+
+    model = nn.Conv2d(3, 2, 3, padding=1).double()
+    tiles = tiles_of(model, (2, 2))
+    with torch.no_grad():
+        made = tiles.forward(
+            {IMAGE: Region(shape, x.dtype, size, read)}, entering(x, (2, 2)), 2, CPU
+        )
+    rows, columns = (slice(0, 5), slice(5, 11)), (slice(0, 4), slice(4, 8))
+    assert asked == [(..., row, column) for row in rows for column in columns]
+    torch.testing.assert_close(made.output, model(x).detach())
+
+
+class Skips(nn.Module):
+    """The image, a map, a vector and a number go to later stages, one of them to two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
+        self.pool, self.three = nn.AdaptiveAvgPool2d(1), nn.Conv2d(7, 4, 3, padding=1)
+        self.end = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.one(x)
+        second = self.two(first)
+        vector = self.pool(first)
+        third = self.three(torch.cat([first * vector, x], 1))
+        return self.end(third.mean((2, 3)) + second.mean((2, 3)) + vector.flatten(1))
+
+
+CUT = {
+    "maps": (
+        partial(unet, 3, width=4, depth=2),
+        ["encoder.2", "upsample.1"],
+        (2, 3, 41, 30),
+        (2, 2),
+    ),
+    "tokens": (
+        partial(VisionTransformer, 3, patch=4, width=8, depth=2, heads=2, registers=2),
+        ["blocks.0", "blocks.1"],
+        (2, 3, 20, 28),
+        (2, 2),
+    ),
+    "vectors": (partial(resnet18, 3, width=8), ["layer3", "fc"], (2, 3, 49, 40), (3, 1)),
+    "skips": (Skips, ["two", "three"], (2, 3, 13, 16), (1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_stages_hand_over_equals_the_whole_image(name, tmp_path):
+    make, names, shape, stream = CUT[name]
+    torch.manual_seed(0)
+    model = make().double()
+    plain, x = copy.deepcopy(model), image(*shape)
+    output = plain(x)
+    target = torch.arange(prod(output[:, 0].shape)).view(output[:, 0].shape) % 3
+    F.cross_entropy(output, target).backward()
+
+    stages = cut(model, [1] * 3, names, shape[1:])
+    placement = Placement(1, ((1, 1),) * 3, stream=stream)
+    passing = HandoverShapes(stages, placement, shape[1:], x.dtype).of(len(x))
+    memory = Memory(100_000, DiskStore(tmp_path))
+    workers = [tiles_of(stage, stream, memory) for stage in stages]
+    inputs: list[dict[Value, Any]] = [{IMAGE: x}, {}, {}]
+    shapes = [entering(x, stream), {}, {}]
+    made = []
+    for number, worker in enumerate(workers):
+        made.append(worker.forward(inputs[number], shapes[number], len(x), CPU))
+        for border, values in passing.items():
+            for value, part in values.items() if border.giver == number else ():
+                tile = made[-1].leaving(value, part)
+                assert tuple(tile.shape) == over_ranks(part, stream).shape
+                learns = value != IMAGE
+                inputs[border.taker][value] = tile.clone().requires_grad_(learns)
+                shapes[border.taker][value] = part
+    assert any(isinstance(p, SplitShape) for p in shapes[1].values()) == (name == "tokens")
+    torch.testing.assert_close(made[-1].output, output.detach(), rtol=1e-10, atol=1e-10)
+    is_map = output.dim() > 2
+    criterion = partial(segmentation_loss, classes=3) if is_map else F.cross_entropy
+    made[-1].backward_of_loss(criterion, region(target) if is_map else target, 1.0)
+    for number in (1, 0):
+        grads: dict[Value, Tensor] = {}
+        for border, values in passing.items():
+            for value, part in values.items() if border.giver == number else ():
+                if value != IMAGE:
+                    grad = made[border.taker].gradient(value, part)
+                    grads[value] = grads[value] + grad if value in grads else grad
+        parts = {
+            v: part for b, one in passing.items() if b.giver == number for v, part in one.items()
+        }
+        made[number].backward_of(grads, parts)
+    assert_same(state(model), state(plain))
+
+
+class Several(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        tokens = x.flatten(2).transpose(1, 2)
+        return {"map": x * 2, "tokens": tokens * 3, "number": 7, "mean": x.mean((2, 3))}
+
+
+def test_outputs_of_all_kinds_are_put_together(tmp_path):
+    x = image(2, 3, 90, 81)
+    tiles = tiles_of(Several(), (3, 2), Memory(50_000, DiskStore(tmp_path)))
+    found = tiles.forward({IMAGE: x}, entering(x, (3, 2)), 2, CPU).output
+    expected = Several()(x)
+    assert found.pop("number") == expected.pop("number")
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4, 9), (0, 1, 5, 9), (0, 3, 6, 9)])
+def test_pieces_make_up_the_tile(sizes):
+    """Also where virtual tiles are not even, as behind a stride."""
+    layout = Layout((0, 2), (sizes, (0, 2, 8)))
+    tiles, whole = tiles_of(nn.Identity(), (3, 2)), image(2, 5, 9, 8)
+    pieces = [tiles.piece(number, whole, layout) for number in range(6)]
+    assert [tuple(one.shape[2:]) for one in pieces] == [box.shape[1:] for box in layout.boxes]
+    assert torch.equal(tiles.together(pieces, layout), whole)
+    masks = [tiles.piece(number, whole[:, 0], layout) for number in range(6)]
+    assert torch.equal(tiles.together(masks, layout), whole[:, 0])
+    not_split = Layout.even(2, (9, 8), (1, 1))
+    assert tiles.piece(4, whole, not_split) is whole
+
+
+# --- what fails
+
+
+class Fails(nn.Module):
+    """In the forward or the backward of one virtual tile, while others wait for its pixels."""
+
+    def __init__(self, place: str, tile: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.place, self.tile = place, tile
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        part = x.mesh.part
+        if part == self.tile and self.place == "forward":
+            raise ArithmeticError("a network of somebody's")
+        if part == self.tile and self.place == "nothing":
+            return torch.zeros(2, 3, dtype=torch.float64)
+        if part == self.tile and self.place == "mean":
+            return x.mean((2, 3))
+        x = self.second(x)
+        if self.place == "backward" and part == self.tile:
+            x.register_hook(self._fail)
+        return x.mean((2, 3))
+
+    def _fail(self, grad: Tensor) -> Tensor:
+        raise ArithmeticError("a network of somebody's")
+
+
+def step(pipeline: Pipeline, x: Tensor) -> Tensor | float:
+    return pipeline.train_step([Microbatch(len(x), 1.0, x, torch.tensor([0, 2]))], 0)
+
+
+def pipeline_of(model: nn.Module, memory: Memory | None = None, size: int = 12) -> Pipeline:
+    placement = Placement(1, ((1, 1),), stream=(2, 2))
+    schedule = make_schedule("gpipe", placement, 1)
+    options = PipelineOptions(memory=memory)
+    return Pipeline(
+        *(model, placement, schedule, Alone(), F.cross_entropy, (3, size, size), options)
+    )
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("tile", [0, 2, 3])
+def test_an_error_in_one_virtual_tile_ends_the_step(place, tile):
+    model = Fails(place, tile).double()
+    own = dict(model.named_parameters())
+    pipeline = pipeline_of(model)
+    with pytest.raises(ArithmeticError, match="a network of somebody's"):
+        step(pipeline, image(2, 3, 12, 12))
+    after = dict(model.named_parameters())
+    assert all(after[name] is own[name] for name in own)
+
+
+@pytest.mark.parametrize("tile", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ("nothing", "3 of 4 virtual ranks wait for each other, and 1 have ended: the network"),
+        ("mean", "one of 4 virtual ranks does another thing than those before it: the network"),
+    ],
+)
+def test_virtual_tiles_that_do_not_do_the_same_are_told(place, sentence, tile):
+    with pytest.raises(CommMismatch, match=sentence):
+        step(pipeline_of(Fails(place, tile).double()), image(2, 3, 12, 12))
+
+
+@pytest.mark.parametrize("after", [1, 12])
+def test_a_full_disk_ends_the_step_and_names_the_folder(after, tmp_path, monkeypatch):
+    """In the forward, and in the backward, which stores as well."""
+    writes = []
+
+    def write(*_: object) -> int:
+        writes.append(1)
+        if len(writes) >= after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(*_)
+
+    pwrite = os.pwrite
+    memory = Memory(200_000, DiskStore(tmp_path))
+    pipeline = pipeline_of(resnet18(3, width=16).double(), memory, 64)
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(OSError, match=f"No space left on device: {tmp_path}, where .* more room"):
+        step(pipeline, image(2, 3, 64, 64))
+    assert len(writes) == after
+
+
+def test_an_image_that_cannot_be_read_ends_the_step():
+    pipeline = pipeline_of(nn.Sequential(nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+
+    def read(part: Any) -> Tensor:
+        if part[-1].start:
+            raise OSError("the file has gone")
+        return torch.zeros(2, 3, 12, 12)[part]
+
+    one = Microbatch(2, 1.0, None, torch.tensor([0, 2]))
+    one.images = Region((2, 3, 12, 12), torch.float32, (12, 12), read)
+    with pytest.raises(OSError, match="the file has gone"):
+        pipeline.train_step([one], 0)
