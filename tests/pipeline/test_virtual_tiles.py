@@ -124,7 +124,7 @@ def test_a_step_with_activations_on_a_disk_equals_that_of_the_whole_image(
     assert value == pytest.approx(loss.item(), abs=1e-10)
     gradient = made.gradient(IMAGE, shapes[IMAGE])
     assert_same(state(model, gradient), state(plain, whole.grad))
-    assert memory._store.written > 2 * 600_000
+    assert memory.store.written > 2 * 600_000
     assert memory.peak < 6_000_000  # and what the largest operation has
 
 
