@@ -26,6 +26,7 @@ SMALL = {
     "camelyon_like": (4, ["model.width=2", "scheduler.warmup_steps=1", "data.batch_size=4"]),
     "whole_vs_tiles": (2, ["model.width=2", "data.batch_size=4"]),
     "vit_slide": (2, ["model.width=12", "model.patch=8", "data.image_size=[64,96]"]),
+    "whole_slide_one_device": (1, ["data.image_size=[640,480]", "parallel.stream=[4,3]"]),
     "volume_fractals": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
 }
 
