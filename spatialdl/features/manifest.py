@@ -10,7 +10,7 @@ from typing import Any
 from spatialdl.data.format import MANIFEST, sha256_of
 from spatialdl.data.saving import TEMPORARY, load_json, save_json
 from spatialdl.features.encoders.encoder import Encoder, Wish
-from spatialdl.features.results import FOLDER, load_before
+from spatialdl.features.results import FOLDER, MAPS, load_before
 from spatialdl.slides.batch.report import Report
 from spatialdl.version import __version__
 
@@ -39,13 +39,21 @@ class Folder:
     Args:
         path: of the folder.
         settings: of this run: features of other settings do not go together with its own.
+        folder: in it, of its feature files.
 
     Raises:
         ValueError: it has features of other settings, or is something else.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        *,
+        overwrite: bool,
+        folder: str = FOLDER,
+    ) -> None:
+        self.path, self._folder = path, folder
         self.settings = json.loads(json.dumps(settings))  # as they are read back
         if path.exists() and not path.is_dir():
             raise ValueError(f"--out {path} is a file; name a folder")
@@ -68,8 +76,11 @@ class Folder:
 
     def begin(self) -> None:
         """Remove what a killed run has left, or all if it is to be replaced; note the settings."""
-        (self.path / FOLDER).mkdir(parents=True, exist_ok=True)
-        for pattern in (TEMPORARY, f"{FOLDER}/{TEMPORARY}", *([f"{FOLDER}/*.h5"] * self._replaced)):
+        (self.path / self._folder).mkdir(parents=True, exist_ok=True)
+        patterns = [TEMPORARY, *(f"{folder}/{TEMPORARY}" for folder in (FOLDER, MAPS))]
+        if self._replaced:
+            patterns += [f"{FOLDER}/*.h5", f"{MAPS}/*.h5", f"{MAPS}/*.png"]
+        for pattern in patterns:
             for file in self.path.glob(pattern):
                 file.unlink()
         self._save(self._before.get("slides", []))
@@ -82,13 +93,27 @@ class Folder:
         """
         found = {report.slide: report for report in self._earlier()}
         found |= {report.slide: report for report in reports}
-        for file in (self.path / FOLDER).glob("*.h5"):
-            before = None if file.stem in found else load_before(self.path, file.stem)
+        for file in (self.path / self._folder).glob("*.h5"):
+            known = file.stem in found
+            before = None if known else load_before(self.path, file.stem, self._folder)
             if before is not None:
                 found[file.stem] = before.report
         together = [found[name] for name in sorted(found)]
-        self._save([_entry(report) for report in together])
+        self._save([self._entry(report) for report in together])
         return together
+
+    def _entry(self, report: Report) -> dict[str, Any]:
+        file = f"{self._folder}/{report.slide}.h5" if report.written else None
+        pictured = self._folder == MAPS and file is not None
+        return {
+            "slide": report.slide,
+            "file": file,
+            **({"picture": f"{MAPS}/{report.slide}.png"} if pictured else {}),
+            **({"tiles": report.written} if self._folder == FOLDER else {}),
+            "status": report.status,
+            "reason": report.reason,
+            "report": report.to_json(),
+        }
 
     def _earlier(self) -> list[Report]:
         reports = []
@@ -108,17 +133,6 @@ class Folder:
             "slides": list(slides),
         }
         save_json(self.path / MANIFEST, content)
-
-
-def _entry(report: Report) -> dict[str, Any]:
-    return {
-        "slide": report.slide,
-        "file": f"{FOLDER}/{report.slide}.h5" if report.written else None,
-        "tiles": report.written,
-        "status": report.status,
-        "reason": report.reason,
-        "report": report.to_json(),
-    }
 
 
 def different(before: Any, now: Any, name: str = "") -> list[str]:

@@ -1,6 +1,7 @@
 """What a run leaves of a slide: its feature file, with the key by which it is known again. ::
 
 h5/NAME.h5       features, coords
+maps/NAME.h5     features of a whole region, see `features.maps`
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from spatialdl.features.encoding import Filling
 from spatialdl.slides.batch.report import Report
 from spatialdl.slides.batch.steps import sum_up
 
-FOLDER = "h5"
+FOLDER, MAPS = "h5", "maps"
 _KEY, _REPORT = "key", "report"
 
 
@@ -33,15 +34,15 @@ class Before:
     report: Report
 
 
-def file_of(out: Path, name: str) -> Path:
+def file_of(out: Path, name: str, folder: str = FOLDER) -> Path:
     """The feature file of a slide."""
-    return out / FOLDER / f"{name}.h5"
+    return out / folder / f"{name}.h5"
 
 
-def load_before(out: Path, name: str) -> Before | None:
+def load_before(out: Path, name: str, folder: str = FOLDER) -> Before | None:
     """What an earlier run has made of a slide; None if nothing, or if it is damaged."""
     try:
-        with h5py.File(file_of(out, name), "r", locking=False) as h5:
+        with h5py.File(file_of(out, name, folder), "r", locking=False) as h5:
             attributes = own_dataset(h5, FEATURES).attrs
             report = Report.from_json(json.loads(str(attributes[_REPORT])))
             return Before(str(attributes[_KEY]), report)
@@ -61,6 +62,11 @@ def check_other(before: Before | None, key: str, out: Path, file: str) -> None:
         f"{out} has features of another slide named {before.report.slide}, from "
         f"{before.report.file}; rename {file}, or write to another folder"
     )
+
+
+def known_again(key: str, report: Report) -> dict[str, str]:
+    """The attributes of features that `load_before` reads."""
+    return {_KEY: key, _REPORT: json.dumps({**report.to_json(), "seconds": 0.0})}
 
 
 def save_slide(
@@ -96,6 +102,6 @@ def save_slide(
             f"finite{f' in {dtype}' if large else ''}; {remedy}"
         )
     coords = np.array([(x, y) for part in filling.parts for x, y, _ in part.taken], np.int64)
-    said = {**about, _KEY: bag.key, _REPORT: json.dumps({**report.to_json(), "seconds": 0.0})}
+    said = {**about, **known_again(bag.key, report)}
     write_features(path, stored, coords.reshape(-1, 2), bag.attributes, said)
     return report
