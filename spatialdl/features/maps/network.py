@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,7 +137,7 @@ class MapNetwork:
 
     def _image(self, source: ImageSource, box: Box) -> Tensor:
         """A box of a region as the encoder takes it, (1, 3, rows, columns)."""
-        pixels = torch.from_numpy(source.read(0, box))
+        pixels = torch.from_numpy(np.require(source.read(0, box), requirements="W"))
         return self._preprocess.scaled(pixels.to(self._device)[None])
 
 

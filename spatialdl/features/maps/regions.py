@@ -1,4 +1,4 @@
-"""The tissue of slides as whole regions, whose size is a multiple of the stride of a map."""
+"""The tissue of slides as whole regions, whose size is one that an encoder takes."""
 
 from __future__ import annotations
 
@@ -38,19 +38,31 @@ class Region:
         """Rows and columns of the region."""
         return self.images.size
 
-    def attributes(self, stride: Stride) -> dict[str, Any]:
-        """What a file says of where cells of a map lie."""
+    def attributes(self, stride: Stride, cells: tuple[int, int]) -> dict[str, Any]:
+        """What a file says of where the cells of a map lie.
+
+        Args:
+            cells: rows and columns of the map. Where an encoder does not pad there are fewer than
+                strides in the region, and they lie in its middle.
+        """
         [(x, y)], scale = self.images.places, self.images.scale
+        top, left = (
+            (side - count * step) / 2 * scale
+            for side, count, step in zip(self.size, cells, stride.pixels, strict=True)
+        )
         found: dict[str, Any] = {
             "name": self.name,
-            "stride": tuple(stride),
+            "stride": stride.pixels,
             "region": self.size,
             "scale": scale,
             "level0_x": x,
             "level0_y": y,
             "level0_height": self.extent[0],
             "level0_width": self.extent[1],
-            "affine": ((stride.columns * scale, 0.0, x), (0.0, stride.rows * scale, y)),
+            "affine": (
+                (stride.pixels[1] * scale, 0.0, x + left),
+                (0.0, stride.pixels[0] * scale, y + top),
+            ),
         }
         return found if self.mpp is None else {**found, "mpp": self.mpp * scale}
 
@@ -62,7 +74,7 @@ class RegionSource(SlideSource):
         """What is known of a slide, and its region; None where it has no tissue.
 
         Args:
-            stride: rows and columns of the region are the next multiples of it.
+            stride: rows and columns of the region are the next multiples that it has.
 
         Raises:
             SlideError, OSError: it cannot be used.
@@ -87,7 +99,10 @@ class RegionSource(SlideSource):
                 task.path,
                 options.slide_mpp,
                 [(whole.x, whole.y)],
-                (_multiple(whole.size[0], stride.rows), _multiple(whole.size[1], stride.columns)),
+                (
+                    _multiple(whole.size[0], stride.multiple[0]),
+                    _multiple(whole.size[1], stride.multiple[1]),
+                ),
                 whole.scale,
                 plan.background,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ class MapWorker:
         report, key, region = agreed
         if region is None:
             return report
-        job = self._job
+        job, started = self._job, time.monotonic()
         try:
             size, pieces = self._network.run(region)
             found = FoundMap(region, size, job.width, pieces).stored(job.dtype, self._world)
@@ -103,10 +104,10 @@ class MapWorker:
             return failed(report, error)
         finally:
             region.images.close()
-        report.written = 1
+        report.written, report.seconds = 1, report.seconds + time.monotonic() - started
         attributes = {
             **job.about,
-            **region.attributes(job.stride),
+            **region.attributes(job.stride, size),
             **known_again(key, report),
         }
         save_map(job.out, found, attributes, job.source.options.slide_mpp, self._world)
