@@ -119,7 +119,8 @@ class MapWorker:
         try:
             key = job.source.key(task)
             before = load_before(job.out, task.name, MAPS)
-            if before is not None and before.key == key and not before.report.failed:
+            whole = all(path.is_file() for path in _files(job.out, task.name))
+            if before is not None and before.key == key and whole:
                 self._outcome.before.append(task.name)
                 return before.report, key, None
             check_other(before, key, job.out, str(task.path))
