@@ -22,7 +22,7 @@ NEEDED = PROJECT["dependencies"] + [
 ]
 # through their own programs, libraries, or other packages
 NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
-IF_THERE = {"huggingface_hub", "sklearn"}  # a benchmark compares with the last
+IF_THERE = {"huggingface_hub", "kornia", "sklearn"}  # users bring them, or a benchmark compares
 NAMED_OTHERWISE = {
     "hydra": "hydra-core",
     "mlflow": "mlflow-skinny",

@@ -24,7 +24,8 @@ PUBLIC = {
 }
 PUBLIC["spatialdl.export.export"] = spatialdl.export.export
 PUBLIC["spatialdl.random.keyed"] = spatialdl.random.keyed
-ESTIMATORS = ("KMeans", "NearestNeighbors", "PCA", "Ridge", "RidgeCV", "TruncatedSVD")
+ESTIMATORS = ("KMeans", "NearestNeighbors", "PCA", "Ridge", "RidgeCV", "RidgeClassifierCV")
+ESTIMATORS += ("TruncatedSVD",)
 PUBLIC |= {f"spatialdl.analysis.{name}": getattr(spatialdl.analysis, name) for name in ESTIMATORS}
 MADE_BY_OTHERS = ("SpatialTensor", "ResNet", "ResNetV2")  # users call what returns them
 CLASSES = {name: one for name, one in PUBLIC.items() if inspect.isclass(one)}

@@ -16,6 +16,7 @@ from spatialdl.analysis.decomposition import PCA, TruncatedSVD
 from spatialdl.analysis.kmeans import KMeans
 from spatialdl.analysis.neighbours import NearestNeighbors
 from spatialdl.analysis.ridge import Ridge, RidgeCV
+from spatialdl.analysis.ridge_classes import RidgeClassifierCV
 from spatialdl.analysis.rows import ArrayRows, FileRows, Rows
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "NearestNeighbors",
     "Ridge",
     "RidgeCV",
+    "RidgeClassifierCV",
     "Rows",
     "TruncatedSVD",
 ]

@@ -64,7 +64,7 @@ def numbers_of(path: Path, values: dict[str, dict[str, str]], column: str) -> di
         if not np.isfinite(found[slide]):
             raise ValueError(
                 f"{path}: {column} of slide {slide!r} is {row[column]!r}, expected a number "
-                "(of two classes, write 0 and 1)"
+                "(of classes, give --classes)"
             )
     if not found:
         raise ValueError(f"{path}: column {column} is empty for all slides with features")

@@ -15,6 +15,7 @@ from spatialdl.analysis.cohort import Cohort, Columns, Sampled, tile_span
 from spatialdl.analysis.columns import as_numbers, read_columns
 from spatialdl.analysis.decomposition import PCA, TruncatedSVD
 from spatialdl.analysis.kmeans import KMeans
+from spatialdl.analysis.neighbour_tables import place_of, write_neighbours
 from spatialdl.analysis.neighbours import NearestNeighbors
 from spatialdl.analysis.pictures import SlideMap
 from spatialdl.analysis.rows import FileRows
@@ -211,19 +212,20 @@ def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
     model = NearestNeighbors(metric=options.metric, comm=ranks.comm, device=options.device)
     with cohort.rows() as rows:
         model.fit(rows)
+    summary: Summary = {"neighbours": wanted, "metric": options.metric}
+    if options.all:
+        summary |= write_neighbours(options.out / "neighbours", cohort, model, wanted)
+    if not options.query:
+        return summary
     distances, indices = model.kneighbors(queries, min(wanted + 1, cohort.tiles))
 
     def write() -> None:
-        ends = np.cumsum([file.tiles for file in cohort.files])
         lines, shown = [], []
         for (slide, row), near, far in zip(options.query, indices, distances, strict=True):
-            of_query: list[tuple[str, int, float]] = []
-            for index, distance in zip(near.tolist(), far.tolist(), strict=True):
-                number = int(np.searchsorted(ends, index, side="right"))
-                file = cohort.files[number]
-                one = (file.slide, index - int(ends[number]) + file.tiles, distance)
-                if one[:2] != (slide, row) and len(of_query) < wanted:
-                    of_query.append(one)
+            numbers, rows = place_of(cohort, near)
+            names = [cohort.files[number].slide for number in numbers.tolist()]
+            each = list(zip(names, rows.tolist(), far.tolist(), strict=True))
+            of_query = [one for one in each if one[:2] != (slide, row)][:wanted]
             shown.append([(slide, row, 0.0), *of_query])
             for place, (name, at, distance) in enumerate(of_query, 1):
                 x, y = _place(cohort, name, at)
@@ -238,7 +240,7 @@ def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
             pictures.draw_tiles(options.out / "neighbours.png", tiles)
 
     ranks.on_first(write)
-    return {"neighbours": wanted, "metric": options.metric, **_unreadable(slides)}
+    return {**summary, **_unreadable(slides)}
 
 
 def _queried(options: argparse.Namespace, cohort: Cohort) -> npt.NDArray[Any]:
@@ -252,7 +254,7 @@ def _queried(options: argparse.Namespace, cohort: Cohort) -> npt.NDArray[Any]:
         if row >= file.tiles:
             raise ValueError(f"--query {slide}:{row}: the slide has rows 0 to {file.tiles - 1}")
         found.append(file.read(row, row + 1)[0])
-    return np.stack(found)
+    return np.stack(found) if found else np.empty((0, cohort.width))
 
 
 def _file(cohort: Cohort, slide: str) -> FeatureFile:

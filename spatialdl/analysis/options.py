@@ -13,7 +13,7 @@ _ABOUT = {
     KMEANS: "clusters of tiles, and where they lie in the slides",
     PCA: "principal components of tiles",
     TSVD: "truncated singular value decomposition of tiles",
-    RIDGE: "a number for each slide predicted from its features",
+    RIDGE: "a number or a class for each slide predicted from its features",
     NEIGHBOURS: "the tiles most like given ones",
 }
 _ALPHAS = [10.0**k for k in range(-3, 7)]
@@ -85,7 +85,8 @@ def _add_projection(one: ArgumentParser) -> None:
 def _add_ridge(one: ArgumentParser) -> None:
     add = one.add_argument
     add("--labels", type=Path, metavar="CSV", help="a table with a column slide")
-    add("--target", metavar="NAME", help="column of the table with the numbers to predict")
+    add("--target", metavar="NAME", help="column of the table to predict")
+    add("--classes", action="store_true", help="the column has classes, not numbers")
     add("--group", metavar="NAME", help="column of the table, such as patient: never in two folds")
     add(
         "--level",
@@ -103,10 +104,11 @@ def _add_neighbours(one: ArgumentParser) -> None:
         "--query",
         type=query,
         nargs="+",
-        required=True,
+        default=[],
         metavar="SLIDE:ROW",
         help="tiles by their slide and row, from 0",
     )
+    add("--all", action="store_true", help="find those of every tile: a table for each slide")
     add("-k", "--neighbours", type=positive_int, default=8, metavar="K", help="(%(default)s)")
     add("--metric", choices=("cosine", "euclidean"), default="cosine", help="(%(default)s)")
     _add_slides(one, "the tiles are shown")
@@ -159,6 +161,10 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError("--labels and --target belong together")
         if options.labels is None and options.apply is None:
             raise ValueError("ridge learns from --labels CSV --target NAME")
+    if options.method == NEIGHBOURS and not (options.query or options.all):
+        raise ValueError(
+            "neighbours are those of --query SLIDE:ROW ..., or with --all of every tile"
+        )
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out} is a file: give a new folder")
     if options.out.is_dir() and any(options.out.iterdir()):

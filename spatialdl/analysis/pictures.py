@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.saving import unfinished
+from spatialdl.evaluating.pictures import draw_pairs
 from spatialdl.predicting.geojson import colour_of
 from spatialdl.text import fitted
 
@@ -152,6 +153,20 @@ def draw_regression(
     panel.set_ylabel(f"{target}, predicted")
     panel.set_title(title, fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def draw_confusion(
+    path: Path, pairs: npt.NDArray[np.int64], classes: Sequence[str], target: str, title: str
+) -> None:
+    """How many slides of each class are predicted to be of which, (classes, classes)."""
+    side = max(4.0, 1.8 + 0.62 * len(classes))
+    figure = _figure(side, side)
+    panel = figure.subplots()
+    draw_pairs(panel, pairs, classes)
+    panel.set_xlabel(f"{target}, predicted")
+    panel.set_ylabel(f"{target}, true")
+    panel.set_title(title, fontsize=10)
     _save(figure, path)
 
 

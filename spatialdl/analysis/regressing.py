@@ -1,4 +1,4 @@
-"""Numbers of slides predicted from their features: `spatialdl-analyze ridge`."""
+"""Numbers or classes of slides predicted from features: `spatialdl-analyze ridge`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spatialdl.analysis import pictures
 from spatialdl.analysis.cohort import Cohort, Columns
 from spatialdl.analysis.columns import numbers_of, read_columns
 from spatialdl.analysis.ridge import MSE, Ridge, RidgeCV
-from spatialdl.analysis.rows import FileRows
+from spatialdl.analysis.ridge_classes import RidgeClassifierCV
 from spatialdl.analysis.saved_models import load_model, save_model
 from spatialdl.data.feature_file import FeatureFile
 from spatialdl.data.saving import save_table
@@ -24,48 +24,96 @@ class _Labels(NamedTuple):
     """What the table says of slides that have a line.
 
     Attributes:
-        target: by slide.
+        target: by slide, a number or a class.
         group: by slide, the slide itself where no group is asked for.
     """
 
-    target: dict[str, float]
+    target: dict[str, Any]
     group: dict[str, str]
 
 
+class _Predicted(NamedTuple):
+    """Of slides: what is predicted, and of classes the numbers that it follows from.
+
+    Attributes:
+        values: by slide, a number or a class.
+        columns: of each, by the name of its column; none where numbers are predicted.
+    """
+
+    values: dict[str, Any]
+    columns: dict[str, dict[str, float]]
+
+
 def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
-    """A ridge regression of slides: tables of slides and tiles, predicted over true values."""
+    """A ridge regression of slides: tables of slides and tiles, predicted and true values."""
     ranks = cohort.ranks
-    labels = ranks.together(lambda: _labels(options, cohort))
+    model: Any = ranks.together(lambda: _loaded(options, cohort)) if options.apply else None
+    is_class = options.classes or isinstance(model, RidgeClassifierCV)
+    labels = ranks.together(lambda: _labels(options, cohort, is_class))
     filled = [file for file in cohort.files if file.tiles]
     with cohort.rows(filled) as rows:
         means = cohort.slide_means(rows, filled)
-    held_out: dict[str, float] = {}
-    if options.apply is not None:
-        model = ranks.together(lambda: _loaded(options, cohort))
-        summary: dict[str, Any] = {}
-    else:
+    held_out: _Predicted | None = None
+    summary: dict[str, Any] = {}
+    if model is None:
         model, held_out, summary = _learned(options, cohort, filled, means, labels)
-
-    def columns(of_slide: FileRows) -> Columns:
-        return {"predicted": model.predict(of_slide)}
-
-    predicted = {f.slide: float(p) for f, p in zip(filled, model.predict(means), strict=True)}
-    cohort.write_tables(options.out / "tiles", columns)
+    found = _columns(model, means)
+    slides = [file.slide for file in filled]
+    predicted = _by_slide(slides, found)
+    cohort.write_tables(options.out / "tiles", lambda of_slide: _columns(model, of_slide))
+    shown = held_out or predicted
     ranks.on_first(lambda: _write(options, cohort, labels, predicted, held_out))
-    seen = held_out or predicted
-    both = [(labels.target[name], seen[name]) for name in seen if name in labels.target]
-    if len(both) > 1:
+    both = _compared(labels, shown)
+    if is_class and both:
+        summary |= _shares(both)
+    elif len(both) > 1:
         summary["r2_of_slides"] = _r2(*np.array(both).T)
     return {"slides_compared": len(both), **summary}
 
 
-def _labels(options: argparse.Namespace, cohort: Cohort) -> _Labels:
+def _columns(model: Any, rows: Any) -> Columns:
+    """What a model says of rows: `predicted`, and of classes their numbers."""
+    if not isinstance(model, RidgeClassifierCV):
+        return {"predicted": model.predict(rows)}
+    decisions = model.decision_function(rows)
+    several = np.atleast_2d(decisions.T)
+    names = model.classes_.tolist()[-len(several) :]  # of two classes the second
+    scores = {f"score_{name}": values for name, values in zip(names, several, strict=True)}
+    return {"predicted": model.decide(decisions), **scores}
+
+
+def _by_slide(slides: list[str], found: Columns) -> _Predicted:
+    def of(column: str) -> dict[str, Any]:
+        return dict(zip(slides, found[column].tolist(), strict=True))
+
+    return _Predicted(of("predicted"), {name: of(name) for name in found if name != "predicted"})
+
+
+def _compared(labels: _Labels, shown: _Predicted) -> list[tuple[Any, Any]]:
+    """True and predicted values of the slides whose true one is known."""
+    known = [name for name in shown.values if name in labels.target]
+    return [(labels.target[name], shown.values[name]) for name in known]
+
+
+def _shares(both: list[tuple[str, str]]) -> dict[str, float]:
+    """Accuracy, and the mean over the classes of the share of each that is predicted."""
+    true, predicted = (np.array(values) for values in zip(*both, strict=True))
+    right = true == predicted
+    recalls = [float(right[true == name].mean()) for name in np.unique(true)]
+    return {"accuracy": float(right.mean()), "balanced_accuracy": float(np.mean(recalls))}
+
+
+def _labels(options: argparse.Namespace, cohort: Cohort, is_class: bool) -> _Labels:
     if options.labels is None:
         return _Labels({}, {})
     slides = [file.slide for file in cohort.files]
     columns = [options.target, *([options.group] if options.group else [])]
     table = read_columns(options.labels, slides, columns)
-    target = numbers_of(options.labels, table, options.target)
+    target: dict[str, Any] = (
+        {name: row[options.target] for name, row in table.items() if options.target in row}
+        if is_class
+        else numbers_of(options.labels, table, options.target)
+    )
     group = {name: table[name].get(options.group, name) for name in target}
     return _Labels(target, group)
 
@@ -74,7 +122,10 @@ def _loaded(options: argparse.Namespace, cohort: Cohort) -> Any:
     model = load_model(options.apply, device=options.device)
     if not isinstance(model, Ridge | RidgeCV):
         raise ValueError(f"{options.apply} is a {type(model).__name__}, expected a ridge model")
-    if model.n_features_in_ != cohort.width or model.coef_.ndim != 1:
+    is_class = isinstance(model, RidgeClassifierCV)
+    if options.classes and not is_class:
+        raise ValueError(f"{options.apply} predicts a number: leave out --classes")
+    if model.n_features_in_ != cohort.width or (model.coef_.ndim != 1 and not is_class):
         raise ValueError(
             f"{options.apply} was fitted on features of {model.n_features_in_} numbers and "
             f"{model.coef_.size // model.n_features_in_} targets; these have {cohort.width}, and 1"
@@ -88,18 +139,19 @@ def _learned(
     filled: list[FeatureFile],
     means: Numbers,
     labels: _Labels,
-) -> tuple[RidgeCV, dict[str, float], dict[str, Any]]:
+) -> tuple[RidgeCV, _Predicted, dict[str, Any]]:
     """The model, what models that have not seen a slide predict for it, and what was found."""
     ranks = cohort.ranks
     known = [k for k, file in enumerate(filled) if file.slide in labels.target]
     files, of_slides = [filled[k] for k in known], means[known]
     if len(files) < 3:
         raise ValueError(
-            f"{len(files)} slides with features have a number in {options.target}, expected at "
-            "least 3"
+            f"{len(files)} slides with features have a {'class' if options.classes else 'number'} "
+            f"in {options.target}, expected at least 3"
         )
     names = [file.slide for file in files]
-    model = RidgeCV(
+    kind = RidgeClassifierCV if options.classes else RidgeCV
+    model = kind(
         options.alphas, cv=options.folds, scoring=MSE, comm=ranks.comm, device=options.device
     )
     if options.level == "slide":
@@ -116,10 +168,14 @@ def _learned(
         for one in of.items()
     ]
     folds = dict(every)
-    predicted = {
-        name: float((model.fold_coef_[folds[name]] @ mean + model.fold_intercept_[folds[name]])[0])
-        for name, mean in zip(names, of_slides, strict=True)
-    }
+    predicted = _Predicted({}, {})
+    for fold in sorted(set(folds.values())):
+        inside = [k for k, name in enumerate(names) if folds[name] == fold]
+        found = _columns(model.without(fold), of_slides[inside])
+        part = _by_slide([names[k] for k in inside], found)
+        predicted.values.update(part.values)
+        for column, cells in part.columns.items():
+            predicted.columns.setdefault(column, {}).update(cells)
     ranks.on_first(lambda: save_model(options.out / "model.npz", model))
     return model, predicted, {"alpha": model.alpha_, "folds": options.folds}
 
@@ -132,32 +188,42 @@ def _write(
     options: argparse.Namespace,
     cohort: Cohort,
     labels: _Labels,
-    predicted: dict[str, float],
-    held_out: dict[str, float],
+    predicted: _Predicted,
+    held_out: _Predicted | None,
 ) -> None:
-    head = ["slide", "tiles", "true", "predicted_held_out", "predicted"]
-
-    def text(values: dict[str, float], name: str) -> str:
-        return f"{values[name]:.6g}" if name in values else ""
-
+    shown = held_out or predicted
+    columns = {
+        "true": labels.target,
+        "predicted_held_out": held_out.values if held_out else {},
+        "predicted": predicted.values,
+        **shown.columns,
+    }
     lines = [
-        [
-            f.slide,
-            f.tiles,
-            *(text(values, f.slide) for values in (labels.target, held_out, predicted)),
-        ]
+        [f.slide, f.tiles, *(_text(values, f.slide) for values in columns.values())]
         for f in cohort.files
     ]
-    save_table(options.out / "slides.csv", head, lines)
-    seen = held_out or predicted
-    both = np.array([(labels.target[name], seen[name]) for name in seen if name in labels.target])
+    save_table(options.out / "slides.csv", ["slide", "tiles", *columns], lines)
+    both = _compared(labels, shown)
     if len(both) < 2:
         return
     how = f"{options.folds} folds, each slide held out" if held_out else f"{options.apply.name}"
-    title = f"{len(both)} slides, R2 = {_r2(*both.T):.3f}\n{how}"
-    pictures.draw_regression(
-        options.out / "predicted.png", both[:, 0], both[:, 1], options.target, title
-    )
+    path, target = options.out / "predicted.png", options.target
+    if predicted.columns:
+        names = sorted({str(name) for pair in both for name in pair})
+        pairs = np.zeros((len(names), len(names)), np.int64)
+        np.add.at(pairs, tuple(np.searchsorted(names, np.array(both).T)), 1)
+        accuracy = 100 * pairs.trace() / len(both)
+        title = f"{len(both)} slides, accuracy {accuracy:.1f} %\n{how}"
+        pictures.draw_confusion(path, pairs, names, target, title)
+        return
+    numbers = np.array(both)
+    title = f"{len(both)} slides, R2 = {_r2(*numbers.T):.3f}\n{how}"
+    pictures.draw_regression(path, numbers[:, 0], numbers[:, 1], target, title)
+
+
+def _text(values: dict[str, Any], name: str) -> str:
+    value = values.get(name, "")
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def _r2(true: Numbers, predicted: Numbers) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Self
 
 import numpy as np
@@ -204,6 +205,15 @@ class RidgeCV(_Linear):
         ]
         self.fold_coef_ = numpy(weights)
         self.fold_intercept_ = numpy(torch.stack(offsets)) * bool(self.fit_intercept)
+
+    def without(self, fold: int) -> Self:
+        """The model that has not seen a fold, to predict with."""
+        model = copy.copy(self)
+        flat = self.coef_.ndim == 1
+        model.coef_ = self.fold_coef_[fold][0] if flat else self.fold_coef_[fold]
+        offset = self.fold_intercept_[fold]
+        model.intercept_ = float(offset[0]) if flat else offset
+        return model
 
     def predict_held_out(self, X: Any) -> Array:  # noqa: N803
         """As `predict`, each row of `fit` by the model that has not seen its fold."""

@@ -13,10 +13,11 @@ from spatialdl.analysis.decomposition import PCA, TruncatedSVD
 from spatialdl.analysis.estimator import Estimator
 from spatialdl.analysis.kmeans import KMeans
 from spatialdl.analysis.ridge import Ridge, RidgeCV
+from spatialdl.analysis.ridge_classes import RidgeClassifierCV
 from spatialdl.data.saving import replacing
 
 _CLASSES: dict[str, type[Estimator]] = {
-    one.__name__: one for one in (KMeans, PCA, TruncatedSVD, Ridge, RidgeCV)
+    one.__name__: one for one in (KMeans, PCA, TruncatedSVD, Ridge, RidgeCV, RidgeClassifierCV)
 }
 _OF_OWN_ROWS = ("labels_", "folds_")
 _DAMAGED = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)

@@ -26,15 +26,22 @@ OF_WEIGHTS = 2**16
 HOW_TO_SWITCH_OFF = "init_mesh(check=False) compares nothing"
 
 
+_SAMPLER = "DistributedSampler(num_replicas=mesh.data, rank=mesh.replica)"
+
+
 def _who_deals_out() -> str:
     """The usual reasons for which ranks of a grid have images of their own."""
-    sampler = "DistributedSampler(num_replicas=mesh.data, rank=mesh.replica)"
-    if "accelerate" in sys.modules:
-        return (
-            "; accelerator.prepare gives each process samples of its own: leave the DataLoader out "
-            f"of it, and give it {sampler}"
-        )
-    return f"; samples are dealt out to replicas, not to ranks, by {sampler}"
+    return _accelerate() or f"; samples are dealt out to replicas, not to ranks, by {_SAMPLER}"
+
+
+def _accelerate() -> str:
+    """How loaders of Accelerate deal out samples, in programs that have loaded it."""
+    if "accelerate" not in sys.modules:
+        return ""
+    return (
+        "; accelerator.prepare gives each process samples of its own: leave the DataLoader out "
+        f"of it, and give it {_SAMPLER}"
+    )
 
 
 def is_due(number: int) -> bool:
@@ -152,7 +159,7 @@ class Agreement:
                 {"gradient of the loss": grad},
                 "the ranks of a grid have one output, but other losses: give all the same labels "
                 "and weights of the loss, and seed what draws random numbers after the last "
-                "operation on a split image, such as dropout, alike",
+                f"operation on a split image, such as dropout, alike{_accelerate()}",
             )
 
     def weights(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -18,6 +18,9 @@ MAPPED_FROM = 8 * 2**20
 KEPT_UP_TO = 64 * 2**20
 """Bytes: from which size memory is mapped by itself; how much free memory a heap may keep."""
 
+ALONE_FROM = 128 * 2**10
+"""Bytes: the same for processes whose memory has a limit; what glibc begins with by itself."""
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _TUNABLES = "GLIBC_TUNABLES"
 _GIVEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", _TUNABLES)
@@ -44,10 +47,25 @@ def prepare() -> None:
     if not sys.platform.startswith("linux") or _is_left_alone():
         return
     os.environ[SWITCH] = "1"
+    _set(_M_MMAP_THRESHOLD, MAPPED_FROM)
+    _set(_M_TRIM_THRESHOLD, KEPT_UP_TO)
+
+
+def return_what_is_freed() -> None:
+    """From now on, memory of `ALONE_FROM` bytes or more goes back to the system once it is freed.
+
+    Tensors that come and go between others that stay leave holes in a heap: without this, a limit
+    on tensors is none on the process.
+    """
+    if sys.platform.startswith("linux"):
+        _set(_M_MMAP_THRESHOLD, ALONE_FROM)
+
+
+def _set(parameter: int, value: int) -> None:
+    """By glibc's mallopt; other libraries have none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_UP_TO)
+        mallopt(parameter, value)
 
 
 def _is_left_alone() -> bool:

@@ -48,6 +48,8 @@ class Mesh:
         grid_comm: those of this replica, in the order of the layout's parts.
         agreement: compares what ranks must have alike; None where nothing is compared.
         tensor_comm: the ranks that divide the channels of this rank's part.
+        stream: into how many virtual tiles this rank cuts its part along each spatial dim, to work
+            on one after the other; () for none.
     """
 
     axes: Axes
@@ -57,6 +59,7 @@ class Mesh:
     grid_comm: Communicator
     agreement: Agreement | None = None
     tensor_comm: Communicator = field(default_factory=Alone)
+    stream: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         """Itself: ranks cannot be copied."""
@@ -66,6 +69,12 @@ class Mesh:
     def grid(self) -> tuple[int, ...]:
         """Into how many parts each spatial dim of an image is cut, one to three numbers."""
         return self.axes.spatial
+
+    @property
+    def tile_grid(self) -> tuple[int, ...]:
+        """As `grid`, but counting virtual tiles."""
+        factors = self.stream or (1,) * len(self.grid)
+        return tuple(parts * factor for parts, factor in zip(self.grid, factors, strict=True))
 
     @property
     def data(self) -> int:
@@ -110,7 +119,9 @@ class Mesh:
 
     def layout(self, samples: int, size: Sequence[int]) -> Layout:
         """The default layout on this mesh of images whose spatial dims have `size`."""
-        return Layout.even(samples, size, self.grid)
+        if not self.stream:
+            return Layout.even(samples, size, self.grid)
+        return Layout.even(samples, size, self.tile_grid).coarser(self.stream)
 
     def own_box(self, layout: Layout) -> Box:
         """This rank's box of a layout."""
@@ -254,6 +265,7 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
         tensor_comm=comm.subset(placement.tensor_ranks(position))
         if placement.tensor_parts(stage) > 1
         else Alone(),
+        stream=placement.stream,
     )
 
 

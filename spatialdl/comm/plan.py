@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -97,3 +97,29 @@ class Plan:
 def plan_for(owned: tuple[Box, ...], needed: tuple[Box, ...], rank: int) -> Plan:
     """The plan, computed once for each (boxes owned, boxes needed)."""
     return Plan(owned, needed, rank)
+
+
+class Messages(Plan):
+    """One message to each of some peers and from each of others, of so many elements.
+
+    Args:
+        sends, receives: by peer the elements.
+    """
+
+    def __init__(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
+        self.sends, self.receives = (
+            tuple(Piece(peer, self.box(count)) for peer, count in some.items())
+            for some in (sends, receives)
+        )
+
+    @staticmethod
+    def box(count: int) -> Box:
+        """What a tensor (1, count) holds."""
+        return Box(((0, 1), (0, count)))
+
+    @cached_property
+    def talks(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"messages to {len(self.sends)} ranks and from {len(self.receives)}"

@@ -1,4 +1,4 @@
-"""Virtual ranks: a communicator whose ranks are threads of one process that take turns."""
+"""Virtual ranks: a communicator whose ranks are threads that take turns, of one process or more."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.across import Across, Sent
 from spatialdl.comm.communicator import fold
 from spatialdl.comm.held import Exchange
 from spatialdl.comm.turns import Turns
@@ -18,35 +19,47 @@ from spatialdl.comm.turns import Turns
 class _Call:
     """What ranks bring to one collective call, and what comes of it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, here: int) -> None:
         self.given: dict[int, Any] = {}
-        self.left = size
+        self.left = here
         self.outcome: Any = None
 
-    def settle(self, make: Callable[[list[Any]], Any]) -> Any:
-        """What `make` makes of all that was brought, made once, by the first that asks."""
-        if self.outcome is None:
-            self.outcome = (make([self.given[rank] for rank in range(len(self.given))]),)
-        return self.outcome[0]
+    @property
+    def is_settled(self) -> bool:
+        return self.outcome is not None
 
 
 class _Room:
-    """What the virtual ranks of a communicator share.
+    """What the virtual ranks of a communicator share in one process.
 
     Args:
-        turns: of all virtual ranks.
-        ranks: what those of the communicator are called in the world.
+        turns: of all virtual ranks of the process.
+        here: those of the communicator, by their numbers in it.
+        world_ranks: what all ranks of the communicator are called in the world.
+        across: to the other processes, if there are any.
     """
 
-    def __init__(self, turns: Turns[Any], ranks: Sequence[int]) -> None:
-        self.turns, self.ranks = turns, tuple(ranks)
+    def __init__(
+        self,
+        turns: Turns[Any],
+        here: Sequence[int],
+        world_ranks: Sequence[int],
+        across: Across | None = None,
+    ) -> None:
+        self.turns, self.here, self.world_ranks = turns, tuple(here), tuple(world_ranks)
+        self.across = across
         self.calls: dict[int, _Call] = {}
         self.rooms: dict[tuple[object, ...], _Room] = {}
 
-    def bring(self, number: int, rank: int, what: object) -> _Call:
-        """Add what a rank brings to call `number`."""
-        call = self.calls.setdefault(number, _Call(len(self.ranks)))
+    def bring(self, number: int, rank: int, what: object, settle: Settle | None) -> _Call:
+        """Add what a rank brings to call `number`.
+
+        The last one settles it: so all processes settle their calls in one order.
+        """
+        call = self.calls.setdefault(number, _Call(len(self.here)))
         call.given[rank] = what
+        if settle is not None and len(call.given) == len(self.here):
+            call.outcome = (settle([call.given[one] for one in self.here]),)
         return call
 
     def leave(self, number: int) -> None:
@@ -57,7 +70,14 @@ class _Room:
 
     def within(self, key: tuple[object, ...], ranks: Sequence[int]) -> _Room:
         """A room of some of these ranks, the same for all who give the same key."""
-        return self.rooms.setdefault(key, _Room(self.turns, [self.ranks[rank] for rank in ranks]))
+        if self.across is not None:
+            raise NotImplementedError("virtual ranks of several processes stay together")
+        names = [self.world_ranks[rank] for rank in ranks]
+        return self.rooms.setdefault(key, _Room(self.turns, range(len(ranks)), names))
+
+
+Settle = Callable[[list[Any]], Any]
+"""What comes of a call, from what the ranks of this process have brought, in their order."""
 
 
 class Virtual:
@@ -74,11 +94,11 @@ class Virtual:
 
     @property
     def size(self) -> int:
-        return len(self._room.ranks)
+        return len(self._room.world_ranks)
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        return self._room.ranks
+        return self._room.world_ranks
 
     def subset(self, ranks: Sequence[int]) -> Virtual:
         self._calls += 1
@@ -92,24 +112,25 @@ class Virtual:
         return [0] * self.size
 
     def barrier(self) -> None:
-        self._settled(None, lambda _: None)
+        self.allgather(None)
 
     def bcast(self, obj: Any, root: int = 0, /) -> Any:
-        sent = pickle.dumps(obj) if self.rank == root else None
-        return pickle.loads(self._settled(sent, operator.itemgetter(root)))
+        return self.allgather(obj if self.rank == root else None)[root]
 
     def gather(self, obj: Any, root: int = 0, /) -> list[Any] | None:
         found = self.allgather(obj)
         return found if self.rank == root else None
 
     def allgather(self, obj: Any, /) -> list[Any]:
-        return [pickle.loads(one) for one in self._settled(pickle.dumps(obj), list)]
+        across = self._room.across
+        settle: Settle = list if across is None else across.objects
+        return [pickle.loads(one) for one in self._settled(pickle.dumps(obj), settle)]
 
     def allreduce(self, obj: Any, /, op: Any = operator.add) -> Any:
         return fold(self.allgather(obj), op)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        total: Tensor = self._settled(values, _sum)
+        total: Tensor = self._settled(values, self.sum)
         return total.clone()
 
     def all_reduce_(self, values: Tensor) -> None:
@@ -119,7 +140,9 @@ class Virtual:
         return _Summing(self, values)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        together: Tensor = self._settled(values, torch.stack)
+        across = self._room.across
+        settle: Settle = torch.stack if across is None else across.stack
+        together: Tensor = self._settled(values, settle)
         return together.clone()
 
     def start_exchange(self, exchange: Exchange) -> _Moving:
@@ -129,26 +152,38 @@ class Virtual:
 
     # --- for what is under way
 
-    def bring(self, what: object) -> tuple[int, _Call]:
+    @property
+    def across(self) -> Across | None:
+        return self._room.across
+
+    def sum(self, values: Sequence[Tensor]) -> Tensor:
+        """Of all ranks, from those of this process."""
+        total = values[0].clone()
+        for one in values[1:]:
+            total += one
+        return total if self._room.across is None else self._room.across.sum(total)
+
+    def bring(self, what: object, settle: Settle | None = None) -> tuple[int, _Call]:
         """Begin the next call, with what this rank brings."""
         self._calls += 1
-        return self._calls, self._room.bring(self._calls, self.rank, what)
+        return self._calls, self._room.bring(self._calls, self.rank, what, settle)
 
-    def wait_for(self, call: _Call, ranks: Sequence[int] | None = None) -> None:
-        """Until these ranks, or all, have brought something to a call."""
-        needed = range(self.size) if ranks is None else ranks
-        self._room.turns.wait(lambda: all(rank in call.given for rank in needed))
+    def wait_for(self, call: _Call, ranks: Sequence[int]) -> None:
+        """Until these ranks of this process have brought something to a call."""
+        self._room.turns.wait(lambda: all(rank in call.given for rank in ranks))
+
+    def wait_until_settled(self, call: _Call) -> None:
+        self._room.turns.wait(lambda: call.is_settled)
 
     def leave(self, number: int) -> None:
         """Take nothing more from a call."""
         self._room.leave(number)
 
-    def _settled(self, what: object, make: Callable[[list[Any]], Any]) -> Any:
-        number, call = self.bring(what)
-        self.wait_for(call)
-        found = call.settle(make)
+    def _settled(self, what: object, settle: Settle) -> Any:
+        number, call = self.bring(what, settle)
+        self.wait_until_settled(call)
         self.leave(number)
-        return found
+        return call.outcome[0]
 
 
 class _Summing:
@@ -156,11 +191,11 @@ class _Summing:
 
     def __init__(self, comm: Virtual, values: Tensor) -> None:
         self._comm, self._values = comm, values
-        self._number, self._call = comm.bring(values)
+        self._number, self._call = comm.bring(values, comm.sum)
 
     def wait(self) -> None:
-        self._comm.wait_for(self._call)
-        self._values.copy_(self._call.settle(_sum))
+        self._comm.wait_until_settled(self._call)
+        self._values.copy_(self._call.outcome[0])
         self._comm.leave(self._number)
 
 
@@ -172,34 +207,45 @@ class _Moving:
         sent: dict[int, list[Tensor]] = {}
         for piece, view in zip(exchange.outgoing, exchange.leaving(), strict=True):
             sent.setdefault(piece.peer, []).append(view.detach().clone())
-        self._number, self._call = comm.bring(sent)
+        across = comm.across
+        self._number, self._call = comm.bring(
+            Sent(comm.rank, exchange, sent), None if across is None else across.exchange
+        )
+        peers = dict.fromkeys(piece.peer for piece in exchange.incoming)
+        self._near = [peer for peer in peers if across is None or across.is_here(peer)]
+        self._far = [peer for peer in peers if peer not in self._near]
         self._is_over = False
 
     def peers(self) -> list[int]:
-        return sorted({piece.peer for piece in self._exchange.incoming})
+        return sorted([*self._near, *self._far])
 
     def is_done(self) -> bool:
-        return all(peer in self._call.given for peer in self.peers())
+        if self._far and not (self._call.is_settled and self._call.outcome[0].is_done()):
+            return False
+        return all(peer in self._call.given for peer in self._near)
 
     def wait(self) -> None:
         if self._is_over:
             return
-        self._comm.wait_for(self._call, self.peers())
+        self._comm.wait_for(self._call, self._near)
+        arrived = {peer: self._call.given[peer].pieces[self._comm.rank] for peer in self._near}
+        if self._far:
+            self._comm.wait_until_settled(self._call)
+            arrived |= self._call.outcome[0].arrived(self._comm.rank)
         pieces = zip(self._exchange.incoming, self._exchange.landing(), strict=True)
         for piece, view in pieces:
-            view.copy_(self._call.given[piece.peer][self._comm.rank].pop(0))
+            view.copy_(arrived[piece.peer].pop(0))
         self._comm.leave(self._number)
         self._is_over = True
 
 
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    total = values[0].clone()
-    for one in values[1:]:
-        total += one
-    return total
+def virtual_ranks(count: int, turns: Turns[Any], across: Across | None = None) -> list[Virtual]:
+    """The communicators of the virtual ranks of this process, which run as threads of `turns`.
 
-
-def virtual_ranks(count: int, turns: Turns[Any]) -> list[Virtual]:
-    """The communicators of `count` virtual ranks, which run as threads of `turns`."""
-    room = _Room(turns, range(count))
-    return [Virtual(room, rank) for rank in range(count)]
+    Args:
+        count: of all processes.
+        across: to the others, which all call this together; without it there are none.
+    """
+    here = range(count) if across is None else across.here
+    room = _Room(turns, here, range(count), across)
+    return [Virtual(room, rank) for rank in here]

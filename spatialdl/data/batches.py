@@ -33,6 +33,7 @@ class Slice:
         masks: uint8 (N, [d,] h, w), this rank's box of each mask; None where no masks are wanted.
         size: of the whole image, where images differ in size, and a slice has one or none.
         place: of that image in its batch.
+        epoch, samples: which they are, to be read in parts where tiles or masks are.
     """
 
     labels: Tensor
@@ -41,6 +42,8 @@ class Slice:
     masks: Tensor | None = None
     size: Size | None = None
     place: int = 0
+    epoch: int = 0
+    samples: tuple[int, ...] = ()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Slice:
         """The same with every tensor as `function` gives it."""
@@ -83,6 +86,8 @@ class Batching:
         mask_boxes: the same of masks.
         labels: for each micro-batch whether this rank needs labels, of which data sets of a user's
             make the whole sample; None: of all.
+        in_parts: which of ``images`` and ``masks`` are not read here, but in parts when they are
+            needed.
     """
 
     size: int
@@ -91,6 +96,7 @@ class Batching:
     boxes: Sequence[Box | PartBox | None]
     mask_boxes: Sequence[Box | None]
     labels: Sequence[bool] | None = None
+    in_parts: tuple[str, ...] = ()
 
     def own(self, samples: int) -> list[slice]:
         """Which of so many samples of a batch are this replica's, for each micro-batch."""
@@ -123,7 +129,10 @@ class BatchReader:
         """
         cut, slices = self.batching, []
         wanted = cut.labels or [True] * len(cut.boxes)
-        parts = zip(cut.own(len(batch.samples)), cut.boxes, cut.mask_boxes, wanted, strict=True)
+        nothing: list[None] = [None] * len(cut.boxes)
+        boxes = nothing if "images" in cut.in_parts else cut.boxes
+        mask_boxes = nothing if "masks" in cut.in_parts else cut.mask_boxes
+        parts = zip(cut.own(len(batch.samples)), boxes, mask_boxes, wanted, strict=True)
         for part, given, mask_box, labels in parts:
             own = batch.samples[part].tolist()
             size, box = self._own_box(own, given)
@@ -131,7 +140,8 @@ class BatchReader:
             copied = size is None
             found = self._read(batch.epoch, own, box, mask_box, labels=labels, copied=copied)
             share = len(own) / len(batch.samples)
-            slices.append(Slice(found[0], share, *found[1:], size, part.start))
+            one = Slice(found[0], share, *found[1:], size, part.start)
+            slices.append(replace(one, epoch=batch.epoch, samples=tuple(own)))
         return slices
 
     def _own_box(

@@ -37,8 +37,8 @@ Seed = Callable[[int], object]
 def own_generators(root: object) -> list[Seed]:
     """How to seed the generators that an object and its attributes hold, in a fixed order.
 
-    Found are generators of PyTorch, NumPy and Python, and objects with `set_random_state` (MONAI)
-    or `set_random_seed` (albumentations). Containers of many items are not searched.
+    Found are generators of PyTorch, NumPy and Python, and objects with `set_random_seed`
+    (albumentations) or `set_random_state` (MONAI). Containers of many items are not searched.
     """
     found: list[Seed] = []
     waiting, seen = deque([root]), set[int]()
@@ -68,7 +68,7 @@ def _seed_of(one: Any) -> Seed | None:
         return one.manual_seed
     if isinstance(one, np.random.Generator):
         return partial(_reseed, one.bit_generator)
-    for name in ("set_random_state", "set_random_seed"):
+    for name in ("set_random_seed", "set_random_state"):  # albumentations' state is no number
         method = getattr(one, name, None)
         if inspect.ismethod(method):
             return method

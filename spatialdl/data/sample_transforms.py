@@ -3,6 +3,7 @@
 =====================================  =============================================
 dictionary transforms of MONAI         `transform({"image": image, "label": target})`
 albumentations                         `transform(image=image, mask=mask)`
+kornia.augmentation                    `transform(images)` of one image, masks as a second input
 torchvision.transforms.v2, and those   `transform(image, target)`, which gives both
 that take two arguments
 any other                              `transform(image)`
@@ -23,8 +24,9 @@ import torch
 from torch import nn
 
 from spatialdl.data.sample_forms import SampleForm, shown
+from spatialdl.data.unpaired_transforms import check_follows
 
-Convention = Literal["dict", "keywords", "pair", "image"]
+Convention = Literal["dict", "keywords", "batch", "pair", "image"]
 
 _MOST = 8
 """Transforms inside of each other that are looked into."""
@@ -37,10 +39,17 @@ class SampleTransforms:
     Attributes:
         transforms: one after the other.
         form: of the samples.
+
+    Raises:
+        ValueError: samples have masks, and one of the transforms moves pixels of images alone.
     """
 
     transforms: Sequence[Callable[..., Any]]
     form: SampleForm
+
+    def __post_init__(self) -> None:
+        if self.form.task == "segmentation":
+            check_follows([one for one in self.transforms if convention_of(one) == "image"])
 
     def __call__(self, sample: Any) -> Any:
         """The sample after all transforms.
@@ -68,6 +77,8 @@ class SampleTransforms:
             return transform(dict(whole))
         if convention == "keywords":
             image, target = self._by_keywords(transform, image, target)
+        elif convention == "batch":
+            image, target = self._as_batch(transform, image, target)
         elif convention == "pair":
             image, target = _two(transform(*self._wrapped(transform, image, target)))
         else:
@@ -87,6 +98,26 @@ class SampleTransforms:
         found = transform(image=np.asarray(image), mask=np.asarray(target))
         return found["image"], found["mask"]
 
+    def _as_batch(self, transform: Any, image: Any, target: Any) -> tuple[Any, Any]:
+        """kornia takes batches of floats, and moves masks where it knows that they are masks."""
+        from kornia.augmentation import AugmentationSequential  # type: ignore[import-not-found,unused-ignore]
+
+        if not isinstance(image, torch.Tensor) or not image.is_floating_point():
+            raise ValueError(
+                "kornia takes tensors of floats (channels, rows, columns), the image is "
+                f"{_typed(image)}: make it one, from 0 to 1"
+            )
+        if self.form.task != "segmentation":
+            return _only(transform(image[None])), target
+        mask = target if isinstance(target, torch.Tensor) else torch.from_numpy(np.array(target))
+        keys = ["input", "mask"]
+        if not isinstance(transform, AugmentationSequential):
+            transform = AugmentationSequential(transform, data_keys=keys)
+        has_channels = mask.ndim == image.ndim
+        images = image[None], (mask if has_channels else mask[None])[None].to(image.dtype)
+        image, mask = map(_only, _two(transform(*images, data_keys=keys)))
+        return image, mask if has_channels else mask[0]
+
     def _wrapped(self, transform: Any, image: Any, target: Any) -> tuple[Any, Any]:
         """torchvision moves masks along with images where it knows that they are masks."""
         if self.form.task != "segmentation" or not _is_from(transform, "torchvision"):
@@ -103,6 +134,8 @@ def convention_of(transform: Any) -> Convention:
     """How a transform is called, see the module."""
     if _is_from(transform, "albumentations"):
         return "keywords"
+    if _is_from(transform, "kornia"):
+        return "batch"
     if _is_from(transform, "monai"):
         return "dict" if _has_keys(transform) else "image"
     if _is_from(transform, "torchvision.transforms.v2"):
@@ -153,6 +186,18 @@ def _same_dims(before: Any, after: Any) -> Any:
     if both and before.ndim != after.ndim:
         raise ValueError(
             f"it gives a tensor of shape {tuple(after.shape)} for one of {tuple(before.shape)}: "
-            "samples have no batch dim (keepdim=True of kornia)"
+            "samples have no batch dim"
         )
     return after
+
+
+def _only(batch: Any) -> Any:
+    """The only image of a batch."""
+    if not isinstance(batch, torch.Tensor) or len(batch) != 1:
+        raise ValueError(f"it was called with a batch of one image, and gave {shown(batch)}")
+    return batch[0]
+
+
+def _typed(image: Any) -> str:
+    kind = f" of {str(image.dtype).removeprefix('torch.')}" if hasattr(image, "dtype") else ""
+    return shown(image) + kind

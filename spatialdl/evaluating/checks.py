@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.configuring.values import check_values
+from spatialdl.data.predicted_table import find_predicted
 from spatialdl.data.slide_table import SlideTable, read_table
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.checks import check_config
@@ -50,13 +51,6 @@ def read_labels(file: Path) -> SlideTable:
     return read_table(file, ("volume", SAMPLE))
 
 
-def predicted_table(folder: Path, name: str) -> Path | None:
-    """The file of a table of predictions, if there is one; CSV before Parquet."""
-    return next(
-        (path for kind in ("csv", "parquet") if (path := folder / f"{name}.{kind}").is_file()), None
-    )
-
-
 def _check_predictions(config: DictConfig) -> Placement:
     """That there are predictions, and nothing else is given to predict."""
     for key in ("ckpt_path", "slides", "volumes", "features", "shards"):
@@ -66,7 +60,7 @@ def _check_predictions(config: DictConfig) -> Placement:
                 "was predicted is evaluated as it is, leave one of them out"
             )
     folder = Path(config.predictions).expanduser()
-    if not any(predicted_table(folder, name) for name in TABLES):
+    if not any(find_predicted(folder, name) for name in TABLES):
         raise ValueError(
             f"predictions={config.predictions} has no predictions.csv or slides.csv: name the "
             "directory of a run of spatialdl.predict (its hydra.run.dir)"

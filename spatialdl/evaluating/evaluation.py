@@ -26,7 +26,7 @@ from spatialdl.evaluating.measured import (
     shown_name,
     shown_value,
 )
-from spatialdl.evaluating.page import save_page
+from spatialdl.evaluating.page import save_evaluation
 from spatialdl.evaluating.pictures import save_pictures
 from spatialdl.evaluating.predicted import Predicted, read_predictions
 from spatialdl.evaluating.resampling import Resampling
@@ -89,7 +89,7 @@ def evaluate(config: DictConfig, run_dir: Path) -> None:
     told = _about(config, predicted, how, remarks)
     save_metrics(run_dir, found, levels, told)
     save_cases(run_dir / "cases.csv", cases)
-    save_page(run_dir / "report.html", found, levels, cases, pictures, told)
+    save_evaluation(run_dir / "report.html", found, levels, cases, pictures, told)
     print(table(found, levels.unit, how))
     log.info("written: %s", run_dir / "report.html")
 

@@ -166,6 +166,8 @@ def numbered(names: Sequence[Hashable]) -> Ints:
 
 def _known(level: Level) -> npt.NDArray[np.bool_]:
     found: npt.NDArray[np.bool_]
+    if level.task == "survival":  # a time says nothing without its event
+        return np.asarray(~np.isnan(level.truth).any(1))
     found = level.truth >= 0 if level.truth.ndim == 1 else ~np.isnan(level.truth).all(1)
     return found
 

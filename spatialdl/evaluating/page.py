@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
-from spatialdl.data.saving import replacing
 from spatialdl.evaluating.cases import Case
 from spatialdl.evaluating.levels import Levels
 from spatialdl.evaluating.measured import ALL, Measured, shown_name, shown_value
-from spatialdl.version import __version__
+from spatialdl.pages.writing import as_data, save_page
 
 _HEADLINE = ("mean_dice", "mean_iou", "auroc", "balanced_accuracy", "accuracy", "r2", "mae")
 _MOST_FACTS = 3
 
 
-def save_page(
+def save_evaluation(
     path: Path,
     found: Sequence[Measured],
     levels: Levels,
@@ -35,14 +32,11 @@ def save_page(
         pictures: PNG files by title.
         told: what the numbers are of.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
     names = [level.name for level in levels.levels]
     plain = [one for one in found if one.group == ALL]
-    text = environment.get_template("page.html").render(
+    save_page(
+        path,
+        __package__,
         told=told,
         unit=levels.unit,
         levels=len(names),
@@ -50,17 +44,11 @@ def save_page(
         metrics=_table([one for one in plain if not one.name], names, "metric"),
         classes=list(_by_class(plain, names)),
         groups=list(_by_group(found, names)),
-        pictures={
-            title: base64.b64encode(file.read_bytes()).decode("ascii")
-            for title, file in pictures.items()
-        },
+        pictures={title: as_data(file.read_bytes(), "png") for title, file in pictures.items()},
         cases={
             name: own for name in names if (own := [_shown(o) for o in cases if o.level == name])
         },
-        version=__version__,
     )
-    with replacing(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def _facts(found: Sequence[Measured], names: Sequence[str]) -> Iterator[tuple[str, str]]:

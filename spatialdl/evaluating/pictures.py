@@ -15,6 +15,7 @@ from spatialdl.evaluating.levels import Level
 from spatialdl.evaluating.measured import ALL, Measured, shown_value
 from spatialdl.evaluating.ranking import Ranking
 from spatialdl.evaluating.scores import BINS, PixelScores, bins_of, from_confusion
+from spatialdl.evaluating.survival_curves import draw_survival
 from spatialdl.text import fitted
 
 _COLOURS = ("#1f5fa8", "#e6550d", "#2f8f5b", "#756bb1", "#a1622d", "#d6336c", "#0b7285", "#5b6470")
@@ -42,6 +43,8 @@ def save_pictures(
         wanted["dice"] = _draw_dice
     if task == "regression":
         wanted["regression"] = _draw_numbers
+    if task == "survival":
+        wanted["survival"] = draw_survival
     paths = {}
     for name, draw in wanted.items():
         path = folder / f"{name}.png"
@@ -59,6 +62,7 @@ _TITLES = {
     "confusion": "Confusion",
     "dice": "Dice",
     "regression": "Predictions and targets",
+    "survival": "Survival by predicted risk",
 }
 
 
@@ -86,7 +90,9 @@ def _save(
             draw(panel, level, [target] if target else classes, own, *_at(classes, target))
         )
         before = f"{fitted(target, _LONGEST)}, " if target else ""
-        panel.set_title(f"{before}by {level.name} ({len(level):,})", fontsize=10, loc="left")
+        after = _left_out(classes) if draw in (_draw_roc, _draw_precision) else ""
+        title = f"{before}by {level.name} ({len(level):,}){after}"
+        panel.set_title(title, fontsize=10, loc="left")
         if not drawn[-1]:
             panel.text(0.5, 0.5, "undefined", ha="center", va="center", transform=panel.transAxes)
     if not any(drawn):
@@ -94,6 +100,11 @@ def _save(
     with replacing(path) as out:
         figure.savefig(out, format="png")
     return True
+
+
+def _left_out(classes: Sequence[str]) -> str:
+    count = len(classes)
+    return f", {_MOST_CURVES} of {count} classes" if count > _MOST_CURVES else ""
 
 
 def _at(classes: Sequence[str], target: str) -> list[int]:
@@ -220,19 +231,31 @@ def _draw_confusion(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
 ) -> bool:
     scores: Any = level.scores()
-    pairs = scores.confusion(np.ones((1, scores.units)))[0]
+    draw_pairs(panel, scores.confusion(np.ones((1, scores.units)))[0], classes)
+    return True
+
+
+def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> None:
+    """A confusion matrix (classes, classes), by true and predicted class."""
     shares = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
     panel.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for (row, column), count in np.ndenumerate(pairs):
         colour = "white" if shares[row, column] > 0.55 else "black"
         text = f"{_short(count)}\n{100 * shares[row, column]:.0f} %"
         panel.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
-    names = [fitted(name, 14) for name in classes]
+    names = _distinct(classes)
     panel.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.set_xlabel("predicted")
     panel.set_ylabel("true")
-    return True
+
+
+def _distinct(classes: Sequence[str]) -> list[str]:
+    """Short names; where two would be the same, all have their numbers."""
+    names = [fitted(name, _LONGEST) for name in classes]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{k}: {fitted(name, _LONGEST - 4)}" for k, name in enumerate(classes)]
 
 
 def _short(count: float) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.evaluating.checks import SAMPLE, predicted_table
-from spatialdl.predicting.checks import need_pyarrow
+from spatialdl.data.predicted_table import find_predicted, read_predicted
+from spatialdl.evaluating.checks import SAMPLE
 from spatialdl.predicting.tables import PIXELS
 
 RISK = "risk"
@@ -69,14 +67,14 @@ def read_predictions(folder: Path) -> Predicted:
     Raises:
         ValueError: there are no predictions, or their table is malformed.
     """
-    masks = predicted_table(folder, PIXELS)
+    masks = find_predicted(folder, PIXELS)
     if masks is not None:
         return _of_pixels(masks, _failed(folder))
     # bags have slides only
     for name, key in (("predictions", "slide"), ("volumes", "volume"), ("slides", "slide")):
-        path = predicted_table(folder, name)
+        path = find_predicted(folder, name)
         if path is not None:
-            return _of_samples(path, _columns(path), key, _failed(folder))
+            return _of_samples(path, read_predicted(path), key, _failed(folder))
     raise ValueError(f"{folder} has no predictions.csv or predictions.parquet")
 
 
@@ -162,7 +160,7 @@ def _has(row: Floats) -> bool:
 
 
 def _of_pixels(path: Path, failed: Mapping[str, str]) -> Predicted:
-    columns = _columns(path)
+    columns = read_predicted(path)
     classes = [head.removeprefix("pixels_") for head in columns if head.startswith("pixels_")]
     first = slice(None, None, max(1, len(classes)))  # of the rows of each image
     names = columns.get("slide", [])[first]
@@ -184,36 +182,12 @@ def _of_pixels(path: Path, failed: Mapping[str, str]) -> Predicted:
 
 def _failed(folder: Path) -> dict[str, str]:
     for name, key in (("slides", "slide"), ("volumes", "volume")):
-        path = predicted_table(folder, name)
-        columns = {} if path is None else _columns(path)
+        path = find_predicted(folder, name)
+        columns = {} if path is None else read_predicted(path)
         if "status" in columns and key in columns:
             rows = zip(columns[key], columns["status"], columns.get("reason", ()), strict=False)
             return {slide: why for slide, status, why in rows if status not in ("processed", "")}
     return {}
-
-
-def _columns(path: Path) -> dict[str, list[str]]:
-    """By name the cells of a table, as text."""
-    if path.suffix == ".parquet":
-        table = need_pyarrow().parquet.read_table(path).to_pydict()
-        return {
-            name: ["" if cell is None else str(cell) for cell in cells]
-            for name, cells in table.items()
-        }
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            head, *rows = csv.reader(file)
-    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a table of predictions: {error}") from error
-    finally:
-        csv.field_size_limit(before)  # of the whole process
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(head):
-            raise ValueError(
-                f"{path} line {number} has {len(row)} cells, but the first line {len(head)}"
-            )
-    return {name: [row[k] for row in rows] for k, name in enumerate(head)}
 
 
 def _numbers(path: Path, columns: Columns, name: str) -> Floats:

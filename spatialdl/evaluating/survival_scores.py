@@ -27,7 +27,7 @@ class SurvivalScores:
         self.units = int(unit.max()) + 1 if len(unit) else 0
 
     def metrics(self, weights: Floats) -> dict[str, Floats]:
-        """Harrell's concordance index (B,), see `training.tasks.survival.concordance`.
+        """Harrell's concordance index (B,), see `training.tasks.concordance`.
 
         A pair counts as often as its samples are drawn.
         """

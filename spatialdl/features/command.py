@@ -91,7 +91,7 @@ def _alone(argv: Sequence[str]) -> int:
     if options.whole:
         return map_regions(prepared, Alone(), encoder, device, precision)
     with opened_folder(prepared) as folder:
-        job = prepared.job(folder.path, precision)
+        job = prepared.job(precision)
         try:
             if options.jobs > 1:
                 digest = prepared.digest
@@ -181,7 +181,7 @@ def _first_rank(
     with agreeing(world):
         folder = holding.__enter__()
     try:
-        job = world.bcast(prepared.job(folder.path, precision))
+        job = world.bcast(prepared.job(precision))
         progress = Progress(len(job.source.tasks), job)
         with agreeing(world):
             outcome = Worker(job, encoder, device, progress.told).run()

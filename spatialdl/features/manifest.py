@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from spatialdl.data.format import MANIFEST, sha256_of
 from spatialdl.data.saving import TEMPORARY, load_json, save_json
 from spatialdl.features.encoders.encoder import Encoder, Wish
-from spatialdl.features.results import FOLDER, MAPS, load_before
+from spatialdl.features.results import LAYOUTS, MAPS, Layout, load_before
 from spatialdl.slides.batch.report import Report
 from spatialdl.version import __version__
 
@@ -37,23 +36,16 @@ class Folder:
     """A folder of features.
 
     Args:
-        path: of the folder.
+        layout: of the folder.
         settings: of this run: features of other settings do not go together with its own.
-        folder: in it, of its feature files.
 
     Raises:
         ValueError: it has features of other settings, or is something else.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        *,
-        overwrite: bool,
-        folder: str = FOLDER,
-    ) -> None:
-        self.path, self._folder = path, folder
+    def __init__(self, layout: Layout, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.layout = layout
+        self.path = path = layout.out
         self.settings = json.loads(json.dumps(settings))  # as they are read back
         if path.exists() and not path.is_dir():
             raise ValueError(f"--out {path} is a file; name a folder")
@@ -76,12 +68,11 @@ class Folder:
 
     def begin(self) -> None:
         """Remove what a killed run has left, or all if it is to be replaced; note the settings."""
-        (self.path / self._folder).mkdir(parents=True, exist_ok=True)
-        patterns = [TEMPORARY, *(f"{folder}/{TEMPORARY}" for folder in (FOLDER, MAPS))]
-        if self._replaced:
-            patterns += [f"{FOLDER}/*.h5", f"{MAPS}/*.h5", f"{MAPS}/*.png"]
-        for pattern in patterns:
-            for file in self.path.glob(pattern):
+        (self.path / self.layout.features).mkdir(parents=True, exist_ok=True)
+        files = [one for kind in (*LAYOUTS, MAPS) for one in Layout(self.path, kind).files_of("*")]
+        patterns = [self.path / TEMPORARY, *(one.with_name(TEMPORARY) for one in files)]
+        for pattern in [*patterns, *(files if self._replaced else [])]:
+            for file in pattern.parent.glob(pattern.name):
                 file.unlink()
         self._save(self._before.get("slides", []))
 
@@ -93,9 +84,8 @@ class Folder:
         """
         found = {report.slide: report for report in self._earlier()}
         found |= {report.slide: report for report in reports}
-        for file in (self.path / self._folder).glob("*.h5"):
-            known = file.stem in found
-            before = None if known else load_before(self.path, file.stem, self._folder)
+        for file in (self.path / self.layout.features).glob("*.h5"):
+            before = None if file.stem in found else load_before(self.layout, file.stem)
             if before is not None:
                 found[file.stem] = before.report
         together = [found[name] for name in sorted(found)]
@@ -103,13 +93,13 @@ class Folder:
         return together
 
     def _entry(self, report: Report) -> dict[str, Any]:
-        file = f"{self._folder}/{report.slide}.h5" if report.written else None
-        pictured = self._folder == MAPS and file is not None
+        layout, whole = self.layout, self.layout.kind == MAPS
+        file = f"{layout.features}/{report.slide}.h5" if report.written else None
         return {
             "slide": report.slide,
             "file": file,
-            **({"picture": f"{MAPS}/{report.slide}.png"} if pictured else {}),
-            **({"tiles": report.written} if self._folder == FOLDER else {}),
+            **({"picture": f"{MAPS}/{report.slide}.png"} if whole and file is not None else {}),
+            **({} if whole else {"tiles": report.written}),
             "status": report.status,
             "reason": report.reason,
             "report": report.to_json(),

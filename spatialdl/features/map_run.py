@@ -55,7 +55,7 @@ def _job(
     assert isinstance(source, RegionSource)
     return MapJob(
         source,
-        options.out.resolve(),
+        prepared.layout,
         prepared.about,
         options.dtype,
         precision,

@@ -12,6 +12,7 @@ from typing import Any
 
 from spatialdl.features.encoders.encoder import POOLS, Wish
 from spatialdl.features.encoders.preprocessing import INTERPOLATIONS
+from spatialdl.features.results import LAYOUTS
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.options import WHOLE_TILE, add_resolution, add_tissue
 from spatialdl.text import positive_int
@@ -35,7 +36,7 @@ CUTTING = (
 
 _OF_TILES = (
     *("tile_size", "overlap", "edge", "filter", "min_tissue", "annotations", "crop", "split"),
-    *("batch_size", "readers", "jobs"),
+    *("batch_size", "readers", "jobs", "layout"),
 )
 _FILES = ("mask_dir", "annotations", "stain_reference")  # whose contents are in keys of slides
 _MOST_READERS = 4
@@ -46,13 +47,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, with `wish`, the encoder; ends the process where one of them is wrong.
 
     Raises:
-        ValueError: an argument of the encoder is given twice.
+        ValueError: an argument of the encoder is given twice, or the layout has another dtype.
     """
     options = parser().parse_args(argv)
     if options.whole:
         _check_whole(options)
     elif options.grid is not None or options.limit_gb is not None:
         raise ValueError("--grid and --limit-gb cut whole regions: add --whole, or leave them out")
+    options.dtype = _dtype(options.layout, options.dtype)
     arguments: dict[str, Any] = {}
     for key, value in options.encoder_args:
         if key in arguments:
@@ -104,9 +106,9 @@ def parser() -> argparse.ArgumentParser:
         prog="spatialdl-features",
         description="Compute features of the tiles of slides, or of a data set of tiles, with a "
         "frozen encoder.",
-        epilog="Each slide gives DIR/h5/NAME.h5 with `features` and `coords`, as CLAM and TRIDENT "
-        "read them; with --whole a map. Under mpiexec or srun the ranks share the slides, or with "
-        "--whole each region.",
+        epilog="Each slide gives DIR/h5/NAME.h5 with `features` and `coords`, as TRIDENT reads "
+        "them; --layout clam makes a data folder of CLAM, and --whole a map. Under mpiexec or srun "
+        "the ranks share the slides, or with --whole each region.",
     )
     add = made.add_argument
     add(
@@ -203,7 +205,17 @@ def _add_whole(group: Any) -> None:
 
 def _add_work(group: Any) -> None:
     add = group.add_argument
-    add("--dtype", choices=DTYPES, default="float16", help="of the features (default float16)")
+    add(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="h5: h5/NAME.h5; clam: h5_files/NAME.h5 and pt_files/NAME.pt (default h5)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of the features (default float16; float32 with --layout clam, which takes no other)",
+    )
     add(
         "--precision",
         choices=tuple(PRECISIONS),
@@ -228,6 +240,16 @@ def _add_work(group: Any) -> None:
     )
     add("--overwrite", action="store_true", help="replace features of other settings")
     add("--skip-errors", action="store_true", help="exit with 0 although slides were skipped")
+
+
+def _dtype(layout: str, given: str | None) -> str:
+    usual = "float32" if layout == "clam" else "float16"
+    if layout == "clam" and given not in (None, usual):
+        raise ValueError(
+            f"--layout clam --dtype {given}: networks of CLAM compute in float32 and do not "
+            "convert features; leave out --dtype"
+        )
+    return given or usual
 
 
 def cutting_settings(options: argparse.Namespace) -> dict[str, object]:

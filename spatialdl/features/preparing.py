@@ -18,7 +18,7 @@ from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.manifest import Folder, encoder_settings
 from spatialdl.features.maps.regions import RegionSource
 from spatialdl.features.options import PRECISIONS, cutting_settings, given_cutting
-from spatialdl.features.results import FOLDER, MAPS
+from spatialdl.features.results import LAYOUTS, MAPS, Layout
 from spatialdl.features.sources import SetSource, SlideSource, Source
 from spatialdl.features.working import Job
 from spatialdl.slides.batch.choosing import Choosing
@@ -50,13 +50,19 @@ class Prepared:
             "precision": self.options.precision,
         }
 
-    def job(self, folder: Path, precision: Precision) -> Job:
-        """What workers on tiles have in common."""
+    @property
+    def layout(self) -> Layout:
+        """Of the folder of the run."""
         options = self.options
+        return Layout(options.out.resolve(), MAPS if options.whole else options.layout)
+
+    def job(self, precision: Precision) -> Job:
+        """What workers on tiles have in common, in a folder that is there."""
+        options, layout = self.options, self.layout
         return Job(
             self.source,
-            new_claims(folder, len(self.source.tasks)),
-            folder,
+            new_claims(layout.out, len(self.source.tasks)),
+            layout,
             self.about,
             options.dtype,
             precision,
@@ -118,6 +124,8 @@ def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Enco
         "precision": options.precision,
         "dtype": options.dtype,
     }
+    if options.layout != LAYOUTS[0]:  # older folders do not say so
+        settings["layout"] = options.layout
     source: Source
     if isinstance(given, Path):
         settings["set"] = {"split": options.split}
@@ -138,13 +146,8 @@ def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Enco
 @contextmanager
 def opened_folder(prepared: Prepared) -> Iterator[Folder]:
     """The folder of the run, to which no other run writes meanwhile."""
-    options = prepared.options
-    folder = Folder(
-        options.out.resolve(),
-        prepared.settings,
-        overwrite=options.overwrite,
-        folder=MAPS if options.whole else FOLDER,
-    )
+    overwrite = prepared.options.overwrite
+    folder = Folder(prepared.layout, prepared.settings, overwrite=overwrite)
     holding = held(folder.path)
     try:
         holding.__enter__()

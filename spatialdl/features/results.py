@@ -1,7 +1,9 @@
-"""What a run leaves of a slide: its feature file, with the key by which it is known again. ::
+"""Files of a slide in a folder of features, and the key by which a run resumes. ::
 
-h5/NAME.h5       features, coords
-maps/NAME.h5     features of a whole region, see `features.maps`
+h5/NAME.h5           features, coords
+h5_files/NAME.h5     the same in the layout of CLAM
+pt_files/NAME.pt     its features alone, as a tensor: what the training script of CLAM loads
+maps/NAME.h5, .png   features of a whole region, see `features.maps`
 """
 
 from __future__ import annotations
@@ -14,16 +16,60 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from spatialdl.data.feature_file import FEATURES, UNREADABLE, write_features
 from spatialdl.data.own_dataset import own_dataset
+from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
 from spatialdl.features.encoding import Filling
 from spatialdl.slides.batch.report import Report
 from spatialdl.slides.batch.steps import sum_up
 
-FOLDER, MAPS = "h5", "maps"
+LAYOUTS, MAPS = ("h5", "clam"), "maps"
 _KEY, _REPORT = "key", "report"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the files of slides lie.
+
+    Attributes:
+        out: the folder of the run.
+        kind: one of `LAYOUTS`, of features of tiles, or `MAPS`, of whole regions.
+    """
+
+    out: Path
+    kind: str = LAYOUTS[0]
+
+    @property
+    def features(self) -> str:
+        """Folder of feature files."""
+        return "h5_files" if self.kind == "clam" else self.kind
+
+    @property
+    def tensors(self) -> str | None:
+        """Folder of features as tensors, if there are any."""
+        return "pt_files" if self.kind == "clam" else None
+
+    def features_of(self, name: str) -> Path:
+        """The feature file of a slide."""
+        return self.out / self.features / f"{name}.h5"
+
+    def tensor_of(self, name: str) -> Path | None:
+        """The file of its features as a tensor."""
+        return None if self.tensors is None else self.out / self.tensors / f"{name}.pt"
+
+    def picture_of(self, name: str) -> Path:
+        """The picture of its map, where there are maps."""
+        return self.out / MAPS / f"{name}.png"
+
+    def files_of(self, name: str) -> list[Path]:
+        """All files of a slide."""
+        picture = self.picture_of(name) if self.kind == MAPS else None
+        found = (self.features_of(name), self.tensor_of(name), picture)
+        return [path for path in found if path is not None]
 
 
 @dataclass(frozen=True)
@@ -34,15 +80,12 @@ class Before:
     report: Report
 
 
-def file_of(out: Path, name: str, folder: str = FOLDER) -> Path:
-    """The feature file of a slide."""
-    return out / folder / f"{name}.h5"
-
-
-def load_before(out: Path, name: str, folder: str = FOLDER) -> Before | None:
-    """What an earlier run has made of a slide; None if nothing, or if it is damaged."""
+def load_before(layout: Layout, name: str) -> Before | None:
+    """What an earlier run has made of a slide; None if a file is missing or damaged."""
+    if not all(path.is_file() for path in layout.files_of(name)):
+        return None
     try:
-        with h5py.File(file_of(out, name, folder), "r", locking=False) as h5:
+        with h5py.File(layout.features_of(name), "r", locking=False) as h5:
             attributes = own_dataset(h5, FEATURES).attrs
             report = Report.from_json(json.loads(str(attributes[_REPORT])))
             return Before(str(attributes[_KEY]), report)
@@ -70,12 +113,12 @@ def known_again(key: str, report: Report) -> dict[str, str]:
 
 
 def save_slide(
-    out: Path, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
+    layout: Layout, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
 ) -> Report:
     """Write the features of a slide, if there are any, and say what became of it.
 
     Args:
-        out: the folder of the run.
+        layout: of the folder of the run.
         filling: all of its features.
         dtype: in which they are stored.
         about: attributes of the features, such as the encoder's name.
@@ -86,9 +129,9 @@ def save_slide(
     """
     bag, report = filling.bag, filling.bag.report
     sum_up(report, filling.parts)
-    path = file_of(out, bag.name)
     if not report.written:
-        path.unlink(missing_ok=True)  # of what the slide was before
+        for path in layout.files_of(bag.name):
+            path.unlink(missing_ok=True)  # of what the slide was before
         return report
     features = np.concatenate(filling.features)
     with np.errstate(over="ignore"):  # found below
@@ -103,5 +146,15 @@ def save_slide(
         )
     coords = np.array([(x, y) for part in filling.parts for x, y, _ in part.taken], np.int64)
     said = {**about, **known_again(bag.key, report)}
+    tensor = layout.tensor_of(bag.name)
+    if tensor is not None:  # first: the key, by which a slide is done, is in the other file
+        _save_tensor(tensor, stored)
+    path = layout.features_of(bag.name)
     write_features(path, stored, coords.reshape(-1, 2), bag.attributes, said)
     return report
+
+
+def _save_tensor(path: Path, features: npt.NDArray[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished(path) as temporary:
+        torch.save(torch.from_numpy(features), temporary)

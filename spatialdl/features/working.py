@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from spatialdl.features.claims import Claims
 from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoding import Encoding, Filling
 from spatialdl.features.reading import Opened, ReadAhead
-from spatialdl.features.results import check_other, load_before, save_slide
+from spatialdl.features.results import Layout, check_other, load_before, save_slide
 from spatialdl.features.sources import Bag, Source
 from spatialdl.slides.batch.report import Report
 from spatialdl.slides.batch.steps import Task
@@ -32,7 +31,7 @@ class Job:
     Attributes:
         source: the slides.
         claims: which of them are taken.
-        out: the folder of the run.
+        layout: of the folder of the run.
         about: attributes of the features.
         dtype: in which they are stored.
         precision: in which numbers the encoder computes.
@@ -42,7 +41,7 @@ class Job:
 
     source: Source
     claims: Claims
-    out: Path
+    layout: Layout
     about: dict[str, object]
     dtype: str
     precision: Precision
@@ -145,7 +144,7 @@ class Worker:
         try:
             if filling.problem is not None:
                 raise filling.problem
-            return save_slide(job.out, filling, np.dtype(job.dtype), job.about)
+            return save_slide(job.layout, filling, np.dtype(job.dtype), job.about)
         except OSError as error:
             if filling.problem is None:
                 raise  # nothing can be written, which other slides will not mend
@@ -175,11 +174,11 @@ class Worker:
     def _opened(self, task: Task) -> Bag | Report:
         job = self._job
         key = job.source.key(task)
-        before = load_before(job.out, task.name)
+        before = load_before(job.layout, task.name)
         if before is not None and before.key == key and not before.report.failed:
             self._before.append(task.name)
             return before.report
-        check_other(before, key, job.out, str(task.path))
+        check_other(before, key, job.layout.out, str(task.path))
         return job.source.open(task, key)
 
 

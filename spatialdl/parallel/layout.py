@@ -179,6 +179,11 @@ class Layout:
         cuts[along] = even_bounds(size, self.grid[along])
         return Layout(self.batch, tuple(cuts))
 
+    def coarser(self, factors: Sequence[int]) -> Layout:
+        """The layout of which this is a finer one: so many parts along each spatial dim are one."""
+        each = zip(self.cuts, factors, strict=True)
+        return Layout(self.batch, tuple(bounds[::factor] for bounds, factor in each))
+
     @property
     def whole(self) -> Box:
         return Box((0, bounds[-1]) for bounds in (self.batch, *self.cuts))
@@ -211,6 +216,27 @@ class Layout:
     def describe(self) -> str:
         """Short text for messages: ``2x1 over 70x93``."""
         return f"{by(self.grid)} over {by(self.size)}"
+
+
+def finer_parts(grid: Sequence[int], factors: Sequence[int], part: int) -> tuple[int, ...]:
+    """The parts of a finer layout that make up a part of a coarser one, in their order.
+
+    Args:
+        grid: of the coarser layout.
+        factors: parts of the finer one in each of its parts, along each spatial dim.
+        part: of the coarser one, in row-major order.
+    """
+    place = Layout.even(1, grid, grid).part_at(part)
+    each = zip(place, factors, strict=True)
+    ranges = (range(at * factor, (at + 1) * factor) for at, factor in each)
+    return tuple(_number(finer, grid, factors) for finer in product(*ranges))
+
+
+def _number(place: Sequence[int], grid: Sequence[int], factors: Sequence[int]) -> int:
+    number = 0
+    for at, parts, factor in zip(place, grid, factors, strict=True):
+        number = number * parts * factor + at
+    return number
 
 
 _NAMES = {1: ("positions",), 2: ("rows", "columns"), 3: ("slices", "rows", "columns")}

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import by
+from spatialdl.parallel.layout import Layout, by
 
 
 class Position(NamedTuple):
@@ -46,6 +46,8 @@ class Placement:
             and works on micro-batches of its own.
         order: the rank at each place; () where rank and place are the same.
         tensor: ranks over which each stage divides the channels of a part; () for one each.
+        stream: virtual tiles along each spatial dim into which each rank cuts its part of images,
+            to work on one after the other; () for none.
 
     Raises:
         ValueError: if a degree is smaller than 1, there is no stage, stages that share ranks do
@@ -59,6 +61,7 @@ class Placement:
     batch: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
+    stream: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch and (len(self.batch) != len(self.grids) or self.batch[0] != 1):
@@ -88,6 +91,22 @@ class Placement:
                 f"an order has each of {self.world_size} ranks once, got {list(self.order)}"
             )
 
+        self._check_stream()
+
+    def _check_stream(self) -> None:
+        if not self.stream:
+            return
+        if len(self.stream) != self.dims or min(self.stream) < 1:
+            raise ValueError(
+                f"virtual tiles are counted along each of {self.dims} spatial dims, at least 1 "
+                f"each, got stream={list(self.stream)}"
+            )
+        if self.most_batch_parts > 1 or self.most_tensor_parts > 1:
+            raise ValueError(
+                f"stream={list(self.stream)} cuts images into virtual tiles, which ranks that "
+                "divide samples or channels do not have"
+            )
+
     def _check_shared(self) -> None:
         if any(width != self.widths[n % self.groups] for n, width in enumerate(self.widths)):
             raise ValueError(
@@ -109,6 +128,20 @@ class Placement:
     def dims(self) -> int:
         """Spatial dims of the images."""
         return len(self.grids[0])
+
+    @cached_property
+    def tile_grids(self) -> tuple[tuple[int, ...], ...]:
+        """As `grids`, but counting virtual tiles."""
+        factors = self.stream or (1,) * self.dims
+        return tuple(
+            tuple(parts * factor for parts, factor in zip(grid, factors, strict=True))
+            for grid in self.grids
+        )
+
+    def layout(self, stage: int, samples: int, size: Sequence[int]) -> Layout:
+        """The default layout on the ranks of a stage of images whose spatial dims have `size`."""
+        fine = Layout.even(samples, size, self.tile_grids[stage])
+        return fine.coarser(self.stream) if self.stream else fine
 
     @property
     def copies(self) -> int:

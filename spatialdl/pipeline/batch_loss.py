@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.pipeline.action import Lists
-from spatialdl.pipeline.placed import Criterion, Microbatch
+from spatialdl.pipeline.own_tile import Criterion
+from spatialdl.pipeline.placed import Microbatch
 from spatialdl.spatial.autocast import wide
 
 

@@ -37,8 +37,9 @@ from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.moving import moved
+from spatialdl.pipeline.own_tile import Criterion, Made
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.placed import Criterion, Microbatch, PlacedStage
+from spatialdl.pipeline.placed import Microbatch, PlacedStage
 from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
@@ -48,6 +49,7 @@ from spatialdl.pipeline.step_context import StepContext, are_weights_apart
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.recompute import blocks_of
+from spatialdl.streaming.memory import Memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -79,6 +81,7 @@ class PipelineOptions:
             `channels.uses.check_plan`.
         sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
             None, or where it gives None, all alike.
+        memory: holds what virtual tiles need later, if ranks have any (`Placement.stream`).
         batch_loss: the columns of outputs and targets, if the criterion compares the samples of a
             batch, see `pipeline.batch_loss`; of networks of one stage.
     """
@@ -97,6 +100,7 @@ class PipelineOptions:
     compiled: bool = False
     tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None
+    memory: Memory | None = None
     batch_loss: Width | None = None
 
 
@@ -210,9 +214,11 @@ class Pipeline:
         borders = list(self._shapes.borders)
         handovers = Handovers(placement, self.schedule, comm, borders, self.device)
         again = self.options.recompute == "stage"
+        memory = (self.options.memory or Memory()) if placement.stream else None
         return [
             PlacedStage(
-                self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed
+                *(self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed),
+                memory,
             )
             for p in positions
         ]
@@ -359,7 +365,7 @@ class Pipeline:
                         else:
                             outputs[action.microbatch] = self._run(
                                 placed, action.microbatch, microbatch
-                            )
+                            ).output
                 elif action.kind == "backward":
                     criteria = (
                         self._criteria(outputs, microbatches) if criteria is None else criteria
@@ -394,9 +400,35 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Outputs (n, ...) by micro-batch: of the samples that leave from this rank, never half."""
+        return {number: self._never_half(made.output) for number, made in self._made(microbatches)}
+
+    @torch.no_grad()
+    def evaluate_tiles(
+        self, microbatches: Sequence[Microbatch]
+    ) -> Iterator[tuple[int, Mesh, Tensor]]:
+        """The same, but maps virtual tile by virtual tile, so that none is ever whole.
+
+        Returns:
+            The number of the micro-batch, the mesh over which its output leaves, and that. All of
+            them must be taken.
+        """
+        if not self.placement.stream:
+            for number, output in self.evaluate(microbatches).items():
+                mesh = self.last(number)
+                if mesh is not None:
+                    yield number, mesh, output
+            return
+        for number, made in self._made(microbatches):
+            for mesh, output in made.outputs():
+                yield number, mesh, self._never_half(output)
+
+    def _never_half(self, output: Tensor) -> Tensor:
+        return output.float() if self.mixed else output
+
+    def _made(self, microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Made]]:
+        """What the last stage makes of each micro-batch, in evaluation."""
         for module in self.stages.values():
             module.eval()
-        outputs = {}
         with ExitStack() as stack:
             for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
@@ -405,11 +437,10 @@ class Pipeline:
             for action in todo:
                 placed = self._placed[action.copy, action.stage]
                 self._expect(action, coming, microbatches)
-                output = self._run(placed, action.microbatch, microbatches[action.microbatch])
+                made = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
-                    outputs[action.microbatch] = output.float() if self.mixed else output
+                    yield action.microbatch, made
             self._wait_sent()
-        return outputs
 
     def _todo(self, actions: list[Action], microbatches: Sequence[Microbatch]) -> list[Action]:
         if len(microbatches) != self.schedule.microbatches:
@@ -451,11 +482,10 @@ class Pipeline:
                     "state needs every replica in every micro-batch: take larger batches"
                 )
 
-    def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Tensor:
+    def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Made:
         shapes = self._shapes.of(microbatch.samples)
         size = microbatch.size or self.image_size[1:]
-        output: Tensor = placed.forward(number, microbatch, shapes, size, self.device)
-        return output
+        return placed.forward(number, microbatch, shapes, size, self.device)
 
     def _criteria(
         self, outputs: Mapping[int, Tensor], microbatches: Sequence[Microbatch]

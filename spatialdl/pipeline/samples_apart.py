@@ -22,6 +22,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.autocast import autocast
+from spatialdl.pipeline.own_tile import received
 from spatialdl.pipeline.placed import PlacedStage
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import run_stage, start_training
@@ -150,8 +151,8 @@ class _Probe:
         """What the stage gives and leaves in its buffers; before it, what its modules see."""
         stage, seen = self._placed.module, list[_Seen]()
         values = {
-            value: self._placed.received(tiles[value].clone(), part)
-            for value, part in self._parts[number].items()
+            value: received(tiles[value].clone(), shape, self._placed.mesh)
+            for value, shape in self._parts[number].items()
         }
         calm = autocast(self._device, self._mixed), keyed(0, 0), _Calm()
         with _as_it_was(stage), _followed(stage, seen if follow else None), ExitStack() as stack:

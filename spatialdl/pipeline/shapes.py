@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -117,6 +118,22 @@ def _behind(image: Tensor, sizes: Sequence[int]) -> tuple[Any, ...]:
     )
 
 
+@lru_cache(maxsize=4096)
+def over_ranks(shape: HandoverShape, stream: tuple[int, ...]) -> HandoverShape:
+    """How what virtual tiles give and get is handed over, put together to tiles of ranks.
+
+    Args:
+        stream: virtual tiles of a rank along each spatial dim; () for none.
+    """
+    if not stream:
+        return shape
+    sender, receiver = (
+        layout.coarser(stream) if len(layout.boxes) > 1 else layout
+        for layout in (shape.sender, shape.receiver)
+    )
+    return HandoverShape(shape.shape, shape.dtype, sender, receiver)
+
+
 Passing = dict[Border, dict[Value, HandoverShape]]
 """What passes each border for a micro-batch, in order."""
 
@@ -211,9 +228,10 @@ class HandoverShapes:
     def entering(self, samples: int) -> list[dict[Value, Tensor]]:
         """What arrives at each stage before any of them has run: the images at the first."""
         image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
-        layout = Layout.even(samples, self._image_size[1:], self._placement.grids[0])
-        arrived: list[dict[Value, Tensor]] = [{} for _ in self._placement.grids]
-        arrived[0][IMAGE] = _meta_input(image, layout, self._placement.grids[0])
+        grids = self._placement.tile_grids
+        layout = Layout.even(samples, self._image_size[1:], grids[0])
+        arrived: list[dict[Value, Tensor]] = [{} for _ in grids]
+        arrived[0][IMAGE] = _meta_input(image, layout, grids[0])
         return arrived
 
     def pass_on(
@@ -235,7 +253,7 @@ class HandoverShapes:
                     value: _handover_shape(given[value], border, self._placement, samples)
                     for value in values
                 }
-                grid = self._placement.grids[border.taker]
+                grid = self._placement.tile_grids[border.taker]
                 for value, shape in found[border].items():
                     arrived[border.taker][value] = _arrived(shape, grid)
         return found
@@ -290,7 +308,7 @@ def _handover_shape(
             )
         parts = 1, 1
     rows = shape[0] if shape else 1
-    grids = placement.grids[border.giver], placement.grids[border.taker]
+    grids = placement.tile_grids[border.giver], placement.tile_grids[border.taker]
     is_map = len(shape) == placement.dims + 2 and prod(shape[2:]) > 1
     sender = None
     if isinstance(output, SpatialTensor) and not output.spatial_dims.is_image:

@@ -26,7 +26,7 @@ from spatialdl.channels.weights import held_weights, whole_outputs
 from spatialdl.comm.groups import new_group
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
-from spatialdl.pipeline.placed import enter
+from spatialdl.pipeline.own_tile import enter
 
 
 class ShardedStage:

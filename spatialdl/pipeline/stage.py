@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -308,26 +309,33 @@ def scope_of(step: Step) -> AbstractContextManager[None]:
     return scope(f"{step.path}#{step.nth}" if step.nth else step.path)
 
 
+class _Entered(threading.local):
+    """Copies of a network may run on threads that take turns, with the same hooks."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.scopes: list[AbstractContextManager[None]] = []
+
+
 def scope_by_name(model: nn.Module, recording: Recording) -> None:
     """Let the modules of an uncut network draw random numbers as its stages would."""
-    calls: Counter[str] = Counter()
     often = Counter(step.call for step in recording.steps)
-    entered: list[AbstractContextManager[None]] = []
+    thread = _Entered()
 
     def restart(module: nn.Module, args: Any) -> None:
-        calls.clear()
+        thread.calls.clear()
 
     def enter(path: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            nth, calls[path] = calls[path], calls[path] + 1
+            nth, thread.calls[path] = thread.calls[path], thread.calls[path] + 1
             once = often[path] == 1  # it may run again in backward
-            entered.append(scope(path if once or not nth else f"{path}#{nth}"))
-            entered[-1].__enter__()
+            thread.scopes.append(scope(path if once or not nth else f"{path}#{nth}"))
+            thread.scopes[-1].__enter__()
 
         return hook
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+        thread.scopes.pop().__exit__(None, None, None)
 
     model.register_forward_pre_hook(restart)
     for path in recording.drawing:

@@ -23,7 +23,7 @@ from spatialdl.comm.dry import Talk, listening
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import Layout
-from spatialdl.pipeline.placed import enter
+from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.ledger import Ledger, Phase, Work, taken
 from spatialdl.planning.parts import Divided, Parts

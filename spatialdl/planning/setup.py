@@ -78,6 +78,11 @@ def planned_type(config: DictConfig) -> torch.dtype:
     Raises:
         ValueError: if the costs of that are not known.
     """
+    if config.parallel.stream is not None:
+        raise ValueError(
+            f"the costs of virtual tiles, parallel.stream={config.parallel.stream}, are not known "
+            "to the planner: name the layout, and leave debug=fakecomm and parallel=auto out"
+        )
     precision = named(config.trainer.precision)
     if precision.mixed is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.configuring.values import check_values
+from spatialdl.data.predicted_table import need_pyarrow
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.spatial_data import need_spatialdata
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
@@ -87,6 +88,7 @@ def check_config(config: DictConfig) -> Placement:
         )
     if config.spatialdata:
         _check_store(config)
+    _check_virtual_tiles(config, placement)
     if config.activation and not config.maps:
         raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
     if config.activation and config.tta is not None:
@@ -96,6 +98,24 @@ def check_config(config: DictConfig) -> Placement:
         )
     check_values(config)
     return placement
+
+
+def _check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
+    if placement.stream and config.activation:
+        raise ValueError(
+            "activation=true needs maps of whole images, and with virtual tiles, parallel.stream="
+            f"{config.parallel.stream}, nobody has them: leave one of them out"
+        )
+    if placement.stream and config.features is not None:
+        raise ValueError(
+            f"parallel.stream={config.parallel.stream} cuts images, and features={config.features} "
+            "has none: leave it out"
+        )
+    if config.memory_limit_gb is not None and not placement.stream:
+        raise ValueError(
+            f"memory_limit_gb={config.memory_limit_gb} is of no use without virtual tiles: set "
+            "parallel.stream, such as parallel.stream=[4,4], or leave it out"
+        )
 
 
 def _check_store(config: DictConfig) -> None:
@@ -117,22 +137,6 @@ def names_own_network(ckpt_path: str) -> bool:
         return is_own_network(content["config"]["model"]["_target_"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def need_pyarrow() -> Any:
-    """The module that writes Parquet.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(
-            "table=parquet needs pyarrow: pip install 'spatialdl[parquet]', or take table=csv"
-        ) from None
-    return pyarrow
 
 
 def _check_input(config: DictConfig) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import mmap
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
@@ -25,6 +29,20 @@ class Piece:
 
     start: tuple[int, ...]
     values: Tensor
+
+
+def kept_in(folder: Path, piece: Piece) -> Piece:
+    """The same in a file without a name, which is read where it is needed."""
+    values = piece.values
+    with tempfile.TemporaryFile(dir=folder, prefix="spatialdl-map-") as file:
+        dtype = values.numpy().dtype
+        kept = np.memmap(file, dtype, "w+", shape=tuple(values.shape))
+    kept[...] = values.numpy()
+    kept.flush()
+    mapped = kept._mmap  # type: ignore[attr-defined]
+    if hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
+    return Piece(piece.start, torch.from_numpy(kept))
 
 
 def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:

@@ -26,7 +26,7 @@ from spatialdl.parallel.layout import by
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
-from spatialdl.predicting.pieces import Piece, own_pieces
+from spatialdl.predicting.pieces import Piece, kept_in, own_pieces
 from spatialdl.predicting.progress import ReadInBands, bar, layers_told
 from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.turning import Turn, TurnMean, turned_views, turns
@@ -93,7 +93,7 @@ class Runner:
         normalisation = self._trained.normalisation
         views = Views(given.source, given.size, self._trained.background, white=normalisation.scale)
         self._trained.check_pixels(given.name, views.dtype)
-        if given.whole and self._world.rank == 0:
+        if given.whole and self._world.rank == 0 and not self._network.placement.stream:
             views = replace(views, source=ReadInBands(given.source, given.name))
         outcome, mean = Outcome(), TurnMean(self._world)
         for turn in self._turns:
@@ -181,13 +181,14 @@ class Runner:
         """One image, of which each rank keeps its part of the map, turned back."""
         columns = len(self._trained.classes)
         own: list[Piece] = []
+        sums = torch.zeros(columns, dtype=torch.float64)
+        memory = pipeline.options.memory
+        store = None if memory is None or memory.store is None else memory.store.folder
         for one in evaluated(pipeline, feed, microbatches):
             self._check_map(one.output, size, columns)
-            probabilities = own_pixels(one.output).softmax(1)
-            own += own_pieces(probabilities, one)
-        sums = torch.zeros(columns, dtype=torch.float64)
-        for piece in own:
-            sums += piece.values.double().flatten(1).sum(1)
+            for piece in own_pieces(own_pixels(one.output).softmax(1), one):
+                sums += piece.values.double().flatten(1).sum(1)
+                own.append(piece if store is None else kept_in(store, piece))
         means = self._world.all_reduce(sums) / prod(size)
         own = [turn.piece_before(piece, size) for piece in own]
         return Outcome(means[None] if self._world.rank == 0 else None, pieces=own)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from spatialdl.data.predicted_table import need_pyarrow
 from spatialdl.data.saving import replacing, save_table
-from spatialdl.predicting.checks import need_pyarrow
 from spatialdl.predicting.records import Record
 from spatialdl.text import aligned, fitted
 from spatialdl.training.tasks.aggregation import to_slides

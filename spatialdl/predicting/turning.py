@@ -64,7 +64,8 @@ class Turn:
         for dim, mirrored in enumerate(self.mirrored):
             first, extent = piece.start[dim], values.shape[dim + 1]
             start.append(size[dim] - first - extent if mirrored else first)
-        values = values.flip([dim + 1 for dim, one in enumerate(self.mirrored) if one])
+        if any(self.mirrored):
+            values = values.flip([dim + 1 for dim, one in enumerate(self.mirrored) if one])
         if self.swapped:
             values = values.transpose(-1, -2)
         return Piece(self._in_order(start), values)

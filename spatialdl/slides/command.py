@@ -22,7 +22,7 @@ from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.keeping import PICTURES, holds_work, keep_failed, keep_others, names_in
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
 from spatialdl.slides.batch.options import parsed, parsed_path, settings_of
-from spatialdl.slides.batch.page import save_page
+from spatialdl.slides.batch.page import save_batch
 from spatialdl.slides.batch.report import Report, save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.running import Run
 from spatialdl.slides.batch.steps import Batch, Task
@@ -247,7 +247,7 @@ def _into(
     together = sorted([*reports, *others], key=lambda report: report.slide)
     save_reports(folder.path / PROCESS_LIST, together)
     shown = {name: value for name, value in batch.settings.items() if value}
-    save_page(folder.path / PAGE, together, folder.path / PICTURES, shown)
+    save_batch(folder.path / PAGE, together, folder.path / PICTURES, shown)
     folder.publish()
     if not written:
         raise _EmptyError(f"{why_nothing(reports)}; pictures and {PAGE} are in {batch.target}")

@@ -13,6 +13,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import move, view_of
 from spatialdl.parallel.layout import Layout, by, image_shape
+from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
@@ -115,3 +116,12 @@ def _layout_for(tensor: Tensor, size: tuple[int, ...], mesh: Mesh) -> Layout:
             "grid or larger images"
         )
     return mesh.layout(tensor.shape[0], size)
+
+
+def as_image(value: Any) -> Any:
+    """An output as it is, but tokens of a split image as a whole tensor on each rank."""
+    if isinstance(value, SpatialTensor):
+        dims = image_dims(len(value.mesh.grid))
+        if value.spatial_dims != dims or value.spatial_layout.size != tuple(value.shape[2:]):
+            return value.full_tensor()
+    return value

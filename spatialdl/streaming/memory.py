@@ -43,12 +43,13 @@ class Memory:
         store: where the others go; None without a limit.
 
     Attributes:
+        store: where the others are.
         here: bytes in memory now.
         peak: bytes in memory at most, so far.
     """
 
     def __init__(self, limit: int | None = None, store: DiskStore | None = None) -> None:
-        self._limit, self._store = limit, store
+        self._limit, self.store = limit, store
         self._here: OrderedDict[int, _Entry] = OrderedDict()  # used last at the end
         self._away: dict[int, _Entry] = {}
         self.here = self.peak = 0
@@ -62,7 +63,9 @@ class Memory:
     def bring(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors their bytes back, for who reads them outside of `watch`."""
         for tensor in tensors:
-            self.need(tensor.untyped_storage())
+            with torch._C.DisableTorchFunction():  # it is no operation of the network
+                storage = tensor.untyped_storage()
+            self.need(storage)
 
     def need(self, storage: torch.UntypedStorage, writes: bool = False) -> None:
         """Before it is read or written to."""
@@ -75,8 +78,8 @@ class Memory:
             if entry is None:
                 return
             self._here.move_to_end(key)
-        if writes and entry.slot is not None and self._store is not None:
-            self._store.free(entry.slot)  # it is no longer what is stored
+        if writes and entry.slot is not None and self.store is not None:
+            self.store.free(entry.slot)  # it is no longer what is stored
             entry.slot = None
 
     def note(self, storage: torch.UntypedStorage) -> None:
@@ -88,12 +91,18 @@ class Memory:
             self.peak = max(self.peak, self.here)
 
     def make_room(self, needed: Iterable[torch.UntypedStorage]) -> None:
-        """Store what was not used for the longest time, but nothing that is needed now."""
-        if self._limit is None or self.here <= self._limit:
+        """Store what was not used for the longest time, but nothing that is needed now.
+
+        What is needed but stored is counted as if it were in memory already.
+        """
+        if self._limit is None:
             return
         keep = {storage._cdata for storage in needed}
+        room = self._limit - sum(self._away[key].nbytes for key in keep & self._away.keys())
+        if self.here <= room:
+            return
         for key in [key for key in self._here if key not in keep]:
-            if self.here <= self._limit:
+            if self.here <= room:
                 break
             self._put_away(key)
 
@@ -104,22 +113,22 @@ class Memory:
             self.here -= entry.nbytes
         else:
             entry = self._away.pop(key, None)
-        if entry is not None and entry.slot is not None and self._store is not None:
-            self._store.free(entry.slot)
+        if entry is not None and entry.slot is not None and self.store is not None:
+            self.store.free(entry.slot)
 
     def _put_away(self, key: int) -> None:
         entry = self._here[key]
         storage = entry.storage()
-        if storage is None or not storage.resizable() or self._store is None:
+        if storage is None or not storage.resizable() or self.store is None:
             return
         if entry.slot is None:
-            entry.slot = self._store.put(storage)
+            entry.slot = self.store.put(storage)
         storage.resize_(0)
         self._away[key] = self._here.pop(key)
         self.here -= entry.nbytes
 
     def _fetch(self, key: int, entry: _Entry, storage: torch.UntypedStorage) -> None:
-        store, slot = self._store, entry.slot
+        store, slot = self.store, entry.slot
         if store is None or slot is None:
             raise RuntimeError("a tensor is neither in memory nor stored")
         storage.resize_(entry.nbytes)
@@ -145,6 +154,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _collect(args, given)
         _collect(kwargs.values(), given)
         written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+        memory.make_room(given.values())
         for key, storage in given.items():
             memory.need(storage, key in written)
         result = func(*args, **kwargs)

@@ -9,7 +9,7 @@ import ctypes
 import os
 import shutil
 import tempfile
-from bisect import insort
+from bisect import bisect_left
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class DiskStore:
                 f"cannot store tensors in {self.folder}: {error.strerror}; name another folder"
             ) from error
         self._end = self.written = self.read = 0
-        self._free: dict[int, list[int]] = {}
+        self._free: list[Slot] = []  # in order, none beside another
 
     @property
     def peak(self) -> int:
@@ -91,19 +91,32 @@ class DiskStore:
         self.read += len(memory)
 
     def free(self, slot: Slot) -> None:
-        """The place may be used again."""
-        insort(self._free.setdefault(slot.size, []), slot.start)
+        """The place may be used again, together with free ones beside it."""
+        start, size = slot
+        at = bisect_left(self._free, slot)
+        if at < len(self._free) and self._free[at].start == start + size:
+            size += self._free.pop(at).size
+        if at and sum(self._free[at - 1]) == start:
+            at -= 1
+            before = self._free.pop(at)
+            start, size = before.start, before.size + size
+        self._free.insert(at, Slot(start, size))
 
     def close(self) -> None:
         self._file.close()
 
     def _take(self, nbytes: int) -> Slot:
-        """The first free place of this size, or one at the end: sizes come again and again."""
+        """The first free place that is large enough, or one at the end."""
         size = -(-nbytes // _PAGE) * _PAGE
-        if self._free.get(size):
-            return Slot(self._free[size].pop(0), size)
-        self._end += size
-        return Slot(self._end - size, size)
+        for at, (start, found) in enumerate(self._free):
+            if found >= size:
+                self._free[at : at + 1] = [Slot(start + size, found - size)][: found > size]
+                return Slot(start, size)
+        start = self._end
+        if self._free and sum(self._free[-1]) == start:
+            start = self._free.pop().start
+        self._end = start + size
+        return Slot(start, size)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:

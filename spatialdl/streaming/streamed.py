@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.turns import Turns
@@ -22,9 +20,9 @@ from spatialdl.comm.virtual import virtual_ranks
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import by, image_shape, last_slices
 from spatialdl.random.drawing import OnThreads
-from spatialdl.spatial.dims import image_dims
-from spatialdl.spatial.split import from_local
+from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.streaming.copies import Copies
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.store import DiskStore
 
@@ -74,6 +72,21 @@ def stream(
     return tree_unflatten(list(flat), run.form)
 
 
+def memory_of(output: Tensor) -> Memory:
+    """What the tensors of a streamed image have taken, and its store.
+
+    Args:
+        output: what `stream` gave, or a tensor of it; it can go backward, and has not yet.
+
+    Raises:
+        ValueError: it is no such tensor.
+    """
+    run = getattr(output.grad_fn, "run", None)
+    if not isinstance(run, _Run):
+        raise ValueError("memory_of takes an output of spatialdl.stream that can go backward")
+    return run.memory
+
+
 def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"stream takes a network, a torch.nn.Module, got a {type(model).__name__}")
@@ -107,6 +120,7 @@ def _memory(limit_gb: float | None, folder: str | Path | None, device: torch.dev
         raise ValueError(
             f"limit_gb={limit_gb} is for networks on a CPU, this one is on {device}: leave it out"
         )
+    return_what_is_freed()
     return Memory(int(limit_gb * 1e9), DiskStore(folder))
 
 
@@ -114,24 +128,20 @@ class _Run:
     """One forward over virtual ranks, and its backward.
 
     Attributes:
-        weights: trained parameters of the network; those that virtual ranks see are leaves of their
-            own in the same memory, so that gradients of the ranks come together apart from
-            whatever else the network's own take part in.
+        weights: parameters of the network that want gradients.
+        memory: where tensors are kept.
         form: how the output is put together from tensors.
     """
 
     def __init__(self, model: nn.Module, image: Any, axes: Axes, memory: Memory) -> None:
-        self._model, self._image, self._memory = model, image, memory
+        self._model, self._image, self.memory = model, image, memory
         self._size = tuple(image.shape[2:])
         self._count = axes.parts
         self._turns: Turns[Any] = Turns(self._count)
         ranks = virtual_ranks(self._count, self._turns)
         self._meshes = [Mesh(axes, rank, 0, comm, comm) for rank, comm in enumerate(ranks)]
-        self._leaves = {
-            parameter: nn.Parameter(parameter.detach(), parameter.requires_grad)
-            for parameter in model.parameters()
-        }
-        self.weights = [parameter for parameter in self._leaves if parameter.requires_grad]
+        self._copies = Copies(model, self._count)
+        self.weights = self._copies.trained
         self._device = _device_of(model)
         self._tiles: list[Tensor | None] = [None] * self._count
         self._outputs: list[list[Any]] = []
@@ -142,12 +152,11 @@ class _Run:
     def forward(self, wants_image_gradient: bool = False) -> list[Any]:
         """The tensors of the output, whole."""
         draws = OnThreads(self._meshes)
-        networks = [self._model, *self._copies()]
         works = [
             partial(self._forward, rank, network, draws, wants_image_gradient)
-            for rank, network in enumerate(networks)
+            for rank, network in enumerate(self._copies.networks)
         ]
-        with self._on_leaves():
+        with self._copies.in_place():
             outputs = self._turns.run(works)
         draws.finish()
         flat = [tree_flatten(output)[0] for output in outputs]
@@ -156,29 +165,14 @@ class _Run:
         with torch.no_grad():
             return [self._whole(values) for values in self._outputs]
 
-    def _on_leaves(self) -> AbstractContextManager[None]:
-        """Within it the network itself has `_leaves`, too; in backward for what runs again."""
-        names: dict[str, Tensor] = {
-            name: self._leaves[each] for name, each in self._model.named_parameters()
-        }
-        return _reparametrize_module(self._model, names, tie_weights=True)
-
-    def _copies(self) -> list[nn.Module]:
-        """Copies of the network for the other ranks: with its weights, and buffers of their own."""
-        copies = []
-        for _ in range(self._count - 1):
-            memo: dict[int, Any] = {id(own): leaf for own, leaf in self._leaves.items()}
-            copies.append(copy.deepcopy(self._model, memo))
-        return copies
-
     def _forward(self, rank: int, network: nn.Module, draws: OnThreads, wants_grad: bool) -> Any:
-        with self._memory.watch(), draws.of():
+        with self.memory.watch(), draws.of():
             tile = self._read(rank)
             if wants_grad:
                 tile = self._tiles[rank] = tile.clone().requires_grad_()
             if self._count > 1:
                 tile = from_local(tile, self._meshes[rank], self._size)
-            return tree_map(_as_image, network(tile))
+            return tree_map(as_image, network(tile))
 
     def _read(self, rank: int) -> Tensor:
         part = self._image[self._part(rank)]
@@ -199,7 +193,7 @@ class _Run:
             return first.detach() if isinstance(first, Tensor) else first
         whole = first._tile.new_empty(first.shape)
         for value in values:
-            self._memory.bring([value._tile])
+            self.memory.bring([value._tile])
             whole[_place(value)] = value._tile
         return whole
 
@@ -211,15 +205,13 @@ class _Run:
             raise RuntimeError("a streamed image goes backward once; stream it again")
         seeds = [self._seeds(rank, grads) for rank in range(self._count)]
         self._outputs = []
-        with self._on_leaves():
+        with self._copies.in_place():
             self._turns.run([partial(self._backward, seeds, rank) for rank in range(self._count)])
-        found = [self._leaves[weight].grad for weight in self.weights]
+        found = self._copies.take_gradients(self.weights)
         there = [grad for grad in found if grad is not None]
-        self._memory.bring(there)
+        self.memory.bring(there)
         if there:  # as over ranks: of the mean of their losses
             torch._foreach_div_(there, self._count)
-        for leaf in self._leaves.values():
-            leaf.grad = None
         return self._image_gradient(), found
 
     def _seeds(self, rank: int, grads: Sequence[Tensor | None]) -> tuple[list[Any], list[Any]]:
@@ -236,7 +228,7 @@ class _Run:
         return roots, seeds
 
     def _backward(self, seeds: list[Any], rank: int) -> None:
-        with self._memory.watch():
+        with self.memory.watch():
             roots, grads = seeds[rank]
             seeds[rank] = None
             torch.autograd.backward(roots, grads)
@@ -249,7 +241,7 @@ class _Run:
             grad = None if tile is None else tile.grad
             if grad is None:
                 return None  # the output does not depend on the image
-            self._memory.bring([grad])
+            self.memory.bring([grad])
             whole[self._part(rank)] = grad
         return whole
 
@@ -266,15 +258,6 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         image, weights = ctx.run.backward(grads)
         return None, image, *weights
-
-
-def _as_image(value: Any) -> Any:
-    """An output as it is, but tokens of a split image as a whole tensor on each rank."""
-    if isinstance(value, SpatialTensor):
-        dims = image_dims(len(value.mesh.grid))
-        if value.spatial_dims != dims or value.spatial_layout.size != tuple(value.shape[2:]):
-            return value.full_tensor()
-    return value
 
 
 def _place(x: SpatialTensor) -> tuple[Any, ...]:

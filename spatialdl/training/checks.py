@@ -52,6 +52,7 @@ def check_config(config: DictConfig) -> Placement:
         repeats,
         schedule_of,
     )
+    from spatialdl.training.virtual_tiles import check_virtual_tiles
 
     check_complete(config)
     if not isinstance(config.seed, int) or isinstance(config.seed, bool) or config.seed < 0:
@@ -62,6 +63,7 @@ def check_config(config: DictConfig) -> Placement:
     size, is_bags = config.data.image_size, config.data.name == "bags"
     dims = len(size) if isinstance(size, ListConfig) else 1 if is_bags else None
     placement = placement_of(config.parallel, dims)
+    check_virtual_tiles(config, placement)
     accumulate = _check_trainer(config)
     if is_bags:
         accumulate = repeats(config, placement)

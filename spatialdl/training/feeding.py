@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -11,11 +14,13 @@ from torch import Tensor
 from spatialdl.comm import waiting
 from spatialdl.comm.mesh import Mesh
 from spatialdl.data.batches import Batching, PartBox, Slice
+from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.image_source import Box
 from spatialdl.data.loader import Loader, bag_to_input, to_input
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
 from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.region import Region
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.split import from_local
 from spatialdl.training.tasks.losses import check_pixels
@@ -39,6 +44,8 @@ class Feed:
         channels_last: whether these lie so in memory.
         seed: of the order; None takes samples as they come.
         one_batch: whether every epoch is the first batch of the first one.
+        masks_in_parts: where ranks have virtual tiles, whether masks are read for each of them, as
+            images are.
     """
 
     def __init__(
@@ -55,8 +62,10 @@ class Feed:
         channels_last: bool = False,
         seed: int | None = None,
         one_batch: bool = False,
+        masks_in_parts: bool = False,
     ) -> None:
-        self._pipeline, self._size = pipeline, views.size
+        self._pipeline, self._size, self._views = pipeline, views.size, views
+        self._masks_in_parts = masks and masks_in_parts
         self._dtype, self._device = dtype, pipeline.device
         self._normalisation, self._classes = normalisation, classes
         self._format = torch.channels_last if channels_last else torch.contiguous_format
@@ -72,6 +81,7 @@ class Feed:
                 boxes=[_own_box(views, mesh) if mesh else None for mesh in first],
                 mask_boxes=[mesh.box(views.size) if mesh and masks else None for mesh in last],
                 labels=[mesh is not None and not masks for mesh in last],
+                in_parts=self._in_parts(),
             ),
             seed,
             workers=data.workers,
@@ -79,6 +89,14 @@ class Feed:
             device=self._device,
             one_batch=one_batch,
         )
+
+    def _in_parts(self) -> tuple[str, ...]:
+        """What is not in memory as a whole; a data set of a user's makes whole samples anyway."""
+        if not self._pipeline.placement.stream:
+            return ()
+        if isinstance(self._views.source, DatasetSource):
+            return ()
+        return ("images", "masks") if self._masks_in_parts else ("images",)
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -104,16 +122,44 @@ class Feed:
         """A batch as the pipeline takes it."""
         microbatches = []
         for number, part in enumerate(batch):
-            samples, mesh = len(part.labels), self._pipeline.last(number)
-            tile = target = None
-            if part.tiles is not None:
-                tile = self._input(part)
-            if mesh is not None and samples:
-                target = self._target(part, mesh)
-            microbatches.append(
-                Microbatch(samples, part.share, tile, target, part.size, part.place)
-            )
+            first, last = self._pipeline.first(number), self._pipeline.last(number)
+            one = Microbatch(len(part.labels), part.share, size=part.size, place=part.place)
+            streams = bool(self._pipeline.placement.stream)
+            if first is not None and one.samples and streams:
+                one.images = self._region(part, first, masks=False)
+            elif part.tiles is not None:
+                one.tile = self._input(part)
+            if last is not None and one.samples and streams and self._masks_in_parts:
+                one.masks = self._region(part, last, masks=True)
+            elif last is not None and one.samples:
+                one.target = self._target(part, last)
+            microbatches.append(one)
         return microbatches
+
+    def _region(self, part: Slice, mesh: Mesh, masks: bool) -> Region:
+        """This rank's box, read for one virtual tile at a time."""
+        box = mesh.box(self._size)
+        extents = tuple(stop - start for start, stop in pairwise(box))[::2]
+        samples, views = part.samples, self._views
+        channels = () if masks else (views.source.channels,)
+        whole = part.masks if masks else part.tiles
+
+        def read(where: Any) -> Tensor:
+            slices = where[-len(extents) :]
+            if whole is not None:
+                stored = whole[(slice(None), *slices)]
+            else:
+                each = zip(box[::2], slices, strict=True)
+                wanted = tuple(n for at, own in each for n in (at + own.start, at + own.stop))
+                read_one = views.read_mask if masks else views.read
+                found = [read_one(part.epoch, sample, wanted) for sample in samples]
+                stored = torch.from_numpy(np.stack(found))
+            if masks:
+                return self._mask(stored)
+            return self._pixels(stored)
+
+        dtype = torch.int64 if masks else self._dtype
+        return Region((len(samples), *channels, *extents), dtype, self._size, read)
 
     def close(self) -> None:
         """End the processes that read."""
@@ -122,17 +168,23 @@ class Feed:
     def _input(self, part: Slice) -> Tensor:
         assert part.tiles is not None
         if part.size is None:
-            tile = to_input(part.tiles, self._dtype, self._device, self._normalisation)
-            return tile.contiguous(memory_format=self._format)
+            return self._pixels(part.tiles)
         return bag_to_input(part.tiles, self._dtype, self._device, self._normalisation)
+
+    def _pixels(self, stored: Tensor) -> Tensor:
+        tile = to_input(stored, self._dtype, self._device, self._normalisation)
+        return tile.contiguous(memory_format=self._format)
+
+    def _mask(self, stored: Tensor) -> Tensor:
+        if self._classes is not None:
+            check_pixels(stored, self._classes)  # here, where no device is waited for
+        return stored.to(self._device, torch.int64)
 
     def _target(self, part: Slice, mesh: Mesh) -> Tensor:
         """Labels (N,) or (N, targets); or masks (N, H, W), each rank of the grid holds its box."""
         if part.masks is None:
             return part.labels.to(self._device)
-        if self._classes is not None:
-            check_pixels(part.masks, self._classes)  # here, where no device is waited for
-        mask = part.masks.to(self._device, torch.int64)
+        mask = self._mask(part.masks)
         return mask if mesh.parts == 1 else from_local(mask, mesh, self._size)
 
 

@@ -67,7 +67,30 @@ def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
     mirrored = _variant(parallel) is not None
     tensor = _tensor(parallel, stages, late.get("tensor"), interleave > 1 or mirrored)
     _check_tensor_plan(parallel, tensor)
-    return Placement(data, tuple(grids), interleave, mirrored, batch, tensor=tensor)
+    stream = _stream(parallel, batch, tensor, dims)
+    return Placement(data, tuple(grids), interleave, mirrored, batch, tensor=tensor, stream=stream)
+
+
+def _stream(
+    parallel: DictConfig, batch: Sequence[int], tensor: Sequence[int], dims: int | None
+) -> tuple[int, ...]:
+    """Virtual tiles of a rank."""
+    if parallel.stream is None:
+        return ()
+    refused = {
+        f"parallel.local_dp={parallel.local_dp}": bool(batch),
+        f"parallel.tensor={parallel.tensor}": bool(tensor),
+        "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
+        "parallel.shard_state=true": parallel.shard_state,
+        f"parallel.schedule={parallel.schedule}": parallel.schedule == "zero_bubble",
+    }
+    for what, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"{what} does not go with virtual tiles, parallel.stream={parallel.stream}: leave "
+                "one of them out"
+            )
+    return _grid(parallel.stream, dims, "parallel.stream")
 
 
 def _late(parallel: DictConfig, spatial: Sequence[tuple[int, ...]], stages: int) -> dict[str, int]:
@@ -221,22 +244,23 @@ def _grids(parallel: DictConfig, spatial_stages: int, dims: int | None) -> list[
     return grids[:spatial_stages]
 
 
-def _grid(given: object, dims: int | None) -> tuple[int, ...]:
+def _grid(given: object, dims: int | None, key: str = "parallel.grid") -> tuple[int, ...]:
     numbers = list(given) if isinstance(given, ListConfig | list) else []
     if not 1 <= len(numbers) <= 3 or any(type(number) is not int for number in numbers):
         raise ValueError(
-            "parallel.grid is [rows,columns], for volumes [slices,rows,columns], or a list of "
-            f"these, one for each spatial stage, got {given}"
+            f"{key} is [rows,columns], for volumes [slices,rows,columns]"
+            f"{', or a list of these, one for each spatial stage' * (key == 'parallel.grid')}, "
+            f"got {given}"
         )
     if min(numbers) < 1:
-        raise ValueError(f"parallel.grid={given} needs numbers of at least 1")
+        raise ValueError(f"{key}={given} needs numbers of at least 1")
     if dims is not None and len(numbers) != dims:
         if max(numbers[1:], default=1) == 1:  # [2, 1] are halves of signals and volumes, too
             return (numbers[0], *(1,) * (dims - 1))
         names = ",".join(spatial_names(dims))
         raise ValueError(
-            f"parallel.grid={given} has {len(numbers)} numbers, but the images have {dims} spatial "
-            f"dims: give one for each, parallel.grid=[{names}]"
+            f"{key}={given} has {len(numbers)} numbers, but the images have {dims} spatial dims: "
+            f"give one for each, {key}=[{names}]"
         )
     return tuple(numbers)
 
@@ -281,6 +305,7 @@ def _check_bags(config: DictConfig, placement: Placement) -> None:
         "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
         "trainer.compile=true": config.trainer.compile,
         f"task.mixup={config.task.get('mixup')}": config.task.get("mixup"),
+        f"parallel.stream={parallel.stream}": parallel.stream,
     }
     for what, is_set in refused.items():
         if is_set:
@@ -338,7 +363,7 @@ def check_image(size: Sequence[int], placement: Placement) -> None:
             f"images of {by(size)} have {len(size)} spatial dims, but parallel.grid has "
             f"{placement.dims} numbers: give one for each"
         )
-    for grid in placement.grids:
+    for grid in placement.tile_grids:
         if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
             raise ValueError(
                 f"an image of {by(size)} is smaller than the grid {by(grid)}: use a smaller "

@@ -96,7 +96,7 @@ class Parts:
             *(self.precision, self.device, world, self.nodes),
             metrics=self.metrics,
         )
-        self.train_feed = self._feed(self.sources.train_views, int(config.seed))
+        self.train_feed = self._feed(self.sources.train_views, int(config.seed), trains=True)
         self.validation_feed: Feed | None
         self.validation: Validation | None
         self.validation_feed, self.validation = self._validation()
@@ -137,7 +137,7 @@ class Parts:
             metrics=self.metrics,
         )
 
-    def _feed(self, views: Views, seed: int | None) -> Feed:
+    def _feed(self, views: Views, seed: int | None, trains: bool = False) -> Feed:
         return Feed(
             self.config.data,
             views,
@@ -150,6 +150,7 @@ class Parts:
             channels_last=bool(self.config.trainer.channels_last),
             seed=seed,
             one_batch=self._overfits,
+            masks_in_parts=trains,
         )
 
     def _check_last_batch(self) -> None:

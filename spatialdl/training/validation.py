@@ -43,7 +43,7 @@ class Evaluated(NamedTuple):
         samples: of the data set, in the order of the feed.
         output: (N, ...), of these.
         target: (N, ...), of these.
-        mesh: over which they leave.
+        mesh: over which they leave; one of virtual tiles, where each leaves by itself.
     """
 
     samples: range
@@ -68,9 +68,9 @@ def evaluated(
     """The outputs of batches of a feed, from the first on; all ranks go through all of them."""
     for batch, parts in enumerate(batches):
         slices = feed.own(batch)
-        for number, output in pipeline.evaluate(parts).items():
-            mesh, target = pipeline.last(number), parts[number].target
-            if mesh is None or target is None:
+        for number, mesh, output in pipeline.evaluate_tiles(parts):
+            target = parts[number].target
+            if target is None:
                 continue
             own = pipeline.own_outputs(number, parts[number].samples)
             some = slice(own.start, own.stop)
@@ -114,7 +114,9 @@ class Validation:
         if pictures:
             self._gallery = Gallery(world, pipeline.placement, views, sources.names)
             tells_classes = task.name in ("classification", "multilabel")
-            self._heat_maps = HeatMaps(pipeline) if tells_classes else None
+            # of virtual tiles nobody sees the maps of the whole image
+            sees_maps = tells_classes and not pipeline.placement.stream
+            self._heat_maps = HeatMaps(pipeline) if sees_maps else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
         """What counts on this rank, of batches of the feed from the first on."""

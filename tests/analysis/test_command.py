@@ -127,6 +127,69 @@ def test_ridge_predicts_slides_that_were_held_out(features, tmp_path, level):
     np.testing.assert_array_equal(column(tmp_path / "again", "predicted"), column(out, "predicted"))
 
 
+@pytest.mark.parametrize("names", ["x y x z y", "x y x y y"])
+def test_ridge_predicts_classes_of_slides_that_were_held_out(features, tmp_path, names):
+    slides, grades = ["a", "c", "d", "e", "f"], names.split()
+    lines = [f"{slide}.svs,{grade},p{slide}" for slide, grade in zip(slides, grades, strict=True)]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,grade,patient", *lines, "b,x,q"]))
+    words = ("--labels", tmp_path / "labels.csv", "--target", "grade", "--classes")
+    out = tmp_path / "out"
+    run("ridge", features, *words, "--folds", 5, "--alphas", 2, "--out", out)
+    means = np.stack([FEATURES[name].astype(float).mean(0) for name in slides])
+    found = {row["slide"]: row for row in table(out / "slides.csv")}
+    for k, name in enumerate(slides):
+        rest = np.arange(5) != k
+        model = linear_model.RidgeClassifier(2).fit(means[rest], np.array(grades)[rest])
+        assert found[name]["true"] == grades[k]
+        assert found[name]["predicted_held_out"] == model.predict(means[k : k + 1])[0]
+        if len(set(grades)) == 2:
+            score = model.decision_function(means[k : k + 1])[0]
+            assert float(found[name]["score_y"]) == pytest.approx(score, rel=1e-4)
+    model = linear_model.RidgeClassifier(2).fit(means, grades)
+    told = [r["predicted"] for slide in SIZES for r in table(out / "tiles" / f"{slide}.csv")]
+    assert told == model.predict(ROWS).tolist()
+    summary = json.loads((out / "summary.json").read_text())
+    right = [found[name]["predicted_held_out"] == found[name]["true"] for name in slides]
+    assert summary["accuracy"] == pytest.approx(np.mean(right))
+    assert has_picture(out / "predicted.png")
+    run("ridge", features, "--apply", out / "model.npz", *words, "--out", tmp_path / "again")
+    again = table(tmp_path / "again" / "slides.csv")
+    assert [row["predicted"] for row in again] == [
+        found[row["slide"]]["predicted"] for row in again
+    ]
+
+
+def test_neighbours_of_all_tiles(features, tmp_path):
+    out = tmp_path / "out"
+    run("neighbours", features, "--all", "-k", 3, "--metric", "euclidean", "--out", out)
+    names = [(name, row) for name, n in SIZES.items() for row in range(n)]
+    theirs = neighbors.NearestNeighbors(n_neighbors=3, algorithm="brute").fit(ROWS)
+    distances, indices = theirs.kneighbors()
+    found = [row for slide in SIZES for row in table(out / "neighbours" / f"{slide}.csv")]
+    assert len(found) == len(names)
+    for k in range(3):
+        near = [(row[f"slide_{k + 1}"], int(row[f"row_{k + 1}"])) for row in found]
+        assert near == [names[index] for index in indices[:, k]]
+        far = [float(row[f"distance_{k + 1}"]) for row in found]
+        np.testing.assert_allclose(far, distances[:, k], rtol=1e-5)
+    assert found[8]["x"] == "64"
+    summary = json.loads((out / "summary.json").read_text())
+    same = [names[k][0] == names[j][0] for k, row in enumerate(indices) for j in row]
+    assert summary["neighbours_in_own_slide"] == pytest.approx(np.mean(same))
+    pairs = sum(n * (n - 1) for n in SIZES.values()) / (len(names) * (len(names) - 1))
+    assert summary["neighbours_in_own_slide_by_chance"] == pytest.approx(pairs)
+    assert not (out / "neighbours.csv").exists()
+
+
+def test_a_tile_is_not_its_own_neighbour_where_others_are_the_same(tmp_path):
+    (tmp_path / "in").mkdir()
+    write_features(tmp_path / "in" / "a.h5", np.ones((6, 3), np.float32), None)
+    run("neighbours", tmp_path / "in", "--all", "-k", 2, "--out", tmp_path / "out")
+    found = table(tmp_path / "out" / "neighbours" / "a.csv")
+    near = [(int(row["row_1"]), int(row["row_2"])) for row in found]
+    assert near == [(1, 2), (0, 2), (0, 1), (0, 1), (0, 1), (0, 1)]
+
+
 def test_neighbours_of_tiles(features, tmp_path):
     out = tmp_path / "out"
     run("neighbours", features, "--query", "c:3", "f:0", "-k", 4, "--out", out)
@@ -149,6 +212,7 @@ def test_neighbours_of_tiles(features, tmp_path):
         (["pca", "--column", "site"], "--labels and --column belong together"),
         (["tsvd", "-n", "0.5"], "tsvd takes a number of components, not 0.5"),
         (["ridge"], "ridge learns from --labels CSV --target NAME"),
+        (["neighbours"], "neighbours are those of --query SLIDE:ROW ..., or with --all of every"),
         (["neighbours", "--query", "x:1"], "--query x: there are no features of such a slide"),
         (["neighbours", "--query", "d:1"], "--query d:1: the slide has rows 0 to 0"),
         (["neighbours", "--query", "a:1", "-k", "111"], "more than the 110 other tiles"),

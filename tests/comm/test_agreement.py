@@ -18,15 +18,30 @@ import spatialdl
 accelerator = Accelerator(cpu=True)
 mesh = spatialdl.init_mesh(grid=(2, 1))
 torch.manual_seed(0)
-loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(4, 3, 9, 8)), batch_size=2))
-for (images,) in loader:
-    spatialdl.shard(images, mesh)
+data = TensorDataset(torch.randn(4, 3, 8, 8), torch.arange(4) % 3)
+for images, labels in accelerator.prepare(DataLoader(data, batch_size=2)):
+    IMAGE
+    torch.nn.functional.cross_entropy(x.mean((2, 3)), labels).backward()
 """
+WHOLE = "x = spatialdl.shard(images, mesh).requires_grad_()"
+TILES = (
+    "first, last, _, _ = mesh.box((8, 8)); "
+    "x = spatialdl.from_local(images[:, :, first:last].requires_grad_(), mesh, size=(8, 8))"
+)
 
 
-def test_a_prepared_loader_is_refused_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (WHOLE, "image (float32 (2, 3, 8, 8)) has other values on rank 1"),
+        (TILES, "gradient of the loss"),  # other labels, as tiles cannot be compared
+    ],
+)
+def test_a_prepared_loader_is_refused_with_what_to_do(
+    tmp_path: Path, image: str, said: str
+) -> None:
     pytest.importorskip("accelerate")
-    (tmp_path / "prepared.py").write_text(PROGRAM)
+    (tmp_path / "prepared.py").write_text(PROGRAM.replace("IMAGE", image))
     root = Path(__file__).resolve().parents[2]
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI", "PMI"))}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -40,5 +55,5 @@ def test_a_prepared_loader_is_refused_with_what_to_do(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode != 0
-    assert "image (float32 (2, 3, 9, 8)) has other values on rank 1" in done.stderr
+    assert said in done.stderr
     assert "leave the DataLoader out of it, and give it DistributedSampler(" in done.stderr

@@ -29,12 +29,12 @@ print(sum(map(int, pages)) / 1024, before - resident())
 """
 
 
-def huge_and_returned(first: str, **environment: str) -> list[float]:
+def huge_and_returned(first: str, program: str = PROGRAM, **environment: str) -> list[float]:
     """MB in huge pages while 12 tensors of 9 MB lived, and MB returned when every other died."""
     names = (allocator.SWITCH, *allocator._GIVEN)
     around = {key: value for key, value in os.environ.items() if key not in names}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(first=first)],
+        [sys.executable, "-c", program.format(first=first)],
         env=around | environment,
         capture_output=True,
         text=True,
@@ -76,8 +76,20 @@ def test_ranks_keep_what_the_user_has_set(name, value, monkeypatch):
     assert allocator.environment() == {}
 
 
+@pytest.mark.skipif(not PAGES.exists(), reason="glibc's settings are of Linux")
+def test_holes_in_a_heap_are_returned_where_memory_is_limited():
+    sizes = "torch.ones(9 * 2**18)", "torch.ones(2**18)"  # of 1 MB
+    program = PROGRAM.replace(*sizes).replace("range(12)", "range(64)")
+    call = "from spatialdl.comm import allocator; allocator.return_what_is_freed()"
+    for environment in ({}, tunables()):
+        for more, least, most in (("", -1, 8), (call, 28, 40)):
+            _, returned = huge_and_returned(f"spatialdl; {more}", program, **environment)
+            assert least <= returned <= most
+
+
 def test_elsewhere_nothing_is_set(monkeypatch):
     monkeypatch.delenv(allocator.SWITCH, raising=False)
     monkeypatch.setattr(allocator.sys, "platform", "darwin")
     allocator.prepare()
+    allocator.return_what_is_freed()
     assert allocator.SWITCH not in os.environ

@@ -75,3 +75,22 @@ def test_generators_of_objects_are_found_wherever_they_lie():
     assert len(set(first)) == 5
     assert numbers() == first
     assert len(own_generators(kept)) == 5
+
+
+class Albumentations(Monai):
+    """Of version 2: its state is two generators, and a number is set by another method."""
+
+    def set_random_state(self, first: np.random.Generator, second: random.Random) -> None:
+        raise AssertionError
+
+    def set_random_seed(self, seed: int) -> None:
+        self.inner = np.random.RandomState(seed)
+
+
+def test_a_seed_goes_to_the_method_that_takes_one():
+    one = Albumentations()
+    found = set()
+    for _ in range(2):
+        with seeded(own_generators(one), 3, 1, 4):
+            found.add(one.inner.random())
+    assert len(found) == 1

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.sample_forms import SampleForm
@@ -81,6 +83,79 @@ def test_transforms_of_torchvision_move_masks_along():
     picture = own.Pictures()[0]
     changed = SampleTransforms([v2.RandomHorizontalFlip(1.0), v2.ToImage()], SampleForm())(picture)
     assert np.array_equal(SampleForm().pixels(changed[0]), np.asarray(picture[0])[:, ::-1])
+
+
+class Striped(Dataset):
+    """Images whose pixels say where they come from, with the same in their masks."""
+
+    classes = ("a", "b", "c", "d")
+
+    def __init__(self, kind: str, task: str = "segmentation") -> None:
+        self.kind, self.task = kind, task
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        mask = np.random.default_rng(number).integers(0, 4, (20, 20))
+        pixels = np.repeat(np.uint8(60 * mask)[..., None], 3, 2)
+        target = mask if self.task == "segmentation" else number % 4
+        if self.kind == "array":
+            return pixels, target
+        return torch.from_numpy(pixels).permute(2, 0, 1) / 240, target
+
+
+def check_epochs(dataset: Striped, make: Callable[[], list[Any]], *, follows: bool = True) -> None:
+    """Samples follow from (seed, epoch, sample) in any order, masks follow images."""
+    form = SampleForm(dataset.task)
+    first, second = (DatasetSource(dataset, form, seed=1, transforms=make()) for _ in range(2))
+    where = [(epoch, n) for epoch in range(4) for n in range(6)]
+    before = {at: first.at(at[0]).read(at[1]) for at in where}
+    for (epoch, n), pixels in reversed(before.items()):
+        assert np.array_equal(second.at(epoch).read(n), pixels)
+        if follows and dataset.task == "segmentation":
+            mask = second.at(epoch).read_mask(n)
+            white = 240 if pixels.dtype == np.uint8 else 1
+            assert np.array_equal(np.rint(pixels[..., 0] * (4 / white)), mask)
+    assert sum(not np.array_equal(before[0, n], before[3, n]) for n in range(6)) > 1
+
+
+def test_transforms_of_albumentations():
+    albumentations = pytest.importorskip("albumentations")
+
+    def moving() -> list[Any]:
+        turn = albumentations.OneOf([albumentations.RandomRotate90(), albumentations.Transpose()])
+        flip = albumentations.HorizontalFlip()
+        return [albumentations.Compose([albumentations.RandomCrop(13, 9), turn]), flip]
+
+    def changing() -> list[Any]:
+        return [albumentations.GaussNoise(p=1), albumentations.ElasticTransform(p=1)]
+
+    for task in ("segmentation", "classification"):
+        check_epochs(Striped("array", task), moving)
+        check_epochs(Striped("array", task), changing, follows=False)
+
+
+def test_transforms_of_kornia_move_masks_along_with_or_without_keepdim():
+    kornia = pytest.importorskip("kornia.augmentation")
+
+    def moving() -> list[Any]:
+        crop = kornia.RandomCrop((13, 9))
+        both = kornia.AugmentationSequential(kornia.RandomVerticalFlip(), crop)
+        return [kornia.RandomHorizontalFlip(), kornia.RandomVerticalFlip(keepdim=True), both]
+
+    def changing() -> list[Any]:
+        inner = kornia.ImageSequential(kornia.ColorJiggle(0.1, 0.1, 0.1, 0.1, p=1.0))
+        return [inner, kornia.RandomAffine(30.0, p=1.0), kornia.RandomGaussianNoise(p=1.0)]
+
+    for task in ("segmentation", "classification"):
+        check_epochs(Striped("tensor", task), moving)
+        check_epochs(Striped("tensor", task), changing, follows=False)
+    rotation = SampleTransforms([kornia.RandomRotation(30.0, p=1.0)], SEGMENTATION)
+    _, mask = SEGMENTATION.decoded(rotation(Striped("tensor")[0]))
+    assert set(np.unique(mask)) <= {0, 1, 2, 3}, "classes are not mixed"
+    with pytest.raises(ValueError, match=r"takes tensors of floats .* is a ndarray of"):
+        SampleTransforms([kornia.RandomVerticalFlip()], SEGMENTATION)(Striped("array")[0])
 
 
 class Batched(nn.Module):

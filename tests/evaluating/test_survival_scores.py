@@ -9,7 +9,7 @@ import torch
 from spatialdl.evaluating import survival_scores
 from spatialdl.evaluating.resampling import point
 from spatialdl.evaluating.survival_scores import SurvivalScores
-from spatialdl.training.tasks.survival import concordance
+from spatialdl.training.tasks.concordance import concordance
 from tests.evaluating.cases import command
 
 
@@ -62,3 +62,23 @@ def test_risks_of_runs_are_evaluated(tmp_path, is_trained) -> None:
     assert float(row["estimate"]) == pytest.approx(expected, abs=1e-12)
     assert float(row["low"]) < expected < float(row["high"])
     assert (tmp_path / "report.html").is_file()
+
+
+def test_patients_whose_slides_have_several_times_are_left_out(tmp_path) -> None:
+    """They counted as samples, with an event at no time."""
+    from spatialdl.evaluating.evaluation import evaluate
+
+    lines = [f"s{n},9,{n % 7},processed," for n in range(20)]
+    (tmp_path / "slides.csv").write_text(
+        "\n".join(["slide,tiles,risk,status,reason", *lines]) + "\n"
+    )
+    lines = [f"s{n},{5 + n // 2 + (n in (0, 2))},1,p{n // 2}" for n in range(20)]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,time,event,patient", *lines]) + "\n")
+    labels = f"labels={tmp_path / 'labels.csv'}"
+    evaluate(command(f"predictions={tmp_path}", "bootstrap=5", labels), tmp_path)
+    with (tmp_path / "metrics.csv").open() as file:
+        samples = {row["level"]: row["samples"] for row in csv.DictReader(file)}
+    assert samples == {"slide": "20", "patient": "8"}
+    said = (tmp_path / "report.html").read_text()
+    assert "2 patients whose slides have several labels, left out by patient" in said
+    assert (tmp_path / "survival.png").is_file()

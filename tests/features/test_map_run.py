@@ -109,6 +109,23 @@ def test_what_is_done_is_not_done_again(small, tmp_path, capsys):
     assert run(*common, "--encoder-args", "seed=4", "--overwrite") == 0
 
 
+def test_maps_and_layouts_of_tiles_replace_each_other(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    tiles = [small, "--out", out, "--mpp", 1, "--encoder", "tests.features.tiny.Tiny"]
+    tiles += ["--device", "cpu", "--layout", "clam"]
+    maps = [small, "--out", out, "--mpp", 1, *WHOLE]
+    assert run(*maps) == 0
+    assert run(*tiles) == 2
+    assert "has features of other settings" in capsys.readouterr().err
+    assert run(*tiles, "--overwrite") == 0
+    assert list((out / "maps").iterdir()) == []
+    slide = json.loads((out / "manifest.json").read_text())["slides"][0]
+    assert (slide["file"], slide["tiles"] > 0, "picture" in slide) == ("h5_files/a.h5", True, False)
+    assert run(*maps, "--overwrite") == 0
+    assert [*(out / "h5_files").iterdir(), *(out / "pt_files").iterdir()] == []
+    assert {path.name for path in (out / "maps").glob("a.*")} == {"a.h5", "a.png"}
+
+
 KILLED = """
 import os, signal, sys
 
@@ -182,6 +199,7 @@ def test_features_that_do_not_fit_are_not_stored(small, tmp_path, capsys):
         ([], "say how fine tiles of slides are"),
         (["--mpp", 1, "--tile-size", 64, "--overlap", 8], "--tile-size, --overlap is of tiles"),
         (["--mpp", 1, "--jobs", 2], "--jobs is of tiles, and --whole has none"),
+        (["--mpp", 1, "--layout", "clam"], "--layout is of tiles, and --whole has none"),
         (["--mpp", 1, "--limit-gb", 1], "--limit-gb 1 is of regions that one process cuts"),
         (["--mpp", 1, "--encoder", "tests.features.tiny.Tiny"], "--whole takes a map"),
         (

@@ -36,11 +36,12 @@ class Case(NamedTuple):
     order: tuple[int, ...] = ()
     compiled: bool = False
     tensor: tuple[int, ...] = ()
+    stream: tuple[int, ...] = ()
 
     @property
     def placement(self) -> Placement:
         mirrored = self.schedule in GEMS
-        more = (self.interleave, mirrored, self.local, self.order, self.tensor)
+        more = (self.interleave, mirrored, self.local, self.order, self.tensor, self.stream)
         return Placement(self.data, self.grids, *more)
 
     def __str__(self) -> str:
@@ -65,6 +66,8 @@ class Case(NamedTuple):
             + "-compiled" * self.compiled
             + "-channels" * bool(self.tensor)
             + "+".join(map(str, self.tensor))
+            + "-stream" * bool(self.stream)
+            + "x".join(map(str, self.stream))
         )
 
     @property
@@ -697,10 +700,56 @@ CHANNELS = [
 ]
 
 
+# each rank works on virtual tiles, one after the other
+STREAMED = [
+    Case("none", "odd", (101, 50), ((1, 1),), stream=(3, 1)),
+    Case("none", "odd", (41, 67), ((1, 1),), 1, 3, 7, clip=0.05, stream=(2, 2)),
+    Case("none", "resnet18", (70, 93), ((1, 1),), stream=(2, 2)),
+    Case("none", "resnet18", (70, 93), ((1, 1),), 1, 2, recompute=True, stream=(4, 4)),
+    Case("none", "unet", (37, 29), ((1, 1),), 1, 2, 3, stream=(2, 2)),
+    Case("none", "random", (37, 29), ((1, 1),), 1, 2, 5, recompute=True, stream=(1, 3)),
+    Case("none", "random_net", (37, 29), ((1, 1),), stream=(2, 1)),
+    Case("none", "vgg", (50, 34), ((1, 1),), recompute="stage", stream=(2, 2)),
+    Case("none", "vit", (36, 28), ((1, 1),), 1, 2, 5, stream=(2, 2)),
+    Case("none", "vit_volume", (12, 20, 8), ((1, 1, 1),), stream=(1, 2, 2)),
+    Case("none", "transformer", (36, 28), ((1, 1),), 1, 2, 5, stream=(2, 2)),
+    Case("none", "swin", (60, 52), ((1, 1),), 1, 2, 4, stream=(2, 1)),
+    Case("none", "odd_signal", (67,), ((1,),), 1, 2, 5, stream=(3,)),
+    Case("none", "odd_volume", (13, 21, 18), ((1, 1, 1),), stream=(2, 1, 2)),
+    Case("none", "moving", (17, 14), ((1, 1),), 1, 2, 5, stream=(2, 2)),
+    # two ranks
+    Case("sp", "odd", (101, 50), ((2, 1),), stream=(2, 2)),
+    Case("sp", "resnet18", (70, 93), ((1, 2),), clip=0.05, stream=(2, 2)),
+    Case("sp", "unet", (37, 29), ((2, 1),), 1, 2, 3, stream=(1, 2)),
+    Case("sp", "random", (37, 29), ((1, 2),), 1, 2, 5, recompute=True, stream=(2, 1)),
+    Case("sp", "vgg", (50, 34), ((2, 1),), gather_before="classifier", stream=(1, 2)),
+    Case("sp", "vit_mean_registers", (36, 28), ((1, 2),), 1, 2, 5, stream=(2, 1)),
+    Case("sp", "odd_volume", (13, 21, 18), ((1, 1, 2),), stream=(2, 1, 1)),
+    Case("dp", "odd", (45, 50), ((1, 1),), 2, 2, 8, stream=(2, 2)),
+    Case("dp", "random", (37, 29), ((1, 1),), 2, 2, 7, recompute=True, stream=(2, 1)),
+    Case("lp", "resnet18", (70, 93), ((1, 1),) * 2, stream=(2, 2)),
+    Case("pp", "odd", (50, 50), ((1, 1),) * 2, 1, 4, 7, ("2",), stream=(3, 1)),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b", stream=(2, 2)),
+    Case("pp", "skips", (33, 29), ((1, 1),) * 2, 1, 2, 5, ("2",), stream=(2, 2)),
+    Case("pp", "vit", (36, 28), ((1, 1),) * 2, 1, 2, 5, ("blocks.1",), stream=(2, 2)),
+    Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast", stream=(2, 1)),
+    # three ranks and more
+    Case("sp", "odd", (101, 50), ((3, 1),), order=(2, 0, 1), stream=(1, 2)),
+    Case("sp+pp", "odd", (101, 50), ((2, 1), (1, 1)), 1, 3, 6, stream=(1, 2)),
+    Case("sp+lp", "resnet18", (70, 93), ((1, 2), (1, 1)), stream=(2, 1)),
+    Case("sp+pp", "transformer", (36, 28), ((2, 1), (1, 1)), 1, 2, 5, ("second",), stream=(1, 2)),
+    Case("sp", "odd", (101, 50), ((2, 2),), stream=(2, 2)),
+    Case("sp", "unet", (37, 29), ((2, 2),), batch=3, stream=(2, 1)),
+    Case("dp+sp", "odd", (41, 67), ((1, 2),), 2, 2, 9, stream=(2, 1)),
+    Case("sp+pp", "vit", (36, 28), ((2, 1), (1, 2)), 1, 2, 5, ("blocks.1",), stream=(2, 1)),
+    Case("sp+pp", "unet3d", (13, 11, 10), ((2, 1, 1), (1, 1, 2)), 1, 2, 3, stream=(1, 2, 1)),
+]
+
+
 LAYOUTS = [
     *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *FLATTENED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
-    *(*ORDERED, *TOKENS, *VIT, *CHANNELS),
+    *(*ORDERED, *TOKENS, *VIT, *CHANNELS, *STREAMED),
     *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),
 ]
 OVER_A_BACKEND = [*BACKENDS, *SHARDED]

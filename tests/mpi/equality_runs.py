@@ -26,6 +26,7 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.models import VisionTransformer
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.region import Region
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
@@ -177,14 +178,20 @@ def parallel(
         for number, row in enumerate(slices(case)):
             start, stop = row[pipeline.replica]
             first, last = pipeline.first(number), pipeline.last(number)
-            microbatches.append(
-                Microbatch(
-                    stop - start,
-                    (stop - start) / case.batch,
-                    own_tile(case, first, images[start:stop]) if first else None,
-                    own_target(case, last, labels[start:stop]) if last else None,
-                )
+            one = Microbatch(
+                stop - start,
+                (stop - start) / case.batch,
+                own_tile(case, first, images[start:stop]) if first else None,
+                own_target(case, last, labels[start:stop]) if last else None,
             )
+            if case.placement.stream and case.segments and last:
+                masks = own_tile(case, last, labels[start:stop])
+                shape = tuple(masks.shape)
+                one.target, one.masks = (
+                    None,
+                    Region(shape, masks.dtype, case.size, masks.__getitem__),
+                )
+            microbatches.append(one)
         losses.append(world.allreduce(float(pipeline.train_step(microbatches, step))))
         if case.clip:
             pipeline.gradients.clip(case.clip)

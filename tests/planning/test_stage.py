@@ -15,8 +15,8 @@ from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.models import unet
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.placed import enter
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE

@@ -37,6 +37,23 @@ def test_places_are_used_again(tmp_path):
     assert store.peak == 2 * slot.size
 
 
+def test_free_places_beside_each_other_become_one(tmp_path):
+    store = DiskStore(tmp_path)
+    first, second, third, last = (store.put(storage(2048, seed)) for seed in range(4))
+    for slot in (third, first, second):
+        store.free(slot)
+    small = store.put(storage(1024, 4))
+    large = store.put(storage(4096, 5))  # what is left of three
+    assert (small.start, large.start, store.peak) == (0, 4096, 4 * 8192)
+    store.free(last)
+    longer = store.put(storage(5120, 6))  # the last one and 8192 more
+    assert (longer.start, store.peak) == (20480, 40960)
+    for slot, seed, count in ((small, 4, 1024), (large, 5, 4096), (longer, 6, 5120)):
+        room = torch.UntypedStorage(4 * count)
+        store.get(slot, room)
+        assert room.tolist() == storage(count, seed).tolist()
+
+
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     with pytest.raises(ValueError, match=r"cannot store tensors in .*missing: No such file"):
         DiskStore(tmp_path / "missing")

@@ -243,6 +243,20 @@ def test_an_operation_that_cannot_be_split_is_refused_by_name():
         spatialdl.stream(_Sorts(), image(1, 3, 8, 8))
 
 
+def test_an_output_says_what_its_tensors_take(tmp_path):
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+    x = torch.rand(1, 1, 256, 256)
+    output = spatialdl.stream(net, x, (2, 2), limit_gb=0.001, store=tmp_path)
+    memory = streamed.memory_of(output)
+    output.sum().backward()
+    assert memory.store is not None
+    assert memory.store.written >= 256 * 256 * 8 * 4
+    assert memory.store.peak <= memory.store.written + 4096 * 100
+    assert 0.001e9 <= memory.peak <= 0.001e9 + 3 * 2**20
+    with pytest.raises(ValueError, match=r"takes an output of spatialdl\.stream"):
+        streamed.memory_of(net(x))
+
+
 def test_backward_twice_is_refused():
     model = nn.Conv2d(3, 4, 3).double()
     output = spatialdl.stream(model, image(1, 3, 8, 8))

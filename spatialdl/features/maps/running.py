@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from spatialdl.features.maps.network import MapNetwork, Parts
 from spatialdl.features.maps.regions import Region, RegionSource
 from spatialdl.features.maps.stride import Stride
 from spatialdl.features.maps.writing import FoundMap, save_map
-from spatialdl.features.results import MAPS, check_other, file_of, known_again, load_before
+from spatialdl.features.results import Layout, check_other, known_again, load_before
 from spatialdl.features.working import Outcome, failed
 from spatialdl.slides.batch.report import Report
 from spatialdl.slides.batch.steps import Task
@@ -31,7 +30,7 @@ class MapJob:
 
     Attributes:
         source: the slides.
-        out: the folder of the run.
+        layout: of the folder of the run.
         about: attributes of the features.
         dtype: in which they are stored.
         precision: in which numbers the encoder computes.
@@ -41,7 +40,7 @@ class MapJob:
     """
 
     source: RegionSource
-    out: Path
+    layout: Layout
     about: Mapping[str, Any]
     dtype: str
     precision: Precision
@@ -110,7 +109,7 @@ class MapWorker:
             **region.attributes(job.stride, size),
             **known_again(key, report),
         }
-        save_map(job.out, found, attributes, job.source.options.slide_mpp, self._world)
+        save_map(job.layout, found, attributes, job.source.options.slide_mpp, self._world)
         return report
 
     def _opened(self, task: Task) -> tuple[Report, str, Region | None]:
@@ -118,21 +117,15 @@ class MapWorker:
         job = self._job
         try:
             key = job.source.key(task)
-            before = load_before(job.out, task.name, MAPS)
-            whole = all(path.is_file() for path in _files(job.out, task.name))
-            if before is not None and before.key == key and whole:
+            before = load_before(job.layout, task.name)
+            if before is not None and before.key == key:
                 self._outcome.before.append(task.name)
                 return before.report, key, None
-            check_other(before, key, job.out, str(task.path))
+            check_other(before, key, job.layout.out, str(task.path))
             report, region = job.source.region(task, job.stride)
             if region is None:  # of what the slide was before
-                for path in _files(job.out, task.name):
+                for path in job.layout.files_of(task.name):
                     path.unlink(missing_ok=True)
             return report, key, region
         except Exception as error:
             return failed(Report(task.name, file=str(task.path)), error), "", None
-
-
-def _files(out: Path, name: str) -> list[Path]:
-    path = file_of(out, name, MAPS)
-    return [path, path.with_suffix(".png")]

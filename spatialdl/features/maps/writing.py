@@ -22,7 +22,7 @@ from spatialdl.errors import SlideError
 from spatialdl.features.maps.components import components_of
 from spatialdl.features.maps.picture import LONGEST, as_colours, save_picture
 from spatialdl.features.maps.regions import Region
-from spatialdl.features.results import MAPS, file_of
+from spatialdl.features.results import Layout
 from spatialdl.predicting.pieces import Piece, PiecedMap
 
 _CHUNK_BYTES, _BAND_BYTES = 2**20, 2**26
@@ -68,7 +68,7 @@ class FoundMap:
 
 
 def save_map(
-    out: Path,
+    layout: Layout,
     found: FoundMap,
     attributes: Mapping[str, Any],
     slide_mpp: float | None,
@@ -77,14 +77,14 @@ def save_map(
     """Write the picture, then the map; all ranks must call it.
 
     Args:
-        out: the folder of the run.
+        layout: of the folder of the run.
         found: as it is stored.
         attributes: of the features.
 
     Raises:
         OSError: they cannot be written; on all ranks.
     """
-    path = file_of(out, found.region.name, MAPS)
+    name = found.region.name
     components = components_of(found.pieces, found.width, world)
     count = len(components.directions)
     pieces = [components.of(piece) for piece in found.pieces]
@@ -99,12 +99,12 @@ def save_map(
     if world.rank == 0:
         colours = as_colours(np.concatenate(shown, 1))
         try:
-            picture = path.with_suffix(".png")
+            picture = layout.picture_of(name)
             save_picture(picture, found.region, colours, components.parts.numpy(), slide_mpp)
         except OSError as error:
             problem = error
     _agree(problem, world)
-    _write(path, found, attributes, world)
+    _write(layout.features_of(name), found, attributes, world)
 
 
 def _write(path: Path, found: FoundMap, attributes: Mapping[str, Any], world: Communicator) -> None:

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import jinja2
 from PIL import Image
 from tqdm import tqdm
 
-from spatialdl.data.saving import replacing
+from spatialdl.pages.writing import save_page
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.report import STATUSES, Report, by_status, totals
 from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.text import counted, readable_bytes
-from spatialdl.version import __version__
 
 _WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail at most
 _ALWAYS = ("written", "with_tissue", "in_grid")
@@ -50,7 +48,7 @@ class _Thumbnail(NamedTuple):
     size: tuple[int, int]
 
 
-def save_page(
+def save_batch(
     path: Path,
     reports: Sequence[Report],
     pictures: Path,
@@ -68,17 +66,14 @@ def save_page(
         settings: of the run; those that are None are left out.
         stored: bytes that the batch takes on the disk, if known.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
     numbers = _columns(reports)
     reasons = any(report.reason or report.remark for report in reports)
     pictured = any(picture.is_file() for r in reports for picture in _pictures(pictures, r))
     tiles = sum(report.written for report in reports)
     facts = [counted(tiles, "tile")] + ([] if stored is None else [readable_bytes(stored)])
-    stream = environment.get_template("page.html").generate(
+    save_page(
+        path,
+        __package__,
         totals=totals(reports),
         heading=counted(len(reports), "slide"),
         statuses=by_status(reports),
@@ -89,11 +84,7 @@ def save_page(
         rows=_rows(path, reports, pictures, numbers),
         pictured=pictured,
         reasons=reasons,
-        version=__version__,
     )
-    with replacing(path) as file:
-        for part in stream:
-            file.write(part.encode("utf-8", "backslashreplace"))
 
 
 def _columns(reports: Sequence[Report]) -> list[str]:

@@ -20,7 +20,7 @@ from spatialdl.slides.cohort.splitting import (
     pairs_apart,
     strata_of,
 )
-from spatialdl.text import aligned, counted
+from spatialdl.text import aligned, counted, positive_int
 
 _OK, _FAILED, _MISUSED = 0, 1, 2
 TRAIN, VAL, TEST = "train", "val", "test"
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         help="files and folders of the slides: those that show the same stay in one split",
     )
     add("--recursive", action="store_true", help="look in folders of these folders, too")
+    add("--jobs", type=positive_int, default=1, metavar="N", help="threads that read and compare")
     add("--check", action="store_true", help="write nothing; look for leaks in the column split")
     return made
 
@@ -123,7 +124,7 @@ def _alike(options: argparse.Namespace, table: SlideTable) -> list[list[int]]:
             "gives; add their folder, or leave out --slides"
         )
     paths = [path for path in found if path is not None]
-    return same_slides(paths)
+    return same_slides(paths, jobs=options.jobs)
 
 
 def _split(options: argparse.Namespace, table: SlideTable, alike: Sequence[Sequence[int]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spatialdl.data.format import Manifest
+from spatialdl.data.predicted_table import Columns, find_predicted, read_predicted
 from spatialdl.data.slide_table import read_table
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
@@ -21,6 +21,8 @@ from spatialdl.text import counted, positive_int
 
 _OK, _MISUSED = 0, 2
 _MOST_LINES = 20
+
+_SHOWN = ("predicted", "probability_", "risk")  # columns of predictions
 
 Facts = dict[str, dict[str, str]]
 
@@ -86,23 +88,20 @@ def _facts(options: argparse.Namespace, names: Mapping[Path, str]) -> Facts:
             if path is not None:
                 facts[names[path]] |= {key: row[key] for key in table.columns if key != table.key}
     if options.predictions is not None:
-        for row in _predicted(options.predictions):
-            if row["slide"] in facts:
-                shown = {key: row[key] for key in row if key.startswith("pr")}
-                facts[row["slide"]] |= {key: _rounded(cell) for key, cell in shown.items()}
+        columns = _predicted(options.predictions)
+        shown = [key for key in columns if key.startswith(_SHOWN)]
+        for number, slide in enumerate(columns["slide"]):
+            if slide in facts:
+                facts[slide] |= {key: _rounded(columns[key][number]) for key in shown}
     return facts
 
 
-def _predicted(folder: Path) -> list[dict[str, str]]:
-    path = folder / "slides.csv"
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"--predictions: cannot read {path}: {error}") from error
-    if rows and "slide" not in rows[0]:
+def _predicted(folder: Path) -> Columns:
+    path = find_predicted(folder, "slides") or folder / "slides.csv"
+    columns = read_predicted(path)
+    if "slide" not in columns:
         raise ValueError(f"--predictions: {path} has no column slide, as predictions have")
-    return rows
+    return columns
 
 
 def _rounded(cell: str) -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from spatialdl.data.format import order_splits
-from spatialdl.data.saving import replacing, save_table
+from spatialdl.data.saving import save_table
 from spatialdl.data.slide_table import PATIENT, SPLIT
+from spatialdl.pages.figures import as_svg
+from spatialdl.pages.writing import save_page
 from spatialdl.slides.cohort.measuring import MEASURES, SlideMeasures
 from spatialdl.slides.cohort.outliers import outlying
 from spatialdl.text import counted
-from spatialdl.version import __version__
 
 LABEL, SCANNER, PREDICTED = "label", "scanner", "predicted"
 _COLOURS = ("#1f5fa8", "#d1701f", "#2f8f5b", "#8a4fa3", "#8a8a8a")
@@ -98,13 +97,10 @@ def save_cohort(folder: Path, members: Sequence[Member]) -> None:
 def _save_page(
     path: Path, members: Sequence[Member], columns: Sequence[str], numbers: Sequence[str]
 ) -> None:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
     odd = sum(bool(member.remarks) for member in members)
-    text = environment.get_template("page.html").render(
+    save_page(
+        path,
+        __package__,
         heading=counted(len(members), "slide"),
         odd=odd,
         tables=list(_tables(members)),
@@ -112,10 +108,7 @@ def _save_page(
         columns=columns,
         numbers={name: MEASURES[name] for name in numbers},
         members=members,
-        version=__version__,
     )
-    with replacing(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def _tables(members: Sequence[Member]) -> Iterator[dict[str, Any]]:
@@ -160,7 +153,6 @@ def _cell(member: Member, column: str) -> str:
 
 def _pictures(members: Sequence[Member], numbers: Sequence[str]) -> str:
     """SVG: a panel a measure, the slides as points in a column for each split."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     if not numbers:
@@ -175,10 +167,7 @@ def _pictures(members: Sequence[Member], numbers: Sequence[str]) -> str:
         _draw(panel, members, splits, names, name)
     for panel in panels[len(numbers) :]:
         panel.set_visible(False)
-    text = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spatialdl"}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+    return as_svg(figure)
 
 
 def _draw(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.parallel.layout import Layout, spatial_names
+from spatialdl.parallel.layout import spatial_names
 from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.text import aligned
@@ -40,7 +40,7 @@ def rank_lines(
     """
     names = spatial_names(placement.dims)
     titles = ["rank", "host", "device", "replica", "stage", *names, "samples", "channels"]
-    boxes = [Layout.even(1, size, grid).boxes for grid in placement.grids]
+    boxes = [placement.layout(stage, 1, size).boxes for stage in range(placement.stages)]
     rows = []
     for rank in placement.ranks_by_place:
         on = [devices[rank].host, devices[rank].device] if devices else ["", ""]

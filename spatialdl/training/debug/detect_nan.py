@@ -21,7 +21,7 @@ from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.action import Action
-from spatialdl.pipeline.placed import Criterion
+from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.tensor import SpatialTensor
 

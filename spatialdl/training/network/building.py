@@ -28,6 +28,7 @@ from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.cox import Cox
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import Task
+from spatialdl.training.virtual_tiles import memory_within
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:
@@ -181,6 +182,9 @@ def make_pipeline(
             compiled=bool(config.trainer.compile),
             tensor_plan=dict(parallel.tensor_plan or {}),
             sample_weights=task.weights,
+            memory=memory_within(config.trainer.memory_limit_gb, parallel.stream_to, device)
+            if placement.stream
+            else None,
             batch_loss=task.batch_loss if isinstance(task, Cox) else None,
         ),
     )

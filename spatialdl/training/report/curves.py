@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
+from spatialdl.pages.figures import as_svg
 from spatialdl.training.pictures.loss_curve import BLUE, GREY, draw_loss, draw_metrics
 
 MOST_POINTS = 1000
 """Of a curve; of more steps, means of some that follow each other are drawn."""
 
 
-def curves(steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, Any]]) -> str:
+def curves(
+    steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, Any]]
+) -> Markup:
     """SVG of the loss, the metrics, the learning rate and the speed; of at least one step."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     few = thinned(steps)
@@ -45,10 +47,7 @@ def curves(steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[s
     for panel in (rate, speed):
         panel.set_xlabel("step")
         panel.xaxis.get_major_locator().set_params(integer=True)
-    text = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spatialdl"}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+    return as_svg(figure)
 
 
 def thinned(steps: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

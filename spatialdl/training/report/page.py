@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import platform
@@ -12,13 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import torch
-from markupsafe import Markup
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from spatialdl.data.saving import replacing
+from spatialdl.pages.writing import as_data, save_page
 from spatialdl.text import readable_bytes, without_passwords
 from spatialdl.training.console.validation_table import (
     SHARES,
@@ -75,34 +72,28 @@ def save_report(
         timeline: picture of a step, if there is one.
         ended: why before its end.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
     plain = without_passwords(OmegaConf.to_container(config, resolve=True))
     overrides = without_passwords(list(overrides))
     last = validations[-1] if validations else {}
-    text = environment.get_template("page.html").render(
+    save_page(
+        path,
+        __package__,
         title=title,
         ended=ended,
         facts=_facts(steps, validations, summary),
         table=table,
-        # drawn here from numbers, so it may stand as it is
-        curves=Markup(curves(steps, validations)) if steps else "",
+        curves=curves(steps, validations) if steps else "",
         split=_split(summary.get("time_split") or {}),
         step_seconds=(summary.get("time_split") or {}).get("seconds_per_step"),
         validations=_validations(validations),
         classes=class_rows(last, names),
         confusion=_confusion(last, names),
         examples=[_shown(example) for example in examples],
-        timeline=_as_data(timeline.read_bytes(), "png") if timeline else "",
+        timeline=as_data(timeline.read_bytes(), "png") if timeline else "",
         settings=settings_lines({str(k): v for k, v in plain.items()}, overrides),
         overrides=overrides,
         environment=_environment(),
     )
-    with replacing(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def _facts(
@@ -183,7 +174,7 @@ def _shown(example: Example) -> dict[str, Any]:
         out = io.BytesIO()
         Image.fromarray(pixels).save(out, "JPEG", quality=_QUALITY)
         rows, cols = pixels.shape[:2]
-        data = _as_data(out.getvalue(), "jpeg")
+        data = as_data(out.getvalue(), "jpeg")
         pictures.append({"name": name, "data": data, "rows": rows, "cols": cols})
     return {
         "name": example.name,
@@ -192,10 +183,6 @@ def _shown(example: Example) -> dict[str, Any]:
         "pictures": pictures,
         "stacked": stacked(example),
     }
-
-
-def _as_data(content: bytes, kind: str) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def _environment() -> list[tuple[str, str]]:

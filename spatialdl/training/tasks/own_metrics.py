@@ -17,10 +17,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.configuring.plugins import Plugin
 from spatialdl.data.format import UNLABELLED
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.tasks.losses import own_pixels, split_alike
+from spatialdl.training.tasks.making_metrics import is_random, made_metrics
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.metrics import Scores, in_float64
 from spatialdl.training.tasks.states import State, irreducible, merge, state_of
@@ -48,7 +48,7 @@ class OwnMetrics:
     def __init__(self, task: DictConfig) -> None:
         self._task = str(task.name)
         with in_float64():
-            self._metrics = {one.name: _made(one) for one in own_metric_plugins(task)}
+            self._metrics = made_metrics(own_metric_plugins(task))
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -91,7 +91,7 @@ class OwnMetrics:
             if not len(wanted) or not given.isfinite().all():
                 found[name] = None
                 continue
-            with _naming(name, given, wanted), in_float64():
+            with _naming(name, given, wanted), in_float64(), _same_draws():
                 own = deepcopy(metric)
                 own.update(given, wanted)
                 value = own.compute()
@@ -121,6 +121,8 @@ class OwnMetrics:
             return
         draw = torch.Generator().manual_seed(0)
         maps = self._task == "segmentation"
+        if maps:
+            self._check_repeatable()
         if maps and copies > 1:
             self._check_reducible(copies)
         if columns is None:
@@ -143,6 +145,14 @@ class OwnMetrics:
             expected = whole.merged([whole.states()])
             if parts > 1:
                 self._check_tiles(name, predictions, target, expected)
+
+    def _check_repeatable(self) -> None:
+        for name, metric in self._metrics.items():
+            if is_random(metric):
+                raise ValueError(
+                    f"task.metrics: {name} draws samples at random (BootStrapper), which cannot be "
+                    "repeated on maps, as each rank gets its own: name the metric inside of it"
+                )
 
     def _check_reducible(self, copies: int) -> None:
         for name, metric in self._metrics.items():
@@ -230,7 +240,7 @@ class MapMetrics:
         for number, (name, metric) in enumerate(self._metrics.items()):
             metric.to("cpu")
             states = [one[number] for one in everybody]
-            if not any(state[0].updates for state in states):
+            if not any(one.updates for state in states for one in state):  # wrappers count none
                 found[name] = None
                 continue
             with _computing(name), in_float64():
@@ -238,21 +248,6 @@ class MapMetrics:
                 value = metric.compute()
             found |= _numbers(name, value)
         return found
-
-
-def _made(plugin: Plugin) -> Metric:
-    from torchmetrics import Metric
-
-    made = plugin.make()
-    if not isinstance(made, Metric):
-        raise ValueError(
-            f"task.metrics: {plugin.target} gives a {type(made).__name__}, no torchmetrics.Metric; "
-            "name the metrics of a collection one by one"
-        )
-    for one in made.modules():
-        if isinstance(one, Metric):  # states of ranks are put together here, on one of them
-            one.sync_on_compute = one._to_sync = False
-    return made
 
 
 def _as_metrics_take(task: str, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,6 +267,14 @@ def _random_labels(task: str, samples: int, classes: int, draw: torch.Generator)
     if task == "multilabel":
         return torch.randint(2, (samples, classes), generator=draw).double()
     return torch.randn(samples, classes, generator=draw, dtype=torch.float64)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Metrics that draw samples give one value in every layout, and shift no other draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 @contextmanager

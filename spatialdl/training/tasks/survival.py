@@ -15,6 +15,7 @@ from torch import Tensor
 from spatialdl.data.image_source import ImageSource
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
+from spatialdl.training.tasks.concordance import concordance
 from spatialdl.training.tasks.metrics import Scores
 
 
@@ -120,20 +121,3 @@ def survival_edges(train: ImageSource, bins: int) -> Tensor:
             "are different times of events"
         )
     return edges
-
-
-def concordance(risks: Tensor, times: Tensor, events: Tensor) -> float | None:
-    """Harrell's index: of pairs whose order is known, the share in which the risk has it.
-
-    An event comes before all later times, and before a censored one at the same time; equal risks
-    count half. None where no order is known.
-    """
-    later = times[:, None] < times[None, :]
-    later |= (times[:, None] == times[None, :]) & (events[None, :] == 0)
-    known = later & (events[:, None] == 1)
-    pairs = int(known.sum())
-    if not pairs:
-        return None
-    higher = int((risks[:, None] > risks[None, :])[known].sum())
-    equal = int((risks[:, None] == risks[None, :])[known].sum())
-    return (higher + 0.5 * equal) / pairs

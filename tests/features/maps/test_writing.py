@@ -9,6 +9,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.errors import SlideError
 from spatialdl.features.maps import writing
 from spatialdl.features.maps.writing import FoundMap, save_map
+from spatialdl.features.results import MAPS, Layout
 from spatialdl.predicting.pieces import Piece
 from tests.features.maps.networks import region_of
 
@@ -26,7 +27,7 @@ def test_a_map_in_pieces_is_written_in_bands(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(writing, "_BAND_BYTES", 5 * 4 * 13 * 7)
     values = torch.randn(5, 23, 13, dtype=torch.float64)
     found = found_map(tmp_path, values).stored(dtype, Alone())
-    save_map(tmp_path, found, {"stride": (4, 4)}, None, Alone())
+    save_map(Layout(tmp_path, MAPS), found, {"stride": (4, 4)}, None, Alone())
     with h5py.File(tmp_path / "maps" / "a.h5") as file:
         features = file["features"]
         np.testing.assert_array_equal(features[:], values.to(getattr(torch, dtype)).numpy())
@@ -50,4 +51,4 @@ def test_a_folder_that_is_gone_is_an_error(tmp_path):
     found = found_map(tmp_path, torch.zeros(2, 5, 5))
     (tmp_path / "maps").rmdir()
     with pytest.raises(OSError, match="maps"):
-        save_map(tmp_path, found, {}, None, Alone())
+        save_map(Layout(tmp_path, MAPS), found, {}, None, Alone())

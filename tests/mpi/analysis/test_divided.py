@@ -7,7 +7,15 @@ import pytest
 from mpi4py import MPI
 from sklearn import cluster, decomposition, linear_model, neighbors
 
-from spatialdl.analysis import PCA, KMeans, NearestNeighbors, Ridge, RidgeCV, TruncatedSVD
+from spatialdl.analysis import (
+    PCA,
+    KMeans,
+    NearestNeighbors,
+    Ridge,
+    RidgeClassifierCV,
+    RidgeCV,
+    TruncatedSVD,
+)
 
 RNG = np.random.default_rng(7)
 CENTRES = RNG.normal(size=(4, 9)) * 2
@@ -107,6 +115,16 @@ def test_ridge(world, own, targets):
     theirs = linear_model.RidgeCV((0.1, 5.0, 200.0), cv=6).fit(ROWS, targets)
     ours = RidgeCV((0.1, 5.0, 200.0), cv=6, comm=world).fit(ROWS[own], targets[own])
     close(ours, theirs, ("coef_", "intercept_", "alpha_", "best_score_"))
+
+
+def test_ridge_of_classes(world, own):
+    classes = np.array(["a", "b", "c"])[np.argsort(ROWS[:, :3], 1)[:, 0]]
+    theirs = linear_model.RidgeClassifier(2.0).fit(ROWS, classes)
+    ours = RidgeClassifierCV([2.0], cv=4, comm=world).fit(ROWS[own], classes[own])
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-8)
+    assert (ours.predict(ROWS[own]) == theirs.predict(ROWS)[own]).all()
+    right = theirs.score(ROWS, classes)
+    assert ours.score(ROWS[own], classes[own]) == pytest.approx(right, abs=1e-15)
 
 
 def test_ridge_by_groups(world, own):

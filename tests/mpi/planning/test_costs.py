@@ -21,8 +21,8 @@ from spatialdl.comm.mesh import Mesh, stage_mesh
 from spatialdl.comm.world import world
 from spatialdl.models import resnet50, unet, vit
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.placed import enter
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.planning.costs import NetworkCosts, largest_part

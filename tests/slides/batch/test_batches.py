@@ -488,7 +488,7 @@ def test_a_disk_that_is_full_in_the_end(
 
     out = tmp_path / "set"
     with monkeypatch.context() as patch:
-        patch.setattr(command, "save_page", full)
+        patch.setattr(command, "save_batch", full)
         assert tile(small, "--out", out, *TILES) == 1
     kept = f"No space left on device; what is done is kept in {tmp_path / '.set.partial'}"
     assert kept in capsys.readouterr().err

@@ -9,7 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from PIL import Image
 
-from spatialdl.slides.batch.page import save_page
+from spatialdl.slides.batch.page import save_batch
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.report import Report
 
@@ -88,7 +88,7 @@ def batch(folder: Path) -> tuple[list[Report], Path]:
 def test_the_table_has_all_slides(tmp_path: Path) -> None:
     reports, pictures = batch(tmp_path)
     settings = {"tile_size": 256, "mag": None, "labels": "<i>.csv"}
-    save_page(tmp_path / "report.html", reports, pictures, settings, stored=1_500_000)
+    save_batch(tmp_path / "report.html", reports, pictures, settings, stored=1_500_000)
     page = Page(tmp_path / "report.html")
     numbers = ["tiles", "tissue", "grid", "pen", "unreadable", "mpp", "seconds"]
     assert page.heads == ["picture", "slide", "status", "reason", *numbers]
@@ -116,7 +116,7 @@ def test_the_table_has_all_slides(tmp_path: Path) -> None:
 
 def test_numbers_are_sorted_as_numbers(tmp_path: Path) -> None:
     reports, pictures = batch(tmp_path)
-    save_page(tmp_path / "report.html", reports, pictures, {})
+    save_batch(tmp_path / "report.html", reports, pictures, {})
     keys = Page(tmp_path / "report.html").keys
     assert [float(str(row[4])) for row in keys] == [1300, 5, 0, 0]
     assert [row[9] for row in keys] == ["0.25", "0.5", "", ""]  # empty ones go last
@@ -126,7 +126,7 @@ def test_numbers_are_sorted_as_numbers(tmp_path: Path) -> None:
 
 def test_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
     reports, pictures = batch(tmp_path)
-    save_page(tmp_path / "report.html", reports, pictures, {})
+    save_batch(tmp_path / "report.html", reports, pictures, {})
     page = Page(tmp_path / "report.html")
     assert "default-src 'none'; img-src data:;" in page.raw
     assert not page.tags & {"link", "iframe", "object", "b", "i"}  # names are no markup
@@ -138,7 +138,7 @@ def test_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
 def test_thumbnails_are_inside_and_lead_to_the_pictures(tmp_path: Path) -> None:
     reports, pictures = batch(tmp_path)
     (tmp_path / "there").mkdir()
-    save_page(tmp_path / "there" / "report.html", reports, pictures, {})
+    save_batch(tmp_path / "there" / "report.html", reports, pictures, {})
     page = Page(tmp_path / "there" / "report.html")
     assert len(page.images) == 2  # the others have none, or a damaged one
     for image in page.images:
@@ -152,11 +152,11 @@ def test_thumbnails_are_inside_and_lead_to_the_pictures(tmp_path: Path) -> None:
 
 
 def test_columns_without_anything_are_left_out(tmp_path: Path) -> None:
-    save_page(tmp_path / "a.html", [Report("a", 1, 1, written=1)], tmp_path / "none", {})
+    save_batch(tmp_path / "a.html", [Report("a", 1, 1, written=1)], tmp_path / "none", {})
     page = Page(tmp_path / "a.html")
     assert page.heads == ["slide", "status", "tiles", "tissue", "grid"]
     assert "Settings" not in page.raw.partition("<body>")[2].partition("<script>")[0]
-    save_page(tmp_path / "a.html", [], tmp_path / "none", {})
+    save_batch(tmp_path / "a.html", [], tmp_path / "none", {})
     page = Page(tmp_path / "a.html")
     assert "There are no slides." in " ".join(page.words)
     assert "table" not in page.tags
@@ -164,7 +164,7 @@ def test_columns_without_anything_are_left_out(tmp_path: Path) -> None:
 
 def test_a_thousand_slides(tmp_path: Path) -> None:
     reports = [Report(f"s{k}", k, k, written=k, seconds=k) for k in range(1000)]
-    save_page(tmp_path / "a.html", reports, tmp_path, {})
+    save_batch(tmp_path / "a.html", reports, tmp_path, {})
     page = Page(tmp_path / "a.html")
     assert len(page.rows) == 1000
     assert "499,500 tiles" in page.raw
@@ -173,7 +173,7 @@ def test_a_thousand_slides(tmp_path: Path) -> None:
 def test_names_that_are_not_unicode(tmp_path: Path) -> None:
     name = os.fsdecode(b"a\xff")
     Image.new("L", (10, 10)).save(tmp_path / f"{name}.png")
-    save_page(tmp_path / "a.html", [Report(name, 1, 1, written=1)], tmp_path, {})
+    save_batch(tmp_path / "a.html", [Report(name, 1, 1, written=1)], tmp_path, {})
     page = Page(tmp_path / "a.html")
     assert page.rows[0][1] == "a\\udcff"
     assert unquote_to_bytes(page.links[0]) == b"./a\xff.png"

@@ -38,7 +38,10 @@ def test_slides_labels_tiles_and_predictions_meet(tmp_path, synthetic, capsys):
     ("more", "message"),
     [
         (["--labels", "/nowhere.csv"], "cannot read /nowhere.csv"),
-        (["--predictions", "/nowhere"], "cannot read /nowhere/slides.csv"),
+        (
+            ["--predictions", "/nowhere"],
+            "/nowhere/slides.csv cannot be read as a table",
+        ),
         (["--tiles", "/nowhere"], "/nowhere"),
     ],
 )

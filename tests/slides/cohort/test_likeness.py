@@ -9,7 +9,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from spatialdl.slides.cohort.likeness import ALIKE, correlation, look_at, look_of, same_slides
+from spatialdl.slides.cohort.likeness import ALIKE, look_at, look_of, same_slides
+from spatialdl.slides.cohort.pairs import correlation
 from spatialdl.slides.synthetic.drawing import write_synthetic_slide
 
 

@@ -80,7 +80,7 @@ def test_one_step_and_nothing_else(tmp_path, loss):
 
 def test_a_run_that_was_stopped_before_its_first_step(tmp_path):
     text = page(tmp_path, ended="Stopped by SIGTERM after step 0 of 9.")
-    assert '<p class="ended">Stopped by SIGTERM after step 0 of 9.</p>' in text
+    assert '<p class="remarks">Stopped by SIGTERM after step 0 of 9.</p>' in text
     assert "<svg" not in text
 
 

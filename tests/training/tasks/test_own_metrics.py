@@ -75,9 +75,9 @@ def test_torch_distributed_of_the_program_is_not_asked(monkeypatch):
     """One rank computes for all: torchmetrics would wait there for the others, for ever."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     error = {"_target_": "torchmetrics.regression.MeanAbsoluteError"}
-    lowest = {"_target_": "torchmetrics.wrappers.MinMaxMetric", "base_metric": error}
+    inner = {"_target_": "torchmetrics.BootStrapper", "base_metric": error}
     values = torch.tensor([[1.0], [2.0]]).double()
-    found = own("regression", error, {**lowest, "name": "range"}).of_samples(values, values + 1)
+    found = own("regression", error, {**inner, "name": "spread"}).of_samples(values, values + 1)
     assert found["MeanAbsoluteError"] == 1
 
 
@@ -104,7 +104,7 @@ def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_trainin
     [
         ({"_target_": f"{TM}.NoSuchScore"}, "NoSuchScore cannot be made"),
         ({"_target_": f"{TM}.MulticlassF1Score"}, "cannot be made: .*num_classes"),
-        ({"_target_": "torch.nn.ReLU"}, "torch.nn.ReLU gives a ReLU, no torchmetrics.Metric"),
+        ({"_target_": "torch.nn.ReLU"}, "torch.nn.ReLU gives a ReLU, no torchmetrics.Metric or"),
         ({"_target_": f"{OWN}.Pairs"}, "Pairs gives a tuple: take one that gives a number"),
         (
             {"_target_": f"{TM}.MulticlassConfusionMatrix", "num_classes": 3},
@@ -133,6 +133,36 @@ def test_what_cannot_be_put_together_from_ranks_is_refused():
         tried(own("segmentation", {**dice, "input_format": "mixed"}), copies=2, parts=2)
     jaccard = {"_target_": f"{TM}.MulticlassJaccardIndex", "num_classes": 3}
     tried(own("segmentation", jaccard, {"_target_": f"{OWN}.MeanBrightness"}), copies=2, parts=2)
+
+
+def test_wrappers_on_maps_have_the_value_of_what_they_wrap():
+    """They count no updates of their own."""
+    inner = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
+    kind = "torchmetrics.wrappers.LambdaInputTransformer"
+    metrics = own("segmentation", inner, {"_target_": kind, "wrapped_metric": inner, "name": "in"})
+    tried(metrics, copies=2, parts=2)
+    copies = [metrics.of_maps(torch.device("cpu")) for _ in range(3)]
+    draw = torch.Generator().manual_seed(0)
+    target = torch.randint(3, (2, 4, 4), generator=draw)
+    for number, copy in enumerate(copies[:2]):
+        copy.update_own(torch.randn(1, 3, 4, 4, generator=draw), target[number : number + 1])
+    found = copies[2].merged([copy.states() for copy in copies])
+    assert found["in"] == found["MulticlassAccuracy"] is not None
+
+
+def test_a_metric_that_draws_samples_draws_the_same_ones_and_shifts_no_others():
+    inner = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
+    boot = {"_target_": "torchmetrics.BootStrapper", "base_metric": inner, "num_bootstraps": 5}
+    metrics = own("classification", boot)
+    shares = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double().softmax(1)
+    before = torch.get_rng_state()
+    first = metrics.of_samples(shares, torch.arange(9) % 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    assert metrics.of_samples(shares, torch.arange(9) % 3) == first
+    assert first["BootStrapper_std"] > 0
+    with pytest.raises(ValueError, match=r"BootStrapper draws samples at random .* maps"):
+        tried(own("segmentation", boot))
 
 
 def test_pixels_of_no_class_need_ignore_index():

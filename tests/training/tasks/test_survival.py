@@ -9,7 +9,6 @@ import torch
 
 from spatialdl.training.tasks.survival import (
     Survival,
-    concordance,
     survival_columns,
     survival_edges,
     survival_of,
@@ -47,19 +46,3 @@ def test_intervals_hold_equally_many_events() -> None:
         survival_edges(SimpleNamespace(labels=labels[-1:]), 4)
     with pytest.raises(ValueError, match="2 events at 1 different times"):
         survival_edges(SimpleNamespace(labels=np.array([[1.0, 1], [1.0, 1]])), 3)
-
-
-def test_concordance_counts_pairs_whose_order_is_known() -> None:
-    draw = np.random.default_rng(0)
-    risks, times = draw.integers(0, 4, 30) / 2.0, draw.integers(1, 8, 30) * 1.0
-    events = draw.integers(0, 2, 30) * 1.0
-    good = pairs = 0.0
-    for i in range(30):
-        for j in range(30):
-            is_later = times[j] > times[i] or (times[j] == times[i] and not events[j])
-            if events[i] and is_later:
-                pairs += 1
-                good += 1.0 if risks[i] > risks[j] else 0.5 if risks[i] == risks[j] else 0.0
-    found = concordance(*map(torch.from_numpy, (risks, times, events)))
-    assert found == pytest.approx(good / pairs)
-    assert concordance(torch.ones(2), torch.ones(2), torch.zeros(2)) is None

@@ -15,11 +15,17 @@ from tests.mpi.device import device_key
 
 TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
 SMALL = "++model._target_=tests.mpi.training.small.small ~model.width"
+ALL = "torchmetrics.MetricCollection"
+COUNTS = f"{{_target_: {TM}.MulticlassAccuracy, num_classes: 3, average: macro}}"
+CURVE = f"{{_target_: {TM}.MulticlassAveragePrecision, num_classes: 3, average: none}}"
+STEPS = CURVE.replace("average", "thresholds: 9, average")  # ties would be broken by rounding
 IMAGES = [
     f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: macro}}",
     f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: none, name: f1s}}",
     f"{{_target_: {TM}.MulticlassAUROC, num_classes: 3}}",
     f"{{_target_: {OWN}.MeanBrightness, name: own}}",
+    f"{{_target_: {ALL}, name: all, prefix: x_, metrics: [{COUNTS}, {CURVE}]}}",
+    f"{{_target_: torchmetrics.BootStrapper, base_metric: {COUNTS}, num_bootstraps: 4}}",
 ]
 LABELS = [f"{{_target_: {TM}.MultilabelAveragePrecision, num_labels: 3, ignore_index: -1}}"]
 NUMBERS = [
@@ -27,6 +33,8 @@ NUMBERS = [
     "{_target_: torchmetrics.regression.SpearmanCorrCoef, num_outputs: 3}",
 ]
 MAPS = [
+    f"{{_target_: {ALL}, metrics: {{a: {COUNTS}, curve: {STEPS}}}}}",
+    f"{{_target_: torchmetrics.wrappers.LambdaInputTransformer, wrapped_metric: {COUNTS}}}",
     f"{{_target_: {TM}.MulticlassJaccardIndex, num_classes: 3, ignore_index: 255}}",
     f"{{_target_: {TM}.MulticlassAUROC, num_classes: 3, thresholds: 7}}",
     f"{{_target_: {OWN}.MeanBrightness, name: own}}",

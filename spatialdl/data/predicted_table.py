@@ -1,0 +1,65 @@
+"""Tables of predictions in a directory, CSV or Parquet, as columns of text."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+Columns = dict[str, list[str]]
+
+
+def find_predicted(folder: Path, name: str) -> Path | None:
+    """The file of a table of predictions, if there is one; CSV before Parquet."""
+    return next(
+        (path for kind in ("csv", "parquet") if (path := folder / f"{name}.{kind}").is_file()), None
+    )
+
+
+def read_predicted(path: Path) -> Columns:
+    """By name the cells of a table, as text.
+
+    Raises:
+        ValueError: it cannot be read, or a line has more or fewer cells than the first.
+    """
+    if path.suffix == ".parquet":
+        arrow = need_pyarrow()
+        try:
+            table = arrow.parquet.read_table(path).to_pydict()
+        except (OSError, arrow.ArrowException) as error:
+            raise ValueError(f"{path} cannot be read as a table of predictions: {error}") from error
+        return {
+            name: ["" if cell is None else str(cell) for cell in cells]
+            for name, cells in table.items()
+        }
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            head, *rows = csv.reader(file)
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a table of predictions: {error}") from error
+    finally:
+        csv.field_size_limit(before)  # of the whole process
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(head):
+            raise ValueError(
+                f"{path} line {number} has {len(row)} cells, but the first line {len(head)}"
+            )
+    return {name: [row[k] for row in rows] for k, name in enumerate(head)}
+
+
+def need_pyarrow() -> Any:
+    """The module that reads and writes Parquet.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            "table=parquet needs pyarrow: pip install 'spatialdl[parquet]', or take table=csv"
+        ) from None
+    return pyarrow

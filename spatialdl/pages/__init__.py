@@ -1,0 +1,1 @@
+"""Pages for the browser: what all of them have in common."""

@@ -1,0 +1,221 @@
+"""A stage at work on this rank's tile, cut into virtual tiles that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from spatialdl.comm.across import Across
+from spatialdl.comm.handover import HandoverShape
+from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.turns import Turns
+from spatialdl.comm.virtual import virtual_ranks
+from spatialdl.parallel.axes import Axes
+from spatialdl.parallel.layout import Box, Layout, finer_parts, last_slices
+from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Shapes
+from spatialdl.pipeline.region import Region
+from spatialdl.pipeline.steps import Value
+from spatialdl.random.drawing import OnThreads
+from spatialdl.spatial.split import as_image, from_local
+from spatialdl.spatial.tensor import SpatialTensor, from_tile
+from spatialdl.streaming.copies import Copies
+from spatialdl.streaming.memory import Memory
+
+
+class VirtualTiles:
+    """Runs a stage on virtual tiles, one after the other; see `own_tile.Worker`.
+
+    Args:
+        module: its layers, without hooks.
+        mesh: the ranks that have the stage; `Mesh.stream` says how they cut their tiles.
+        recompute, mixed: see `OwnTile`.
+        memory: holds what the virtual tiles need later.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        recompute: bool,
+        mixed: torch.dtype | None,
+        memory: Memory,
+    ) -> None:
+        ranks = [finer_parts(mesh.grid, mesh.stream, part) for part in range(mesh.parts)]
+        own, axes = ranks[mesh.part], Axes(spatial=mesh.tile_grid)
+        self._module, self.mesh, self.memory, self.count = module, mesh, memory, len(own)
+        self._turns: Turns[Any] = Turns(len(own))
+        across = Across(mesh.grid_comm, ranks) if mesh.parts > 1 else None
+        comms = virtual_ranks(axes.parts, self._turns, across)
+        self.meshes = [Mesh(axes, comm.rank, mesh.replica, comm, comm) for comm in comms]
+        self._copies = Copies(module, len(own))
+        self._tiles = [
+            OwnTile(network, virtual, recompute, mixed)
+            for network, virtual in zip(self._copies.networks, self.meshes, strict=True)
+        ]
+
+    def forward(
+        self, tiles: dict[Value, Any], shapes: Shapes, samples: int, device: torch.device
+    ) -> MadeOfTiles:
+        self._copies.follow()
+        draws = OnThreads(self.meshes)
+
+        def work(number: int) -> Made:
+            with draws.of():
+                pieces = {
+                    value: self._leaf(number, tile, shapes[value]) for value, tile in tiles.items()
+                }
+                return self._tiles[number].forward(pieces, shapes, samples, device)
+
+        made = self.each(work)
+        draws.finish()
+        self.memory.bring(self._module.buffers())
+        return MadeOfTiles(self, made)
+
+    def each(self, work: Callable[[int], Any]) -> list[Any]:
+        """What `work` returns for each virtual tile of this rank, in turns."""
+
+        def watched(number: int) -> Any:
+            with self.memory.watch():
+                return work(number)
+
+        with self._copies.in_place():
+            return self._turns.run([partial(watched, number) for number in range(self.count)])
+
+    def pass_gradients_on(self) -> None:
+        """To the network's own parameters, as one backward of this rank."""
+        weights = self._copies.trained
+        found = zip(weights, self._copies.take_gradients(weights), strict=True)
+        there = [(weight, grad) for weight, grad in found if grad is not None]
+        if there:
+            own, grads = zip(*there, strict=True)
+            self.memory.bring(grads)
+            torch._foreach_div_(grads, self.count)  # as over ranks: of the mean of their losses
+            torch.autograd.backward(own, grads)
+
+    # --- pieces of this rank's tile
+
+    def slices(self, number: int, layout: Layout) -> tuple[Any, ...]:
+        """Where in this rank's tile a virtual one lies, along all spatial dims."""
+        boxes = [layout.boxes[mesh.part] for mesh in self.meshes]
+        _, *spatial = boxes[number].slices_in(_around(boxes))
+        return last_slices(spatial)
+
+    def piece(self, number: int, tile: Any, layout: Layout) -> Any:
+        """The part of this rank's tile in a virtual one; all of what is not split."""
+        return tile if len(layout.boxes) == 1 else tile[self.slices(number, layout)]
+
+    def together(self, pieces: Sequence[Tensor], layout: Layout) -> Tensor:
+        """This rank's tile, from the pieces of its virtual ones."""
+        box = _around([layout.boxes[mesh.part] for mesh in self.meshes])
+        shape = (*pieces[0].shape[: -len(box.spatial)], *box.shape[1:])
+        tile = torch.empty(shape, dtype=pieces[0].dtype, device=pieces[0].device)
+        with self.memory.watch(), torch.no_grad():
+            for number, piece in enumerate(pieces):
+                tile[self.slices(number, layout)].copy_(piece)
+        return tile
+
+    def _leaf(self, number: int, tile: Any, shape: HandoverShape) -> Tensor:
+        piece = self.piece(number, tile, shape.receiver)
+        leaf: Tensor = piece if isinstance(tile, Region) else piece.detach().clone()
+        return leaf.requires_grad_(isinstance(tile, Tensor) and tile.requires_grad)
+
+
+class MadeOfTiles:
+    """See `own_tile.Made`; what is made of each virtual tile."""
+
+    def __init__(self, tiles: VirtualTiles, made: list[Made]) -> None:
+        self._tiles, self._made = tiles, made
+
+    def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
+        with self._tiles.memory.watch(), torch.no_grad():
+            pieces = [made.leaving(value, shape) for made in self._made]
+        return self._joined(pieces, shape.sender)
+
+    def _joined(self, pieces: list[Tensor], layout: Layout) -> Tensor:
+        if len(layout.boxes) > 1:
+            return self._tiles.together(pieces, layout)
+        self._tiles.memory.bring(pieces[:1])
+        return pieces[0].detach()
+
+    @property
+    def output(self) -> Any:
+        return tree_map(self._whole, *self._images())
+
+    def _images(self) -> list[Any]:
+        return self._tiles.each(lambda number: tree_map(as_image, self._made[number].output))
+
+    def outputs(self) -> Iterator[tuple[Mesh, Any]]:
+        found = self._images()
+        self._made = []
+        if not isinstance(found[0], SpatialTensor):
+            yield self._tiles.mesh, tree_map(self._whole, *found)
+            return
+        for mesh in self._tiles.meshes:
+            image = found.pop(0)  # which is in memory until the next one
+            self._tiles.memory.bring([image._tile])
+            yield mesh, image
+
+    def _whole(self, *values: Any) -> Any:
+        first, mesh = values[0], self._tiles.mesh
+        if not isinstance(first, Tensor):
+            return first
+        if not isinstance(first, SpatialTensor):
+            self._tiles.memory.bring([first])
+            return first.detach()
+        layout = first.spatial_layout
+        tile = self._tiles.together([value._tile for value in values], layout)
+        if mesh.parts == 1:
+            return tile
+        return from_tile(tile, layout.coarser(mesh.stream), mesh)
+
+    def backward_of_loss(self, criterion: Criterion, target: Any, weight: float | Tensor) -> Tensor:
+        tiles = self._tiles
+
+        def work(number: int) -> Tensor:
+            own = target
+            if isinstance(target, Region):
+                own = self._own_part(number, target)
+            return self._made[number].backward_of_loss(criterion, own, weight)
+
+        values = tiles.each(work)
+        tiles.pass_gradients_on()
+        loss: Tensor = values[0]
+        return loss
+
+    def _own_part(self, number: int, target: Region) -> Tensor:
+        mesh = self._tiles.meshes[number]
+        piece = self._tiles.piece(number, target, mesh.layout(1, target.size))
+        return from_local(piece, mesh, target.size)
+
+    def backward_of(self, grads: Mapping[Value, Tensor], shapes: Shapes) -> None:
+        tiles, count = self._tiles, self._tiles.count
+
+        def work(number: int) -> None:
+            own = {}
+            for value, grad in grads.items():
+                layout = shapes[value].sender
+                piece = tiles.piece(number, grad, layout)
+                # the objective of a stage is the mean over its ranks, virtual ones here
+                own[value] = piece * count if len(layout.boxes) > 1 else piece
+            self._made[number].backward_of(own, shapes)
+
+        tiles.each(work)
+        tiles.pass_gradients_on()
+
+    def gradient(self, value: Value, shape: HandoverShape) -> Tensor:
+        tiles = self._tiles
+        grads = [made.gradient(value, shape) for made in self._made]
+        if len(shape.receiver.boxes) > 1:
+            return tiles.together(grads, shape.receiver).div_(tiles.count)
+        tiles.memory.bring(grads)
+        return torch.stack(grads).mean(0)
+
+
+def _around(boxes: Sequence[Box]) -> Box:
+    """The box that these make up."""
+    return Box((min(s for s, _ in dim), max(e for _, e in dim)) for dim in zip(*boxes, strict=True))
